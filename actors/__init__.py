@@ -1,0 +1,1 @@
+"""Thin Ray shells around `service`."""

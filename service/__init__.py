@@ -1,0 +1,1 @@
+"""Baton without Ray and vLLM: everything a laptop can test."""

@@ -1,0 +1,26 @@
+"""Time as an argument, so that the same code runs under a real and under a virtual clock."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """What the service may know about time."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back; every deadline is measured in these."""
+
+    def wall(self) -> float:
+        """Unix time in seconds; for logs and metrics only."""
+
+
+class SystemClock:
+    """The machine's clock."""
+
+    def monotonic(self) -> float:
+        """Seconds of the machine's monotonic clock."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Unix time in seconds."""
+        return time.time()

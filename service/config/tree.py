@@ -1,0 +1,228 @@
+"""The one configuration tree: strict, frozen, every field with its meaning and unit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the tree: unknown keys are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run and of its folder."""
+    dir: Path = Path("runs")
+    """Folder that holds the run folders; must outlast the process (a Ray job's working directory does not)."""
+    seed: NotNegative = 0
+    """Seed of everything random in the run."""
+    max_steps: Positive = 100
+    """Optimizer steps after which the run ends."""
+    stop_grace: Seconds = 20.0
+    """Seconds that a stopped run may take to write its final weights."""
+    stall_deadline: Seconds = 600.0
+    """Seconds without an optimizer step after which the run ends with the reason."""
+
+
+class MakeModelConfig(Section):
+    """The shape of a small Qwen3 model that the run makes itself, with a tokenizer for the environment's words."""
+
+    hidden_size: Positive = 128
+    intermediate_size: Positive = 256
+    num_layers: Positive = 2
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 2
+    head_dim: Positive = 32
+
+
+class WarmStartConfig(Section):
+    """Supervised steps on the environment's demonstrations before RL begins."""
+
+    steps: Positive = 300
+    batch_size: Positive = 64
+    lr: Annotated[float, Field(gt=0)] = 2e-3
+    right_share: Share = 0.15
+    """Share of demonstrations that solve the task; the others show bad habits."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: Path | None = None
+    """A Hugging Face folder (config, safetensors, tokenizer, chat template)."""
+    make: MakeModelConfig | None = None
+    """Make a small model instead of reading `path`."""
+    warm_start: WarmStartConfig | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the parameters in forward passes, in engine and trainer."""
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    train: Path | None = None
+    """A JSONL or parquet file with a row a prompt."""
+    make_rows: Positive | None = None
+    """Make this many rows with the environment's own generator instead of reading `train`."""
+    shuffle: bool = True
+    """Shuffle each epoch with the run's seed."""
+
+
+class EnvConfig(Section):
+    """The environment that answers the policy."""
+
+    name: str = "lookup"
+    """Name of the environment, as registered."""
+    max_turns: Positive = 4
+    step_deadline: Seconds = 60.0
+    """Seconds that one call of the environment may take."""
+    options: dict[str, str | int | float | bool] = {}
+    """Passed to the environment's constructor."""
+
+
+class GeneratorConfig(Section):
+    """vLLM engines and the agent loops beside them."""
+
+    engines: Positive = 1
+    """Generator actors, one engine each."""
+    tensor_parallel_size: Positive = 1
+    """GPUs of one engine."""
+    concurrent_groups: Positive = 32
+    """Groups that all engines together generate at once."""
+    max_input_length: Positive = 1024
+    """Tokens of a turn's prompt, at most."""
+    max_generate_length: Positive = 256
+    """Tokens of a turn's response, at most."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Share = 1.0
+    top_k: int = -1
+    min_p: Share = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Stop strings; an end-of-sequence token is appended, with mask 0, where one of them ended the turn."""
+    kv_cache_bytes: Positive | None = None
+    """Bytes of KV cache of one engine; None lets a GPU engine use `gpu_memory_utilization`."""
+    gpu_memory_utilization: Share = 0.85
+    enforce_eager: bool = False
+    """Skip compilation and CUDA graphs."""
+    start_deadline: Seconds = 600.0
+    """Seconds that an engine may take to start."""
+    request_deadline: Seconds = 300.0
+    """Seconds that one turn may take in the engine."""
+
+
+class BufferConfig(Section):
+    """Admission, staleness, deadlines, bounds."""
+
+    lookahead: NotNegative = 2
+    """Mini-batches that may be open beyond the one that the serving version trains; 0 is strictly on-policy."""
+    max_staleness: NotNegative = 8
+    """Versions after which a token carries no loss."""
+    order: Literal["finished_first", "strict"] = "finished_first"
+    step_deadline: Seconds = 300.0
+    """Seconds without progress after which a trajectory starts anew as its next attempt."""
+    max_attempts: Positive = 3
+    lease_deadline: Seconds = 1800.0
+    max_lease_attempts: Positive = 3
+    max_bytes: Positive = 4 << 30
+    """Bytes of admitted groups at worst, in memory."""
+    max_group_bytes: Positive = 256 << 20
+    max_journal_bytes: Positive = 64 << 30
+    sync_interval: Seconds = 0.005
+    """Seconds between two syncs of the journal while something is queued."""
+    merge: Literal["off", "linear", "tree"] = "linear"
+    drift: Literal["fork", "realign"] = "fork"
+    max_drift_tokens: NotNegative = 16
+
+
+class AlgorithmConfig(Section):
+    """From rewards to a loss."""
+
+    step_wise: bool = True
+    estimator: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline", "gae", "reinforce++"] = "grpo"
+    n_samples_per_prompt: Positive = 8
+    returns: Literal["last", "sum"] = "last"
+    filter_zero_variance: bool = False
+    """Groups whose returns are all equal vacate their slot instead of being trained."""
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    reduction: Literal[
+        "token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm", "sequence_mean"
+    ] = "token_mean"
+    norm_tokens: Positive | None = None
+    """Constant of `seq_mean_token_sum_norm`; None: max_input_length + max_generate_length."""
+    anchor: Literal["rollout"] = "rollout"
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+
+
+class TrainerConfig(Section):
+    """The FSDP group."""
+
+    ranks: Positive = 2
+    mini_batch_size: Positive = 16
+    """Groups of one optimizer step."""
+    max_tokens_per_micro_batch: Positive = 16384
+    """Token budget of one forward pass on one rank."""
+    layout: Literal["packed", "padded"] = "packed"
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    warmup_steps: NotNegative = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    gradient_checkpointing: bool = False
+    checkpoint_every: NotNegative = 0
+    """Optimizer steps between checkpoints; 0: only the final weights are written."""
+    max_bad_steps: Positive = 10
+    """Aborted optimizer steps in a row after which the run ends with the reason."""
+    accelerator: str | None = None
+    """Ray accelerator type of the ranks' nodes, such as H100."""
+    collective_deadline: Seconds = 120.0
+    """Seconds that one collective may take."""
+
+
+class WeightsConfig(Section):
+    """The weights' way back to the engines."""
+
+    sync_every: Positive = 1
+    """Optimizer steps between two updates of the engines."""
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """What becomes of the running requests' KV cache at an update."""
+    sync_deadline: Seconds = 300.0
+
+
+class MetricsConfig(Section):
+    """Where Prometheus finds the run."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 9400
+    """Port of /metrics and /status; 0 takes a free one."""
+
+
+class Config(Section):
+    """Everything a run can be told."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    buffer: BufferConfig = BufferConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    metrics: MetricsConfig = MetricsConfig()

@@ -1,0 +1,65 @@
+"""What the buffer's five verbs take and give: claim, submit, lease, commit, release.
+
+    prompts --claim--> GENERATOR --submit--> BUFFER --lease--> TRAINER --publish--> WEIGHTS
+                                               +--- commit / release ---+
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from service.types import PolicyVersion
+
+
+class Claim(NamedTuple):
+    """A generator asks for one group of work."""
+
+    generator: str
+    epoch: int
+    """The generator's incarnation, as given by `Buffer.join`."""
+    serving: PolicyVersion
+    """The version that the generator's engine serves now; no sample of the group starts on an older one."""
+
+
+class Assignment(NamedTuple):
+    """A group to generate: `samples` of one prompt, each with the attempt to use."""
+
+    ordinal: int
+    prompt_uid: str
+    row: int
+    """The prompt's row in the dataset."""
+    samples: tuple[int, ...]
+    attempts: tuple[int, ...]
+
+
+class WaitReason(StrEnum):
+    """Why a verb has nothing to give yet; also the metric's label."""
+
+    LOOKAHEAD = "lookahead"
+    """claim: the next slot is further ahead than the engine's version allows."""
+    BYTES = "bytes"
+    """claim: the worst case of one more group does not fit into `max_bytes`."""
+    DISK = "disk"
+    """claim: the journal's disk is full."""
+    DRAINED = "drained"
+    """claim: the run ends; no more prompts are issued."""
+    GROUPS = "groups"
+    """lease: fewer than `mini_batch_size` groups are complete."""
+    SLOT = "slot"
+    """lease with `order: strict`: the next slots are not complete."""
+
+
+class Wait(NamedTuple):
+    """Nothing yet: who waits, for what, and since when (monotonic seconds)."""
+
+    reason: WaitReason
+    detail: str
+    since: float
+
+
+class Receipt(NamedTuple):
+    """A step group was accepted (or had been before); valid once the journal is synced up to `position`."""
+
+    position: int
+    duplicate: bool = False
+    superseded: tuple[int, ...] = ()
+    """Ordinals in the message that no longer need work; the generator may stop them."""
