@@ -1,0 +1,56 @@
+"""The guardian ends what its driver leaves behind, however the driver died."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from actors.guardian import DEADLINE, marked_processes
+
+DRIVER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from actors.guardian import MARK, start_guardian
+mark, folder = sys.argv[1], Path(sys.argv[2])
+os.environ[MARK] = mark
+start_guardian(mark, [folder])
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+subprocess.Popen(["bash", "-c", "trap '' TERM; while true; do sleep 1; done"], start_new_session=True)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_everything_that_carries_the_mark_is_gone_after_the_driver_died(tmp_path: Path, number: signal.Signals) -> None:
+    mark, folder = f"test-{os.getpid()}-{number}", tmp_path / "ray"
+    folder.mkdir()
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, mark, str(folder)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
+    assert len(marked_processes(mark)) >= 2
+
+    os.killpg(driver.pid, number)
+    driver.wait(timeout=10)
+    driver.stdout.close()
+
+    deadline = time.monotonic() + DEADLINE
+    while (marked_processes(mark) or folder.exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert marked_processes(mark) == []
+    assert not folder.exists()
+
+
+def test_processes_of_another_run_are_left_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen(["sleep", "600"], env={**os.environ, "BATON_RUN_MARK": f"other-{os.getpid()}"})
+    try:
+        assert marked_processes(f"other-{os.getpid()}") == [other.pid]
+        assert marked_processes(f"othe-{os.getpid()}") == []
+    finally:
+        other.kill()
+        other.wait(timeout=10)
