@@ -1,5 +1,7 @@
 """The configuration: one strict tree, read from YAML files and dotted overrides."""
 
+from service.config.checks import check, check_paths
+from service.config.load import load, load_config, resolved_yaml
 from service.config.tree import (
     AlgorithmConfig,
     BufferConfig,
@@ -30,4 +32,9 @@ __all__ = [
     "TrainerConfig",
     "WarmStartConfig",
     "WeightsConfig",
+    "check",
+    "check_paths",
+    "load",
+    "load_config",
+    "resolved_yaml",
 ]

@@ -1,0 +1,224 @@
+"""Combinations that would deadlock, lose data or be wrong: refused at start, with the consequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from service.config.source import Source
+from service.config.tree import Config
+from service.errors import ConfigError, UserError
+
+TOKEN_BYTES = 4 + 4 + 1 + 8
+"""A token as it is stored: id, log-probability, mask, version."""
+
+GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
+TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
+
+
+class Problem(NamedTuple):
+    """What is wrong: the path of the setting to change, and the consequence of leaving it."""
+
+    path: str
+    message: str
+
+
+def check(config: Config, source: Source | None = None) -> None:
+    """Raises one `ConfigError` that names every refused combination, a line each."""
+    lines = []
+    for problem in problems(config):
+        place = source.place(tuple(problem.path.split("."))) if source else None
+        lines.append(f"{place + '  ' if place else ''}{problem.path}: {problem.message}")
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def check_paths(config: Config) -> None:
+    """Raises `UserError` where a file or folder that the configuration names is not there."""
+    folder, train = config.model.path, config.data.train
+    if folder is not None and not (folder / "config.json").is_file():
+        found = "has no config.json" if folder.is_dir() else "does not exist"
+        raise UserError(f"model.path: the model folder {folder} {found}; give a Hugging Face folder")
+    if train is not None and not train.is_file():
+        raise UserError(f"data.train: the dataset {train} does not exist; give a JSONL or parquet file")
+    if Path(config.run.dir).exists() and not Path(config.run.dir).is_dir():
+        raise UserError(f"run.dir: {config.run.dir} is a file; give a folder")
+
+
+def problems(config: Config) -> list[Problem]:
+    """Every refused combination, in the order of the tree."""
+    return [problem for rule in _RULES for problem in rule(config)]
+
+
+def group_bytes_at_worst(config: Config) -> int:
+    """Bytes that one group may need: every sample takes every turn at full length and no prefix is shared."""
+    longest_step = config.generator.max_input_length + config.generator.max_generate_length
+    tokens = config.algorithm.n_samples_per_prompt * config.env.max_turns * longest_step
+    return min(tokens * TOKEN_BYTES, config.buffer.max_group_bytes)
+
+
+def _one_model(config: Config) -> Iterator[Problem]:
+    path, make = config.model.path, config.model.make
+    if path is None and make is None:
+        yield Problem("model.path", "there is no model to train; give a Hugging Face folder, or model.make={}")
+    if path is not None and make is not None:
+        yield Problem("model.path", "model.make is set too, so it is open which model is meant; add model.make=null")
+    if make is not None and make.num_heads % make.num_kv_heads:
+        yield Problem(
+            "model.make.num_kv_heads",
+            f"must divide num_heads ({make.num_heads}); else query heads have no key head to share",
+        )
+
+
+def _one_dataset(config: Config) -> Iterator[Problem]:
+    train, made = config.data.train, config.data.make_rows
+    if train is None and made is None:
+        yield Problem("data.train", "there are no prompts; give a JSONL or parquet file, or data.make_rows=N")
+    if train is not None and made is not None:
+        yield Problem("data.train", "data.make_rows is set too, so it is open which rows are meant; set one to null")
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    generator = config.generator
+    neutral = {
+        "top_p": (1.0,),
+        "top_k": (-1, 0),
+        "min_p": (0.0,),
+        "repetition_penalty": (1.0,),
+        "presence_penalty": (0.0,),
+        "frequency_penalty": (0.0,),
+    }
+    for name, values in neutral.items():
+        value = getattr(generator, name)
+        if value not in values:
+            yield Problem(
+                f"generator.{name}",
+                f"{value:g} changes the sampling distribution in a way that the trainer cannot recompute, so every "
+                f"importance ratio would be wrong; use {values[0]:g} while training",
+            )
+
+
+def _concurrency(config: Config) -> Iterator[Problem]:
+    size, concurrent = config.trainer.mini_batch_size, config.generator.concurrent_groups
+    if concurrent < size:
+        yield Problem(
+            "generator.concurrent_groups",
+            f"{concurrent} is below trainer.mini_batch_size ({size}): a mini-batch would be generated in several "
+            f"rounds, one after the other; use at least {size}",
+        )
+    if concurrent < config.generator.engines:
+        yield Problem(
+            "generator.concurrent_groups",
+            f"{concurrent} groups cannot keep {config.generator.engines} engines busy; some would never get work",
+        )
+
+
+def _staleness(config: Config) -> Iterator[Problem]:
+    buffer, sync_every = config.buffer, config.weights.sync_every
+    if buffer.max_staleness < buffer.lookahead:
+        yield Problem(
+            "buffer.max_staleness",
+            f"{buffer.max_staleness} is below buffer.lookahead ({buffer.lookahead}): tokens that were admitted on "
+            "purpose would be masked at training, so their generation is wasted; raise it, or lower lookahead",
+        )
+    if buffer.lookahead < sync_every - 1:
+        yield Problem(
+            "buffer.lookahead",
+            f"{buffer.lookahead} is below weights.sync_every - 1 ({sync_every - 1}): the generators would wait for "
+            "weights that come only after mini-batches which they may not begin, a deadlock; "
+            f"use at least {sync_every - 1}",
+        )
+
+
+def _memory(config: Config) -> Iterator[Problem]:
+    group, size = group_bytes_at_worst(config), config.trainer.mini_batch_size
+    if config.buffer.max_bytes < size * group:
+        yield Problem(
+            "buffer.max_bytes",
+            f"{config.buffer.max_bytes} cannot hold the {size} groups of a mini-batch at worst ({size * group} bytes): "
+            "admission would stop before a mini-batch is complete, a deadlock",
+        )
+    # Without checkpoints nothing is ever covered by one, so the journal keeps the whole run.
+    kept = config.trainer.checkpoint_every or config.run.max_steps
+    if config.trainer.checkpoint_every and config.buffer.max_journal_bytes < kept * size * group:
+        yield Problem(
+            "buffer.max_journal_bytes",
+            f"{config.buffer.max_journal_bytes} cannot hold the {kept} mini-batches between two checkpoints "
+            f"(trainer.checkpoint_every) at worst ({kept * size * group} bytes): the journal would fill before it may "
+            "forget, and the run would stop; raise it, or write checkpoints more often",
+        )
+
+
+def _merge(config: Config) -> Iterator[Problem]:
+    step_wise, merge = config.algorithm.step_wise, config.buffer.merge
+    if merge != "off" and not step_wise:
+        yield Problem(
+            "buffer.merge",
+            f"{merge} needs algorithm.step_wise=true: without it a trajectory is one sequence already and there are "
+            "no steps to merge; use buffer.merge=off",
+        )
+
+
+def _estimator(config: Config) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.step_wise and algorithm.estimator in TEMPORAL_ESTIMATORS:
+        yield Problem(
+            "algorithm.estimator",
+            f"{algorithm.estimator} discounts along one token axis, but step-wise rows are separate sequences: the "
+            "chain would break at every row and rewards would not reach earlier steps; use an outcome estimator "
+            f"({', '.join(GROUP_ESTIMATORS)})",
+        )
+    elif algorithm.estimator in TEMPORAL_ESTIMATORS:
+        yield Problem(
+            "algorithm.estimator",
+            f"{algorithm.estimator} needs values or returns per token, which Baton does not train; use an outcome "
+            f"estimator ({', '.join(GROUP_ESTIMATORS)})",
+        )
+    if algorithm.estimator in GROUP_ESTIMATORS and algorithm.n_samples_per_prompt == 1:
+        yield Problem(
+            "algorithm.n_samples_per_prompt",
+            f"1 makes groups of one: {algorithm.estimator} compares the trajectories of a group, so every advantage "
+            "would be zero and nothing would be learned; use at least 2",
+        )
+
+
+def _reduction(config: Config) -> Iterator[Problem]:
+    if config.algorithm.reduction == "sequence_mean" and config.algorithm.step_wise and config.buffer.merge != "off":
+        yield Problem(
+            "algorithm.reduction",
+            "sequence_mean counts rows, and merging changes how many rows a trajectory has, so the loss would depend "
+            "on tokenisation; use trajectory_mean, or buffer.merge=off on purpose",
+        )
+
+
+def _packing(config: Config) -> Iterator[Problem]:
+    generator, trainer = config.generator, config.trainer
+    longest = generator.max_input_length + generator.max_generate_length
+    if trainer.max_tokens_per_micro_batch < longest:
+        yield Problem(
+            "trainer.max_tokens_per_micro_batch",
+            f"{trainer.max_tokens_per_micro_batch} is below generator.max_input_length + max_generate_length "
+            f"({longest}): the longest row would fit into no micro-batch; use at least {longest}",
+        )
+    trajectories = trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
+    if trajectories < trainer.ranks:
+        yield Problem(
+            "trainer.ranks",
+            f"{trainer.ranks} ranks share {trajectories} trajectories a mini-batch: some ranks would never have a row "
+            "to train; raise trainer.mini_batch_size, or use fewer ranks",
+        )
+
+
+_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _one_model,
+    _one_dataset,
+    _sampling,
+    _concurrency,
+    _staleness,
+    _memory,
+    _merge,
+    _estimator,
+    _reduction,
+    _packing,
+)

@@ -1,0 +1,134 @@
+"""From files and overrides to a checked `Config`; every error says where, which path, and what was meant."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from service.config.source import KeyPath, Source, read_sources
+from service.config.tree import Config
+from service.errors import ConfigError
+
+
+class Loaded(NamedTuple):
+    """A configuration and where its values were set."""
+
+    config: Config
+    source: Source
+
+
+def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+    """The configuration of YAML files merged deep in order, then of `section.key=value` overrides."""
+    return load(files, overrides).config
+
+
+def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
+    """As `load_config`, with the place of every value."""
+    source = read_sources(files, overrides)
+    try:
+        return Loaded(Config.model_validate(source.values), source)
+    except ValidationError as error:
+        # A value that fits no member of a union is reported once for each member; the first says enough.
+        by_path = {_tree_path(detail, source): detail for detail in reversed(error.errors(include_url=False))}
+        raise ConfigError("\n".join(_line(detail, source) for detail in reversed(by_path.values()))) from None
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that reads back to the same configuration."""
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def key_paths(model: type[BaseModel] = Config, prefix: KeyPath = ()) -> list[KeyPath]:
+    """Every path of the tree, sections and leaves."""
+    paths: list[KeyPath] = []
+    for name, field in model.model_fields.items():
+        paths.append((*prefix, name))
+        section = section_of(field.annotation)
+        if section is not None:
+            paths.extend(key_paths(section, (*prefix, name)))
+    return paths
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section behind a field's type, also behind `Section | None`; None for a leaf."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        for member in get_args(annotation):
+            if (section := section_of(member)) is not None:
+                return section
+    return None
+
+
+def nearest_path(path: KeyPath) -> str | None:
+    """The valid path that an unknown one most likely meant, or None."""
+    known = key_paths()
+    siblings = [other for other in known if other[:-1] == path[:-1]]
+    close = difflib.get_close_matches(path[-1], [other[-1] for other in siblings], n=1, cutoff=0.6)
+    if close:
+        return ".".join((*path[:-1], close[0]))
+    namesakes = [other for other in known if other[-1] == path[-1]]
+    if namesakes:
+        return " or ".join(".".join(other) for other in namesakes[:2])
+    dotted = {".".join(other): other for other in known}
+    near = difflib.get_close_matches(".".join(path), dotted, n=1, cutoff=0.7)
+    return near[0] if near else None
+
+
+def _line(detail: ErrorDetails, source: Source) -> str:
+    path = _tree_path(detail, source)
+    place = source.place(path)
+    where = f"{place}  " if place else ""
+    return f"{where}{'.'.join(path)}: {_message(detail, path)}"
+
+
+def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
+    """The path in the tree: without the tags that pydantic adds for members of a union."""
+    path = tuple(str(part) for part in detail["loc"])
+    known = {*key_paths(), *source.places}
+    while len(path) > 1 and path not in known:
+        path = path[:-1]
+    return path
+
+
+def _message(detail: ErrorDetails, path: KeyPath) -> str:
+    value = detail.get("input")
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key{_unknown_hint(path)}"
+    if detail["type"] == "literal_error":
+        return f"{value!r} is not one of {detail['ctx']['expected']}{_literal_hint(value, detail)}"
+    if detail["type"] == "string_type":
+        return f"must be text, not {value!r} (write it in quotes inside the value: '\"{value}\"')"
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        return f"is a section with keys of its own, not a value like {value!r}"
+    if detail["type"] == "string_pattern_mismatch":
+        return f"{value!r} must match {detail['ctx']['pattern']}"
+    text = detail["msg"][:1].lower() + detail["msg"][1:]
+    return text if isinstance(value, Mapping) else f"{text}, not {_short(value)}"
+
+
+def _unknown_hint(path: KeyPath) -> str:
+    nearest = nearest_path(path)
+    if nearest is not None:
+        return f" (did you mean {nearest}?)"
+    siblings = [other[-1] for other in key_paths() if other[:-1] == path[:-1]]
+    return f" (valid here: {', '.join(siblings)})" if siblings else ""
+
+
+def _literal_hint(value: object, detail: ErrorDetails) -> str:
+    choices = [choice.strip("'\" ") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
+    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,158 @@
+"""Files and overrides become a configuration, or one clear line each."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.config import Config, load, load_config, resolved_yaml
+from service.errors import ConfigError, UserError
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_later_files_are_merged_deep_over_earlier_ones(tmp_path: Path) -> None:
+    base = write(tmp_path, "base.yaml", "trainer: {lr: 1e-6, ranks: 4}\nrun: {seed: 7}\n")
+    mine = write(tmp_path, "mine.yaml", "trainer: {lr: 0.001}\n")
+    config = load_config([base, mine])
+    assert (config.trainer.lr, config.trainer.ranks, config.run.seed) == (0.001, 4, 7)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["trainer.lr=1e-4"], ["--trainer.lr=1e-4"], ["--trainer.lr", "1e-4"], ["trainer.lr=5", "trainer.lr=1e-4"]],
+)
+def test_every_spelling_of_an_override_wins_over_the_files(tmp_path: Path, overrides: list[str]) -> None:
+    file = write(tmp_path, "c.yaml", "trainer: {lr: 0.5, ranks: 3}\n")
+    config = load_config([file], overrides)
+    assert (config.trainer.lr, config.trainer.ranks) == (1e-4, 3)
+
+
+def test_a_whole_section_can_be_overridden_and_removed(tmp_path: Path) -> None:
+    file = write(tmp_path, "c.yaml", "model: {make: {num_layers: 3}}\n")
+    assert load_config([file], ["model.make={hidden_size: 64}"]).model.make is not None
+    merged = load_config([file], ["model.make={hidden_size: 64}"]).model.make
+    assert merged is not None and (merged.num_layers, merged.hidden_size) == (3, 64)
+    assert load_config([file], ["model.make=null"]).model.make is None
+    assert load_config([file], ["model.make=null", "model.make.num_layers=5"]).model.make is not None
+
+
+def test_words_that_yaml_1_1_would_turn_into_something_else_stay_what_they_are(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, "c.yaml", "buffer: {merge: off}\nenv: {options: {date: 2024-01-01, clock: '1:30', n: 010, x: 1e3}}\n"
+    )
+    config = load_config([file])
+    assert config.buffer.merge == "off"
+    assert config.env.options == {"date": "2024-01-01", "clock": "1:30", "n": 10, "x": 1000.0}
+
+
+def test_the_resolved_file_reads_back_to_the_same_configuration(tmp_path: Path) -> None:
+    config = load_config([Path("configs/quickstart.yaml")], ["buffer.merge=off", "run.dir=somewhere"])
+    assert load_config([write(tmp_path, "r.yaml", resolved_yaml(config))]) == config
+
+
+def test_a_place_is_known_for_every_value_that_was_set(tmp_path: Path) -> None:
+    base = write(tmp_path, "base.yaml", "run:\n  seed: 1\ntrainer:\n  lr: 1e-3\n  ranks: 2\n")
+    mine = write(tmp_path, "mine.yaml", "\ntrainer:\n  ranks: 3\n")
+    source = load([base, mine], ["run.seed=4"]).source
+    assert source.place(("trainer", "lr")) == f"{base}:4"
+    assert source.place(("trainer", "ranks")) == f"{mine}:3"
+    assert source.place(("run", "seed")) == "override run.seed=4"
+    assert source.place(("metrics", "port")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("trainer:\n  lrr: 3\n", 2, ["trainer.lrr", "unknown key", "did you mean trainer.lr?"]),
+        ("trainer:\n  mini_batch: 3\n", 2, ["did you mean trainer.mini_batch_size?"]),
+        ("trainr:\n  lr: 3\n", 1, ["trainr", "did you mean trainer?"]),
+        ("lookahead: 3\n", 1, ["did you mean buffer.lookahead?"]),
+        ("generator: {}\nxyzzy: 3\n", 2, ["xyzzy", "valid here: run, model, data"]),
+        ("buffer:\n  order: strickt\n", 2, ["buffer.order", "did you mean strict?"]),
+        ("run:\n  seed: 1\n  max_steps: many\n", 3, ["run.max_steps", "valid integer", "'many'"]),
+        ("run:\n  name: 5\n", 2, ["run.name", "must be text", "in quotes"]),
+        ("\ntrainer: 5\n", 2, ["trainer", "section"]),
+        ("trainer:\n  lr: 1\n  lr: 2\n", 3, ["trainer.lr", "twice"]),
+        ("trainer:\n  lr: [1\n", 3, ["not YAML"]),
+        ("env:\n  options:\n    a: [1]\n", 3, ["env.options"]),
+        ("run:\n  seed: !!python/name:os.system x\n", 2, ["cannot read the value"]),
+        ("- 1\n", 1, ["mappings"]),
+        ("trainer:\n  lr: .nan\n", 2, ["trainer.lr"]),
+    ],
+)
+def test_a_mistake_is_named_by_file_line_path_and_the_nearest_valid_key(
+    tmp_path: Path, text: str, line: int, words: list[str]
+) -> None:
+    file = write(tmp_path, "c.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        load_config([file])
+    message = str(caught.value)
+    assert message.startswith(f"{file}:{line}  ") and "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_wrong_override_names_itself() -> None:
+    with pytest.raises(ConfigError, match=r"^override trainer\.ranks=0  trainer\.ranks: .*greater than 0, not 0$"):
+        load_config([], ["trainer.ranks=0"])
+    with pytest.raises(ConfigError, match=r"not of the form section\.key=value"):
+        load_config([], ["trainer.lr"])
+    with pytest.raises(ConfigError, match=r"--trainer\.lr: the value is missing"):
+        load_config([], ["--trainer.lr"])
+
+
+def test_all_mistakes_are_reported_at_once_one_line_each(tmp_path: Path) -> None:
+    file = write(tmp_path, "c.yaml", "trainer: {lrr: 1, ranks: 0}\nenv: {options: {a: [1]}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([file])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_missing_unreadable_or_huge_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yaml: cannot read the configuration file: No such file"):
+        load_config([tmp_path / "none.yaml"])
+    with pytest.raises(UserError, match="cannot read"):
+        load_config([tmp_path])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="UTF-8"):
+        load_config([tmp_path / "binary.yaml"])
+    with pytest.raises(UserError, match="too large"):
+        load_config([write(tmp_path, "huge.yaml", "# x\n" * 400_000)])
+
+
+def test_files_that_would_blow_up_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="aliases"):
+        load_config([write(tmp_path, "bomb.yaml", "a: &a [1, 1]\nb: [*a, *a]\n")])
+    with pytest.raises(UserError, match="nested too deeply"):
+        load_config([write(tmp_path, "deep.yaml", "a: " + "[" * 60 + "]" * 60)])
+    with pytest.raises(UserError, match="nested too deeply"):
+        load_config([write(tmp_path, "deeper.yaml", "a: " + "[" * 5000 + "]" * 5000)])
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert load_config([write(tmp_path, "empty.yaml", "# nothing\n")]) == Config()
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_a_configuration_or_a_user_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    file = folder / "any.yaml"
+    file.write_text(text, encoding="utf-8", errors="ignore")
+    try:
+        load_config([file])
+    except UserError as error:
+        assert str(error)
+
+
+@given(st.lists(st.text(alphabet="abc.=-[]{}:'\"!&*", max_size=12), max_size=4))
+def test_any_override_is_a_configuration_or_a_user_error(overrides: list[str]) -> None:
+    try:
+        load_config([], overrides)
+    except UserError as error:
+        assert str(error)
