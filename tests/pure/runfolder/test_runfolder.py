@@ -1,0 +1,111 @@
+"""What a run leaves behind can be read back, also when it was killed while writing."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from service import runfolder
+from service.config import Config, load_config
+from service.errors import UserError
+from service.plot import smooth
+from service.runfolder import RunFolder, new_run_folder, read_lines
+
+
+def step(number: int, **more: float) -> dict[str, float]:
+    return {
+        "trainer/global_step": number,
+        "reward/avg_raw_reward": number / 10,
+        "async/staleness_mean": 0.5,
+        "generate/batch_padded_seq_len": 60.0,
+        **more,
+    }
+
+
+def test_a_second_run_of_the_same_name_gets_its_own_folder(tmp_path: Path) -> None:
+    names = [new_run_folder(tmp_path / "runs", "quickstart").name for _ in range(3)]
+    assert names == ["quickstart", "quickstart-2", "quickstart-3"]
+
+
+def test_a_place_that_cannot_hold_runs_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run\.dir: cannot make a run folder in"):
+        new_run_folder(tmp_path / "file", "quickstart")
+
+
+def test_the_kept_configuration_repeats_the_run(tmp_path: Path) -> None:
+    config = load_config([Path("configs/quickstart.yaml")], ["run.seed=3"])
+    RunFolder(tmp_path).write_config(config)
+    assert load_config([tmp_path / "config.yaml"]) == config != Config()
+
+
+def test_a_step_is_one_flat_json_line_and_one_point_per_curve(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.log_step(step(1))
+    folder.log_step(step(2, **{"policy/policy_loss": math.nan}))
+    folder.close()
+    lines = list(read_lines(tmp_path / "metrics.jsonl"))
+    assert [line["trainer/global_step"] for line in lines] == [1, 2]
+    assert lines[1]["policy/policy_loss"] is None
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    points = board.Scalars("reward/avg_raw_reward")
+    assert [(point.step, round(point.value, 3)) for point in points] == [(1, 0.1), (2, 0.2)]
+    assert "policy/policy_loss" not in board.Tags()["scalars"]
+
+
+def test_numpy_numbers_are_logged_as_plain_numbers(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.log_step({"trainer/global_step": np.int64(1), "reward/avg_raw_reward": np.float32(0.5)})
+    folder.close()
+    assert list(read_lines(tmp_path / "metrics.jsonl")) == [{"trainer/global_step": 1, "reward/avg_raw_reward": 0.5}]
+
+
+def test_a_line_without_its_step_is_a_bug(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trainer/global_step"):
+        RunFolder(tmp_path).log_step({"reward/avg_raw_reward": 1.0})
+
+
+def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step(1)) + "\n" + '{"trainer/glo')
+    assert [line["trainer/global_step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 30])
+def test_the_curve_is_drawn_from_however_many_steps_there_are(tmp_path: Path, steps: int) -> None:
+    folder = RunFolder(tmp_path)
+    for number in range(1, steps + 1):
+        folder.log_step(step(number, **{"reward/avg_pass_at_8": 1.0, "async/staleness_max": 2.0}))
+    folder.plot()
+    folder.close()
+    picture = (tmp_path / "learning_curve.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_the_smooth_curve_skips_what_was_not_measured() -> None:
+    values = np.array([np.nan, 1.0, np.nan, 3.0, np.nan, np.nan])
+    assert smooth(values, 2).tolist()[1:5] == [1.0, 1.0, 3.0, 3.0]
+    assert np.isnan(smooth(values, 2)[[0, 5]]).all()
+
+
+def test_trajectories_are_kept_until_the_file_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runfolder, "TRAJECTORIES_BYTES", 50)
+    folder = RunFolder(tmp_path)
+    trajectories = [{"id": f"ordinal={number}/sample=0/attempt=0"} for number in range(10)]
+    assert folder.append_trajectories(trajectories[:1]) == 1
+    assert folder.append_trajectories(trajectories[1:]) == 1
+    assert folder.append_trajectories(trajectories) == 0
+    assert len(list(read_lines(tmp_path / "trajectories.jsonl"))) == 2
+
+
+def test_a_whole_file_is_replaced_at_once_and_leaves_no_parts(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_summary({"state": "running"})
+    folder.write_summary({"state": "finished", "where": tmp_path})
+    folder.write_address("http://127.0.0.1:9400")
+    assert json.loads((tmp_path / "summary.json").read_text())["state"] == "finished"
+    assert json.loads((tmp_path / "address.json").read_text()) == {"url": "http://127.0.0.1:9400"}
+    assert not list(tmp_path.glob(".*"))
