@@ -1,0 +1,98 @@
+"""Hugging Face folders: reading this rank's part of the weights, writing whole ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from service.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@torch.no_grad()
+def load_weights(folder: Path, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Fill each master with its part of the weights on disk; reads only that part."""
+    by_file: dict[Path, list[str]] = {}
+    where = _files_of(folder)
+    for name in masters:
+        if name not in where:
+            raise UserError(f"model.path: {folder} has no weight {name!r}, which its config.json asks for")
+        by_file.setdefault(where[name], []).append(name)
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt") as weights:
+            for name in names:
+                stored = weights.get_slice(name)
+                shape, wanted = tuple(stored.get_shape()), tuple(parameters[name].shape)
+                if shape != wanted:
+                    raise UserError(f"model.path: {name} in {file} has shape {shape}, config.json asks for {wanted}")
+                masters[name].copy_(stored[_own_part(parameters[name])])
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())
+        return {name: folder / file for name, file in index["weight_map"].items()}
+    if not (folder / SINGLE).is_file():
+        raise UserError(f"model.path: {folder} has neither {SINGLE} nor {INDEX}; weights must be safetensors")
+    with safe_open(folder / SINGLE, framework="pt") as weights:
+        return dict.fromkeys(weights.keys(), folder / SINGLE)
+
+
+def _own_part(parameter: nn.Parameter) -> slice:
+    """The rows of a parameter that this rank holds: all, or its chunk of dimension 0 as FSDP2 cuts it."""
+    if not isinstance(parameter, DTensor):
+        return slice(None)
+    if parameter.placements != (Shard(0),):
+        raise ValueError(f"unexpected placements {parameter.placements}")
+    length, world = parameter.shape[0], parameter.device_mesh.size()
+    chunk = -(-length // world)
+    start = min(parameter.device_mesh.get_local_rank() * chunk, length)
+    return slice(start, min(start + chunk, length))
+
+
+def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
+    """Write a Hugging Face folder: the weights, and all that `source` holds beside weights; whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    making, old = (folder.with_name(f".{folder.name}.{part}-{os.getpid()}") for part in ("making", "old"))
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir()
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.startswith("model") and file.suffix not in (".bin", ".safetensors", ".pt"):
+            shutil.copy2(file, making / file.name)
+    save_torch_state_dict(weights, making, metadata={"format": "pt"})
+    _write_dtype(making / "config.json", next(iter(weights.values())).dtype)
+    for file in making.iterdir():
+        # safetensors creates files that only their owner may read
+        shutil.copymode(making / "config.json", file)
+        _sync(file)
+    _sync(making)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(making, folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_dtype(file: Path, dtype: torch.dtype) -> None:
+    config = json.loads(file.read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

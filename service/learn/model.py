@@ -1,0 +1,93 @@
+"""The policy as the trainer sees it: a Hugging Face backbone that returns log-probabilities of packed rows.
+
+Parameters keep their Hugging Face names (`model.layers.0...`, `lm_head.weight`); with tied embeddings there is no
+`lm_head` at all, so nothing has to be untied, dropped or saved twice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from service.errors import UserError
+from service.learn import attention
+from service.learn.logprob import CHUNK_ENTRIES, token_logprobs
+from service.learn.place import Placed
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Model types whose packed forward pass is proven equal to the row-by-row one."""
+
+
+class PolicyModel(nn.Module):
+    """A causal language model over packed rows."""
+
+    def __init__(self, backbone: nn.Module, lm_head: nn.Linear | None) -> None:
+        super().__init__()
+        self.model: Any = backbone
+        self.lm_head = lm_head
+        self.chunk_entries = CHUNK_ENTRIES
+
+    def forward(self, placed: Placed) -> tuple[Tensor, Tensor]:
+        """[M] log-probabilities of the tokens that carry loss, and entropies of the distributions they came from."""
+        hidden_ND = self.model(
+            input_ids=placed.token_ids_N[None],
+            position_ids=placed.position_ids_N[None],
+            use_cache=False,
+            packing=placed.packing,
+        ).last_hidden_state[0]
+        # a token is predicted at the position before it
+        hidden_MD = hidden_ND.index_select(0, placed.loss_token_M - 1)
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        token_ids_M = placed.token_ids_N.index_select(0, placed.loss_token_M)
+        return token_logprobs(
+            hidden_MD, head.weight, token_ids_M, placed.of_token(placed.temperature_R), self.chunk_entries
+        )
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        layers: nn.ModuleList = self.model.layers
+        return layers
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The model's configuration, refused where the packed forward pass would be wrong."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path: {folder} has no config.json; point it at a Hugging Face model folder")
+    config = AutoConfig.from_pretrained(folder)
+    reason = _unsupported(config)
+    if reason:
+        raise UserError(f"model.path: {folder} cannot be trained: {reason}")
+    return config
+
+
+def _unsupported(config: PretrainedConfig) -> str | None:
+    if config.model_type not in FAMILIES:
+        return f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}"
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if layer_types - {"full_attention"}:
+        return f"it has {', '.join(sorted(layer_types - {'full_attention'}))} layers; only full attention is supported"
+    return None
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, gradient_checkpointing: bool) -> PolicyModel:
+    """The model without memory for its parameters (meta device)."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    if gradient_checkpointing:
+        whole.gradient_checkpointing_enable({"use_reentrant": False})
+    model = PolicyModel(whole.model, None if config.tie_word_embeddings else whole.lm_head)
+    model.train()
+    return model
+
+
+def allocate(model: PolicyModel, config: PretrainedConfig, device: torch.device) -> None:
+    """Give an empty model memory on the device; parameters hold garbage until they are loaded."""
+    rotary = type(model.model.rotary_emb)
+    model.to_empty(device=device)
+    # its buffers are computed, not loaded
+    model.model.rotary_emb = rotary(config=config).to(device)

@@ -1,0 +1,94 @@
+"""A micro-batch on the device: copied once, with everything that the forward pass and the loss index by."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from service.learn.attention import Packing
+from service.learn.broadcast import NO_TRAJECTORY, row_of_token
+from service.learn.reduction import row_shares
+from service.types import Int64s, MicroBatch
+
+
+class Placed(NamedTuple):
+    """A micro-batch on the device. Axis `M`: the tokens that carry loss, in packed order."""
+
+    token_ids_N: Tensor
+    position_ids_N: Tensor
+    row_of_token_N: Tensor
+    loss_mask_N: Tensor
+    loss_token_M: Tensor
+    """Index of the loss tokens on the packed axis."""
+    rollout_M: Tensor
+    """Log-probability of the token under the policy that sampled it."""
+    staleness_M: Tensor
+    temperature_R: Tensor
+    trajectory_of_row_R: Tensor
+    share_R: Tensor
+    packing: Packing
+
+    def of_token(self, value_R: Tensor) -> Tensor:
+        """[R] -> [M]: each loss token takes its row's value."""
+        return value_R.index_select(0, self.row_of_token_N.index_select(0, self.loss_token_M))
+
+
+def place(micro: MicroBatch, device: torch.device, dtype: torch.dtype, reduction: str = "token_mean") -> Placed:
+    """Copy a micro-batch to the device; `dtype` is the type of log-probabilities and weights."""
+    if len(micro.token_ids_N) == 0:
+        micro = _dummy(micro)
+    loss_token_M = np.flatnonzero(micro.loss_mask_N)
+    offsets_R = micro.offsets_R.astype(np.int64)
+    _refuse_unpredictable(micro, offsets_R)
+
+    def there(array: NDArray[Any], as_type: torch.dtype) -> Tensor:
+        return _to(array, device).to(as_type)
+
+    return Placed(
+        token_ids_N=there(micro.token_ids_N, torch.int64),
+        position_ids_N=there(_positions(offsets_R), torch.int64),
+        row_of_token_N=row_of_token(_to(offsets_R, device), len(micro.token_ids_N)),
+        loss_mask_N=_to(micro.loss_mask_N, device),
+        loss_token_M=_to(loss_token_M, device),
+        rollout_M=there(micro.logprobs_N[loss_token_M], dtype),
+        staleness_M=there(micro.staleness_N[loss_token_M], torch.int64),
+        temperature_R=there(micro.temperature_R, dtype),
+        trajectory_of_row_R=there(micro.trajectory_of_row_R, torch.int64),
+        share_R=there(row_shares(micro, reduction), dtype),
+        packing=Packing.of(offsets_R, device),
+    )
+
+
+def _to(array: NDArray[Any], device: torch.device) -> Tensor:
+    # a copy: arrays out of shared memory are read-only, and torch does not know that
+    host = torch.from_numpy(array.copy())
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _positions(offsets_R: Int64s) -> Int64s:
+    lengths_R = np.diff(offsets_R)
+    return np.arange(offsets_R[-1]) - np.repeat(offsets_R[:-1], lengths_R)
+
+
+def _refuse_unpredictable(micro: MicroBatch, offsets_R: Int64s) -> None:
+    first_R = offsets_R[:-1][np.diff(offsets_R) > 0]
+    if micro.loss_mask_N[first_R].any():
+        raise ValueError("a row's first token carries loss, but nothing precedes it that could predict it")
+
+
+def _dummy(micro: MicroBatch) -> MicroBatch:
+    """One token without loss, for a rank that has nothing to compute while the others do."""
+    return MicroBatch(
+        token_ids_N=np.zeros(1, np.int32),
+        offsets_R=np.array([0, 1], np.int64),
+        loss_mask_N=np.zeros(1, bool),
+        logprobs_N=np.zeros(1, np.float32),
+        staleness_N=np.full(1, -1, np.int32),
+        temperature_R=np.ones(1, np.float32),
+        trajectory_of_row_R=np.full(1, NO_TRAJECTORY, np.int32),
+        routed_experts_N=None,
+    )

@@ -1,0 +1,61 @@
+"""From token terms to one loss: a weight per token's trajectory, known before the backward pass.
+
+The loss of a mini-batch is `sum over tokens of weight * term`. The weights come from counts over the whole mini-batch
+on all ranks, so the loss does not depend on how a trajectory was cut into rows, packed or sharded:
+
+| reduction | weight of a loss token of trajectory g |
+|---|---|
+| token_mean | 1 / loss tokens of the mini-batch |
+| trajectory_mean | 1 / (trajectories * loss tokens of g) |
+| prompt_mean | 1 / (prompts * loss tokens of g's prompt) |
+| seq_mean_token_sum_norm | 1 / (trajectories * constant) |
+| sequence_mean | 1 / (rows * loss tokens of the row): counts rows, hence not split-invariant |
+
+A trajectory (prompt, row) without loss tokens still counts in these denominators: it contributes 0 to a mean over all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.types import Float64s, Int64s, MicroBatch, MiniBatch
+
+
+def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Float64s:
+    """[G] the weight of each loss token of a trajectory."""
+    tokens_G = batch.loss_tokens_G.astype(np.float64)
+    n_trajectories = len(tokens_G)
+    match reduction:
+        case "token_mean":
+            return _inverse(np.full(n_trajectories, tokens_G.sum(), dtype=np.float64))
+        case "trajectory_mean":
+            return _inverse(tokens_G * n_trajectories)
+        case "prompt_mean":
+            prompts = len(batch.groups)
+            tokens_P = np.bincount(batch.prompt_of_trajectory_G, weights=tokens_G, minlength=prompts)
+            return _inverse(tokens_P[batch.prompt_of_trajectory_G] * prompts)
+        case "seq_mean_token_sum_norm":
+            return np.full(n_trajectories, 1.0 / (n_trajectories * norm_tokens))
+        case "sequence_mean":
+            return np.full(n_trajectories, 1.0 / max(1, int(batch.rows_G.sum())))
+        case _:
+            raise ValueError(f"unknown reduction {reduction!r}")
+
+
+def row_shares(micro: MicroBatch, reduction: str) -> Float64s:
+    """[R] what a row's tokens multiply their trajectory's weight with: 1, or 1 / the row's loss tokens."""
+    if reduction != "sequence_mean":
+        return np.ones(len(micro.temperature_R))
+    counted = np.concatenate([[0], np.cumsum(micro.loss_mask_N)])
+    return _inverse(np.diff(counted[micro.offsets_R]).astype(np.float64))
+
+
+def _inverse(denominator: Float64s) -> Float64s:
+    """1 / denominator; 0 where there is nothing to weigh."""
+    return np.divide(1.0, denominator, out=np.zeros_like(denominator), where=denominator > 0)
+
+
+def loss_tokens(batch: MiniBatch) -> int:
+    """Tokens of the whole mini-batch that carry loss."""
+    counted: Int64s = batch.loss_tokens_G
+    return int(counted.sum())

@@ -1,0 +1,40 @@
+"""FSDP2 over the policy: sharded float32 weights, computed in the model's type, gradients summed in float32.
+
+Weights of the loss are counted over the whole mini-batch beforehand, so gradients of the ranks are summed, not
+averaged; and a mini-batch of several micro-batches reduces once, at the last one.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from service.learn.model import PolicyModel
+
+
+def shard(model: PolicyModel, device: torch.device, world: int, compute: torch.dtype) -> None:
+    """Shard the model over all ranks, layer by layer."""
+    mesh = init_device_mesh(device.type, (world,))
+    reduce = torch.float64 if compute == torch.float64 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # neither setting reaches the modules below; gloo cannot divide while it sums
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        if dist.get_backend() == "gloo":
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the next backward pass reduces gradients over the ranks, or only accumulates them."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

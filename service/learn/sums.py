@@ -1,0 +1,40 @@
+"""Sums and maxima that a step collects on the device; one collective and one wait for the device at its end."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Sums:
+    """Named sums and maxima over all micro-batches of all ranks. Every rank must collect the same names."""
+
+    def __init__(self, device: torch.device, world: int) -> None:
+        self._device = device
+        self._world = world
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add a scalar."""
+        value = value.detach().to(torch.float64)
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def most(self, name: str, value_M: Tensor) -> None:
+        """Keep the largest of these values; `-inf` where there are none."""
+        floor = torch.full((1,), -torch.inf, dtype=torch.float64, device=self._device)
+        value = torch.cat([floor, value_M.detach().to(torch.float64)]).max()
+        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def totals(self) -> dict[str, float]:
+        """All values over all ranks, the same on every rank; waits for the device."""
+        mine = torch.stack([*self._sums.values(), *self._maxima.values()])
+        parts = [torch.empty_like(mine) for _ in range(self._world)]
+        if self._world > 1:
+            dist.all_gather(parts, mine)
+        else:
+            parts = [mine]
+        ranks, n_sums = torch.stack(parts), len(self._sums)
+        totals = torch.cat([ranks[:, :n_sums].sum(0), ranks[:, n_sums:].amax(0)])
+        return dict(zip([*self._sums, *self._maxima], totals.tolist(), strict=True))
