@@ -1,0 +1,106 @@
+"""From messages to token ids, append-only: a turn adds tokens and never touches earlier ones.
+
+The model's own chat template says what stands between two turns. With a template of the `<|im_start|>` kind and the
+response `look fox age <|im_end|>`, the observation `17` becomes
+
+    template of [user, assistant, user 17] + generation prompt, from the end of the assistant's content on:
+        <|im_end|> \\n <|im_start|> user \\n 17 <|im_end|> \\n <|im_start|> assistant \\n
+    delta, because the response already ends in <|im_end|>:
+                   \\n <|im_start|> user \\n 17 <|im_end|> \\n <|im_start|> assistant \\n
+
+so the next prompt is exactly prompt + response + delta, and the history is neither rendered nor tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from service.errors import UserError
+from service.rollout.environment import Message
+from service.types import Int32s
+
+MARK = "baton-marks-the-response"
+"""Stands for a response when the template is asked what follows one."""
+CACHED_MESSAGES = 4096
+CACHED_CHARACTERS = 4096
+"""Longer texts are not cached, so the cache stays small."""
+
+ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
+
+Key = tuple[tuple[str, str], ...]
+Encode = Callable[[Sequence[Message]], Int32s]
+
+
+class Chat:
+    """A tokenizer and its chat template, for one model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._prompts: OrderedDict[Key, Int32s] = OrderedDict()
+        self._deltas: OrderedDict[Key, Int32s] = OrderedDict()
+        self.end_id = self._find_end()
+        """The token that ends a turn; the loop appends it where the model stopped without one."""
+        self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
+        """All tokens at which the engine should stop."""
+
+    def prompt(self, messages: Sequence[Message]) -> Int32s:
+        """The token ids of a first prompt, with the generation prompt at its end."""
+        return self._cached(self._prompts, messages, self._encode_prompt)
+
+    def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
+        """The token ids that follow a response whose last token is `last_id`."""
+        delta = self._cached(self._deltas, messages, self._encode_delta)
+        return delta[1:] if len(delta) and delta[0] == last_id else delta
+
+    def text(self, response_ids: Int32s) -> str:
+        """The text of a response, without special tokens."""
+        return str(self._backend.decode(response_ids.tolist(), skip_special_tokens=True))
+
+    def encode(self, text: str) -> Int32s:
+        """The token ids of `text`, in which the template's special tokens count as such."""
+        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def _cached(self, cache: OrderedDict[Key, Int32s], messages: Sequence[Message], make: Encode) -> Int32s:
+        key = tuple((message["role"], message["content"]) for message in messages)
+        found = cache.get(key)
+        if found is not None:
+            cache.move_to_end(key)
+            return found
+        made = make(messages)
+        made.setflags(write=False)
+        if sum(len(content) for _, content in key) <= CACHED_CHARACTERS:
+            cache[key] = made
+            if len(cache) > CACHED_MESSAGES:
+                cache.popitem(last=False)
+        return made
+
+    def _encode_prompt(self, messages: Sequence[Message]) -> Int32s:
+        return self.encode(self._render(messages))
+
+    def _encode_delta(self, messages: Sequence[Message]) -> Int32s:
+        return self.encode(self._after_mark(messages))
+
+    def _after_mark(self, messages: Sequence[Message]) -> str:
+        text = self._render([*ASKED, *messages])
+        _, found, after = text.partition(MARK)
+        if not found:
+            raise UserError("the chat template leaves out an assistant's message; use another template")
+        return after
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return str(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+
+    def _find_end(self) -> int:
+        """The special token with which the template closes an assistant's message, or else the tokenizer's own end."""
+        following = self.encode(self._after_mark([Message(role="user", content="?")]))
+        special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        if len(following) and int(following[0]) in special:
+            return int(following[0])
+        return int(self._tokenizer.eos_token_id)

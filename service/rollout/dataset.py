@@ -1,0 +1,124 @@
+"""Datasets: a row a prompt, in JSONL or parquet, with the columns that SkyRL and verl write.
+
+    {"prompt": [{"role": "user", "content": "..."}], "env_class": "gsm8k",
+     "reward_spec": {"method": "rule", "ground_truth": "42"}, "extra_info": {"index": 7}, "data_source": "openai/gsm8k"}
+
+`prompt` is required (a plain text is one user message). verl's `reward_model` is read as `reward_spec`. `uid` names the
+row in logs and journals; without it the row's number does. Columns of any other name join `extra_info`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from service.errors import UserError
+from service.rollout.environment import Message, Task
+
+COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model", "extra_info"})
+
+
+def load_tasks(path: Path) -> list[Task]:
+    """Every row of the file, in its order; an empty `env_class` means the configured environment."""
+    rows = _read(path)
+    tasks = [_task(row, number, path) for number, row in enumerate(rows)]
+    if not tasks:
+        raise UserError(f"data.train: {path} has no rows; give at least one prompt")
+    seen: dict[str, int] = {}
+    for number, task in enumerate(tasks):
+        if task.uid in seen:
+            raise _bad(path, number, "uid", f"{task.uid!r} is the uid of row {seen[task.uid]} too")
+        seen[task.uid] = number
+    return tasks
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSONL; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+    os.replace(partial, path)
+
+
+def _read(path: Path) -> list[Any]:
+    if not path.is_file():
+        raise UserError(f"data.train: there is no file {path}")
+    if path.suffix == ".parquet":
+        try:
+            return list(pq.read_table(path).to_pylist())
+        except pa.ArrowException as error:
+            raise UserError(f"data.train: {path} is no parquet file: {error}") from error
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    raise UserError(f"data.train: {path} ends in {path.suffix!r}; give a .jsonl or a .parquet file")
+
+
+def _read_jsonl(path: Path) -> list[Any]:
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.train: {path} is not UTF-8: {error}") from error
+    for line in filter(str.strip, lines):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UserError(f"data.train: {path}, row {len(rows)}: no JSON: {error}") from error
+    return rows
+
+
+def _task(row: Any, number: int, path: Path) -> Task:
+    if not isinstance(row, Mapping):
+        raise UserError(f"data.train: {path}, row {number}: a row is an object with columns, not {row!r:.80}")
+    reward_spec = _mapping(row, "reward_spec", number, path) or _mapping(row, "reward_model", number, path)
+    others = {column: value for column, value in row.items() if column not in COLUMNS}
+    return Task(
+        uid=_text(row, "uid", number, path) or f"{path.stem}-{number}",
+        prompt=_prompt(row.get("prompt"), number, path),
+        env_class=_text(row, "env_class", number, path),
+        reward_spec=reward_spec,
+        extra_info=others | _mapping(row, "extra_info", number, path),
+    )
+
+
+def _prompt(value: Any, number: int, path: Path) -> tuple[Message, ...]:
+    if isinstance(value, str) and value:
+        return (Message(role="user", content=value),)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        wanted = "a text or a list of messages with role and content"
+        raise _bad(path, number, "prompt", f"is missing; give {wanted}" if not value else f"give {wanted}")
+    return tuple(_message(message, i, number, path) for i, message in enumerate(value))
+
+
+def _message(value: Any, i: int, number: int, path: Path) -> Message:
+    if not isinstance(value, Mapping):
+        raise _bad(path, number, "prompt", f"message {i} is no object with role and content")
+    for key in ("role", "content"):
+        if not isinstance(value.get(key), str):
+            raise _bad(path, number, "prompt", f"message {i} has no text as {key}")
+    return Message(role=value["role"], content=value["content"])
+
+
+def _mapping(row: Mapping[str, Any], column: str, number: int, path: Path) -> dict[str, Any]:
+    value = row.get(column)
+    if value is not None and not isinstance(value, Mapping):
+        raise _bad(path, number, column, f"give an object, not {value!r:.80}")
+    return dict(value or {})
+
+
+def _text(row: Mapping[str, Any], column: str, number: int, path: Path) -> str:
+    value = row.get(column)
+    if value is not None and not isinstance(value, str):
+        raise _bad(path, number, column, f"give a text, not {value!r:.80}")
+    return value or ""
+
+
+def _bad(path: Path, number: int, column: str, problem: str) -> UserError:
+    return UserError(f"data.train: {path}, row {number}, column {column}: {problem}")

@@ -1,0 +1,58 @@
+"""Tokenizers: a real one read from a Hugging Face folder, and a small one that the project makes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from service.errors import UserError
+
+PAD = "<|pad|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+UNKNOWN = "<|unk|>"
+SPECIALS = (PAD, START, END, UNKNOWN)
+ROLES = ("system", "user", "assistant", "tool")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> None:
+    """Write a word-level tokenizer with a chat template as a Hugging Face folder; ids: specials, roles, words."""
+    words = list(dict.fromkeys((*SPECIALS, *ROLES, *vocabulary)))
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Read a tokenizer with its chat template from a local folder; nothing is fetched."""
+    if not folder.is_dir():
+        raise UserError(f"model.path: {folder} is no folder; give a Hugging Face folder with tokenizer.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: no tokenizer can be read from {folder}: {error}") from error
+    if not tokenizer.is_fast:
+        raise UserError(f"model.path: the tokenizer in {folder} has no tokenizer.json; save it as a fast tokenizer")
+    if not tokenizer.chat_template:
+        raise UserError(f"model.path: the tokenizer in {folder} has no chat template; add chat_template.jinja")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model.path: the tokenizer in {folder} names no eos_token; set it in tokenizer_config.json")
+    return tokenizer

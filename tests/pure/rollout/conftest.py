@@ -1,0 +1,120 @@
+"""A chat over the project's own tokenizer, and an engine that follows a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.rollout.agent import AgentLimits, run_trajectory
+from service.rollout.chat import Chat
+from service.rollout.engine import Generation, Sampling
+from service.rollout.environment import Environment, Message, StepResult, Task
+from service.rollout.environments import lookup
+from service.rollout.tokenizer import load_tokenizer, make_tokenizer
+from service.types import Int32s, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+
+VERSION = PolicyVersion(1, 5).pack()
+
+
+@pytest.fixture(scope="session")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder, lookup.vocabulary())
+    return Chat(load_tokenizer(folder))
+
+
+class ScriptedEngine:
+    """Answers each prompt with what the script says about the conversation's words, and keeps what it was asked."""
+
+    def __init__(self, chat: Chat, script: Callable[[list[str]], str | Generation]) -> None:
+        self.chat = chat
+        self.script = script
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
+        self.prompts.append(prompt_ids.tolist())
+        said = self.script(self.chat.text(prompt_ids).split())
+        if isinstance(said, Generation):
+            return said
+        return generated([*self.chat.encode(said).tolist(), self.chat.end_id])
+
+
+def generated(token_ids: Sequence[int], stop_reason: str = "stop", sampled_end: bool = True) -> Generation:
+    n = len(token_ids)
+    return Generation(
+        np.asarray(token_ids, dtype=np.int32),
+        np.full(n, -0.5, dtype=np.float32),
+        np.full(n, VERSION, dtype=np.int64),
+        stop_reason,
+        sampled_end,
+    )
+
+
+class ScriptedEnvironment:
+    """Gives the scripted results one after the other; a result may be an exception to raise."""
+
+    def __init__(self, results: Sequence[StepResult | BaseException]) -> None:
+        self.results = list(results)
+        self.heard: list[str] = []
+        self.closed = 0
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        return task.prompt
+
+    async def step(self, text: str) -> StepResult:
+        self.heard.append(text)
+        result = self.results.pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def told(words: str, reward: float = 0.0, done: bool = False) -> StepResult:
+    return StepResult([Message(role="user", content=words)], reward, done)
+
+
+def limits(chat: Chat, **changed: object) -> AgentLimits:
+    values: dict[str, object] = {
+        "max_turns": 4,
+        "max_input_length": 64,
+        "step_deadline": 5.0,
+        "request_deadline": 5.0,
+        "sampling": Sampling(max_tokens=7, stop_token_ids=chat.end_ids),
+    }
+    return AgentLimits(**(values | changed))  # type: ignore[arg-type]
+
+
+QUESTION = Task("p-0", (Message(role="user", content="what is the age of fox ?"),), "scripted")
+
+
+async def play(
+    chat: Chat,
+    engine: ScriptedEngine,
+    environment: Environment,
+    task: Task = QUESTION,
+    **changed: object,
+) -> tuple[list[Step], TrajectoryEnd]:
+    """One whole trajectory: its steps and its end."""
+    items = run_trajectory(TrajectoryId(3, 1), task, environment, engine, chat, limits(chat, **changed), seed=0)
+    played = [item async for item in items]
+    *steps, end = played
+    if not isinstance(end, TrajectoryEnd) or not all(isinstance(step, Step) for step in steps):
+        raise AssertionError(f"steps, then one end: {played}")
+    return steps, end  # type: ignore[return-value]
+
+
+def whole_prompts(steps: Sequence[Step]) -> list[list[int]]:
+    """The full prompt of every step, put together from the extensions."""
+    known: list[list[int]] = []
+    prompts = []
+    for step in steps:
+        before = [] if step.extends is None else known[step.extends.step][: step.extends.length]
+        prompts.append([*before, *step.prompt_ids.tolist()])
+        known.append([*prompts[-1], *step.response_ids.tolist()])
+    return prompts

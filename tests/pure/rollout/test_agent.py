@@ -1,0 +1,286 @@
+"""The agent loop: steps, extensions, limits, ends and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+
+from service.config.tree import Config, GeneratorConfig
+from service.errors import UserError
+from service.handoff.digest import digest
+from service.rollout.agent import AgentLimits
+from service.rollout.chat import Chat
+from service.rollout.engine import Generation, Sampling
+from service.rollout.environment import Message, StepResult, Task
+from service.rollout.environments import lookup
+from service.rollout.environments.lookup import Lookup
+from service.types import NO_VERSION, ROUTE_NATIVELY
+from tests.pure.rollout.conftest import (
+    QUESTION,
+    VERSION,
+    ScriptedEngine,
+    ScriptedEnvironment,
+    generated,
+    play,
+    told,
+    whole_prompts,
+)
+
+
+def lookup_task(seed: int) -> Task:
+    (row,) = lookup.rows(1, seed)
+    return Task(row["uid"], tuple(row["prompt"]), row["env_class"], row["reward_spec"], row["extra_info"])
+
+
+def optimal(words: list[str]) -> str:
+    """What a policy says that reads the conversation and acts on it; it knows no fact that it was not told."""
+    question, *turns = " ".join(words).split(" assistant")
+    asked = question.split()
+    attribute, entity, two_hops = asked[4], asked[-2], lookup.RELATION in asked
+    told_words = [turn.split()[-1] for turn in turns[:-1]]
+    needed = 2 if two_hops else 1
+    if len(told_words) == needed:
+        return f"answer {told_words[-1]}"
+    if two_hops and not told_words:
+        return f"look {entity} {lookup.RELATION}"
+    return f"look {told_words[-1] if two_hops else entity} {attribute}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.asyncio
+async def test_a_policy_that_reads_before_it_answers_reaches_reward_one(chat: Chat, seed: int) -> None:
+    task = lookup_task(seed)
+    hops = lookup.world(task.extra_info["seed"]).hops
+    steps, end = await play(chat, ScriptedEngine(chat, optimal), Lookup(), task)
+    assert (end.reward, end.stop_reason, end.n_steps) == (1.0, "stop", hops + 1)
+    assert [step.reward for step in steps] == [0.0] * hops + [1.0]
+
+
+@pytest.mark.asyncio
+async def test_every_prompt_is_exactly_the_previous_prompt_and_response_and_then_what_is_new(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("none"), told("owl", 1.0, True)]))
+    assert whole_prompts(steps) == engine.prompts
+    for before, after in itertools.pairwise(steps):
+        whole = [*engine.prompts[before.index], *before.response_ids.tolist()]
+        assert engine.prompts[after.index][: len(whole)] == whole
+        assert after.extends is not None
+        assert (after.extends.step, after.extends.length) == (before.index, len(whole))
+        assert after.extends.digest == digest(np.asarray(whole, dtype=np.int32))
+
+
+@pytest.mark.asyncio
+async def test_an_append_only_prompt_reads_like_the_template_of_the_whole_conversation(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
+    rendered = chat.prompt(
+        [*QUESTION.prompt, Message(role="assistant", content="look fox age"), Message(role="user", content="17")]
+    )
+    assert engine.prompts[1] == rendered.tolist()
+
+
+@pytest.mark.asyncio
+async def test_a_turn_whose_prompt_outgrows_the_limit_ends_the_trajectory_without_a_step(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    # The first prompt and response fit, and so does what both make together: only with the observation it is too long.
+    first = len(chat.prompt(QUESTION.prompt)) + 4
+    limit = first + 3
+    environment = ScriptedEnvironment([told("17 17 17 17 17", reward=0.25), told("never reached")])
+    steps, end = await play(chat, engine, environment, max_input_length=limit)
+    assert (len(steps), end.n_steps, end.stop_reason, end.reward) == (1, 1, "length", 0.25)
+    assert max(map(len, engine.prompts)) <= limit
+    assert environment.closed == 1
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_of_exactly_the_limit_is_still_answered(chat: Chat) -> None:
+    limit = len(chat.prompt(QUESTION.prompt))
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    steps, end = await play(chat, engine, ScriptedEnvironment([told("17")]), max_input_length=limit)
+    assert (len(steps), end.stop_reason) == (1, "length")
+
+
+@pytest.mark.asyncio
+async def test_a_first_prompt_that_is_too_long_leaves_only_the_end(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    steps, end = await play(chat, engine, ScriptedEnvironment([]), max_input_length=4)
+    assert (steps, end.n_steps, end.stop_reason, engine.prompts) == ([], 0, "length", [])
+
+
+@pytest.mark.asyncio
+async def test_a_response_holds_what_was_generated_and_the_observation_is_in_the_next_prompt(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    long_observation = " ".join(["owl"] * 20)
+    environment = ScriptedEnvironment([told(long_observation), told("done", 1.0, True)])
+    steps, _ = await play(chat, engine, environment)
+    assert [chat.text(step.response_ids) for step in steps] == ["look fox age"] * 2
+    assert chat.text(steps[1].prompt_ids) == f"user {long_observation} assistant"
+    for step, prompt in zip(steps, whole_prompts(steps), strict=True):
+        assert len(prompt) <= 64
+        assert len(step.response_ids) <= 8
+
+
+@pytest.mark.asyncio
+async def test_an_appended_end_stays_in_the_ids_and_carries_no_loss(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age").tolist(), sampled_end=False))
+    steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
+    for step in steps:
+        assert step.response_ids.tolist() == [*chat.encode("look fox age").tolist(), chat.end_id]
+        assert step.loss_mask.tolist() == [True, True, True, False]
+        assert step.logprobs is not None
+        assert step.logprobs.tolist() == [-0.5, -0.5, -0.5, 0.0]
+        assert step.versions.tolist() == [VERSION, VERSION, VERSION, NO_VERSION]
+    assert whole_prompts(steps) == engine.prompts
+    assert engine.prompts[1].count(chat.end_id) == 3  # of the question, of the response, of the observation
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_produced_no_token_leaves_an_appended_end_alone(chat: Chat) -> None:
+    empty = generated([], sampled_end=False)
+    experts = np.ones((len(chat.prompt(QUESTION.prompt)), 2, 1), dtype=np.int16)
+    engine = ScriptedEngine(
+        chat,
+        lambda words: Generation(empty.token_ids, empty.logprobs, empty.versions, "stop", False, experts),
+    )
+    (step,), _ = await play(chat, engine, ScriptedEnvironment([told("x", 0.0, True)]))
+    assert (step.response_ids.tolist(), step.loss_mask.tolist()) == ([chat.end_id], [False])
+    assert step.routed_experts is not None
+    assert step.routed_experts[:-1].tolist() == experts.tolist()
+    assert step.routed_experts[-1].tolist() == [[ROUTE_NATIVELY], [ROUTE_NATIVELY]]
+
+
+@pytest.mark.asyncio
+async def test_routed_experts_of_an_extension_cover_the_tokens_that_it_carries(chat: Chat) -> None:
+    def script(words: list[str]) -> Generation:
+        said = generated([*chat.encode("look fox age").tolist(), chat.end_id])
+        # The engine records every token but the last; each token's expert is its position here.
+        recorded = np.arange(len(engine.prompts[-1]) + 3, dtype=np.int16).reshape(-1, 1, 1)
+        return Generation(said.token_ids, said.logprobs, said.versions, "stop", True, recorded)
+
+    engine = ScriptedEngine(chat, script)
+    steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
+    start = 0
+    for step in steps:
+        stop = start + len(step.prompt_ids) + len(step.response_ids)
+        assert step.routed_experts is not None
+        assert step.routed_experts.ravel().tolist() == [*range(start, stop - 1), ROUTE_NATIVELY]
+        start = stop
+
+
+@pytest.mark.asyncio
+async def test_the_last_turn_allowed_ends_the_trajectory_with_that_reason(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    steps, end = await play(chat, engine, Lookup(), lookup_task(0), max_turns=3)
+    assert (len(steps), end.n_steps, end.stop_reason, end.reward) == (3, 3, "max_turns", 0.0)
+
+
+@pytest.mark.asyncio
+async def test_the_environment_hears_the_text_up_to_its_stop_string_and_the_ids_stay_whole(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age owl").tolist(), sampled_end=False))
+    environment = ScriptedEnvironment([told("x", 0.0, True)])
+    (step,), _ = await play(chat, engine, environment, sampling=Sampling(max_tokens=7, stop=("age",)))
+    assert environment.heard == ["look fox age"]
+    assert chat.text(step.response_ids) == "look fox age owl"
+
+
+@pytest.mark.asyncio
+async def test_an_engine_without_log_probabilities_gives_steps_without_them(chat: Chat) -> None:
+    ids = chat.encode("look fox age")
+    engine = ScriptedEngine(chat, lambda words: Generation(ids, None, np.zeros(3, dtype=np.int64), "length", False))
+    (step,), _ = await play(chat, engine, ScriptedEnvironment([told("x", 0.0, True)]))
+    assert (step.logprobs, step.stop_reason) == (None, "length")
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (ValueError("broken"), "environment_error"),
+        (SystemExit(3), "environment_error"),
+        (TimeoutError("of its own"), "environment_error"),
+        (told("17", float("nan")), "environment_reward"),
+        (told("17", float("inf"), True), "environment_reward"),
+        (StepResult([], "much", False), "environment_reward"),  # type: ignore[arg-type]
+        (told("x" * 10_000_000), "environment_output"),
+        (StepResult([{"role": "user"}], 0.0, False), "environment_output"),  # type: ignore[list-item,typeddict-item]
+        (StepResult(None, 0.0, False), "environment_output"),  # type: ignore[arg-type]
+        ("17", "environment_error"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_an_environment_that_fails_costs_its_own_trajectory_with_the_reason(
+    chat: Chat, result: StepResult | BaseException, reason: str
+) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    environment = ScriptedEnvironment([told("17", 0.5), result])
+    steps, end = await play(chat, engine, environment)
+    assert (len(steps), end.n_steps, end.stop_reason) == (1, 1, reason)
+    assert environment.closed == 1
+
+
+class Sleeper(ScriptedEnvironment):
+    async def step(self, text: str) -> StepResult:
+        await asyncio.Event().wait()
+        return told("never")
+
+
+@pytest.mark.asyncio
+async def test_an_environment_that_never_answers_is_given_up_at_its_deadline(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    environment = Sleeper([])
+    steps, end = await play(chat, engine, environment, step_deadline=0.05)
+    assert (steps, end.stop_reason, environment.closed) == ([], "environment_timeout", 1)
+
+
+class Unclosable(ScriptedEnvironment):
+    async def close(self) -> None:
+        raise OSError("still open")
+
+
+@pytest.mark.asyncio
+async def test_a_finished_trajectory_survives_an_environment_that_does_not_close(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "answer 17")
+    steps, end = await play(chat, engine, Unclosable([told("x", 1.0, True)]))
+    assert (len(steps), end.stop_reason, end.reward) == (1, "stop", 1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_turn_that_the_engine_aborts_emits_no_step(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: generated([5, 6], stop_reason="abort", sampled_end=False))
+    steps, end = await play(chat, engine, ScriptedEnvironment([]))
+    assert (steps, end.stop_reason) == ([], "abort")
+
+
+class SilentEngine(ScriptedEngine):
+    async def generate(self, *args: object) -> Generation:
+        await asyncio.Event().wait()
+        return generated([])
+
+
+@pytest.mark.asyncio
+async def test_a_turn_that_the_engine_never_finishes_is_given_up_at_its_deadline(chat: Chat) -> None:
+    steps, end = await play(chat, SilentEngine(chat, lambda words: ""), ScriptedEnvironment([]), request_deadline=0.05)
+    assert (steps, end.stop_reason) == ([], "engine_timeout")
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_breaks_is_not_mistaken_for_a_bad_environment(chat: Chat) -> None:
+    def script(words: list[str]) -> str:
+        raise TimeoutError("the engine's own")
+
+    environment = ScriptedEnvironment([])
+    with pytest.raises(TimeoutError, match="the engine's own"):
+        await play(chat, ScriptedEngine(chat, script), environment)
+    assert environment.closed == 1
+
+
+def test_a_response_limit_without_room_for_an_appended_end_is_refused(chat: Chat) -> None:
+    with pytest.raises(UserError, match="max_generate_length"):
+        AgentLimits.of(Config(generator=GeneratorConfig(max_generate_length=1)), chat)
+
+
+def test_the_engine_is_asked_for_one_token_less_than_a_response_may_have(chat: Chat) -> None:
+    sampling = AgentLimits.of(Config(generator=GeneratorConfig(max_generate_length=8)), chat).sampling
+    assert (sampling.max_tokens, sampling.stop_token_ids) == (7, (chat.end_id,))

@@ -1,0 +1,121 @@
+"""Datasets: columns, defaults, and errors by row and column."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from service.errors import UserError
+from service.rollout.dataset import load_tasks, write_rows
+from service.rollout.environments import lookup
+
+PROMPT = [{"role": "user", "content": "6 times 7?"}]
+
+
+def written(tmp_path: Path, *rows: Any) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_rows_that_an_environment_made_are_read_back_as_tasks(tmp_path: Path) -> None:
+    rows = lookup.rows(5, seed=1)
+    write_rows(tmp_path / "made" / "rows.jsonl", rows)
+    tasks = load_tasks(tmp_path / "made" / "rows.jsonl")
+    assert [task.uid for task in tasks] == [row["uid"] for row in rows]
+    assert [list(task.prompt) for task in tasks] == [row["prompt"] for row in rows]
+    assert [task.extra_info for task in tasks] == [row["extra_info"] for row in rows]
+
+
+SKYRL = {
+    "data_source": "openai/gsm8k",
+    "prompt": PROMPT,
+    "env_class": "gsm8k",
+    "reward_spec": {"method": "rule", "ground_truth": "42"},
+    "extra_info": {"split": "train", "index": 7},
+}
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": PROMPT,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "42"},
+    "extra_info": {"split": "train", "index": 7},
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("row", "env_class"), [(SKYRL, "gsm8k"), (VERL, "")])
+def test_the_columns_of_skyrl_and_of_verl_are_understood(
+    tmp_path: Path, row: dict[str, Any], env_class: str, suffix: str
+) -> None:
+    path = tmp_path / f"train{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row, row]), path)
+    else:
+        write_rows(path, [row, row])
+    first, second = load_tasks(path)
+    assert (first.uid, second.uid) == ("train-0", "train-1")
+    assert (first.env_class, list(first.prompt)) == (env_class, PROMPT)
+    assert first.reward_spec["ground_truth"] == "42"
+    assert first.extra_info["index"] == 7
+    assert first.extra_info["data_source"] == "openai/gsm8k"
+
+
+def test_a_plain_text_is_one_message_of_the_user(tmp_path: Path) -> None:
+    (task,) = load_tasks(written(tmp_path, {"prompt": "6 times 7?"}))
+    assert list(task.prompt) == PROMPT
+
+
+def test_a_line_separator_inside_a_text_does_not_end_the_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [{"prompt": "one\u2028two"}])
+    assert load_tasks(path)[0].prompt[0]["content"] == "one\u2028two"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "6 times 7?"}, "row 1, column prompt: is missing"),
+        ({"prompt": []}, "row 1, column prompt: is missing"),
+        ({"prompt": 42}, "row 1, column prompt: give a text or a list"),
+        ({"prompt": ["6 times 7?"]}, "row 1, column prompt: message 0 is no object"),
+        ({"prompt": [{"role": "user", "content": 42}]}, "row 1, column prompt: message 0 has no text as content"),
+        ({"prompt": [{"content": "6 times 7?"}]}, "row 1, column prompt: message 0 has no text as role"),
+        ({"prompt": PROMPT, "reward_spec": "42"}, "row 1, column reward_spec: give an object, not '42'"),
+        ({"prompt": PROMPT, "extra_info": [1]}, r"row 1, column extra_info: give an object, not \[1\]"),
+        ({"prompt": PROMPT, "env_class": 3}, "row 1, column env_class: give a text, not 3"),
+        ({"prompt": PROMPT, "uid": "a"}, "row 1, column uid: 'a' is the uid of row 0 too"),
+        (["prompt"], "row 1: a row is an object with columns"),
+    ],
+)
+def test_a_bad_row_is_named_by_row_and_column(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_tasks(written(tmp_path, {"prompt": PROMPT, "uid": "a"}, row))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b"", "has no rows"),
+        ("rows.jsonl", b"\n\n", "has no rows"),
+        ("rows.jsonl", b'{"prompt": "a"}\n{"prompt', "row 1: no JSON"),
+        ("rows.jsonl", b"\xff\xfe", "is not UTF-8"),
+        ("rows.parquet", b"no parquet", "is no parquet file"),
+        ("rows.csv", b"prompt\na\n", "ends in '.csv'; give a .jsonl or a .parquet file"),
+    ],
+)
+def test_a_file_that_is_no_dataset_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_tasks(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no file .*rows.jsonl"):
+        load_tasks(tmp_path / "rows.jsonl")
