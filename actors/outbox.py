@@ -1,0 +1,175 @@
+"""Steps and trajectory ends on their way to the buffer: batched, numbered, and resent until acknowledged.
+
+put, put, put --linger--> message 7 --submit--> Receipt                    (acknowledged: forgotten)
+                                                no answer                  (the same bytes again, until the deadline)
+                                                Refusal of several         (each trajectory again, on its own)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from service.errors import RunFailed, Starved
+from service.handoff.tables import step_group
+from service.handoff.verbs import Receipt
+from service.handoff.wire import encode
+from service.types import Refusal, RefusalReason, Sender, Step, TrajectoryEnd, TrajectoryId
+
+log = logging.getLogger(__name__)
+
+Item = Step | TrajectoryEnd
+
+LINGER_SECONDS = 0.01
+"""How long a message waits for company: turns end in bursts, and a message costs more than a step."""
+WINDOW = 4
+"""Messages that may be on their way at once."""
+MESSAGE_TOKENS = 1 << 18
+"""A message is closed once it holds as many tokens."""
+ANSWER_SECONDS = 10.0
+"""Seconds after which an unanswered message is sent again; a stopped process gives no error."""
+RETRY_SECONDS = (0.05, 1.0)
+"""First and longest pause before a message is sent again."""
+
+
+class Unreachable(Exception):
+    """The buffer did not answer; it may still have accepted the message."""
+
+
+class Outbox:
+    """Sends what a generator's incarnation produced, at least once and without gaps.
+
+    `on_closed` hears of each ordinal, `on_refused` of each trajectory, that needs no more work.
+    """
+
+    def __init__(
+        self,
+        generator: str,
+        epoch: int,
+        submit: Callable[[bytes], Awaitable[Receipt | Refusal]],
+        deadline: float,
+        on_closed: Callable[[int], None],
+        on_refused: Callable[[TrajectoryId], None],
+    ) -> None:
+        self._on_closed = on_closed
+        self._on_refused = on_refused
+        self._sender = Sender(generator, epoch, 0)
+        self._submit = submit
+        self._deadline = deadline
+        self._items: list[Item] = []
+        self._filled = asyncio.Event()
+        self._window = asyncio.Semaphore(WINDOW)
+        self._delivering = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self.counts: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+
+    def put(self, item: Item) -> None:
+        """Queue a finished step or a trajectory's end."""
+        self._items.append(item)
+        self._filled.set()
+        self._quiet.clear()
+
+    async def flush(self) -> None:
+        """Return when the buffer has answered everything that was queued."""
+        await self._quiet.wait()
+
+    async def run(self) -> None:
+        """Send until cancelled.
+
+        Raises:
+            Starved: the buffer did not answer within the deadline.
+            RunFailed: another incarnation took this generator's place.
+        """
+        async with asyncio.TaskGroup() as deliveries:
+            while True:
+                await self._filled.wait()
+                await asyncio.sleep(LINGER_SECONDS)
+                await self._window.acquire()
+                deliveries.create_task(self._deliver(self._next_message()))
+
+    def _next_message(self) -> list[Item]:
+        """The longest run of queued items that fits into a message."""
+        tokens = count = 0
+        for count, item in enumerate(self._items, start=1):  # noqa: B007 (used after the loop)
+            tokens += _tokens(item)
+            if tokens >= MESSAGE_TOKENS:
+                break
+        message, self._items = self._items[:count], self._items[count:]
+        if not self._items:
+            self._filled.clear()
+        self._delivering += 1
+        return message
+
+    async def _deliver(self, items: Sequence[Item]) -> None:
+        try:
+            refusal = await self._send(items)
+            trajectories = _by_trajectory(items)
+            if refusal is not None and len(trajectories) > 1:
+                # One bad trajectory must not take the others of its message with it.
+                for part in trajectories:
+                    await self._send(part)
+        finally:
+            self._window.release()
+            self._delivering -= 1
+            if not self._delivering and not self._items:
+                self._quiet.set()
+
+    async def _send(self, items: Sequence[Item]) -> Refusal | None:
+        self._sender = self._sender._replace(sequence=self._sender.sequence + 1)
+        steps = [item for item in items if isinstance(item, Step)]
+        ends = [item for item in items if isinstance(item, TrajectoryEnd)]
+        data = encode(step_group(self._sender, steps, ends))
+        answer = await self._answered(data)
+        self.counts["messages"] += 1
+        self.counts["bytes"] += len(data)
+        if isinstance(answer, Refusal):
+            return self._refused(answer, items)
+        self.counts["steps"] += len(steps)
+        self.counts["ends"] += len(ends)
+        for ordinal in answer.superseded:
+            self._on_closed(ordinal)
+        return None
+
+    def _refused(self, refusal: Refusal, items: Sequence[Item]) -> Refusal:
+        self.refusals[refusal.reason] += 1
+        log.warning("the buffer refused a message of %d items: %s", len(items), refusal)
+        if refusal.reason == RefusalReason.FENCED:
+            raise RunFailed(f"{self._sender.generator} was replaced by a newer incarnation: {refusal}")
+        trajectories = {item.trajectory for item in items}
+        if len(trajectories) == 1:
+            self._on_refused(trajectories.pop())
+        return refusal
+
+    async def _answered(self, data: bytes) -> Receipt | Refusal:
+        """Send the same bytes until there is an answer; the buffer accepts a step once, however often it comes."""
+        start = time.monotonic()
+        pause, longest = RETRY_SECONDS
+        while True:
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    return await self._submit(data)
+            except (TimeoutError, Unreachable) as error:
+                waited = time.monotonic() - start
+                if waited > self._deadline:
+                    raise Starved(
+                        f"{self._sender.generator} got no answer from the buffer for {waited:.0f} s"
+                    ) from error
+                self.counts["resent"] += 1
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, longest)
+
+
+def _tokens(item: Item) -> int:
+    return len(item.prompt_ids) + len(item.response_ids) if isinstance(item, Step) else 0
+
+
+def _by_trajectory(items: Iterable[Item]) -> list[list[Item]]:
+    parts: dict[TrajectoryId, list[Item]] = {}
+    for item in items:
+        parts.setdefault(item.trajectory, []).append(item)
+    return list(parts.values())
