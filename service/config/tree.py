@@ -55,6 +55,12 @@ class WarmStartConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 2e-3
     right_share: Share = 0.15
     """Share of demonstrations that solve the task; the others show bad habits."""
+    demonstrations: Positive = 4096
+    """Demonstrations that are made to choose from."""
+    probe_prompts: NotNegative = 64
+    """Prompts on which the success after the warm start is measured."""
+    expected_success: tuple[Share, Share] = (0.15, 0.25)
+    """Success between which the warm start must end: above it little is left to learn, below it nothing to build on."""
 
 
 class ModelConfig(Section):
@@ -161,9 +167,9 @@ class AlgorithmConfig(Section):
     loss: Literal["ppo_clip"] = "ppo_clip"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    reduction: Literal[
-        "token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm", "sequence_mean"
-    ] = "token_mean"
+    reduction: Literal["token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm", "sequence_mean"] = (
+        "token_mean"
+    )
     norm_tokens: Positive | None = None
     """Constant of `seq_mean_token_sum_norm`; None: max_input_length + max_generate_length."""
     anchor: Literal["rollout"] = "rollout"
@@ -211,6 +217,8 @@ class MetricsConfig(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 9400
     """Port of /metrics and /status; 0 takes a free one."""
+    long_batch_tokens: Positive | None = None
+    """Padded length above which the alert counts a mini-batch as long; None: three quarters of the longest row."""
 
 
 class Config(Section):

@@ -1,0 +1,96 @@
+"""The actor that serves /metrics, /status and /healthz on one port, whatever becomes of the other actors."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from aiohttp import web
+
+from service.clock import SystemClock
+from service.config import Config
+from service.errors import UserError
+from service.hub import Hub
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class MetricsHub:
+    """Shell around `service.hub.Hub`: an HTTP server in the actor's event loop."""
+
+    def __init__(self, config_json: str) -> None:
+        config = Config.model_validate_json(config_json)
+        self._host, self._port = config.metrics.host, config.metrics.port
+        self._hub = Hub(SystemClock())
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+
+    def __repr__(self) -> str:
+        return f"MetricsHub({self._url or 'not serving'})"
+
+    async def start(self) -> str:
+        """Serve; returns the address. Does nothing when it serves already.
+
+        Raises:
+            UserError: the port is taken, or the host is not one of this machine.
+        """
+        if self._runner is not None:
+            return self._url
+        runner = web.AppRunner(self._app(), access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise UserError(_bind_message(self._host, self._port, error)) from None
+        self._runner = runner
+        host = "127.0.0.1" if self._host in ("0.0.0.0", "::", "localhost") else self._host
+        self._url = f"http://{host}:{runner.addresses[0][1]}"
+        return self._url
+
+    async def push(self, source: str, snapshot: bytes) -> None:
+        """Take the numbers of `role/ident`; a hub that was restarted begins to serve again here."""
+        self._hub.push(source, snapshot)
+        await self.start()
+
+    async def put_status(self, part: str, report: dict[str, Any]) -> None:
+        """Take the report of `run`, `buffer`, `step`, or of an actor `role/ident`."""
+        self._hub.put_status(part, report)
+
+    async def forget(self, source: str) -> None:
+        """The actor `role/ident` is gone on purpose."""
+        self._hub.forget(source)
+
+    async def status(self) -> dict[str, Any]:
+        """The `/status` document."""
+        return self._hub.status()
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def _app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/metrics", self._get_metrics)
+        app.router.add_get("/status", self._get_status)
+        app.router.add_get("/healthz", self._get_health)
+        return app
+
+    async def _get_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._hub.page(), headers={"Content-Type": TEXT})
+
+    async def _get_status(self, request: web.Request) -> web.Response:
+        return web.json_response(self._hub.status())
+
+    async def _get_health(self, request: web.Request) -> web.Response:
+        return web.json_response({"ok": True, "silent": self._hub.silent()})
+
+
+def _bind_message(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"metrics.port: port {port} on {host} is in use; choose another, or 0 for a free one"
+    if error.errno == errno.EACCES:
+        return f"metrics.port: port {port} on {host} may not be opened by this user; choose one above 1023"
+    return f"metrics.host: cannot listen on {host}:{port}: {error.strerror or error}"

@@ -1,0 +1,181 @@
+"""The command `baton`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.config import Config, check, check_paths, load, resolved_yaml
+from service.errors import BatonError, UserError
+from service.status import fetch_status, status_address, status_lines
+
+_OVERRIDE = re.compile(r"(--)?[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
+_OVERRIDE_KEY = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")
+
+ABOUT = """\
+Baton trains language models on multi-turn tasks by asynchronous reinforcement learning:
+vLLM generators stream steps into a buffer, an FSDP trainer learns from them, weights flow back.
+
+    prompts --claim--> GENERATOR --submit--> BUFFER --lease--> TRAINER --publish--> weights --> GENERATOR
+"""
+
+EXAMPLES = """\
+examples:
+  baton run --config configs/quickstart.yaml
+  baton run --config configs/quickstart.yaml trainer.lr=1e-4 run.seed=1
+  baton run --config base.yaml --config mine.yaml        # the second file is merged over the first
+  baton config validate --config mine.yaml               # what is wrong with it, without starting anything
+  baton config show --config mine.yaml buffer.lookahead=0
+  baton config schema > config.schema.json               # for completion in an editor
+  baton status runs/quickstart                           # what a run is doing now
+
+`baton COMMAND --help` says more about a command. A setting is written section.key=value, in any number.
+"""
+
+RUN_ABOUT = """\
+Run a training: starts Ray unless it runs already, prepares model and data, trains, writes the run folder.
+"""
+
+RUN_EXAMPLES = """\
+examples:
+  baton run --config configs/quickstart.yaml
+  baton run --config configs/quickstart.yaml buffer.lookahead=0        # strictly on-policy
+  baton run --config mine.yaml model.path=models/qwen3-0.6b data.train=data/train.jsonl
+
+exit code: 0 finished, 2 the input is wrong (one line says what), 1 the run failed, 128 + n stopped by signal n.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Wrong input is one clear line and code 2."""
+    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words)
+    try:
+        return int(arguments.command(arguments, overrides))
+    except BatonError as error:
+        for line in str(error).splitlines():
+            print(f"baton: {line}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of a pipe, such as `head`, has seen enough.
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words for the parser, and the settings: `a.b=c`, `--a.b=c` and `--a.b c`.
+
+    >>> split_overrides(["run", "--config", "a.yaml", "trainer.lr=1", "--run.seed", "3"])
+    (['run', '--config', 'a.yaml'], ['trainer.lr=1', '--run.seed', '3'])
+    """
+    words: list[str] = []
+    overrides: list[str] = []
+    rest = iter(argv)
+    for word in rest:
+        if word.startswith("--config="):
+            words.append(word)
+        elif word == "--config":
+            words += [word, *_next(rest)]
+        elif _OVERRIDE_KEY.fullmatch(word):
+            overrides += [word, *_next(rest)]
+        elif _OVERRIDE.fullmatch(word):
+            overrides.append(word)
+        else:
+            words.append(word)
+    return words, overrides
+
+
+def _next(words: object) -> list[str]:
+    word = next(words, None)  # type: ignore[call-overload]
+    return [] if word is None else [word]
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=EXAMPLES, formatter_class=raw)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    run = commands.add_parser(
+        "run", help="run a training", description=RUN_ABOUT, epilog=RUN_EXAMPLES, formatter_class=raw
+    )
+    _add_config(run)
+    run.set_defaults(command=_run)
+
+    config = commands.add_parser("config", help="show or check a configuration, or print its schema")
+    actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="the resolved configuration as YAML, defaults included")
+    _add_config(show)
+    show.set_defaults(command=_config_show)
+    validate = actions.add_parser("validate", help="check a configuration without starting anything")
+    _add_config(validate)
+    validate.set_defaults(command=_config_validate)
+    schema = actions.add_parser("schema", help="the JSON schema of the configuration")
+    schema.set_defaults(command=_config_schema)
+
+    status = commands.add_parser("status", help="what a run is doing now")
+    status.add_argument("run", metavar="URL-OR-RUN", help="http://host:port, a run folder, or the name of a run")
+    status.add_argument("--json", action="store_true", help="the /status document as it is served")
+    status.set_defaults(command=_status)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", action="append", type=Path, default=[], metavar="FILE",
+        help="a YAML file; given again, later files are merged over earlier ones",
+    )  # fmt: skip
+    # Taken out of the words before parsing; named here so that --help shows it.
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set one value over the files")
+
+
+def _load(arguments: argparse.Namespace, overrides: list[str]) -> Config:
+    """The checked configuration of a command line."""
+    _no_more_words(arguments)
+    if not arguments.config:
+        raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
+    loaded = load(arguments.config, overrides)
+    check(loaded.config, loaded.source)
+    return loaded.config
+
+
+def _no_more_words(arguments: argparse.Namespace) -> None:
+    if arguments.overrides:
+        raise UserError(f"{arguments.overrides[0]!r}: not of the form section.key=value")
+
+
+def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    config = _load(arguments, overrides)
+    check_paths(config)
+    # Only this command needs Ray, which takes seconds to import.
+    from actors.run import run
+
+    return run(config)
+
+
+def _config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    _no_more_words(arguments)
+    sys.stdout.write(resolved_yaml(load(arguments.config, overrides).config))
+    return 0
+
+
+def _config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    check_paths(_load(arguments, overrides))
+    print(f"{', '.join(str(file) for file in arguments.config)}: fine")
+    return 0
+
+
+def _config_schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    print(json.dumps(Config.model_json_schema(), indent=2))
+    return 0
+
+
+def _status(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    status = fetch_status(status_address(arguments.run))
+    print(json.dumps(status, indent=2) if arguments.json else "\n".join(status_lines(status)))
+    return 0

@@ -1,0 +1,111 @@
+"""The metrics hub without Ray or HTTP: takes every actor's numbers, gives one page of metrics and one status."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from service.clock import Clock
+from service.metrics_table import BY_NAME, TABLE
+from service.status import Status, compose
+
+SILENT_SECONDS = 10.0
+"""An actor that has pushed nothing for this long counts as down; its gauges are no longer served."""
+
+MAX_SNAPSHOT_BYTES = 4 << 20
+
+_HEADER = re.compile(rb"^# HELP (\w+) .*\n# TYPE \w+ \w+\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class _Pushed:
+    """What one actor pushed last: per family its lines of samples."""
+
+    role: str
+    ident: str
+    at: float
+    samples: dict[str, bytes]
+
+
+class Hub:
+    """Keeps the last snapshot of every source and the last report of every part of the run."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._sources: dict[str, _Pushed] = {}
+        self._parts: dict[str, dict[str, Any]] = {}
+
+    def push(self, source: str, snapshot: bytes) -> None:
+        """Take the numbers of `role/ident`, in place of those it pushed before."""
+        role, _, ident = source.partition("/")
+        self._sources[source] = _Pushed(role, ident or role, self._clock.monotonic(), _families(snapshot))
+
+    def forget(self, source: str) -> None:
+        """The source is gone for good, on purpose."""
+        self._sources.pop(source, None)
+        self._parts.pop(source, None)
+
+    def put_status(self, part: str, report: Mapping[str, Any]) -> None:
+        """Take the report of a part: `run`, `buffer`, `step`, or an actor's `role/ident`."""
+        self._parts[part] = dict(report)
+
+    def page(self) -> bytes:
+        """Everything as Prometheus text; families in the order of the table."""
+        now = self._clock.monotonic()
+        blocks: list[bytes] = []
+        for metric in TABLE:
+            lines = [
+                pushed.samples[metric.name]
+                for pushed in self._sources.values()
+                if metric.name in pushed.samples and (metric.kind != "gauge" or _is_up(pushed, now))
+            ]
+            if metric.name == "baton_actor_up":
+                lines = [_sample(metric.name, p, float(_is_up(p, now))) for p in self._sources.values()]
+            elif metric.name == "baton_actor_age_seconds":
+                lines = [_sample(metric.name, p, now - p.at) for p in self._sources.values()]
+            if lines:
+                blocks.append(f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n".encode())
+                blocks.extend(lines)
+        return b"".join(blocks)
+
+    def status(self) -> Status:
+        """The `/status` document."""
+        now = self._clock.monotonic()
+        actors = [
+            {
+                "role": pushed.role,
+                "ident": pushed.ident,
+                "state": "up" if _is_up(pushed, now) else "silent",
+                "age_seconds": round(now - pushed.at, 3),
+                **self._parts.get(source, {}),
+            }
+            for source, pushed in sorted(self._sources.items())
+        ]
+        return compose(self._parts, actors, self._clock.wall())
+
+    def silent(self) -> list[str]:
+        """The sources that have pushed nothing for too long."""
+        now = self._clock.monotonic()
+        return sorted(source for source, pushed in self._sources.items() if not _is_up(pushed, now))
+
+
+def _families(snapshot: bytes) -> dict[str, bytes]:
+    """Family name -> its lines of samples; a family that the table does not have is a bug of the sender."""
+    if len(snapshot) > MAX_SNAPSHOT_BYTES:
+        raise ValueError(f"a snapshot of {len(snapshot)} bytes")
+    headers = list(_HEADER.finditer(snapshot))
+    ends = [header.start() for header in headers[1:]] + [len(snapshot)] * bool(headers)
+    families = {header[1].decode(): snapshot[header.end() : end] for header, end in zip(headers, ends, strict=True)}
+    if unknown := families.keys() - BY_NAME.keys():
+        raise ValueError(f"not in the table of metrics: {sorted(unknown)}")
+    return families
+
+
+def _is_up(pushed: _Pushed, now: float) -> bool:
+    return now - pushed.at <= SILENT_SECONDS
+
+
+def _sample(name: str, pushed: _Pushed, value: float) -> bytes:
+    return f'{name}{{ident="{pushed.ident}",role="{pushed.role}"}} {value!r}\n'.encode()

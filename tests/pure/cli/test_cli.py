@@ -1,0 +1,133 @@
+"""The command line: what it prints, and the code with which it exits."""
+
+import json
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from service.cli import main, split_overrides
+from service.clock import SystemClock
+from service.config import load_config
+from service.hub import Hub
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+def test_overrides_are_told_from_other_words_wherever_they_stand() -> None:
+    words = ["a.b=1", "run", "--config", "x=y.yaml", "--a.b", "-3", "--config=b.yaml", "--a.b=2", "lr=3", "--json"]
+    assert split_overrides(words) == (
+        ["run", "--config", "x=y.yaml", "--config=b.yaml", "--json"],
+        ["a.b=1", "--a.b", "-3", "--a.b=2", "lr=3"],
+    )
+
+
+def test_config_show_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", "show", "--config", QUICKSTART, "trainer.lr=1e-4", "--run.seed", "3"]) == 0
+    (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)
+    shown = load_config([tmp_path / "shown.yaml"])
+    assert (shown.trainer.lr, shown.run.seed, shown.run.name) == (1e-4, 3, "quickstart")
+
+
+def test_config_validate_says_that_it_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "validate", "--config", QUICKSTART]) == 0
+    assert capsys.readouterr().out == f"{QUICKSTART}: fine\n"
+
+
+def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["additionalProperties"] is False and "trainer" in schema["properties"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["run"], "give a configuration: --config FILE"),
+        (["run", "--config", "none.yaml"], "none.yaml: cannot read the configuration file"),
+        (["run", "--config", QUICKSTART, "trainer.lrr=1"], "did you mean trainer.lr?"),
+        (["run", "--config", QUICKSTART, "nonsense"], "not of the form section.key=value"),
+        (["run", "--config", QUICKSTART, "algorithm.estimator=gae"], "step-wise rows are separate sequences"),
+        (["run", "--config", QUICKSTART, "model.make=null", "model.path=/none"], "model folder /none does not exist"),
+        (["config", "validate", "--config", QUICKSTART, "buffer.lookahead=99"], "override buffer.lookahead=99"),
+        (["status", "nobody"], "neither a URL, host:port, a run folder nor the name of a run"),
+        (["status", "127.0.0.1:1"], "no run answers there"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "buffer.lookahead=99" in argv:
+        message = "buffer.max_staleness: 4 is below buffer.lookahead (99)"
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("baton: ") and message in err and err.count("\n") == 1
+
+
+def test_an_unknown_command_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["runn"])
+    assert caught.value.code == 2 and "invalid choice" in capsys.readouterr().err
+
+
+def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    examples = [
+        line.split("#")[0].split() for line in capsys.readouterr().out.splitlines() if line.startswith("  baton ")
+    ]
+    assert len(examples) >= 6
+    for words in examples:
+        split, _ = split_overrides(words[1:])
+        assert split[0] in ("run", "config", "status")
+
+
+def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hub = Hub(SystemClock())
+    hub.put_status("run", {"name": "r", "state": "training", "max_steps": 9, "policy_version": {"epoch": 1, "step": 3}})
+    wait = {"who": "trainer", "reason": "groups", "detail": "3 of 16", "since": SystemClock().wall() - 2}
+    hub.put_status("buffer", {"groups": {"open": 3, "leased": 0}, "tokens": {"open": 9}, "waits": [wait]})
+    hub.put_status("step", {"reward/avg_raw_reward": 0.5})
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(hub.status()).encode() if self.path == "/status" else b"{}"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        (tmp_path / "address.json").write_text(json.dumps({"url": url}))
+        for target in (url, f"{url}/status", str(tmp_path), f"127.0.0.1:{server.server_port}"):
+            assert main(["status", target]) == 0
+            shown = capsys.readouterr().out
+            assert shown.startswith("r: training, step 3/9 (policy 1.3)\n")
+            assert "3 open\n" in shown and "9 open\n" in shown and "trainer for groups (3 of 16), 2." in shown
+        assert main(["status", url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["schema"] == 1
+        assert main(["status", f"{url}/other"]) == 2
+        server.shutdown()
+
+
+def test_a_run_that_serves_nothing_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    assert main(["status", str(tmp_path)]) == 2
+    assert "has not served its status" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command_and_imports_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys; from service.cli import main; "
+        f"main(['config', 'validate', '--config', '{QUICKSTART}']); "
+        "sys.exit(sorted({'ray', 'torch', 'vllm', 'matplotlib'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run([sys.executable, "-m", "service", "status", "nobody"], capture_output=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith(b"baton: nobody: neither")

@@ -1,0 +1,212 @@
+"""The one table, the recorder over it, and the hub that brings the actors' numbers together."""
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.config import Config, load_config
+from service.hub import Hub
+from service.metrics import Boundaries, Metrics, long_batch_tokens
+from service.metrics_table import TABLE
+
+BOUNDARIES = Boundaries.of(Config())
+
+REQUIRED = {
+    "baton_batch_longest_row_tokens",
+    "baton_batch_padded_sequence_length_last_tokens",
+    "baton_batch_padded_sequence_length_tokens",
+    "baton_batch_padding_ratio",
+    "baton_buffer_groups",
+    "baton_generator_wait_seconds",
+    "baton_last_optimizer_step_timestamp_seconds",
+    "baton_policy_version",
+    "baton_prefix_mismatch_total",
+    "baton_refused_steps_total",
+    "baton_row_length_tokens",
+    "baton_rows_after_merge_total",
+    "baton_rows_before_merge_total",
+    "baton_staleness_versions",
+    "baton_step_prompt_length_tokens",
+    "baton_step_response_length_tokens",
+    "baton_tokens",
+    "baton_trainer_wait_seconds",
+    "baton_trajectory_turns",
+    "baton_weight_sync_seconds",
+}
+
+
+class FakeClock:
+    """Time that moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now + 1e9
+
+
+def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample of a page by its name and labels; the page must parse."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def value(text: bytes, name: str, **labels: str) -> float:
+    return samples(text)[name, frozenset(labels.items())]
+
+
+def test_the_required_names_are_in_the_table() -> None:
+    assert {metric.name for metric in TABLE} >= REQUIRED
+
+
+def test_the_table_follows_the_naming_rules() -> None:
+    assert len({metric.name for metric in TABLE}) == len(TABLE)
+    for metric in TABLE:
+        assert metric.name.startswith("baton_") and metric.help.endswith("."), metric.name
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert bool(metric.buckets) == (metric.kind == "histogram"), metric.name
+        assert not {"le", "role", "ident"} & set(metric.labels), metric.name
+
+
+def test_a_snapshot_is_prometheus_text_with_the_actors_role_and_ident() -> None:
+    metrics = Metrics("buffer", "buffer", BOUNDARIES)
+    metrics.set("baton_tokens", 12, fate="trained")
+    metrics.count("baton_refused_steps_total", reason="schema")
+    metrics.count("baton_refused_steps_total", 2, reason="schema")
+    text = metrics.snapshot()
+    assert value(text, "baton_tokens", fate="trained", role="buffer", ident="buffer") == 12
+    assert value(text, "baton_refused_steps_total", reason="schema", role="buffer", ident="buffer") == 3
+
+
+def test_a_histogram_of_an_array_is_exact_and_a_value_on_a_bound_lies_below_it() -> None:
+    metrics = Metrics("trainer", "t", BOUNDARIES)
+    metrics.observe("baton_row_length_tokens", np.array([1, 80, 81, 5000]))
+    metrics.observe("baton_row_length_tokens", 80)
+    text = metrics.snapshot()
+    where = {"role": "trainer", "ident": "t"}
+    assert value(text, "baton_row_length_tokens_bucket", le="80.0", **where) == 3
+    assert value(text, "baton_row_length_tokens_bucket", le="160.0", **where) == 4
+    assert value(text, "baton_row_length_tokens_bucket", le="+Inf", **where) == 5
+    assert value(text, "baton_row_length_tokens_count", **where) == 5
+    assert value(text, "baton_row_length_tokens_sum", **where) == 1 + 80 + 81 + 5000 + 80
+
+
+def test_weights_count_a_value_many_times() -> None:
+    metrics = Metrics("trainer", "t", BOUNDARIES)
+    metrics.observe("baton_staleness_versions", [0, 3], weights=[10, 5])
+    text = metrics.snapshot()
+    assert value(text, "baton_staleness_versions_bucket", le="2.0", role="trainer", ident="t") == 10
+    assert value(text, "baton_staleness_versions_sum", role="trainer", ident="t") == 15
+
+
+def test_length_buckets_end_at_the_longest_row_and_hold_the_alert_threshold() -> None:
+    config = load_config([], ["generator.max_input_length=6000", "metrics.long_batch_tokens=5000"])
+    bounds = Boundaries.of(config).length
+    assert 5000.0 in bounds and bounds[-1] == 6256.0
+    assert long_batch_tokens(Config()) == 960 and 960.0 in BOUNDARIES.length
+    assert list(bounds) == sorted(set(bounds))
+
+
+def test_a_counter_that_is_kept_elsewhere_is_set_to_its_total_and_never_goes_down() -> None:
+    metrics = Metrics("buffer", "b", BOUNDARIES)
+    for total in (5, 9, 7):
+        metrics.count_to("baton_accepted_steps_total", total)
+    assert value(metrics.snapshot(), "baton_accepted_steps_total", role="buffer", ident="b") == 9
+    with pytest.raises(ValueError, match="cannot go down"):
+        metrics.count("baton_accepted_steps_total", -1)
+
+
+def test_what_the_table_does_not_have_cannot_be_recorded() -> None:
+    metrics = Metrics("buffer", "b", BOUNDARIES)
+    with pytest.raises(ValueError, match="not in the table"):
+        metrics.set("baton_tokenz", 1)
+    with pytest.raises(ValueError, match="a counter with labels"):
+        metrics.set("baton_refused_steps_total", 1, reason="schema")
+    with pytest.raises(ValueError, match=r"labels \('fate',\)"):
+        metrics.set("baton_tokens", 1)
+
+
+def test_series_that_no_longer_exist_can_be_dropped() -> None:
+    metrics = Metrics("buffer", "b", BOUNDARIES)
+    metrics.set("baton_buffer_groups", 3, state="open")
+    metrics.forget("baton_buffer_groups")
+    metrics.set("baton_buffer_groups", 1, state="leased")
+    assert b'state="open"' not in metrics.snapshot()
+
+
+def test_the_hub_merges_the_actors_numbers_family_by_family() -> None:
+    hub = Hub(FakeClock())
+    for ident in ("generator-0", "generator-1"):
+        metrics = Metrics("generator", ident, BOUNDARIES)
+        metrics.count("baton_generated_tokens_total", 7)
+        metrics.observe("baton_generator_wait_seconds", 0.5, reason="lookahead")
+        hub.push(f"generator/{ident}", metrics.snapshot())
+    page = hub.page()
+    assert page.count(b"# TYPE baton_generated_tokens_total counter") == 1
+    assert value(page, "baton_generated_tokens_total", role="generator", ident="generator-1") == 7
+    assert value(page, "baton_actor_up", role="generator", ident="generator-0") == 1
+    assert hub.silent() == []
+
+
+def test_a_restarted_actor_takes_the_place_of_its_former_self() -> None:
+    hub = Hub(FakeClock())
+    for version in (5, 6):
+        metrics = Metrics("trainer", "trainer-0", BOUNDARIES)
+        metrics.set("baton_policy_version", version)
+        hub.push("trainer/trainer-0", metrics.snapshot())
+    assert [s for s in samples(hub.page()) if s[0] == "baton_policy_version"] == [
+        ("baton_policy_version", frozenset({("role", "trainer"), ("ident", "trainer-0")}))
+    ]
+    assert value(hub.page(), "baton_policy_version", role="trainer", ident="trainer-0") == 6
+
+
+def test_a_silent_actor_is_down_keeps_its_counters_and_loses_its_gauges() -> None:
+    clock = FakeClock()
+    hub = Hub(clock)
+    metrics = Metrics("generator", "g", BOUNDARIES)
+    metrics.count("baton_generated_tokens_total", 7)
+    metrics.set("baton_generator_running_requests", 3)
+    hub.push("generator/g", metrics.snapshot())
+    clock.now += 11
+    hub.push("buffer/b", b"")
+    page = hub.page()
+    assert value(page, "baton_actor_up", role="generator", ident="g") == 0
+    assert value(page, "baton_actor_age_seconds", role="generator", ident="g") == 11
+    assert value(page, "baton_generated_tokens_total", role="generator", ident="g") == 7
+    assert b"baton_generator_running_requests" not in page
+    assert hub.silent() == ["generator/g"]
+    assert hub.status()["actors"][1]["state"] == "silent"
+    hub.forget("generator/g")
+    hub.forget("buffer/b")
+    assert hub.page() == b"" and hub.status()["actors"] == []
+
+
+def test_the_hub_takes_nothing_that_is_not_in_the_table() -> None:
+    with pytest.raises(ValueError, match="not in the table"):
+        Hub(FakeClock()).push("x/y", b"# HELP evil x\n# TYPE evil gauge\nevil 1\n")
+
+
+def test_the_status_document_has_its_parts_even_before_anybody_reported() -> None:
+    status = Hub(FakeClock()).status()
+    assert set(status) == {
+        "schema", "time", "run", "state", "policy_version", "tokens", "waits", "buffer", "actors", "step",
+    }  # fmt: skip
+    assert (status["schema"], status["state"]) == (1, "starting")
+
+
+def test_the_status_document_joins_what_the_parts_reported() -> None:
+    hub = Hub(FakeClock())
+    wait = {"who": "trainer", "reason": "groups", "detail": "3 of 16", "since": 5.0}
+    hub.put_status("run", {"name": "r", "state": "training", "policy_version": {"epoch": 1, "step": 3}})
+    hub.put_status("buffer", {"groups": {"open": 3}, "tokens": {"open": 9}, "waits": [wait]})
+    hub.put_status("step", {"reward/avg_raw_reward": 0.5})
+    status = hub.status()
+    assert (status["state"], status["policy_version"]) == ("training", {"epoch": 1, "step": 3})
+    assert (status["tokens"], status["waits"], status["buffer"]) == ({"open": 9}, [wait], {"groups": {"open": 3}})
+    assert status["run"] == {"name": "r"} and status["step"] == {"reward/avg_raw_reward": 0.5}

@@ -1,0 +1,78 @@
+"""The hub's HTTP face, without Ray."""
+
+import asyncio
+import json
+import urllib.request
+
+import pytest
+
+from actors.metrics_hub import MetricsHub
+from service.config import Config, load_config
+from service.errors import UserError
+from service.metrics import Boundaries, Metrics
+from service.status import fetch_status
+
+
+def hub_on(port: int) -> MetricsHub:
+    return MetricsHub(load_config([], [f"metrics.port={port}"]).model_dump_json())
+
+
+async def get(url: str) -> tuple[str, bytes]:
+    def read() -> tuple[str, bytes]:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.headers["Content-Type"], answer.read()
+
+    return await asyncio.to_thread(read)
+
+
+def test_metrics_status_and_health_are_served_on_one_port() -> None:
+    async def scenario() -> None:
+        hub = hub_on(0)
+        url = await hub.start()
+        assert await hub.start() == url
+        metrics = Metrics("trainer", "trainer-0", Boundaries.of(Config()))
+        metrics.set("baton_policy_version", 3)
+        await hub.push("trainer/trainer-0", metrics.snapshot())
+        await hub.put_status("run", {"name": "r", "state": "training"})
+        kind, page = await get(f"{url}/metrics")
+        assert kind == "text/plain; version=0.0.4; charset=utf-8"
+        assert b'baton_policy_version{ident="trainer-0",role="trainer"} 3.0\n' in page
+        status = await asyncio.to_thread(fetch_status, url)
+        assert status == {**await hub.status(), "time": status["time"], "actors": status["actors"]}
+        assert status["state"] == "training" and status["actors"][0]["ident"] == "trainer-0"
+        assert json.loads((await get(f"{url}/healthz"))[1]) == {"ok": True, "silent": []}
+        assert repr(hub) == f"MetricsHub({url})"
+        await hub.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    async def scenario() -> None:
+        first = hub_on(0)
+        port = int((await first.start()).rpartition(":")[2])
+        with pytest.raises(UserError, match=rf"^metrics\.port: port {port} on 127\.0\.0\.1 is in use; choose another"):
+            await hub_on(port).start()
+        await first.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_host_that_is_not_this_machines_is_one_clear_error() -> None:
+    hub = MetricsHub(load_config([], ["metrics.host=192.0.2.1"]).model_dump_json())
+    with pytest.raises(UserError, match=r"^metrics\.host: cannot listen on 192\.0\.2\.1:9400"):
+        asyncio.run(hub.start())
+
+
+def test_a_restarted_hub_serves_again_with_the_next_push() -> None:
+    async def scenario() -> None:
+        first = hub_on(0)
+        port = int((await first.start()).rpartition(":")[2])
+        await first.stop()
+        second = hub_on(port)
+        await second.push("trainer/t", Metrics("trainer", "t", Boundaries.of(Config())).snapshot())
+        _, page = await get(f"http://127.0.0.1:{port}/metrics")
+        assert b"baton_actor_up" in page
+        await second.stop()
+
+    asyncio.run(scenario())
