@@ -64,7 +64,7 @@ class Learner:
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._wide = wide(self._dtype)
         self._loss = loss_named(config.algorithm.loss)
-        self._model = self._load()
+        self.model = self._load()
         self._optimizer = Optimizer(self._masters, config.trainer.betas, config.trainer.weight_decay)
         self._warm_up: Optimizer | None = None
         self._steps = 0
@@ -86,13 +86,17 @@ class Learner:
         if loss_tokens(batch) == 0:
             return StepReport(False, "no token of the mini-batch carries loss", {})
         self._warm_up = None
+        return self._finish(self.accumulate(batch), loss_tokens(batch))
+
+    def accumulate(self, batch: MiniBatch) -> Sums:
+        """The gradient of the mini-batch's loss, added to the parameters' gradients; what was measured on the way."""
         scalars = self._scalars(batch)
         sums = Sums(self._device, self._world)
         micros = batch.ranks[self._rank if len(batch.ranks) > 1 else 0]
         for number, micro in enumerate(micros, start=1):
-            reduce_gradients(self._model, now=number == len(micros))
+            reduce_gradients(self.model, now=number == len(micros))
             self._backward(micro, scalars, sums)
-        return self._finish(sums, loss_tokens(batch))
+        return sums
 
     def _scalars(self, batch: MiniBatch) -> _Scalars:
         algorithm, generator = self._config.algorithm, self._config.generator
@@ -104,7 +108,7 @@ class Learner:
 
     def _backward(self, micro: MicroBatch, scalars: _Scalars, sums: Sums) -> None:
         placed = place(micro, self._device, self._wide, self._config.algorithm.reduction)
-        logprob_M, entropy_M = self._model(placed)
+        logprob_M, entropy_M = self.model(placed)
         advantage_M = _of_loss_tokens(scalars.advantage_G, placed)
         weight_M = _of_loss_tokens(scalars.weight_G, placed) * placed.of_token(placed.share_R)
         terms = self._loss(Tokens(logprob_M, placed.rollout_M, advantage_M), self._config.algorithm)
@@ -112,6 +116,7 @@ class Learner:
         loss = (weight_M * term_M).sum()
         loss.backward()
         sums.add("loss", loss)
+        sums.add("loss_size", (weight_M * term_M.detach().abs()).sum())
         sums.add("entropy", entropy_M.sum())
         sums.add("clipped", terms.clipped_M.sum())
         _add_ratios(sums, (logprob_M - placed.rollout_M).detach())
@@ -143,8 +148,8 @@ class Learner:
         micros += [empty_micro_batch()] * (n_micros - len(micros))
         sums = Sums(self._device, self._world)
         for number, micro in enumerate(micros, start=1):
-            reduce_gradients(self._model, now=number == n_micros)
-            logprob_M, _ = self._model(place(micro, self._device, self._wide))
+            reduce_gradients(self.model, now=number == n_micros)
+            logprob_M, _ = self.model(place(micro, self._device, self._wide))
             loss = -logprob_M.sum() / n_tokens
             loss.backward()
             sums.add("loss", loss)

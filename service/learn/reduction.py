@@ -33,7 +33,7 @@ def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Fl
         case "prompt_mean":
             prompts = len(batch.groups)
             tokens_P = np.bincount(batch.prompt_of_trajectory_G, weights=tokens_G, minlength=prompts)
-            return _inverse(tokens_P[batch.prompt_of_trajectory_G] * prompts)
+            return _inverse(prompts * tokens_P.astype(np.float64)[batch.prompt_of_trajectory_G])
         case "seq_mean_token_sum_norm":
             return np.full(n_trajectories, 1.0 / (n_trajectories * norm_tokens))
         case "sequence_mean":

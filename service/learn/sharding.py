@@ -7,7 +7,6 @@ averaged; and a mini-batch of several micro-batches reduces once, at the last on
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,10 +22,10 @@ def shard(model: PolicyModel, device: torch.device, world: int, compute: torch.d
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    # neither setting reaches the modules below; gloo cannot divide while it sums
+    # neither setting reaches the modules below; gloo, which reduces on CPU, cannot scale while it sums
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
-        if dist.get_backend() == "gloo":
+        if device.type == "cpu":
             module.set_force_sum_reduction_for_comms(True)
 
 

@@ -1,0 +1,119 @@
+"""Mini-batches by hand: trajectories as rows of tokens, cut and packed at will."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from service.config.tree import AlgorithmConfig, Config, MakeModelConfig, ModelConfig, TrainerConfig
+from service.learn.make import make_model
+from service.types import MicroBatch, MiniBatch
+
+VOCABULARY = 37
+SHAPE = MakeModelConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+def small_model(folder: Path, seed: int = 0) -> Path:
+    """A Qwen3 folder with weights large enough that probabilities differ visibly."""
+    make_model(folder, SHAPE, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=seed)
+    return folder
+
+
+def settings(algorithm: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **model: Any) -> Config:
+    """A configuration for small models in float32, unless told otherwise."""
+    return Config(
+        model=ModelConfig(**{"dtype": "float32"} | model),
+        algorithm=AlgorithmConfig(**algorithm or {}),
+        trainer=TrainerConfig(**{"lr": 1e-3} | (trainer or {})),
+    )
+
+
+@dataclass(frozen=True)
+class MadeRow:
+    """One row of a trajectory."""
+
+    trajectory: int
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    staleness: np.ndarray
+    temperature: float = 1.0
+
+
+def made_rows(trajectories: int, seed: int, lengths: tuple[int, int] = (6, 30)) -> list[MadeRow]:
+    """One random row a trajectory."""
+    rng = np.random.default_rng(seed)
+    return [made_row(trajectory, int(rng.integers(*lengths)), rng) for trajectory in range(trajectories)]
+
+
+def made_row(trajectory: int, length: int, rng: np.random.Generator) -> MadeRow:
+    """A random row: about half of its tokens carry loss, never the first."""
+    mask = rng.random(length) < 0.5
+    mask[0], mask[-1] = False, True
+    return MadeRow(
+        trajectory=trajectory,
+        token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, rng.normal(-3.6, 0.4, length), 0).astype(np.float32),
+        staleness=np.where(mask, rng.integers(0, 4, length), -1).astype(np.int32),
+        temperature=float(rng.choice([0.7, 1.0])),
+    )
+
+
+def split_row(row: MadeRow, cuts: Sequence[int]) -> list[MadeRow]:
+    """The same trained tokens as rows of their own: each part keeps the whole prefix, and trains what it added."""
+    edges = [0, *cuts, len(row.token_ids)]
+    parts = []
+    for start, stop in pairwise(edges):
+        own = row.loss_mask[:stop] & (np.arange(stop) >= start)
+        parts.append(
+            MadeRow(
+                row.trajectory,
+                row.token_ids[:stop],
+                own,
+                np.where(own, row.logprobs[:stop], 0).astype(np.float32),
+                np.where(own, row.staleness[:stop], -1).astype(np.int32),
+                row.temperature,
+            )
+        )
+    return parts
+
+
+def micro_batch(rows: Sequence[MadeRow]) -> MicroBatch:
+    """Rows packed in this order."""
+    return MicroBatch(
+        token_ids_N=np.concatenate([np.zeros(0, np.int32), *(row.token_ids for row in rows)]),
+        offsets_R=np.cumsum([0, *(len(row.token_ids) for row in rows)], dtype=np.int64),
+        loss_mask_N=np.concatenate([np.zeros(0, bool), *(row.loss_mask for row in rows)]),
+        logprobs_N=np.concatenate([np.zeros(0, np.float32), *(row.logprobs for row in rows)]),
+        staleness_N=np.concatenate([np.zeros(0, np.int32), *(row.staleness for row in rows)]),
+        temperature_R=np.array([row.temperature for row in rows], np.float32),
+        trajectory_of_row_R=np.array([row.trajectory for row in rows], np.int32),
+    )
+
+
+def mini_batch(ranks: Sequence[Sequence[Sequence[MadeRow]]], trajectories: int, prompts: int = 2) -> MiniBatch:
+    """Rows by rank and micro-batch; trajectory g belongs to prompt `g * prompts // trajectories`."""
+    rows = [row for micros in ranks for micro in micros for row in micro if row.trajectory >= 0]
+    owner = np.array([row.trajectory for row in rows], np.int64)
+    tokens = np.array([row.loss_mask.sum() for row in rows], np.int64)
+    return MiniBatch(
+        lease=0,
+        groups=tuple(range(prompts)),
+        advantage_G=np.random.default_rng(7).normal(size=trajectories).astype(np.float32),
+        return_G=np.zeros(trajectories),
+        loss_tokens_G=np.bincount(owner, weights=tokens, minlength=trajectories).astype(np.int64),
+        rows_G=np.bincount(owner, minlength=trajectories).astype(np.int32),
+        prompt_of_trajectory_G=(np.arange(trajectories) * prompts // trajectories).astype(np.int32),
+        ranks=tuple(tuple(micro_batch(micro) for micro in micros) for micros in ranks),
+        facts={},
+    )
+
+
+CPU = torch.device("cpu")

@@ -1,0 +1,43 @@
+"""Runs a function on every rank of a gloo process group, each rank in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """Processes that become the ranks of one process group after another; importing torch takes them seconds, once."""
+
+    def __init__(self, most: int) -> None:
+        self._pool = ProcessPoolExecutor(most, mp_context=multiprocessing.get_context("spawn"))
+
+    def __call__(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(rank, world, *arguments)` returns on each rank; results are pickled, so no tensors."""
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            # each call waits for the others to join the group, so each has a process of its own
+            calls = [self._pool.submit(_rank, store, rank, world, function, arguments) for rank in range(world)]
+            return [call.result(timeout=240) for call in calls]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _rank(store: str, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    try:
+        return function(rank, world, *arguments)
+    finally:
+        dist.destroy_process_group()

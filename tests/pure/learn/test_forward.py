@@ -1,0 +1,122 @@
+"""Packed rows give the log-probabilities that each row gives alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from service.errors import UserError
+from service.learn import attention
+from service.learn.attention import Packing
+from service.learn.learner import Learner
+from service.learn.logprob import token_logprobs
+from service.learn.place import place
+from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_batch, settings
+
+
+def packed(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    learner = Learner(settings(), folder, CPU, 0, 1)
+    return learner.model(place(micro_batch(rows), CPU, torch.float32))
+
+
+def row_by_row(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    logprobs, entropies = [], []
+    for row in rows:
+        if len(row.token_ids) == 0:
+            continue
+        ids = torch.from_numpy(row.token_ids).long()
+        table = (model(ids[None]).logits[0, :-1] / row.temperature).log_softmax(-1)
+        mask = torch.from_numpy(row.loss_mask)[1:]
+        logprobs.append(table.gather(1, ids[1:, None])[:, 0][mask])
+        entropies.append(-(table.exp() * table).sum(-1)[mask])
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def assert_exact(folder: Path, rows: list[MadeRow]) -> None:
+    for ours, reference in zip(packed(folder, rows), row_by_row(folder, rows), strict=True):
+        torch.testing.assert_close(ours, reference, atol=2e-5, rtol=1e-5)
+
+
+def test_packed_rows_have_the_log_probabilities_and_entropies_of_rows_alone(model_folder: Path) -> None:
+    assert_exact(model_folder, made_rows(9, seed=1))
+
+
+def test_rows_of_very_different_length_are_computed_apart_and_come_back_in_order(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "CALL_COST", 100)
+    rows = made_rows(9, seed=2, lengths=(5, 60))
+    assert len(Packing.of(micro_batch(rows).offsets_R, CPU).buckets) > 2
+    assert_exact(model_folder, rows)
+
+
+def test_a_row_without_tokens_changes_nothing(model_folder: Path) -> None:
+    rows = made_rows(4, seed=3)
+    nothing = MadeRow(1, *(np.zeros(0, dtype) for dtype in (np.int32, bool, np.float32, np.int32)))
+    assert_exact(model_folder, [nothing, rows[0], nothing, *rows[1:], nothing])
+
+
+def test_a_row_whose_first_token_carries_loss_is_refused() -> None:
+    row = made_row(0, 8, np.random.default_rng(0))
+    row.loss_mask[0] = True
+    with pytest.raises(ValueError, match="first token carries loss"):
+        place(micro_batch([row]), CPU, torch.float32)
+
+
+def test_a_model_that_needs_more_than_full_attention_fails_at_load_with_the_reason(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    config = (model_folder / "config.json").read_text()
+    for old, new, reason in (
+        ('"full_attention",', '"sliding_attention",', "sliding_attention layers"),
+        ('"qwen3"', '"gpt_neox"', "model type 'gpt_neox'"),
+    ):
+        folder = tmp_path / reason.replace(" ", "-")
+        folder.mkdir()
+        (folder / "config.json").write_text(config.replace(old, new, 1))
+        with pytest.raises(UserError, match=reason):
+            Learner(settings(), folder, CPU, 0, 1)
+
+
+def test_weights_that_do_not_fit_the_configuration_are_named(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        (model_folder / "config.json").read_text().replace('"vocab_size": 37', '"vocab_size": 38')
+    )
+    (tmp_path / "model.safetensors").symlink_to(model_folder / "model.safetensors")
+    with pytest.raises(UserError, match="embed_tokens"):
+        Learner(settings(), tmp_path, CPU, 0, 1)
+    with pytest.raises(UserError, match=r"no config\.json"):
+        Learner(settings(), tmp_path / "absent", CPU, 0, 1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3 * 11, 1 << 20])
+def test_log_probabilities_in_chunks_have_the_gradient_of_the_whole_table(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(11, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(0, 11, (7,), generator=generator)
+    temperature = torch.linspace(0.5, 1.5, 7, dtype=torch.float64)
+    of_logprob, of_entropy = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+
+    logprob, entropy = token_logprobs(hidden, head, tokens, temperature, chunk)
+    ours = torch.autograd.grad((of_logprob * logprob + of_entropy * entropy).sum(), (hidden, head))
+
+    table = (hidden @ head.t() / temperature[:, None]).log_softmax(-1)
+    expected_logprob, expected_entropy = table.gather(1, tokens[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    torch.testing.assert_close(logprob, expected_logprob)
+    torch.testing.assert_close(entropy, expected_entropy)
+    whole = (of_logprob * expected_logprob + of_entropy * expected_entropy).sum()
+    for gradient, expected in zip(ours, torch.autograd.grad(whole, (hidden, head)), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_a_vocabulary_entry_that_cannot_occur_leaves_gradients_finite() -> None:
+    hidden = torch.tensor([[1.0, 0.5]], requires_grad=True)
+    head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1e38, -1e38]], requires_grad=True)
+    logprob, entropy = token_logprobs(hidden * 10, head, torch.tensor([0]), torch.ones(1))
+    (logprob + entropy).sum().backward()
+    assert torch.isfinite(entropy).all()
+    assert hidden.grad is not None and torch.isfinite(hidden.grad).all()

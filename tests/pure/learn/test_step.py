@@ -1,0 +1,119 @@
+"""One mini-batch, one optimizer step: or none, and the reason."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from service.learn.learner import Learner
+from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
+
+
+def test_a_step_moves_the_policy_towards_tokens_with_positive_advantage(model_folder: Path) -> None:
+    learner = Learner(settings(), model_folder, CPU, 0, 1)
+    rows = made_rows(6, seed=4)
+    batch = replace(mini_batch([[rows]], trajectories=6), advantage_G=np.ones(6, np.float32))
+    first = learner.step(batch)
+    assert first.applied and first.reason is None
+    for _ in range(5):
+        last = learner.step(batch)
+    assert last.metrics["policy/is_ratio_mean"] > first.metrics["policy/is_ratio_mean"]
+    assert last.metrics["policy/policy_loss"] < first.metrics["policy/policy_loss"]
+
+
+def test_the_learning_rate_rises_over_the_warm_up_and_then_stays(model_folder: Path) -> None:
+    learner = Learner(settings(trainer={"lr": 1.0e-4, "warmup_steps": 4}), model_folder, CPU, 0, 1)
+    batch = mini_batch([[made_rows(4, seed=5)]], trajectories=4)
+    rates = [learner.step(batch).metrics["policy/policy_lr"] for _ in range(6)]
+    assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4])
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_leaves_weights_and_optimizer_untouched(model_folder: Path, poison: float) -> None:
+    twin, learner = (Learner(settings(), model_folder, CPU, 0, 1) for _ in range(2))
+    batch = mini_batch([[made_rows(4, seed=6)]], trajectories=4)
+    advantage_G = batch.advantage_G.copy()
+    advantage_G[2] = poison
+    report = learner.step(replace(batch, advantage_G=advantage_G))
+    assert not report.applied
+    assert report.reason is not None and "policy/policy_loss" in report.reason
+    assert learner.step(batch) == twin.step(batch)
+    after, expected = learner.weights(), twin.weights()
+    assert after is not None and expected is not None
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def test_a_mini_batch_in_which_nothing_carries_loss_takes_no_step(model_folder: Path) -> None:
+    rows = made_rows(3, seed=7)
+    for row in rows:
+        row.loss_mask[:] = False
+    report = Learner(settings(), model_folder, CPU, 0, 1).step(mini_batch([[rows]], trajectories=3))
+    assert not report.applied
+    assert report.reason == "no token of the mini-batch carries loss"
+
+
+def test_the_clip_takes_the_gradient_from_ratios_that_went_too_far(model_folder: Path) -> None:
+    rows = made_rows(4, seed=8)
+    for row in rows:
+        row.logprobs[:] = np.where(row.loss_mask, -9.0, 0.0)  # far less likely when sampled than now
+    batch = replace(mini_batch([[rows]], trajectories=4), advantage_G=np.ones(4, np.float32))
+    report = Learner(settings(), model_folder, CPU, 0, 1).step(batch)
+    assert report.metrics["policy/loss_metrics/clip_ratio"] == 1.0
+    assert report.metrics["policy/grad_norm"] == 0.0
+
+
+def test_in_bfloat16_steps_too_small_for_it_add_up_in_float32_masters(model_folder: Path) -> None:
+    learner = Learner(settings(trainer={"lr": 1e-4}, dtype="bfloat16"), model_folder, CPU, 0, 1)
+    batch = mini_batch([[made_rows(4, seed=9)]], trajectories=4)
+    for steps, changed in ((5, False), (35, True)):
+        for _ in range(steps):
+            assert learner.step(batch).applied
+        weights = learner.weights()
+        assert weights is not None
+        norm = weights["model.norm.weight"]
+        assert norm.dtype == torch.bfloat16
+        # around 1 bfloat16 is spaced 2**-8 apart: 40 times what a step changes
+        assert bool((norm != 1).any()) is changed
+
+
+def test_supervised_steps_learn_what_the_mask_names(model_folder: Path) -> None:
+    learner = Learner(settings(), model_folder, CPU, 0, 1)
+    rows = [(row.token_ids, row.loss_mask) for row in made_rows(6, seed=10)]
+    losses = [learner.supervised_step(rows, lr=5e-3) for _ in range(30)]
+    assert losses[-1] < 0.6 * losses[0]
+    assert learner.step(mini_batch([[made_rows(6, seed=10)]], trajectories=6)).applied
+
+
+def test_supervised_rows_beyond_the_token_budget_make_the_same_step(model_folder: Path) -> None:
+    rows = [(row.token_ids, row.loss_mask) for row in made_rows(6, seed=11)]
+    whole = Learner(settings(), model_folder, CPU, 0, 1)
+    cut = Learner(settings(trainer={"max_tokens_per_micro_batch": 40}), model_folder, CPU, 0, 1)
+    for _ in range(3):
+        assert cut.supervised_step(rows, 1e-3) == pytest.approx(whole.supervised_step(rows, 1e-3), rel=1e-5)
+
+
+def test_an_exported_folder_loads_like_the_folder_it_came_from(model_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in model_folder.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    (source / "tokenizer.json").write_text("{}")
+    learner = Learner(settings(), source, CPU, 0, 1)
+    batch = mini_batch([[made_rows(4, seed=12)]], trajectories=4)
+    learner.step(batch)
+    for _ in range(2):  # the second time replaces the first
+        learner.export(tmp_path / "final")
+    assert sorted(file.name for file in (tmp_path / "final").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "source"]
+    again = Learner(settings(), tmp_path / "final", CPU, 0, 1).weights()
+    assert again is not None
+    mine = learner.weights()
+    assert mine is not None and mine.keys() == again.keys()
+    assert "lm_head.weight" not in mine
+    assert all(torch.equal(mine[name], again[name]) for name in mine)
