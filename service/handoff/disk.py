@@ -1,0 +1,126 @@
+"""The few things the journal does to a disk, so that a test can put a failing or forgetful one in its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+MOST_BUFFERS_PER_WRITE = 512
+"""Well below the kernel's IOV_MAX of 1024."""
+
+
+class File(Protocol):
+    """One segment, open for reading and writing."""
+
+    def size(self) -> int:
+        """Bytes that the file has, allocated ones included."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """At most `length` bytes from `offset`; fewer at the end of the file."""
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        """Write the buffers one after the other; returns how many bytes the disk took, which may be fewer."""
+
+    def allocate(self, size: int) -> None:
+        """Make sure that the file's first `size` bytes have their place on the disk; OSError when it is full."""
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes."""
+
+    def sync(self) -> None:
+        """Return when everything written is on the disk."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class Disk(Protocol):
+    """A folder's worth of file system."""
+
+    def names(self, folder: Path) -> list[str]:
+        """Names of the folder's files, sorted; the folder is made when it is missing."""
+
+    def open(self, path: Path) -> File:
+        """Open the file, made when it is missing."""
+
+    def remove(self, path: Path) -> None:
+        """Remove the file for good."""
+
+
+class LocalFile:
+    """A file of the machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def size(self) -> int:
+        """Bytes that the file has, allocated ones included."""
+        return os.fstat(self._fd).st_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """At most `length` bytes from `offset`."""
+        parts = []
+        while length > 0 and (part := os.pread(self._fd, length, offset)):
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        """Write the buffers; a disk that fills up may take only a part without an error."""
+        total = 0
+        for first in range(0, len(buffers), MOST_BUFFERS_PER_WRITE):
+            some = buffers[first : first + MOST_BUFFERS_PER_WRITE]
+            written = os.pwritev(self._fd, some, offset + total)
+            total += written
+            if written < sum(len(buffer) for buffer in some):
+                break
+        return total
+
+    def allocate(self, size: int) -> None:
+        """Reserve the file's first `size` bytes on the disk."""
+        os.posix_fallocate(self._fd, 0, size)
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes."""
+        os.ftruncate(self._fd, size)
+
+    def sync(self) -> None:
+        """Return when everything written is on the disk."""
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+class LocalDisk:
+    """The machine's file system."""
+
+    def names(self, folder: Path) -> list[str]:
+        """Names of the folder's files, sorted."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return sorted(os.listdir(folder))
+
+    def open(self, path: Path) -> File:
+        """Open the file; a new file's name is on the disk before this returns."""
+        new = not path.exists()
+        file = LocalFile(path)
+        if new:
+            self._sync_folder(path.parent)
+        return file
+
+    def remove(self, path: Path) -> None:
+        """Remove the file for good."""
+        path.unlink()
+        self._sync_folder(path.parent)
+
+    def _sync_folder(self, folder: Path) -> None:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,197 @@
+"""Everything that can happen to the buffer, as typed events.
+
+The buffer decides, the journal keeps the event, the ledger applies it; applying the same events again gives the same
+ledger. A step group is kept as its wire bytes; `StepsAccepted` is what the ledger learns from it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from service.types import PolicyVersion, Sender
+
+EVENT = 1
+"""Journal kind of an encoded event."""
+STEPS = 2
+"""Journal kind of a step group's wire bytes."""
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The root of the events."""
+
+
+class Opened(Event, frozen=True):
+    """A run began: what must stay the same for its journal to make sense."""
+
+    seed: int
+    prompts_digest: int
+    n_samples: int
+    mini_batch_size: int
+
+
+class Joined(Event, frozen=True):
+    """A generator or the trainer came with a new incarnation; its older ones are fenced."""
+
+    role: str
+    name: str
+    epoch: int
+
+
+class Left(Event, frozen=True):
+    """A generator is gone."""
+
+    generator: str
+    epoch: int
+    reason: str
+
+
+class Issued(Event, frozen=True):
+    """The next ordinal went to a generator whose engine served `admitted`."""
+
+    ordinal: int
+    row: int
+    uid: str
+    generator: str
+    epoch: int
+    admitted: PolicyVersion
+
+
+class Assigned(Event, frozen=True):
+    """Restarted trajectories of a group went to a generator."""
+
+    ordinal: int
+    samples: tuple[int, ...]
+    generator: str
+    epoch: int
+
+
+class Restarted(Event, frozen=True):
+    """Trajectories of a group start anew as their next attempts; what they had is superseded."""
+
+    ordinal: int
+    samples: tuple[int, ...]
+    reason: str
+
+
+class Filtered(Event, frozen=True):
+    """A complete group carries no signal; it vacates its slot."""
+
+    ordinal: int
+    reason: str
+    trajectories: int
+    reward_sum: float
+    passed: bool
+
+
+class Refused(Event, frozen=True):
+    """A group is given up; it vacates its slot."""
+
+    ordinal: int
+    reason: str
+
+
+class Expired(Event, frozen=True):
+    """A group ends without having been trained and without fault; it vacates its slot."""
+
+    ordinal: int
+    reason: str
+
+
+class Leased(Event, frozen=True):
+    """Groups went to the trainer as a mini-batch; with each group's tokens by what becomes of them."""
+
+    lease: int
+    trainer_epoch: int
+    ordinals: tuple[int, ...]
+    loss_tokens: tuple[int, ...]
+    stale_tokens: tuple[int, ...]
+
+
+class Committed(Event, frozen=True):
+    """The optimizer step of a lease was applied; it made `version`."""
+
+    lease: int
+    version: PolicyVersion
+
+
+class Released(Event, frozen=True):
+    """A lease was given back."""
+
+    lease: int
+    reason: str
+
+
+class Covered(Event, frozen=True):
+    """A durable checkpoint holds everything up to `step`; none older than `oldest_kept` is kept."""
+
+    step: int
+    oldest_kept: int
+
+
+class RolledBack(Event, frozen=True):
+    """The trainer went back to the checkpoint of `step`; the versions after it belong to an abandoned history."""
+
+    step: int
+
+
+class Drained(Event, frozen=True):
+    """Nothing more is issued."""
+
+    reason: str
+
+
+class Fresh(NamedTuple):
+    """What a message adds to one trajectory."""
+
+    ordinal: int
+    sample: int
+    indices: tuple[int, ...]
+    """Step indices that were not there yet."""
+    tokens: int
+    """Tokens of those steps that the policy sampled."""
+    n_bytes: int
+    n_steps: int | None
+    """The trajectory's number of steps when the message brings its end, else None."""
+
+
+class StepsAccepted(NamedTuple):
+    """A step group was accepted; derived from its wire bytes."""
+
+    sender: Sender
+    fresh: tuple[Fresh, ...]
+    position: int
+    """Where the journal has to be synced to."""
+
+
+Journalled = (
+    Opened
+    | Joined
+    | Left
+    | Issued
+    | Assigned
+    | Restarted
+    | Filtered
+    | Refused
+    | Expired
+    | Leased
+    | Committed
+    | Released
+    | Covered
+    | RolledBack
+    | Drained
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Journalled] = msgspec.msgpack.Decoder(Journalled)
+
+
+def encode(event: Journalled) -> bytes:
+    """The event as the journal keeps it."""
+    return _encoder.encode(event)
+
+
+def decode(payload: bytes) -> Journalled:
+    """The event behind the journal's bytes; raises msgspec.ValidationError when they are not one."""
+    return _decoder.decode(payload)

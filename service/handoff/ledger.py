@@ -1,0 +1,356 @@
+"""The ledger: where every group, trajectory and token stands.
+
+It changes only by `apply`; the same events make the same ledger, whatever the clock says. `check` is the invariant.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import xxhash
+
+from service.handoff import events
+from service.handoff.lifecycle import (
+    NEXT_STATES,
+    UNFINISHED,
+    USED,
+    VACATES,
+    Fate,
+    Group,
+    GroupState,
+    Lease,
+    Lost,
+    Member,
+    Trajectory,
+)
+from service.handoff.versions import VersionHistory
+
+
+@dataclass(slots=True)
+class State:
+    """Everything that the events determine; it can be written down and read back."""
+
+    n_samples: int
+    groups: dict[int, Group] = field(default_factory=dict)
+    """All that may still change, by ordinal."""
+    next_ordinal: int = 0
+    vacated: int = 0
+    """Groups that gave their slot back."""
+    generators: dict[str, Member] = field(default_factory=dict)
+    trainer_epoch: int = 0
+    leases: dict[int, Lease] = field(default_factory=dict)
+    next_lease: int = 1
+    last_commit: int = 0
+    """The lease of the newest optimizer step."""
+    step: int = 0
+    rollbacks: list[tuple[int, int]] = field(default_factory=list)
+    """(the step that had been reached, the step gone back to), oldest first."""
+    covered: int = 0
+    next_finished: int = 1
+    filtered: Lost = field(default_factory=Lost)
+    accepted: int = 0
+    """Tokens accepted."""
+    fates: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
+    """Those tokens by fate."""
+    ended: dict[str, int] = field(default_factory=dict)
+    """Groups that ended, by `state/reason`."""
+    restarts: dict[str, int] = field(default_factory=dict)
+    """Trajectories that started anew, by reason."""
+    draining: str | None = None
+
+
+class Ledger:
+    """The state, with the indexes that make decisions cheap."""
+
+    def __init__(self, n_samples: int) -> None:
+        self.state = State(n_samples)
+        self.history = VersionHistory()
+        self.finished: list[tuple[int, int]] = []
+        """(place in the order of completion, ordinal) of each complete group, oldest first."""
+        self.slots: dict[int, None] = {}
+        """Groups not yet used, in order of admission."""
+        self.unassigned: dict[int, set[int]] = {}
+        """Restarted samples that wait for a claim, by ordinal."""
+        self.held: dict[str, set[tuple[int, int]]] = {}
+        """Unfinished (ordinal, sample) of each generator."""
+        self.steps: dict[int, list[int]] = {}
+        """Ordinals that each optimizer step used."""
+        self.in_state: Counter[GroupState] = Counter()
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            events.Opened: lambda event: None,
+            events.Joined: self._joined,
+            events.Left: self._left,
+            events.Issued: self._issued,
+            events.Assigned: self._assigned,
+            events.StepsAccepted: self._accepted,
+            events.Restarted: self._restarted,
+            events.Filtered: self._filtered,
+            events.Refused: lambda event: self._end(event.ordinal, GroupState.REFUSED, event.reason),
+            events.Expired: lambda event: self._end(event.ordinal, GroupState.EXPIRED, event.reason),
+            events.Leased: self._leased,
+            events.Committed: self._committed,
+            events.Released: self._released,
+            events.Covered: self._covered,
+            events.RolledBack: self._rolled_back,
+            events.Drained: self._drained,
+        }
+
+    def apply(self, event: events.Journalled | events.StepsAccepted) -> None:
+        """Change the state by one event."""
+        self._handlers[type(event)](event)
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next issued group gets."""
+        return self.state.next_ordinal - self.state.vacated
+
+    @property
+    def frontier(self) -> int:
+        """The smallest ordinal that has not come to its end; everything below has."""
+        return min(self.state.groups, default=self.state.next_ordinal)
+
+    def digest(self) -> str:
+        """A fingerprint of the whole state."""
+        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.state, order="deterministic"))
+
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    def _joined(self, event: events.Joined) -> None:
+        if event.role == "trainer":
+            self.state.trainer_epoch = event.epoch
+        else:
+            self.state.generators[event.name] = Member(event.epoch)
+            self.held.setdefault(event.name, set())
+
+    def _left(self, event: events.Left) -> None:
+        self.state.generators[event.generator].alive = False
+
+    # -- from issue to completion -------------------------------------------------------------------------------------
+
+    def _issued(self, event: events.Issued) -> None:
+        trajectories = [Trajectory(event.generator, event.epoch) for _ in range(self.state.n_samples)]
+        self.state.groups[event.ordinal] = Group(event.uid, event.row, event.admitted, trajectories)
+        self.state.next_ordinal = event.ordinal + 1
+        self.in_state[GroupState.ISSUED] += 1
+        self.slots[event.ordinal] = None
+        self.held[event.generator].update((event.ordinal, sample) for sample in range(self.state.n_samples))
+
+    def _assigned(self, event: events.Assigned) -> None:
+        group = self.state.groups[event.ordinal]
+        for sample in event.samples:
+            group.trajectories[sample].generator = event.generator
+            group.trajectories[sample].epoch = event.epoch
+            self.held[event.generator].add((event.ordinal, sample))
+        self._no_longer_unassigned(event.ordinal, event.samples)
+
+    def _accepted(self, event: events.StepsAccepted) -> None:
+        self.state.generators[event.sender.generator].note(event.sender.sequence, event.position)
+        for fresh in event.fresh:
+            group = self.state.groups[fresh.ordinal]
+            trajectory = group.trajectories[fresh.sample]
+            trajectory.indices.update(fresh.indices)
+            trajectory.tokens += fresh.tokens
+            trajectory.n_bytes += fresh.n_bytes
+            group.tokens += fresh.tokens
+            self.state.accepted += fresh.tokens
+            self.state.fates[Fate.OPEN] += fresh.tokens
+            if fresh.n_steps is not None:
+                trajectory.n_steps = fresh.n_steps
+            if group.state is GroupState.ISSUED:
+                self._enter(group, GroupState.OPEN)
+            if trajectory.complete:
+                self.held[event.sender.generator].discard((fresh.ordinal, fresh.sample))
+                self._complete_when_all_are(fresh.ordinal, group)
+
+    def _complete_when_all_are(self, ordinal: int, group: Group) -> None:
+        if all(trajectory.complete for trajectory in group.trajectories):
+            group.finished = self.state.next_finished
+            self.state.next_finished += 1
+            self._enter(group, GroupState.COMPLETE)
+            self.finished.append((group.finished, ordinal))
+
+    def _restarted(self, event: events.Restarted) -> None:
+        group = self.state.groups[event.ordinal]
+        for sample in event.samples:
+            old = group.trajectories[sample]
+            group.trajectories[sample] = Trajectory(None, 0, old.attempt + 1)
+            group.tokens -= old.tokens
+            self._move_tokens(Fate.OPEN, Fate.SUPERSEDED, old.tokens)
+            if old.generator is not None:
+                self.held[old.generator].discard((event.ordinal, sample))
+            self.unassigned.setdefault(event.ordinal, set()).add(sample)
+        self.state.restarts[event.reason] = self.state.restarts.get(event.reason, 0) + len(event.samples)
+
+    # -- ends without training ----------------------------------------------------------------------------------------
+
+    def _filtered(self, event: events.Filtered) -> None:
+        self._end(event.ordinal, GroupState.FILTERED, event.reason)
+        self.state.filtered.add(Lost(1, event.trajectories, event.reward_sum, int(event.passed)))
+
+    def _end(self, ordinal: int, state: GroupState, reason: str) -> None:
+        group = self.state.groups.pop(ordinal)
+        before = group.state
+        self._move_tokens(_waiting_fate(group), Fate(state), group.tokens)
+        self._enter(group, state)
+        if before is GroupState.COMPLETE:
+            self.finished.remove((group.finished, ordinal))
+        self.slots.pop(ordinal)
+        for sample, trajectory in enumerate(group.trajectories):
+            if trajectory.generator is not None:
+                self.held[trajectory.generator].discard((ordinal, sample))
+        self.unassigned.pop(ordinal, None)
+        self.state.vacated += 1
+        self._count_end(state, reason)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def _leased(self, event: events.Leased) -> None:
+        self.state.leases[event.lease] = Lease(event.trainer_epoch, event.ordinals, self.state.filtered)
+        self.state.filtered = Lost()
+        self.state.next_lease = event.lease + 1
+        for ordinal, loss, stale in zip(event.ordinals, event.loss_tokens, event.stale_tokens, strict=True):
+            group = self.state.groups[ordinal]
+            group.loss_tokens, group.stale_tokens = loss, stale
+            group.lives += 1
+            self._enter(group, GroupState.LEASED)
+        taken = set(event.ordinals)
+        self.finished = [entry for entry in self.finished if entry[1] not in taken]
+
+    def _released(self, event: events.Released) -> None:
+        lease = self.state.leases.pop(event.lease)
+        self.state.filtered.add(lease.filtered)
+        for ordinal in lease.ordinals:
+            self._wait_again(ordinal, self.state.groups[ordinal])
+
+    def _committed(self, event: events.Committed) -> None:
+        lease = self.state.leases.pop(event.lease)
+        self.history.publish(event.version)
+        self.state.step, self.state.last_commit = event.version.step, event.lease
+        for ordinal in lease.ordinals:
+            group = self.state.groups[ordinal]
+            waiting = _waiting_fate(group)
+            for fate, tokens in _used_fates(group, Fate.STEPPED):
+                self._move_tokens(waiting, fate, tokens)
+            group.rolled_back, group.step = False, event.version.step
+            self._enter(group, GroupState.STEPPED)
+            self.slots.pop(ordinal)
+        self.steps[event.version.step] = list(lease.ordinals)
+
+    def _covered(self, event: events.Covered) -> None:
+        for step in range(self.state.covered + 1, event.step + 1):
+            for ordinal in self.steps.get(step, ()):
+                group = self.state.groups[ordinal]
+                self._move_tokens(Fate.STEPPED, Fate.TRAINED, group.loss_tokens)
+                self._enter(group, GroupState.TRAINED)
+        self.state.covered = max(self.state.covered, event.step)
+        for step in [step for step in self.steps if step <= event.oldest_kept]:
+            for ordinal in self.steps.pop(step):
+                del self.state.groups[ordinal]
+                self._count_end(GroupState.TRAINED, "")
+
+    def _rolled_back(self, event: events.RolledBack) -> None:
+        self.state.rollbacks.append((self.state.step, event.step))
+        self.history.rollback(event.step)
+        self.state.step = event.step
+        self.state.covered = min(self.state.covered, event.step)
+        for step in [step for step in self.steps if step > event.step]:
+            for ordinal in self.steps.pop(step):
+                group = self.state.groups[ordinal]
+                used = Fate.STEPPED if group.state is GroupState.STEPPED else Fate.TRAINED
+                for fate, tokens in _used_fates(group, used):
+                    self._move_tokens(fate, Fate.ROLLED_BACK, tokens)
+                group.rolled_back, group.step, group.lives = True, 0, 0
+                self._wait_again(ordinal, group)
+                self.slots[ordinal] = None
+        self.slots = dict.fromkeys(sorted(self.slots))
+
+    def _drained(self, event: events.Drained) -> None:
+        self.state.draining = event.reason
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _wait_again(self, ordinal: int, group: Group) -> None:
+        group.loss_tokens = group.stale_tokens = 0
+        self._enter(group, GroupState.COMPLETE)
+        insort(self.finished, (group.finished, ordinal))
+
+    def _enter(self, group: Group, state: GroupState) -> None:
+        if state not in NEXT_STATES[group.state]:
+            raise ValueError(f"a group that is {group.state} cannot become {state}")
+        self.in_state[group.state] -= 1
+        self.in_state[state] += 1
+        group.state = state
+
+    def _count_end(self, state: GroupState, reason: str) -> None:
+        key = f"{state}/{reason}" if reason else str(state)
+        self.state.ended[key] = self.state.ended.get(key, 0) + 1
+
+    def _move_tokens(self, source: Fate, target: Fate, tokens: int) -> None:
+        self.state.fates[source] -= tokens
+        self.state.fates[target] += tokens
+
+    def _no_longer_unassigned(self, ordinal: int, samples: Iterable[int]) -> None:
+        waiting = self.unassigned[ordinal]
+        waiting.difference_update(samples)
+        if not waiting:
+            del self.unassigned[ordinal]
+
+
+def _waiting_fate(group: Group) -> Fate:
+    return Fate.ROLLED_BACK if group.rolled_back else Fate.OPEN
+
+
+def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
+    """The fates of a group's tokens once an optimizer step used it."""
+    return (loss, group.loss_tokens), (Fate.STALE, group.stale_tokens), (Fate.MASKED, group.masked_tokens)
+
+
+def violations(ledger: Ledger) -> list[str]:
+    """What is wrong with the ledger; empty, always. This is the invariant."""
+    state, found = ledger.state, []
+    if state.accepted != sum(state.fates.values()):
+        found.append(
+            f"accepted {state.accepted} tokens, but the fates sum to {sum(state.fates.values())}: {state.fates}"
+        )
+    if min(state.fates.values()) < 0:
+        found.append(f"a fate is negative: {state.fates}")
+    issued = sum(count for count in ledger.in_state.values())
+    if issued != state.next_ordinal:
+        found.append(f"issued {state.next_ordinal} groups, but the states sum to {issued}: {ledger.in_state}")
+    states = Counter(group.state for group in state.groups.values())
+    if any(states[s] != ledger.in_state[s] for s in GroupState if s not in (*VACATES, GroupState.TRAINED)):
+        found.append(f"groups are {states}, counted as {ledger.in_state}")
+    waiting = sum(g.tokens for g in state.groups.values() if g.state not in USED)
+    if waiting != state.fates[Fate.OPEN] + state.fates[Fate.ROLLED_BACK]:
+        found.append(f"{waiting} tokens wait, but open and rolled back are {state.fates}")
+    leased = sorted(ordinal for lease in state.leases.values() for ordinal in lease.ordinals)
+    if leased != sorted(o for o, g in state.groups.items() if g.state is GroupState.LEASED):
+        found.append(f"leases hold {leased}, which are not the leased groups")
+    if [entry[1] for entry in ledger.finished] != sorted(
+        (o for o, g in state.groups.items() if g.state is GroupState.COMPLETE), key=lambda o: state.groups[o].finished
+    ):
+        found.append("the order of completion does not hold the complete groups")
+    if list(ledger.slots) != sorted(o for o, g in state.groups.items() if g.state not in USED):
+        found.append("the slots are not the unused groups in order of admission")
+    found += [
+        f"ordinal {o}: no one holds an unfinished sample" for o, g in state.groups.items() if _dropped(ledger, o, g)
+    ]
+    return found
+
+
+def _dropped(ledger: Ledger, ordinal: int, group: Group) -> bool:
+    """Whether an unfinished sample of the group is neither with a generator nor waiting for one."""
+    if group.state not in UNFINISHED:
+        return False
+    waiting = ledger.unassigned.get(ordinal, set())
+    return any(
+        not trajectory.complete
+        and sample not in waiting
+        and (ordinal, sample) not in ledger.held.get(trajectory.generator or "", ())
+        for sample, trajectory in enumerate(group.trajectories)
+    )

@@ -1,0 +1,176 @@
+"""The lives of groups and trajectories, as the ledger keeps them.
+
+ISSUED -> OPEN -> COMPLETE -> LEASED -> STEPPED -> TRAINED
+                     ^  |        |         |          |
+                     |  |        +-> release          |
+                     +--|-----------  rollback  ------+
+                        +-> FILTERED          and from ISSUED, OPEN, COMPLETE: REFUSED, EXPIRED
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from service.types import PolicyVersion
+
+
+class GroupState(StrEnum):
+    """Where a group stands."""
+
+    ISSUED = "issued"
+    """Claimed; no step has come yet."""
+    OPEN = "open"
+    """Steps stream in."""
+    COMPLETE = "complete"
+    """All its trajectories ended and all their steps are here."""
+    LEASED = "leased"
+    STEPPED = "stepped"
+    """An optimizer step used it; no durable checkpoint covers that step yet."""
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    REFUSED = "refused"
+    EXPIRED = "expired"
+
+
+_ENDS = (GroupState.REFUSED, GroupState.EXPIRED)
+NEXT_STATES: dict[GroupState, tuple[GroupState, ...]] = {
+    GroupState.ISSUED: (GroupState.OPEN, GroupState.COMPLETE, *_ENDS),
+    GroupState.OPEN: (GroupState.COMPLETE, *_ENDS),
+    GroupState.COMPLETE: (GroupState.LEASED, GroupState.FILTERED, *_ENDS),
+    GroupState.LEASED: (GroupState.COMPLETE, GroupState.STEPPED),
+    GroupState.STEPPED: (GroupState.TRAINED, GroupState.COMPLETE),
+    GroupState.TRAINED: (GroupState.COMPLETE,),
+    GroupState.FILTERED: (),
+    GroupState.REFUSED: (),
+    GroupState.EXPIRED: (),
+}
+VACATES = (GroupState.FILTERED, GroupState.REFUSED, GroupState.EXPIRED)
+"""Ends that give the group's slot back, so that later groups move up."""
+UNFINISHED = (GroupState.ISSUED, GroupState.OPEN)
+USED = (GroupState.STEPPED, GroupState.TRAINED)
+
+
+class Fate(StrEnum):
+    """What became of a token that the policy sampled and the buffer accepted; every token has exactly one."""
+
+    OPEN = "open"
+    """Its group waits, is leased, or still grows."""
+    STEPPED = "stepped"
+    """It carried loss in an optimizer step that no checkpoint covers yet."""
+    TRAINED = "trained"
+    """It carried loss in an optimizer step that a durable checkpoint covers."""
+    STALE = "stale"
+    """It was older than `max_staleness` when it was trained, and carried no loss."""
+    MASKED = "masked"
+    """A rule other than staleness took its loss, such as a log-probability that was not finite."""
+    FILTERED = "filtered"
+    REFUSED = "refused"
+    EXPIRED = "expired"
+    SUPERSEDED = "superseded"
+    """A newer attempt of its trajectory replaced it."""
+    ROLLED_BACK = "rolled_back"
+    """The optimizer step that used it was undone; its group waits to be trained again."""
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The current attempt of one sample of a group."""
+
+    generator: str | None
+    """Who generates it; None while it waits for a claim."""
+    epoch: int
+    attempt: int = 0
+    indices: set[int] = field(default_factory=set)
+    """Steps that are here."""
+    n_steps: int | None = None
+    """How many it has; None until its end is here."""
+    tokens: int = 0
+    n_bytes: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether its end and all its steps are here."""
+        return self.n_steps is not None and len(self.indices) == self.n_steps
+
+
+@dataclass(slots=True)
+class Group:
+    """One ordinal's life."""
+
+    uid: str
+    row: int
+    admitted: PolicyVersion
+    """What the claiming engine served; no sample starts on anything older."""
+    trajectories: list[Trajectory]
+    state: GroupState = GroupState.ISSUED
+    first_position: int = 0
+    """Journal position before its first step."""
+    finished: int = 0
+    """Its place in the order of completion."""
+    lives: int = 0
+    """Leases it was part of."""
+    rolled_back: bool = False
+    step: int = 0
+    """The optimizer step that used it, once it is STEPPED."""
+    tokens: int = 0
+    """Tokens of all current attempts."""
+    loss_tokens: int = 0
+    stale_tokens: int = 0
+
+    @property
+    def masked_tokens(self) -> int:
+        """Tokens that carried no loss for another reason than staleness."""
+        return self.tokens - self.loss_tokens - self.stale_tokens
+
+
+@dataclass(slots=True)
+class Member:
+    """A generator as the buffer knows it."""
+
+    epoch: int
+    alive: bool = True
+    received_below: int = 0
+    """Every message with a smaller sequence number was received."""
+    received: set[int] = field(default_factory=set)
+    """Further sequence numbers that were received."""
+    position: int = 0
+    """Where the journal has to be synced to for its last message."""
+
+    def has(self, sequence: int) -> bool:
+        """Whether that message was received."""
+        return sequence < self.received_below or sequence in self.received
+
+    def note(self, sequence: int, position: int) -> None:
+        """Remember that message."""
+        self.received.add(sequence)
+        while self.received_below in self.received:
+            self.received.remove(self.received_below)
+            self.received_below += 1
+        self.position = position
+
+
+@dataclass(slots=True)
+class Lost:
+    """What filters removed since the last mini-batch; its rewards still count in the next one's facts."""
+
+    groups: int = 0
+    trajectories: int = 0
+    reward_sum: float = 0.0
+    passed: int = 0
+
+    def add(self, other: Lost) -> None:
+        """Count the other's groups too."""
+        self.groups += other.groups
+        self.trajectories += other.trajectories
+        self.reward_sum += other.reward_sum
+        self.passed += other.passed
+
+
+@dataclass(slots=True)
+class Lease:
+    """Groups that the trainer holds."""
+
+    trainer_epoch: int
+    ordinals: tuple[int, ...]
+    filtered: Lost

@@ -1,0 +1,45 @@
+"""The data frontier: which row of the dataset each ordinal stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from service.types import Int64s
+
+
+class Prompts:
+    """Rows in the order of issue; the dataset wraps, and every epoch has its own seeded order.
+
+    An ordinal never repeats: with 3 rows, ordinals 0 1 2 are the first epoch, 3 4 5 the second.
+    """
+
+    def __init__(self, uids: Sequence[str], seed: int, shuffle: bool) -> None:
+        if not uids:
+            raise ValueError("no prompts")
+        self._uids = tuple(uids)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._orders: dict[int, Int64s] = {}
+
+    def row(self, ordinal: int) -> int:
+        """The dataset row that `ordinal` stands for."""
+        epoch, place = divmod(ordinal, len(self._uids))
+        return int(self._order(epoch)[place]) if self._shuffle else place
+
+    def uid(self, row: int) -> str:
+        """The row's uid."""
+        return self._uids[row]
+
+    def digest(self) -> int:
+        """Changes when the rows, their order or the seed change."""
+        return xxhash.xxh3_64_intdigest("\n".join((*self._uids, str(self._seed), str(self._shuffle))).encode())
+
+    def _order(self, epoch: int) -> Int64s:
+        """The epoch's order of rows; the newest two are kept."""
+        if epoch not in self._orders:
+            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._uids))
+            self._orders = {e: kept for e, kept in self._orders.items() if e == epoch - 1} | {epoch: order}
+        return self._orders[epoch]

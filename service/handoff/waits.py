@@ -1,0 +1,87 @@
+"""Who waits, for what, and since when."""
+
+from __future__ import annotations
+
+from service.clock import Clock
+from service.config.tree import Config
+from service.handoff.lifecycle import UNFINISHED, GroupState
+from service.handoff.record import Record
+from service.handoff.status import Waiting
+from service.handoff.verbs import Wait, WaitReason
+
+SILENT_SHARE = 0.5
+"""Share of the step deadline after which a silent trajectory is worth naming."""
+
+
+class Waits:
+    """The waits that are going on, with their reasons in words."""
+
+    def __init__(self, config: Config, record: Record, clock: Clock) -> None:
+        self._config = config
+        self._record = record
+        self._clock = clock
+        self._waits: dict[str, Wait] = {}
+
+    def begin(self, who: str, reason: WaitReason, detail: str) -> Wait:
+        """Someone waits; a wait that goes on for the same reason keeps its beginning."""
+        known = self._waits.get(who)
+        since = known.since if known is not None and known.reason is reason else self._clock.monotonic()
+        self._waits[who] = Wait(reason, detail, since)
+        return self._waits[who]
+
+    def end(self, who: str) -> None:
+        """Someone waits no longer."""
+        self._waits.pop(who, None)
+
+    def current(self) -> tuple[Waiting, ...]:
+        """All waits, and the trajectory that has been silent longest if that is long."""
+        now = self._clock.monotonic()
+        waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
+        for (ordinal, sample), since in self._record.last_progress.items():
+            if now - since >= SILENT_SHARE * self._config.buffer.step_deadline:
+                waits.append(
+                    Waiting(f"ordinal={ordinal}/sample={sample}", "silent", self._silence(ordinal, sample), now - since)
+                )
+            break
+        return tuple(waits)
+
+    def lease_wait(self) -> tuple[WaitReason, str] | None:
+        """Why no mini-batch can be leased; None when one can."""
+        ledger, size = self._record.ledger, self._config.trainer.mini_batch_size
+        complete = len(ledger.finished)
+        growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN]
+        if ledger.state.draining is not None and complete + growing < size:
+            return WaitReason.DRAINED, f"{complete + growing} groups are left, a mini-batch takes {size}"
+        if self._config.buffer.order == "strict":
+            return self._slot_wait(size)
+        if complete < size:
+            return WaitReason.GROUPS, f"{complete} of {size} groups are complete{self._longest_silent()}"
+        return None
+
+    def _slot_wait(self, size: int) -> tuple[WaitReason, str] | None:
+        ledger = self._record.ledger
+        for place, ordinal in zip(range(size), [*ledger.slots][:size], strict=False):
+            if ledger.state.groups[ordinal].state in UNFINISHED:
+                return WaitReason.SLOT, f"slot {place} of {size}: {self._laggard(ordinal)}"
+        if len(ledger.slots) < size:
+            return WaitReason.SLOT, f"{len(ledger.slots)} of {size} slots are issued"
+        return None
+
+    def _longest_silent(self) -> str:
+        for ordinal, sample in self._record.last_progress:
+            return f"; longest silent is {self._silence(ordinal, sample)}"
+        return ""
+
+    def _laggard(self, ordinal: int) -> str:
+        """The first unfinished sample of a group, in words."""
+        trajectories = self._record.ledger.state.groups[ordinal].trajectories
+        sample = next(s for s, trajectory in enumerate(trajectories) if not trajectory.complete)
+        return self._silence(ordinal, sample)
+
+    def _silence(self, ordinal: int, sample: int) -> str:
+        trajectory = self._record.ledger.state.groups[ordinal].trajectories[sample]
+        since = self._record.last_progress.get((ordinal, sample))
+        seconds = "" if since is None else f", silent for {self._clock.monotonic() - since:.0f} s"
+        where = "waiting for a claim" if trajectory.generator is None else f"on generator {trajectory.generator}"
+        steps = len(trajectory.indices)
+        return f"ordinal={ordinal}/sample={sample}/attempt={trajectory.attempt} after {steps} steps {where}{seconds}"

@@ -1,0 +1,152 @@
+"""A small world around a buffer: a clock to turn, a generator's hand, and trajectories to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.config import Config
+from service.handoff import wire
+from service.handoff.buffer import Buffer
+from service.handoff.journal import Journal
+from service.handoff.tables import step_group
+from service.handoff.verbs import Assignment, Claim, Receipt, Wait
+from service.types import NO_VERSION, MiniBatch, PolicyVersion, Refusal, Sender, Step, TrajectoryEnd, TrajectoryId
+
+START = PolicyVersion(0, 0)
+
+
+class TurnedClock:
+    """A clock that stands still until it is turned."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    """Two groups of two samples a mini-batch, unless said otherwise."""
+    values: dict[str, dict[str, Any]] = {
+        "data": {"shuffle": False},
+        "env": {"max_turns": 4},
+        "generator": {"max_input_length": 64, "max_generate_length": 16},
+        "buffer": {"lookahead": 1, "max_attempts": 3, "step_deadline": 10.0, "lease_deadline": 100.0},
+        "algorithm": {"n_samples_per_prompt": 2},
+        "trainer": {"mini_batch_size": 2, "ranks": 1, "max_tokens_per_micro_batch": 256},
+    }
+    for section, settings in sections.items():
+        values.setdefault(section, {}).update(settings)
+    return Config.model_validate(values)
+
+
+def step(trajectory: TrajectoryId, uid: str, index: int, version: PolicyVersion = START, first: int = 10) -> Step:
+    """A step of 3 prompt tokens and 2 sampled ones that continues the steps before it."""
+    prompt = np.arange(first, first + 3 + 5 * index, dtype=np.int32)
+    response = np.arange(first + len(prompt), first + len(prompt) + 2, dtype=np.int32)
+    return Step(
+        trajectory=trajectory,
+        prompt_uid=uid,
+        index=index,
+        prompt_ids=prompt,
+        response_ids=response,
+        logprobs=np.full(2, -0.5, np.float32),
+        loss_mask=np.ones(2, np.bool_),
+        versions=np.full(2, version.pack(), np.int64),
+    )
+
+
+def appended_end(of: Step) -> Step:
+    """The same step with an end-of-sequence token that code appended."""
+    return Step(
+        trajectory=of.trajectory,
+        prompt_uid=of.prompt_uid,
+        index=of.index,
+        prompt_ids=of.prompt_ids,
+        response_ids=np.append(of.response_ids, np.int32(1)),
+        logprobs=np.append(of.logprobs if of.logprobs is not None else [], np.float32(0)),
+        loss_mask=np.append(of.loss_mask, False),
+        versions=np.append(of.versions, np.int64(NO_VERSION)),
+    )
+
+
+class Generator:
+    """Claims and sends for one generator name."""
+
+    def __init__(self, buffer: Buffer, name: str = "g1") -> None:
+        self.buffer, self.name = buffer, name
+        self.epoch = buffer.join("generator", name)
+        self.sequence = 0
+
+    def claim(self, serving: PolicyVersion = START) -> Assignment | Wait | Refusal:
+        return self.buffer.claim(Claim(self.name, self.epoch, serving))
+
+    def claimed(self, serving: PolicyVersion = START) -> Assignment:
+        answer = self.claim(serving)
+        assert isinstance(answer, Assignment), answer
+        return answer
+
+    def message(self, steps: Sequence[Step], ends: Sequence[TrajectoryEnd] = ()) -> bytes:
+        self.sequence += 1
+        return wire.encode(step_group(Sender(self.name, self.epoch, self.sequence), steps, ends))
+
+    def send(self, steps: Sequence[Step], ends: Sequence[TrajectoryEnd] = ()) -> Receipt | Refusal:
+        return self.buffer.submit(self.message(steps, ends))
+
+    def finish(
+        self, work: Assignment, version: PolicyVersion = START, rewards: Sequence[float] = (1.0, 0.0), turns: int = 2
+    ) -> None:
+        """Send all steps and the end of every sample of an assignment."""
+        for place, (sample, attempt) in enumerate(zip(work.samples, work.attempts, strict=True)):
+            of = TrajectoryId(work.ordinal, sample, attempt)
+            steps = [step(of, work.prompt_uid, index, version) for index in range(turns)]
+            end = TrajectoryEnd(of, work.prompt_uid, turns, "stop", rewards[place % len(rewards)])
+            receipt = self.send(steps, [end])
+            assert isinstance(receipt, Receipt), receipt
+
+
+class World:
+    """A buffer with its journal, a trainer and one generator."""
+
+    def __init__(self, folder: Path, settings: Config | None = None, n_prompts: int = 100) -> None:
+        self.folder, self.settings, self.n_prompts = folder, settings or config(), n_prompts
+        self.clock = TurnedClock()
+        self.buffer = self.opened()
+        self.trainer_epoch = self.buffer.join("trainer", "trainer")
+        self.generator = Generator(self.buffer)
+
+    def opened(self) -> Buffer:
+        """The buffer of a new process on the same folder."""
+        self.journal = Journal(self.folder, self.clock)
+        uids = [f"p{row}" for row in range(self.n_prompts)]
+        return Buffer(self.settings, 500, uids, self.journal, self.clock, seed=3)
+
+    def crash(self, synced: bool = True) -> Buffer:
+        """Kill the buffer's process and start another one."""
+        if synced:
+            self.journal.sync()
+        self.buffer = self.generator.buffer = self.opened()
+        return self.buffer
+
+    def batch(self) -> MiniBatch:
+        answer = self.buffer.lease(self.trainer_epoch)
+        assert isinstance(answer, MiniBatch), answer
+        return answer
+
+    def train(self) -> MiniBatch:
+        """Lease, train and commit one mini-batch."""
+        batch = self.batch()
+        version = PolicyVersion(self.buffer.version.epoch, self.buffer.version.step + 1)
+        assert self.buffer.commit(self.trainer_epoch, batch.lease, version) is None
+        return batch
+
+    def closes(self) -> bool:
+        status = self.buffer.status()
+        return status.accepted_tokens == sum(status.tokens.values())
