@@ -205,6 +205,8 @@ class Row:
     """[T] a step's scalar reward sits on its last response token."""
     stop_reason: str
     routed_experts: Int16s | None = None
+    reward: float | None = None
+    """The last step's scalar reward; None where rewards came per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,7 +231,10 @@ class Rows:
     loss_mask_N: Bools
     versions_N: Int64s
     token_rewards_N: Float32s | None = None
+    """A step's scalar reward sits on its last response token; None where the merge was not asked for rewards."""
     routed_experts_N: Int16s | None = None
+    reward_R: Float64s | None = None
+    """The last step's scalar reward; None where rewards came per token."""
 
     def __len__(self) -> int:
         return len(self.ordinal_R)

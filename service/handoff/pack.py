@@ -1,0 +1,167 @@
+"""Rows onto ranks and into micro-batches.
+
+All rows of a trajectory go to one rank; every rank gets the same number of micro-batches, each within the token budget:
+
+    trajectories of 6 5 4 3 tokens, 2 ranks, budget 6   ->   rank 0: [6] [3]     rank 1: [5] [4]
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from service.handoff.tables import copy_segments, offsets_of
+from service.types import Bools, Float32s, Int32s, Int64s, MicroBatch, Rows
+
+Layout = Literal["packed", "padded"]
+
+BALANCED = 1.005
+"""Heaviest rank over the best possible below which balancing goes no further."""
+
+
+class Placement(NamedTuple):
+    """Per rank, per micro-batch, the rows; an empty micro-batch is a dummy."""
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    imbalance: float
+    """Cost of the heaviest rank over the mean."""
+
+
+class LossColumns(NamedTuple):
+    """What `form_mini_batch` made of the rows' token columns."""
+
+    loss_mask_N: Bools
+    logprobs_N: Float32s
+    staleness_N: Int32s
+    trajectory_R: Int32s
+
+
+def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layout: Layout = "packed") -> Placement:
+    """Distribute rows by length."""
+    cost_G = np.bincount(trajectory_R, length_R).astype(np.int64)
+    rank_G = partition(cost_G, ranks)
+    lengths = length_R.tolist()
+    rows_of_rank: list[list[int]] = [[] for _ in range(ranks)]
+    for row, rank in enumerate(rank_G[trajectory_R].tolist()):
+        rows_of_rank[rank].append(row)
+    needed = [max(1, -(-sum(lengths[row] for row in rows) // budget)) for rows in rows_of_rank]
+    bins = [pack_bins(rows, lengths, budget, max(needed), layout) for rows in rows_of_rank]
+    count = max(len(rank) for rank in bins)
+    bins = [pack_bins(rows, lengths, budget, count, layout) for rows in rows_of_rank]
+    load = [sum(lengths[row] for row in rows) for rows in rows_of_rank]
+    mean = sum(load) / ranks
+    return Placement(tuple(tuple(tuple(b) for b in rank) for rank in bins), max(load) / mean if mean else 1.0)
+
+
+def partition(cost_G: Int64s, parts: int) -> Int64s:
+    """Assign items to parts so that the heaviest part is light.
+
+    >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()
+    [0, 1, 1, 0, 0]
+    """
+    if parts == 1 or not len(cost_G):
+        return np.zeros(len(cost_G), np.int64)
+    greedy_G = _heaviest_first(cost_G, parts)
+    best = max(float(cost_G.sum()) / parts, float(cost_G.max()))
+    if _heaviest(cost_G, greedy_G, parts) <= BALANCED * best:
+        return greedy_G
+    differencing_G = _largest_differencing(cost_G, parts)
+    return min(greedy_G, differencing_G, key=lambda part_G: _heaviest(cost_G, part_G, parts))
+
+
+def _heaviest(cost_G: Int64s, part_G: Int64s, parts: int) -> float:
+    return float(np.bincount(part_G, cost_G, minlength=parts).max())
+
+
+def _heaviest_first(cost_G: Int64s, parts: int) -> Int64s:
+    """Each item, heaviest first, to the part that is lightest so far."""
+    loads, part_G = [(0, part) for part in range(parts)], np.zeros(len(cost_G), np.int64)
+    costs = cost_G.tolist()
+    for g in np.argsort(-cost_G, kind="stable").tolist():
+        load, part = loads[0]
+        part_G[g] = part
+        heapq.heapreplace(loads, (load + costs[g], part))
+    return part_G
+
+
+def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
+    """Karmarkar and Karp: join the two partial partitions that differ most, heaviest part with lightest."""
+    heap = []
+    for g, cost in enumerate(cost_G.tolist()):
+        loads = [0] * (parts - 1) + [cost]
+        heap.append((-cost, g, loads, [*([] for _ in range(parts - 1)), [g]]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, tie, loads_a, items_a = heapq.heappop(heap)
+        _, _, loads_b, items_b = heapq.heappop(heap)
+        joined = [
+            (a + b, (x, y)) for a, b, x, y in zip(loads_a, reversed(loads_b), items_a, reversed(items_b), strict=True)
+        ]
+        joined.sort(key=lambda part: part[0])
+        loads = [load for load, _ in joined]
+        heapq.heappush(heap, (loads[0] - loads[-1], tie, loads, [[*x, *y] for _, (x, y) in joined]))
+    part_G = np.zeros(len(cost_G), np.int64)
+    for part, items in enumerate(heap[0][3]):
+        part_G[items] = part
+    return part_G
+
+
+def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
+    """Rows into at least `count` bins within the budget: longest first, into the lightest bin that has room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, b) for b in range(count)]
+    longest = [0] * count
+    for row in sorted(rows, key=lambda r: -lengths[r]):
+        load, b = loads[0]
+        size = lengths[row] if layout == "packed" else max(longest[b], lengths[row]) * (len(bins[b]) + 1) - load
+        if load and load + size > budget:
+            b, load, size = len(bins), 0, lengths[row]
+            bins.append([])
+            longest.append(0)
+            heapq.heappush(loads, (size, b))
+        else:
+            heapq.heapreplace(loads, (load + size, b))
+        bins[b].append(row)
+        longest[b] = max(longest[b], lengths[row])
+    return bins
+
+
+def micro_batches(rows: Rows, columns: LossColumns, placement: Placement) -> tuple[tuple[MicroBatch, ...], ...]:
+    """The micro-batches of every rank; each is a view into columns in the order of placement."""
+    return tuple(tuple(_micro_batch(rows, columns, chosen) for chosen in rank) for rank in placement.ranks)
+
+
+def _micro_batch(rows: Rows, columns: LossColumns, chosen: Sequence[int]) -> MicroBatch:
+    if not chosen:
+        return _dummy(rows)
+    row_R = np.array(chosen, np.int64)
+    start_R, stop_R = rows.offsets_R[row_R], rows.offsets_R[row_R + 1]
+    experts_N = rows.routed_experts_N
+    return MicroBatch(
+        token_ids_N=copy_segments(rows.token_ids_N, start_R, stop_R),
+        offsets_R=offsets_of(stop_R - start_R),
+        loss_mask_N=copy_segments(columns.loss_mask_N, start_R, stop_R),
+        logprobs_N=copy_segments(columns.logprobs_N, start_R, stop_R),
+        staleness_N=copy_segments(columns.staleness_N, start_R, stop_R),
+        temperature_R=rows.temperature_R[row_R],
+        trajectory_of_row_R=columns.trajectory_R[row_R],
+        routed_experts_N=None if experts_N is None else copy_segments(experts_N, start_R, stop_R),
+    )
+
+
+def _dummy(rows: Rows) -> MicroBatch:
+    """Two tokens that carry no loss, so that every rank makes as many forward passes."""
+    experts_N = rows.routed_experts_N
+    return MicroBatch(
+        token_ids_N=np.zeros(2, np.int32),
+        offsets_R=np.array([0, 2], np.int64),
+        loss_mask_N=np.zeros(2, np.bool_),
+        logprobs_N=np.zeros(2, np.float32),
+        staleness_N=np.full(2, -1, np.int32),
+        temperature_R=np.ones(1, np.float32),
+        trajectory_of_row_R=np.full(1, -1, np.int32),
+        routed_experts_N=None if experts_N is None else np.full((2, *experts_N.shape[1:]), -1, np.int16),
+    )

@@ -1,0 +1,221 @@
+"""What a step extends: rebuilding full prompts, checking references, and turning full prompts into references.
+
+step 0  prompt [10 20 30]                  response [40 50]
+step 1  prompt [10 20 30 40 50 60 70]      response [80 90]       the full form
+step 1  extends step 0 by 5 tokens, prompt [60 70]                the shared form, with the digest of [10 .. 50]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from service.handoff.digest import digest, token_bytes
+from service.handoff.tables import (
+    TOKEN_COLUMNS,
+    concat_steps,
+    copy_segments,
+    offsets_of,
+    same_step,
+    select_steps,
+    trajectories,
+)
+from service.types import NO_VERSION, Bools, Int32s, Int64s, Steps, TrajectoryId, Uint64s
+
+CONTEXT_FILL = {"logprobs_N": 0, "loss_mask_N": False, "versions_N": NO_VERSION, "token_rewards_N": 0}
+"""What a token has that stands in a row as context only."""
+
+
+class PrefixError(ValueError):
+    """A step names tokens that are not there, or not those."""
+
+
+class Piece(NamedTuple):
+    """Tokens `start:stop` of a table's token axis."""
+
+    start: int
+    stop: int
+
+
+class History:
+    """The full tokens of one trajectory's steps, rebuilt step by step from what each step carries."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self.tokens: dict[int, Int32s] = {}
+        """[P + T] by step index: whole prompt, then response."""
+        self.pieces: dict[int, list[Piece]] = {}
+        """Where those tokens lie in the table."""
+
+    def add(self, k: int) -> None:
+        """Rebuild item `k`; the step that it extends must be here already."""
+        steps, index = self._steps, int(self._steps.index_K[k])
+        own = Piece(int(steps.offsets_K[k]), int(steps.offsets_K[k + 1]))
+        parent, length = int(steps.extends_K[k]), int(steps.extends_length_K[k])
+        if parent < 0:
+            self.pieces[index], self.tokens[index] = [own], steps.token_ids_N[own.start : own.stop]
+            return
+        if parent not in self.tokens:
+            raise PrefixError(f"{name_of(steps, k)} extends step {parent}, which is not there")
+        if length > len(self.tokens[parent]) or digest(self.tokens[parent][:length]) != steps.extends_digest_K[k]:
+            raise PrefixError(f"{name_of(steps, k)} extends other tokens than step {parent} has")
+        self.pieces[index] = [*cut(self.pieces[parent], 0, length), own]
+        self.tokens[index] = np.concatenate((self.tokens[parent][:length], steps.token_ids_N[own.start : own.stop]))
+
+
+def name_of(steps: Steps, k: int) -> str:
+    """How item `k` of a table is called in messages."""
+    trajectory = TrajectoryId(int(steps.ordinal_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k]))
+    return f"{trajectory}/step={steps.index_K[k]}"
+
+
+def cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
+    """The part `start:stop` of a sequence made of pieces.
+
+    >>> cut([Piece(0, 5), Piece(20, 25)], 3, 7)
+    [Piece(start=3, stop=5), Piece(start=20, stop=22)]
+    """
+    part, position = [], 0
+    for piece in pieces:
+        length = piece.stop - piece.start
+        low, high = max(start - position, 0), min(stop - position, length)
+        if low < high:
+            part.append(Piece(piece.start + low, piece.start + high))
+        position += length
+    return part
+
+
+def common_prefix(a: Int32s, b: Int32s) -> int:
+    """How many leading tokens two sequences share."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+def total_lengths(steps: Steps) -> Int64s:
+    """Tokens of each step's whole prompt and response."""
+    return np.where(steps.extends_K < 0, 0, steps.extends_length_K) + np.diff(steps.offsets_K)
+
+
+def in_order(steps: Steps) -> tuple[Steps, Int64s]:
+    """Steps by trajectory (in order of first appearance), then by index, each once; and each one's trajectory."""
+    number_K, _ = trajectories(steps.ordinal_K, steps.sample_K, steps.attempt_K)
+    order = np.lexsort((steps.index_K, number_K))
+    if (np.diff(order) != 1).any():
+        steps, number_K = select_steps(steps, order), number_K[order]
+    again = np.flatnonzero((np.diff(number_K) == 0) & (np.diff(steps.index_K) == 0)) + 1
+    if not len(again):
+        return steps, number_K
+    for k in again.tolist():
+        if not same_step(steps, k - 1, steps, k):
+            raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
+    once = np.setdiff1d(np.arange(len(steps)), again)
+    return select_steps(steps, once), number_K[once]
+
+
+def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
+    """Check the references of steps that each continue the one before; every token is read once."""
+    view, offsets = token_bytes(steps.token_ids_N), (4 * steps.offsets_K).tolist()
+    digests, firsts, chain = steps.extends_digest_K.tolist(), first_K.tolist(), xxhash.xxh3_64()
+    for k in np.flatnonzero(chain_K).tolist():
+        if firsts[k]:
+            chain = xxhash.xxh3_64()
+        elif chain.intdigest() != digests[k]:
+            raise PrefixError(f"{name_of(steps, k)} extends other tokens than step {steps.extends_K[k]} has")
+        chain.update(view[offsets[k] : offsets[k + 1]])
+
+
+def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
+    """Let each full-prompt step carry only what the step before it, or else the nearest earlier one, lacks.
+
+    `known` are steps of the same trajectories that came before; what is shared with no earlier step stays full.
+    """
+    full_K = (steps.extends_K < 0) & (steps.index_K > 0)
+    if not full_K.any():
+        return steps
+    table = steps if known is None or not len(known) else concat_steps([steps, known])
+    number_X, _ = trajectories(table.ordinal_K, table.sample_K, table.attempt_K)
+    parent_K, length_K, digest_K = steps.extends_K.copy(), steps.extends_length_K.copy(), steps.extends_digest_K.copy()
+    skip_K = np.zeros(len(steps), np.int64)
+    for number in np.unique(number_X[: len(steps)][full_K]):
+        member_M = np.flatnonzero(number_X == number)
+        member_M = member_M[np.argsort(table.index_K[member_M], kind="stable")]
+        history = History(table)
+        for k in member_M.tolist():
+            try:
+                history.add(k)
+            except PrefixError:
+                continue  # its reference may arrive later, or be refused when the trajectory is complete
+            if k < len(steps) and full_K[k]:
+                parent, length = _nearest(history, int(table.index_K[k]), int(table.prompt_length_K[k]))
+                if length:
+                    parent_K[k], length_K[k], skip_K[k] = parent, length, length
+                    digest_K[k] = digest(history.tokens[parent][:length])
+    return _without_leading(steps, skip_K, parent_K, length_K, digest_K)
+
+
+def _nearest(history: History, index: int, prompt_length: int) -> tuple[int, int]:
+    """The earlier step with which a prompt shares most, and how much; the later step wins a tie."""
+    prompt = history.tokens[index][:prompt_length]
+    best = (-1, 0)
+    for earlier in sorted((i for i in history.tokens if i < index), reverse=True):
+        length = common_prefix(history.tokens[earlier], prompt)
+        if length > best[1]:
+            best = (earlier, length)
+        if earlier == index - 1 and length == len(history.tokens[earlier]):
+            break
+    return best
+
+
+def whole_prompts(steps: Steps) -> Steps:
+    """The same steps (by trajectory, then index), each with its whole prompt: the inverse of `share_prefixes`."""
+    if not (steps.extends_K >= 0).any():
+        return steps
+    steps, number_K = in_order(steps)
+    history, segments, length_K = History(steps), list[tuple[int, int, bool]](), total_lengths(steps)
+    for k in range(len(steps)):
+        if k == 0 or number_K[k] != number_K[k - 1]:
+            history = History(steps)
+        history.add(k)
+        own_start = int(steps.offsets_K[k])
+        segments += [(*piece, piece.start >= own_start) for piece in history.pieces[int(steps.index_K[k])]]
+    start_S, stop_S, live_S = np.array(segments, np.int64).T
+    return replace(
+        steps,
+        prompt_length_K=(steps.prompt_length_K + length_K - np.diff(steps.offsets_K)).astype(np.int32),
+        extends_K=np.full(len(steps), -1, np.int32),
+        extends_length_K=np.zeros(len(steps), np.int32),
+        extends_digest_K=np.zeros(len(steps), np.uint64),
+        offsets_K=offsets_of(length_K),
+        **assembled(steps, start_S, stop_S, live_S.astype(np.bool_)),
+    )
+
+
+def assembled(steps: Steps, start_S: Int64s, stop_S: Int64s, live_S: Bools) -> dict[str, Any]:
+    """Token columns made of segments; a context segment keeps its ids and routed experts, and carries nothing else."""
+    columns: dict[str, Any] = {
+        name: column if (column := getattr(steps, name)) is None else copy_segments(column, start_S, stop_S)
+        for name in TOKEN_COLUMNS
+    }
+    if not live_S.all():
+        context_N = np.repeat(~live_S, stop_S - start_S)
+        for name, fill in CONTEXT_FILL.items():
+            if (column := columns[name]) is not None:
+                columns[name] = np.where(context_N, np.asarray(fill, column.dtype), column)
+    return columns
+
+
+def _without_leading(steps: Steps, skip_K: Int64s, parent_K: Int32s, length_K: Int32s, digest_K: Uint64s) -> Steps:
+    start_K, stop_K = steps.offsets_K[:-1] + skip_K, steps.offsets_K[1:]
+    return replace(
+        steps,
+        prompt_length_K=(steps.prompt_length_K - skip_K).astype(np.int32),
+        extends_K=parent_K,
+        extends_length_K=length_K,
+        extends_digest_K=digest_K,
+        offsets_K=offsets_of(stop_K - start_K),
+        **assembled(steps, start_K, stop_K, np.ones(len(steps), np.bool_)),
+    )

@@ -1,0 +1,61 @@
+"""Which policy versions exist, and how stale a token is.
+
+published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as epoch 1
+                     \\__ (1,1) (1,2)
+staleness at (1,2):  of a (0,1) token 1; of a (0,3) token 1, counted from the common checkpoint (0,1); of (1,2) 0
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.types import NO_VERSION, Bools, Int32s, Int64s, PolicyVersion
+
+
+class VersionHistory:
+    """Every version that was ever published, and where epochs branched off."""
+
+    def __init__(self, start: PolicyVersion | None = None) -> None:
+        self._published = [(start or PolicyVersion(0, 0)).pack()]
+        self._published_V = np.array(self._published, np.int64)
+        self._branches: list[tuple[int, int]] = []  # (the epoch that began, the step that it went back to)
+
+    @property
+    def current(self) -> PolicyVersion:
+        """The newest published version."""
+        return PolicyVersion.unpack(self._published[-1])
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Note a new version; it must follow the current one."""
+        if version <= self.current:
+            raise ValueError(f"version {version} does not follow {self.current}")
+        self._note(version)
+
+    def rollback(self, to_step: int) -> int:
+        """Begin a new epoch at an earlier step; returns the epoch."""
+        if to_step > self.current.step:
+            raise ValueError(f"cannot go back to step {to_step} from {self.current}")
+        epoch = self.current.epoch + 1
+        self._branches.append((epoch, to_step))
+        self._note(PolicyVersion(epoch, to_step))
+        return epoch
+
+    def known(self, versions_N: Int64s) -> Bools:
+        """True where the version was published."""
+        place_N = np.searchsorted(self._published_V, versions_N)
+        place_N[place_N == len(self._published_V)] = 0
+        return np.asarray(self._published_V[place_N] == versions_N)
+
+    def staleness(self, versions_N: Int64s, at: PolicyVersion) -> Int32s:
+        """Versions between sampling and `at`; -1 where nothing was sampled."""
+        step_N = versions_N & 0xFFFFFFFF
+        for epoch, common in self._branches:
+            if epoch <= at.epoch:
+                step_N = np.where(versions_N < epoch << 32, np.minimum(step_N, common), step_N)
+        stale_N = (at.step - step_N).astype(np.int32)
+        stale_N[versions_N == NO_VERSION] = -1
+        return stale_N
+
+    def _note(self, version: PolicyVersion) -> None:
+        self._published.append(version.pack())
+        self._published_V = np.array(self._published, np.int64)
