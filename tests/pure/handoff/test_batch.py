@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.handoff import merge_steps, mini_batch_boundaries
+from service.handoff.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch, zero_variance
+from service.handoff.tables import ends_table, steps_table
+from service.handoff.versions import VersionHistory
+from service.handoff.wire import decode_mini_batch, encode_mini_batch
+from service.types import PolicyVersion, TrajectoryId
+from tests.pure.handoff.worlds import end, episode, step
+
+SETTINGS = BatchSettings(ranks=2, token_budget=256, max_staleness=2)
+
+
+def history_up_to(version: int) -> VersionHistory:
+    history = VersionHistory()
+    for number in range(1, version + 1):
+        history.publish(PolicyVersion(0, number))
+    return history
+
+
+def group(rng: np.random.Generator, ordinal: int, samples: int = 4) -> CompleteGroup:
+    steps, ends = [], []
+    for sample in range(samples):
+        trajectory, turns = TrajectoryId(ordinal, sample), int(rng.integers(1, 5))
+        reward = float(rng.integers(0, 2))
+        steps += episode(rng, turns, trajectory, f"p{ordinal}", reward)
+        ends.append(end(trajectory, turns, reward, f"p{ordinal}"))
+    order = rng.permutation(len(steps))
+    return CompleteGroup(ordinal, f"p{ordinal}", steps_table([steps[k] for k in order]), ends_table(ends))
+
+
+def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
+    rng = np.random.default_rng(0)
+    groups = [group(rng, ordinal) for ordinal in (7, 3, 9)]
+    batch = form_mini_batch(1, groups, history_up_to(4), SETTINGS)
+    assert batch.groups == (7, 3, 9)
+    assert batch.prompt_of_trajectory_G.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    ranks_of = [{int(t) for m in rank for t in m.trajectory_of_row_R if t >= 0} for rank in batch.ranks]
+    assert not ranks_of[0] & ranks_of[1] and ranks_of[0] | ranks_of[1] == set(range(12))
+    assert len({len(rank) for rank in batch.ranks}) == 1
+    loss = sum(int(m.loss_mask_N.sum()) for rank in batch.ranks for m in rank)
+    assert loss == batch.loss_tokens_G.sum() == batch.facts["tokens/loss"]
+
+
+def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> None:
+    steps = [step(0, [1], [2, 3], version=0), step(1, [1, 2, 3, 4], [5], version=3)]
+    batch = form_mini_batch(
+        1, [CompleteGroup(0, "a", steps_table(steps), ends_table([end(steps=2)]))], history_up_to(4), SETTINGS
+    )
+    [micro_batch] = [m for rank in batch.ranks for m in rank if m.trajectory_of_row_R[0] == 0]
+    assert micro_batch.loss_mask_N.tolist() == [False, False, False, False, True]
+    assert micro_batch.staleness_N.tolist() == [-1, 4, 4, -1, 1]
+    assert micro_batch.logprobs_N.tolist() == [0, 0, 0, 0, -1.125]
+    assert (batch.facts["tokens/stale"], batch.facts["tokens/loss"]) == (2, 1)
+    assert batch.facts["async/staleness_max"] == 4
+
+
+def test_a_dummy_carries_no_loss_and_counts_in_no_figure() -> None:
+    groups = [CompleteGroup(0, "a", steps_table([step(0, [1], [2], reward=1)]), ends_table([end(reward=1)]))]
+    batch = form_mini_batch(1, groups, VersionHistory(), SETTINGS)
+    dummies = [m for rank in batch.ranks for m in rank if m.trajectory_of_row_R[0] == -1]
+    assert len(dummies) == 1 and not dummies[0].loss_mask_N.any()
+    assert batch.facts["reward/avg_raw_reward"] == 1 and batch.facts["generate/batch_num_seq"] == 1
+    assert batch.facts["generate/batch_padded_seq_len"] == 2
+
+
+def test_a_trajectory_without_steps_still_has_its_return() -> None:
+    ends = [end(reward=1), end(TrajectoryId(0, 1), steps=0, reward=0)]
+    batch = form_mini_batch(
+        1, [CompleteGroup(0, "a", steps_table([step(0, [1], [2])]), ends_table(ends))], VersionHistory(), SETTINGS
+    )
+    assert batch.rows_G.tolist() == [1, 0] and batch.return_G.tolist() == [1, 0]
+    assert batch.advantage_G[0] == pytest.approx(-batch.advantage_G[1])
+
+
+def test_a_mini_batch_survives_its_bytes() -> None:
+    rng = np.random.default_rng(0)
+    batch = form_mini_batch(5, [group(rng, o) for o in range(3)], history_up_to(4), SETTINGS)
+    mine = decode_mini_batch(encode_mini_batch(batch_of_rank(batch, 1)))
+    assert (mine.lease, mine.groups, mine.facts) == (batch.lease, batch.groups, batch.facts)
+    assert (mine.advantage_G == batch.advantage_G).all()
+    for sent, kept in zip(mine.ranks[0], batch.ranks[1], strict=True):
+        assert (sent.token_ids_N == kept.token_ids_N).all() and (sent.offsets_R == kept.offsets_R).all()
+        assert sent.routed_experts_N is None
+
+
+def test_zero_variance_looks_at_returns() -> None:
+    ends = [end(TrajectoryId(0, s), reward=1.0) for s in range(3)]
+    same = CompleteGroup(0, "a", steps_table([step(0, [1], [2])]), ends_table(ends))
+    assert zero_variance(same, "last")
+    assert not zero_variance(same._replace(ends=ends_table([*ends, end(TrajectoryId(0, 3), reward=0.0)])), "last")
+
+
+def test_mini_batch_boundaries_never_split_a_prompt() -> None:
+    rows = merge_steps(
+        [
+            step(0, [1], [2], trajectory=TrajectoryId(o, s), uid=f"p{o}")
+            for o, n in enumerate((2, 1, 3, 1))
+            for s in range(n)
+        ]
+    )
+    assert mini_batch_boundaries(rows, 2) == [(0, 3), (3, 7)]
+    with pytest.raises(ValueError, match="do not divide"):
+        mini_batch_boundaries(rows, 3)
+    with pytest.raises(ValueError, match="stand together"):
+        mini_batch_boundaries([*rows, rows[0]], 1)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.errors import UserError
+from service.handoff import advantages
+from service.handoff.score import ESTIMATORS, estimator, returns
+from service.handoff.tables import ends_table, steps_table
+from service.types import Float64s, Int64s, TrajectoryId
+from tests.pure.handoff.worlds import end, step
+
+RETURNS = [1.0, 0.0, 0.0, 1.0, 3.0, 2.0]
+UIDS = ["a", "b", "a", "a", "b", "a"]
+
+
+def test_grpo_divides_by_the_sample_deviation_of_the_group() -> None:
+    a = np.array([1.0, 0.0, 1.0, 2.0])
+    scores = advantages("grpo", RETURNS, UIDS)
+    np.testing.assert_allclose(scores[[0, 2, 3, 5]], (a - 1) / (a.std(ddof=1) + 1e-6))
+
+
+def test_the_other_estimators_follow_their_definitions() -> None:
+    a = [0, 2, 3, 5]
+    np.testing.assert_allclose(advantages("grpo_no_std", RETURNS, UIDS)[a], [0, -1, 0, 1])
+    np.testing.assert_allclose(advantages("rloo", RETURNS, UIDS)[a], [0, -4 / 3, 0, 4 / 3])
+    np.testing.assert_allclose(advantages("maxrl", RETURNS, UIDS)[a], np.array([0, -1, 0, 1]) / (1 + 1e-6))
+    whitened = advantages("reinforce++_baseline", RETURNS, UIDS)
+    assert whitened.mean() == pytest.approx(0) and whitened.std(ddof=1) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline"])
+def test_a_group_without_variance_has_advantages_of_exactly_zero(name: str) -> None:
+    assert (advantages(name, [0.1] * 7, ["a"] * 7) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_no_std", "rloo", "reinforce++_baseline"])
+def test_advantages_of_a_group_sum_to_zero(name: str) -> None:
+    rng = np.random.default_rng(0)
+    scores = advantages(name, rng.normal(size=24), np.repeat(np.arange(3), 8))
+    np.testing.assert_allclose(scores.reshape(3, 8).sum(axis=1), 0, atol=1e-9)
+
+
+def test_a_group_of_one_follows_the_published_definitions() -> None:
+    assert advantages("grpo", [0.5], ["a"])[0] == pytest.approx(0.5 / (1 + 1e-6))
+    assert advantages("grpo_no_std", [0.5], ["a"]).tolist() == [0.5]
+    assert advantages("rloo", [0.5], ["a"]).tolist() == [0.0]
+    assert advantages("maxrl", [0.5], ["a"]).tolist() == [0.5]
+
+
+def test_an_unknown_estimator_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"gae.*grpo"):
+        advantages("gae", [1.0], ["a"])
+
+
+def test_a_registered_estimator_is_known_by_its_name() -> None:
+    @estimator("sign")
+    def sign(returns_G: Float64s, group_G: Int64s) -> Float64s:
+        return np.sign(returns_G)
+
+    try:
+        assert advantages("sign", [-2.0, 3.0], ["a", "a"]).tolist() == [-1, 1]
+        with pytest.raises(ValueError, match="already"):
+            estimator("sign")(sign)
+    finally:
+        del ESTIMATORS["sign"]
+
+
+def test_returns_are_the_ends_reward_or_the_sum_over_steps() -> None:
+    steps = steps_table([step(0, [1], [2], reward=1.0), step(1, [1, 2, 3], [4], reward=2.0)])
+    ends = ends_table([end(TrajectoryId(0, 1), steps=0, reward=5.0), end(steps=2, reward=2.0)])
+    assert returns(steps, ends, "last").tolist() == [5.0, 2.0]
+    assert returns(steps, ends, "sum").tolist() == [0.0, 3.0]

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.handoff.versions import VersionHistory
+from service.types import NO_VERSION, PolicyVersion
+
+
+def packed(*versions: tuple[int, int]) -> np.ndarray:
+    return np.array([PolicyVersion(*v).pack() for v in versions], np.int64)
+
+
+def history() -> VersionHistory:
+    made = VersionHistory()
+    for step in (1, 2, 3):
+        made.publish(PolicyVersion(0, step))
+    return made
+
+
+def test_staleness_counts_steps_and_leaves_out_what_nobody_sampled() -> None:
+    ages = history().staleness(np.array([0, 3, NO_VERSION], np.int64), PolicyVersion(0, 3))
+    assert ages.tolist() == [3, 0, -1]
+
+
+def test_after_a_rollback_old_versions_count_from_the_common_checkpoint() -> None:
+    made = history()
+    assert made.rollback(1) == 1
+    assert made.current == PolicyVersion(1, 1)
+    made.publish(PolicyVersion(1, 2))
+    ages = made.staleness(packed((0, 0), (0, 1), (0, 3), (1, 1), (1, 2)), made.current)
+    assert ages.tolist() == [2, 1, 1, 1, 0]
+
+
+def test_only_published_versions_are_known() -> None:
+    made = history()
+    made.rollback(1)
+    known = made.known(packed((0, 0), (0, 3), (0, 4), (1, 1), (1, 2), (2, 0)))
+    assert known.tolist() == [True, True, False, True, False, False]
+
+
+def test_versions_only_go_forward() -> None:
+    with pytest.raises(ValueError, match="does not follow"):
+        history().publish(PolicyVersion(0, 3))
+    with pytest.raises(ValueError, match="go back"):
+        history().rollback(4)
