@@ -9,7 +9,7 @@ hub.push("trainer", "trainer-0", metrics.snapshot())
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 
@@ -24,6 +24,11 @@ from service.metrics_table import BY_NAME, Metric
 from service.types import Float64s, Int64s
 
 SOURCE_LABELS = ("role", "ident")
+
+MAX_SERIES = 64
+"""Series of one metric in one actor; label values beyond are counted together as OTHER, so none grow without end."""
+
+OTHER = "other"
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -85,15 +90,15 @@ class Metrics:
         metric = _row(name, "counter", labels)
         with self._lock:
             series = self._numbers.setdefault(metric.name, {})
-            key = tuple(labels[label] for label in metric.labels)
+            key = _key(metric, labels, series)
             series[key] = max(series.get(key, 0.0), float(total))
 
     def observe(self, name: str, values: ArrayLike, weights: ArrayLike | None = None, **labels: str) -> None:
         """Add one value or an array of values to a histogram, each counted once or `weights` times."""
         metric = _row(name, "histogram", labels)
-        key = tuple(labels[label] for label in metric.labels)
         with self._lock:
             series = self._histograms.setdefault(metric.name, {})
+            key = _key(metric, labels, series)
             if key not in series:
                 series[key] = _Histogram(getattr(self._boundaries, metric.buckets))
             series[key].observe(np.atleast_1d(np.asarray(values, dtype=np.float64)), weights)
@@ -120,9 +125,9 @@ class Metrics:
                 yield self._histogram_family(BY_NAME[name], histograms)
 
     def _put(self, metric: Metric, value: float, labels: dict[str, str], add: bool) -> None:
-        key = tuple(labels[label] for label in metric.labels)
         with self._lock:
             series = self._numbers.setdefault(metric.name, {})
+            key = _key(metric, labels, series)
             series[key] = series.get(key, 0.0) + float(value) if add else float(value)
 
     def _number_family(self, metric: Metric, series: dict[tuple[str, ...], float]) -> Family:
@@ -172,6 +177,12 @@ class _Histogram:
         """(upper bound, values up to it), cumulative, as Prometheus wants them."""
         bounds = [*(str(bound) for bound in self._bounds.tolist()), "+Inf"]
         return list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True))
+
+
+def _key(metric: Metric, labels: dict[str, str], series: Mapping[tuple[str, ...], object]) -> tuple[str, ...]:
+    """The label values in the table's order."""
+    key = tuple(labels[label] for label in metric.labels)
+    return key if key in series or len(series) < MAX_SERIES else (OTHER,) * len(key)
 
 
 def _row(name: str, kind: str, labels: dict[str, str]) -> Metric:

@@ -47,9 +47,17 @@ TABLE: tuple[Metric, ...] = (
         "Padded length above which a mini-batch counts as long; a boundary of the histogram.",
     ),
     Metric(
-        "baton_batch_longest_row_tokens", "gauge", "Longest row of the last mini-batch.", key="generate/max_num_tokens"
+        "baton_batch_longest_row_tokens",
+        "gauge",
+        "Longest row of the last mini-batch.",
+        key="generate/batch_longest_row",
     ),
-    Metric("baton_batch_padding_ratio", "gauge", "Padded length over longest row of the last mini-batch; 1 at best."),
+    Metric(
+        "baton_batch_padding_ratio",
+        "gauge",
+        "Share of the positions of the last padded batch that hold no token.",
+        key="generate/batch_padding_ratio",
+    ),
     Metric("baton_batch_tokens_total", "counter", "Positions of padded batches, padding included."),
     Metric("baton_batch_padding_tokens_total", "counter", "Positions of padded batches that hold no token."),
     Metric("baton_row_length_tokens", "histogram", "Length of a training row.", buckets=LENGTH),
@@ -64,7 +72,12 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_rows_after_merge_total", "counter", "Rows of trained mini-batches.", key="generate/num_seq_after_merge"
     ),
-    Metric("baton_prefix_mismatch_total", "counter", "Steps that did not extend the step before them."),
+    Metric(
+        "baton_prefix_mismatch_total",
+        "counter",
+        "Steps that did not extend the step before them.",
+        key="generate/prefix_mismatches",
+    ),
     Metric("baton_trajectory_turns", "histogram", "Turns of a completed trajectory.", buckets=TURNS),
     # Buffer
     Metric(
@@ -76,12 +89,17 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("baton_staleness_budget_versions", "gauge", "Staleness after which a token carries no loss."),
     Metric("baton_buffer_groups", "gauge", "Groups that are open or done, by state.", labels=("state",)),
-    Metric("baton_buffer_bytes", "gauge", "Bytes that admitted groups may need at worst."),
+    Metric("baton_buffer_reserved_bytes", "gauge", "Bytes that admitted groups may need at worst."),
     Metric("baton_buffer_limit_bytes", "gauge", "Bytes that admission may reserve."),
     Metric("baton_tokens", "gauge", "Ledger of accepted tokens: every token has exactly one fate.", labels=("fate",)),
-    Metric("baton_refused_steps_total", "counter", "Steps that were refused at the door.", labels=("reason",)),
-    Metric("baton_accepted_steps_total", "counter", "Steps that were accepted, each counted once."),
-    Metric("baton_restarted_trajectories_total", "counter", "Trajectories that began anew as their next attempt."),
+    Metric("baton_refused_steps_total", "counter", "Step groups that were refused at the door.", labels=("reason",)),
+    Metric("baton_accepted_tokens_total", "counter", "Tokens that the buffer accepted, each counted once."),
+    Metric(
+        "baton_restarted_trajectories_total",
+        "counter",
+        "Trajectories that began anew as their next attempt.",
+        labels=("reason",),
+    ),
     Metric(
         "baton_completed_trajectories_total",
         "counter",

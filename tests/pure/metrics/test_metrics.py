@@ -116,10 +116,10 @@ def test_length_buckets_end_at_the_longest_row_and_hold_the_alert_threshold() ->
 def test_a_counter_that_is_kept_elsewhere_is_set_to_its_total_and_never_goes_down() -> None:
     metrics = Metrics("buffer", "b", BOUNDARIES)
     for total in (5, 9, 7):
-        metrics.count_to("baton_accepted_steps_total", total)
-    assert value(metrics.snapshot(), "baton_accepted_steps_total", role="buffer", ident="b") == 9
+        metrics.count_to("baton_accepted_tokens_total", total)
+    assert value(metrics.snapshot(), "baton_accepted_tokens_total", role="buffer", ident="b") == 9
     with pytest.raises(ValueError, match="cannot go down"):
-        metrics.count("baton_accepted_steps_total", -1)
+        metrics.count("baton_accepted_tokens_total", -1)
 
 
 def test_what_the_table_does_not_have_cannot_be_recorded() -> None:

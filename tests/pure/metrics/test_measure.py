@@ -1,0 +1,210 @@
+"""What happens in a run becomes the right numbers."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.reporting import Reporter
+from service.config import Config
+from service.measure import (
+    LeasedBatches,
+    measure_buffer,
+    measure_ended,
+    measure_played,
+    measure_process,
+    measure_run,
+    measure_state,
+    measure_step,
+)
+from service.metrics import MAX_SERIES, Boundaries, Metrics
+from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd, TrajectoryId
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("r", "i", Boundaries.of(Config()))
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    where = {**labels, "role": "r", "ident": "i"}
+    for family in text_string_to_metric_families(metrics.snapshot().decode()):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == where:
+                return sample.value
+    raise KeyError(name)
+
+
+def test_a_line_of_metrics_becomes_gauges_histograms_and_counters(metrics: Metrics) -> None:
+    line = {
+        "trainer/global_step": 7,
+        "reward/avg_raw_reward": 0.5,
+        "generate/batch_padded_seq_len": 100,
+        "generate/batch_num_seq": 10,
+        "generate/batch_num_tokens": 600,
+        "generate/num_seq_before_merge": 25,
+        "generate/num_seq_after_merge": 10,
+        "async/staleness_mean": 1.5,
+        "timing/step": 0.25,
+    }
+    measure_step(metrics, line, wall=1e9)
+    measure_step(metrics, {**line, "trainer/global_step": 8}, wall=1e9 + 1)
+    assert value(metrics, "baton_policy_version") == 8
+    assert value(metrics, "baton_reward") == 0.5
+    assert value(metrics, "baton_batch_padded_sequence_length_last_tokens") == 100
+    assert value(metrics, "baton_batch_padded_sequence_length_tokens_count") == 2
+    assert value(metrics, "baton_batch_tokens_total") == 2000
+    assert value(metrics, "baton_batch_padding_tokens_total") == 800
+    assert value(metrics, "baton_rows_before_merge_total") == 50
+    assert value(metrics, "baton_rows_after_merge_total") == 20
+    assert value(metrics, "baton_optimizer_steps_total") == 2
+    assert value(metrics, "baton_step_seconds_sum") == 0.5
+    assert value(metrics, "baton_last_optimizer_step_timestamp_seconds") == 1e9 + 1
+    # The mean of a batch is no observation of a token's staleness.
+    assert b"baton_staleness_versions" not in metrics.snapshot()
+
+
+def test_the_state_of_a_run_is_one_series(metrics: Metrics) -> None:
+    measure_run(metrics, Config(), "0.1.0")
+    measure_state(metrics, "warm_start")
+    measure_state(metrics, "training")
+    assert value(metrics, "baton_run_state", state="training") == 1
+    assert b"warm_start" not in metrics.snapshot()
+    assert value(metrics, "baton_run_info", run="run", baton_version="0.1.0") == 1
+    assert value(metrics, "baton_batch_padded_sequence_length_alert_tokens") == 960
+
+
+def step(prompt: int, response: int, extends: Extension | None = None) -> Step:
+    return Step(
+        trajectory=TrajectoryId(0, 0),
+        prompt_uid="p",
+        index=0,
+        prompt_ids=np.zeros(prompt, np.int32),
+        response_ids=np.zeros(response, np.int32),
+        logprobs=np.zeros(response, np.float32),
+        loss_mask=np.arange(response) < response - 1,
+        versions=np.zeros(response, np.int64),
+        extends=extends,
+    )
+
+
+def test_a_turn_counts_its_whole_prompt_and_only_sampled_tokens(metrics: Metrics) -> None:
+    measure_played(metrics, step(30, 5))
+    measure_played(metrics, step(7, 5, Extension(0, 35, 0)))
+    measure_ended(metrics, TrajectoryEnd(TrajectoryId(0, 0), "p", 2, "stop", 1.0))
+    assert value(metrics, "baton_step_prompt_length_tokens_sum") == 30 + 42
+    assert value(metrics, "baton_step_response_length_tokens_sum") == 10
+    assert value(metrics, "baton_generated_tokens_total") == 8
+    assert value(metrics, "baton_trajectory_turns_sum") == 2
+    assert value(metrics, "baton_completed_trajectories_total", stop_reason="stop") == 1
+
+
+def micro_batch(lengths: list[int], trajectories: list[int], staleness: int) -> MicroBatch:
+    n = sum(lengths)
+    return MicroBatch(
+        token_ids_N=np.zeros(n, np.int32),
+        offsets_R=np.concatenate(([0], np.cumsum(lengths))),
+        loss_mask_N=np.arange(n) % 2 == 0,
+        logprobs_N=np.zeros(n, np.float32),
+        staleness_N=np.full(n, staleness, np.int32),
+        temperature_R=np.ones(len(lengths), np.float32),
+        trajectory_of_row_R=np.array(trajectories, np.int32),
+    )
+
+
+def mini_batch(lease: int) -> MiniBatch:
+    one = np.zeros(1)
+    return MiniBatch(
+        lease=lease,
+        groups=(0,),
+        advantage_G=one.astype(np.float32),
+        return_G=one,
+        loss_tokens_G=one.astype(np.int64),
+        rows_G=one.astype(np.int32),
+        prompt_of_trajectory_G=one.astype(np.int32),
+        ranks=((micro_batch([10, 20], [0, 1], 0),), (micro_batch([30, 2], [2, -1], 3),)),
+        facts={},
+    )
+
+
+def test_a_batch_is_measured_once_when_its_step_is_committed_and_dummy_rows_are_not(metrics: Metrics) -> None:
+    batches = LeasedBatches(metrics)
+    batches.leased(mini_batch(1))
+    batches.released(1)
+    batches.committed(1)
+    assert b"baton_row_length_tokens" not in metrics.snapshot()
+    batches.leased(mini_batch(2))
+    batches.leased(mini_batch(2))
+    batches.committed(2)
+    batches.committed(2)
+    assert value(metrics, "baton_row_length_tokens_count") == 3
+    assert value(metrics, "baton_row_length_tokens_sum") == 60
+    assert value(metrics, "baton_staleness_versions_bucket", le="0.0") == 15
+    assert value(metrics, "baton_staleness_versions_count") == 31
+
+
+@dataclass
+class FakeBufferStatus:
+    groups: dict[str, int] = field(default_factory=lambda: {"open": 3, "leased": 1})
+    tokens: dict[str, int] = field(default_factory=lambda: {"open": 90, "trained": 10})
+    refused: dict[str, int] = field(default_factory=lambda: {"schema": 2})
+    restarts: dict[str, int] = field(default_factory=lambda: {"silent": 1})
+    accepted_tokens: int = 100
+    reserved_bytes: int = 4096
+    journal_position: int = 2048
+
+
+def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
+    status: Any = FakeBufferStatus()
+    measure_buffer(metrics, status, Config())
+    status.groups = {"open": 1}
+    measure_buffer(metrics, status, Config())
+    assert value(metrics, "baton_buffer_groups", state="open") == 1
+    assert b'state="leased"' not in metrics.snapshot()
+    assert value(metrics, "baton_tokens", fate="open") + value(metrics, "baton_tokens", fate="trained") == value(
+        metrics, "baton_accepted_tokens_total"
+    )
+    assert value(metrics, "baton_refused_steps_total", reason="schema") == 2
+    assert value(metrics, "baton_journal_bytes") == 2048
+
+
+def test_label_values_without_end_are_counted_together(metrics: Metrics) -> None:
+    for number in range(3 * MAX_SERIES):
+        measure_ended(metrics, TrajectoryEnd(TrajectoryId(0, 0), "p", 1, f"reason-{number}", 0.0))
+    assert metrics.snapshot().count(b"baton_completed_trajectories_total{") == MAX_SERIES + 1
+    assert value(metrics, "baton_completed_trajectories_total", stop_reason="other") == 2 * MAX_SERIES
+
+
+def test_a_process_shows_what_it_costs(metrics: Metrics) -> None:
+    measure_process(metrics)
+    assert value(metrics, "baton_process_cpu_seconds_total") > 0
+    assert value(metrics, "baton_process_resident_memory_bytes") > 10e6
+
+
+class FakeHub:
+    """Stands in for the hub's actor handle."""
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[str, bytes]] = []
+        self.push = self
+
+    def remote(self, source: str, snapshot: bytes) -> None:
+        self.pushed.append((source, snapshot))
+
+
+def test_a_reporter_pushes_at_once_and_a_last_time_when_it_stops() -> None:
+    hub = FakeHub()
+
+    async def scenario() -> None:
+        reporter = Reporter("buffer", "b", Config(), hub, lambda metrics: metrics.count("baton_optimizer_steps_total"))
+        reporter.start()
+        await asyncio.sleep(0)
+        reporter.stop()
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert [source for source, _ in hub.pushed] == ["buffer/b", "buffer/b"]
+    assert b'baton_optimizer_steps_total{ident="b",role="buffer"} 2.0' in hub.pushed[-1][1]
