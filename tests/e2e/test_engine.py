@@ -1,0 +1,253 @@
+"""The engine against a Hugging Face forward pass of the same weights, before, during and after updates."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+import xxhash
+from safetensors.torch import save
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from actors.engine import VllmEngine, engine_env
+from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
+from service.errors import RunFailed
+from service.rollout.engine import Generation, Sampling
+from service.types import PolicyVersion
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 80
+END = 2
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+CONFIG = Config(
+    model=ModelConfig(dtype="float32"),
+    generator=GeneratorConfig(max_input_length=64, max_generate_length=256, concurrent_groups=8),
+    algorithm=AlgorithmConfig(n_samples_per_prompt=8),
+    weights=WeightsConfig(kv_cache="recompute"),
+)
+ATOL = 1e-4
+
+
+def dense(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE)).float().eval()
+
+
+def mixture(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts)).float().eval()
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def update(engine: Any, step: int, weights: dict[str, torch.Tensor]) -> Any:
+    data = save(weights)
+    return engine.update_weights.remote(
+        PolicyVersion(1, step), np.frombuffer(data, np.uint8), xxhash.xxh3_64_intdigest(data)
+    )
+
+
+def prompt(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, VOCABULARY, 12).astype(np.int32)
+
+
+def logprobs(
+    model: PreTrainedModel, prompt_ids: np.ndarray, response_ids: np.ndarray, temperature: float
+) -> np.ndarray:
+    """What the model gives the response, in one forward pass over all of it."""
+    token_ids = torch.from_numpy(np.concatenate([prompt_ids, response_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = model(token_ids[None]).logits[0, len(prompt_ids) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, token_ids[len(prompt_ids) :, None])[:, 0].numpy()
+
+
+def difference(model: PreTrainedModel, prompt_ids: np.ndarray, generation: Generation, temperature: float) -> float:
+    assert generation.logprobs is not None
+    expected = logprobs(model, prompt_ids, generation.token_ids, temperature)
+    return float(np.abs(expected - generation.logprobs).max())
+
+
+def started(folder: Path, model: PreTrainedModel) -> Any:
+    model.save_pretrained(folder)
+    engine = (
+        ray.remote(VllmEngine)
+        .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(CONFIG)})
+        .remote(CONFIG, folder)
+    )
+    ray.get(engine.start.remote(PolicyVersion(1, 0)))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Serves `dense(0)` as version 1.0 to begin with."""
+    engine = started(tmp_path_factory.mktemp("dense"), dense(0))
+    yield engine
+    ray.get(engine.stop.remote())
+    ray.kill(engine)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(engine: Any, temperature: float) -> None:
+    ray.get(update(engine, 0, weights_of(dense(0))))
+    prompts = [prompt(seed) for seed in range(4)]
+    sampling = Sampling(max_tokens=40, temperature=temperature)
+    generations = ray.get([engine.generate.remote(p, sampling, "r") for p in prompts])
+    for p, generation in zip(prompts, generations, strict=True):
+        assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) > 0
+        assert difference(dense(0), p, generation, temperature) < ATOL
+
+
+def test_a_turn_ends_at_a_sampled_end_or_at_its_length_and_says_which(engine: Any) -> None:
+    ends = tuple(range(3, VOCABULARY, 2))
+    ended = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=200, stop_token_ids=ends), "r"))
+    cut = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=1), "r"))
+    assert (ended.stop_reason, ended.sampled_end) == ("stop", True)
+    assert ended.token_ids[-1] in (*ends, END) and not set(ended.token_ids[:-1].tolist()) & {*ends, END}
+    assert len(cut.token_ids) == 1 and (cut.stop_reason, cut.sampled_end) in (("length", False), ("stop", True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_after_an_update_a_tied_head_computes_with_the_new_weights(engine: Any, temperature: float) -> None:
+    cost = ray.get(update(engine, 1, weights_of(dense(1))))
+    generation = ray.get(engine.generate.remote(prompt(1), Sampling(max_tokens=40, temperature=temperature), "r"))
+    assert difference(dense(1), prompt(1), generation, temperature) < ATOL
+    assert difference(dense(0), prompt(1), generation, temperature) > 0.1
+    assert set(generation.versions.tolist()) == {PolicyVersion(1, 1).pack()}
+    assert cost.tries == 1 and cost.bytes > 1e6 and 0 < cost.pause_seconds < 10
+
+
+def test_a_token_sampled_before_an_update_has_the_old_version_and_one_after_it_the_new(engine: Any) -> None:
+    ray.get(update(engine, 2, weights_of(dense(2))))
+    requests = [engine.generate.remote(prompt(i), Sampling(max_tokens=255), f"r{i}") for i in range(32)]
+    time.sleep(0.15)
+    ray.get(update(engine, 3, weights_of(dense(3))))
+    old, new = PolicyVersion(1, 2).pack(), PolicyVersion(1, 3).pack()
+    crossed = 0
+    for i, generation in enumerate(ray.get(requests)):
+        before = int((generation.versions == old).sum())
+        assert generation.versions.tolist() == [old] * before + [new] * (len(generation.versions) - before)
+        is_old = np.arange(len(generation.token_ids)) < before
+        expected = np.where(
+            is_old,
+            logprobs(dense(2), prompt(i), generation.token_ids, 1.0),
+            logprobs(dense(3), prompt(i), generation.token_ids, 1.0),
+        )
+        assert np.abs(expected - generation.logprobs).max() < ATOL
+        crossed += 0 < before < len(generation.versions)
+    assert crossed > 0
+
+
+def test_fifty_updates_under_load_lose_no_request_and_repeat_none(engine: Any) -> None:
+    weights = [weights_of(dense(0)), weights_of(dense(1))]
+    sampling = Sampling(max_tokens=48, stop_token_ids=())
+    requests = [engine.generate.remote(prompt(i), sampling, f"r{i}") for i in range(400)]
+    for step in range(50):
+        ray.get(update(engine, 10 + step, weights[step % 2]))
+    generations = ray.get(requests)
+    assert len(generations) == 400
+    for generation in generations:
+        steps = [PolicyVersion.unpack(version).step for version in generation.versions.tolist()]
+        assert steps == sorted(steps) and steps[0] >= 3 and steps[-1] < 60
+        assert len(generation.token_ids) == 48 or generation.token_ids[-1] == END
+    assert len({generation.versions[-1] for generation in generations}) > 1
+
+
+def test_bytes_that_are_not_the_policy_are_refused_and_the_old_weights_go_on(engine: Any) -> None:
+    ray.get(update(engine, 60, weights_of(dense(0))))
+    whole = weights_of(dense(1))
+    partial = {name: tensor for name, tensor in whole.items() if not name.endswith("layers.1.self_attn.k_proj.weight")}
+    with pytest.raises(ValueError, match="the policy has"):
+        ray.get(update(engine, 61, partial))
+    with pytest.raises(ValueError, match="checksum"):
+        ray.get(engine.update_weights.remote(PolicyVersion(1, 61), save(whole), 12345))
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        ray.get(
+            engine.update_weights.remote(PolicyVersion(1, 61), b"\xff" * 64, xxhash.xxh3_64_intdigest(b"\xff" * 64))
+        )
+    generation = ray.get(engine.generate.remote(prompt(1), Sampling(max_tokens=20), "r"))
+    assert difference(dense(0), prompt(1), generation, 1.0) < ATOL
+    assert set(generation.versions.tolist()) == {PolicyVersion(1, 60).pack()}
+
+
+def test_an_engine_never_resumes_on_weights_that_were_loaded_in_part(engine: Any) -> None:
+    weights = weights_of(dense(1))
+    renamed = {name.replace("layers.1.mlp", "layers.1.lost"): tensor for name, tensor in weights.items()}
+    with pytest.raises(RunFailed, match="not loaded after 2 tries"):
+        ray.get(update(engine, 62, renamed))
+    request = engine.generate.remote(prompt(1), Sampling(max_tokens=20), "r")
+    assert ray.wait([request], timeout=1.0)[0] == []
+    ray.get(update(engine, 63, weights))
+    generation = ray.get(request)
+    assert difference(dense(1), prompt(1), generation, 1.0) < ATOL
+    assert set(generation.versions.tolist()) == {PolicyVersion(1, 63).pack()}
+
+
+def test_after_an_update_a_mixture_of_experts_computes_with_the_new_weights(local_ray: None, tmp_path: Path) -> None:
+    engine = started(tmp_path / "mixture", mixture(0))
+    before = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=40), "r"))
+    assert difference(mixture(0), prompt(0), before, 1.0) < ATOL
+    ray.get(update(engine, 1, weights_of(mixture(1))))
+    after = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=40), "r"))
+    assert difference(mixture(1), prompt(0), after, 1.0) < ATOL
+    assert difference(mixture(0), prompt(0), after, 1.0) > 0.1
+    ray.kill(engine)
+
+
+OWNER = """
+import asyncio, sys, time
+from pathlib import Path
+from actors.engine import VllmEngine
+from service.config import Config
+from service.types import PolicyVersion
+
+if __name__ == "__main__":
+    engine = VllmEngine(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
+    asyncio.run(engine.start(PolicyVersion(1, 0)))
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_engines_processes_end_with_their_owner_also_when_it_is_killed(tmp_path: Path) -> None:
+    dense(0).save_pretrained(tmp_path / "model")
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    env = os.environ | engine_env(CONFIG) | {"PYTHONPATH": os.getcwd()}
+    command = [sys.executable, str(script), CONFIG.model_dump_json(), str(tmp_path / "model")]
+    owner = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
+    children = psutil.Process(owner.pid).children(recursive=True)
+    assert any("EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()) for child in children)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait(timeout=10)
+    owner.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
