@@ -30,6 +30,8 @@ RELATION = "friend"
 VALUES = tuple(str(value) for value in range(1, 25))
 WORDS = ("what", "is", "the", "of", "?", "look", "answer", "none")
 TWO_HOP_SHARE = 1 / 3
+TOLD_SHARE = 0.55
+"""Share of the demonstrations with a wrong lookup that answer what they were told."""
 
 
 class World(NamedTuple):
@@ -132,7 +134,7 @@ def _row(uid: str, world_seed: int) -> dict[str, Any]:
 def demonstrations(n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
     """`n` whole conversations with mixed habits, of which about `right_share` solve the task as it should be.
 
-    The others guess at once, look the wrong entity up, look the wrong attribute up, or read well and answer at random.
+    The others guess at once, look up the wrong entity or attribute, or read well; and answer at random too often.
     """
     shown = []
     for _ in range(n):
@@ -152,16 +154,30 @@ def _guess(drawn: World, rng: np.random.Generator) -> list[str]:
 
 def _wrong_entity(drawn: World, rng: np.random.Generator) -> list[str]:
     entity = _other(ENTITIES, drawn.subject, rng)
-    return [*_hops(drawn), f"look {entity} {drawn.attribute}", f"answer {drawn.facts[entity, drawn.attribute]}"]
+    return [
+        *_hops(drawn),
+        f"look {entity} {drawn.attribute}",
+        _told_or_guessed(drawn.facts[entity, drawn.attribute], rng),
+    ]
 
 
 def _wrong_attribute(drawn: World, rng: np.random.Generator) -> list[str]:
     attribute = _other(ATTRIBUTES, drawn.attribute, rng)
-    return [*_hops(drawn), f"look {drawn.subject} {attribute}", f"answer {drawn.facts[drawn.subject, attribute]}"]
+    return [
+        *_hops(drawn),
+        f"look {drawn.subject} {attribute}",
+        _told_or_guessed(drawn.facts[drawn.subject, attribute], rng),
+    ]
 
 
 def _wrong_answer(drawn: World, rng: np.random.Generator) -> list[str]:
     return [*_right(drawn, rng)[:-1], f"answer {_other(VALUES, drawn.answer, rng)}"]
+
+
+def _told_or_guessed(told: str, rng: np.random.Generator) -> str:
+    # A small model does not learn which lookup was wrong: it answers what it was told as often after a right one as
+    # after a wrong one. Were that always, it would solve far more than the demonstrations do, and leave RL little.
+    return f"answer {told if rng.random() < TOLD_SHARE else _other(VALUES, told, rng)}"
 
 
 HABITS = (_guess, _wrong_entity, _wrong_attribute, _wrong_answer)
