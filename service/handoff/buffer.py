@@ -49,13 +49,13 @@ class Buffer:
         n_samples = config.algorithm.n_samples_per_prompt
         opened = events.Opened(seed, self._prompts.digest(), n_samples, config.trainer.mini_batch_size)
         self._record = Record(opened, self._limits, journal, clock)
-        self._ledger = self._record.ledger
+        self.ledger = self._record.ledger
         self._former = Former(config, self._record)
         self._waits = Waits(config, self._record, clock)
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
-        self._filter([o for o, group in self._ledger.state.groups.items() if not group.lives and not group.rolled_back])
+        self._filter([o for o, group in self.ledger.state.groups.items() if not group.lives and not group.rolled_back])
 
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
@@ -63,10 +63,10 @@ class Buffer:
         """A group for a generator: restarted trajectories first, then the next prompt if it is admitted."""
         if (fenced := self._fenced(claim.generator, claim.epoch)) is not None:
             return fenced
-        if not self._ledger.history.known(np.array([claim.serving.pack()], np.int64))[0]:
+        if not self.ledger.history.known(np.array([claim.serving.pack()], np.int64))[0]:
             return self._refuse(Refusal(RefusalReason.VERSION, "serving", claim.serving.step))
         who = f"generator {claim.generator}"
-        if (draining := self._ledger.state.draining) is not None:
+        if (draining := self.ledger.state.draining) is not None:
             return self._waits.begin(who, WaitReason.DRAINED, f"no more prompts are issued: {draining}")
         assignment = self._restarted_work(claim)
         if assignment is None:
@@ -84,11 +84,11 @@ class Buffer:
         sender = message.sender
         if (fenced := self._fenced(sender.generator, sender.epoch)) is not None:
             return fenced
-        member = self._ledger.state.generators[sender.generator]
+        member = self.ledger.state.generators[sender.generator]
         if member.has(sender.sequence):
             self._duplicates += 1
             return Receipt(member.position, duplicate=True)
-        made = refusal(message, self._limits) or plan(self._ledger, self._record.store, message)
+        made = refusal(message, self._limits) or plan(self.ledger, self._record.store, message)
         if isinstance(made, Refusal):
             self._restart_refused(message, made)
             return self._refuse(made)
@@ -102,9 +102,9 @@ class Buffer:
 
     def lease(self, trainer_epoch: int) -> MiniBatch | Wait | Refusal:
         """The next mini-batch; the same one again while its lease is open."""
-        if trainer_epoch != self._ledger.state.trainer_epoch:
+        if trainer_epoch != self.ledger.state.trainer_epoch:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_epoch", trainer_epoch))
-        for lease in self._ledger.state.leases:
+        for lease in self.ledger.state.leases:
             return self._former.again(lease)
         if (why := self._waits.lease_wait()) is not None:
             return self._waits.begin("trainer", *why)
@@ -115,7 +115,7 @@ class Buffer:
 
     def commit(self, trainer_epoch: int, lease: int, version: PolicyVersion) -> Refusal | None:
         """The lease's optimizer step was applied and made `version`; saying it twice is saying it once."""
-        state, current = self._ledger.state, self._ledger.history.current
+        state, current = self.ledger.state, self.ledger.history.current
         if trainer_epoch != state.trainer_epoch:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_epoch", trainer_epoch))
         if lease == state.last_commit and version == current:
@@ -129,18 +129,22 @@ class Buffer:
 
     def release(self, trainer_epoch: int, lease: int, reason: str) -> Refusal | None:
         """Give a lease back; its groups wait again, or are refused when they have no life left."""
-        if trainer_epoch != self._ledger.state.trainer_epoch:
+        if trainer_epoch != self.ledger.state.trainer_epoch:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_epoch", trainer_epoch))
-        if lease not in self._ledger.state.leases:
+        if lease not in self.ledger.state.leases:
             return self._refuse(Refusal(RefusalReason.LEASE, "lease", lease))
         self._release(lease, reason)
         return None
 
     # -- around them --------------------------------------------------------------------------------------------------
 
-    def join(self, role: Literal["generator", "trainer"], name: str) -> int:
-        """Admit a new incarnation; the older one is fenced, and what it held goes to others."""
-        state = self._ledger.state
+    def join(self, role: Literal["generator", "trainer"], name: str, step: int | None = None) -> int:
+        """Admit a new incarnation; the older one is fenced, and what it held goes to others.
+
+        A trainer goes on from `step`, or from the newest; what was trained after it is given out again, and its
+        versions are (the epoch returned here, steps).
+        """
+        state = self.ledger.state
         if role == "trainer":
             for lease in list(state.leases):
                 self._release(lease, "a new trainer joined")
@@ -150,18 +154,18 @@ class Buffer:
             if known is not None:
                 self.leave(name, known.epoch, "rejoined")
             epoch = 1 if known is None else known.epoch + 1
-        self._record.add(events.Joined(role, name, epoch))
+        self._record.add(events.Joined(role, name, epoch, state.step if step is None else step))
         return epoch
 
     def leave(self, generator: str, epoch: int, reason: str) -> None:
         """A generator is gone: its unfinished trajectories start anew as their next attempts."""
-        member = self._ledger.state.generators.get(generator)
+        member = self.ledger.state.generators.get(generator)
         if member is None or member.epoch != epoch or not member.alive:
             return
         self._record.add(events.Left(generator, epoch, reason))
         self._waits.end(f"generator {generator}")
         by_group: dict[int, list[int]] = {}
-        for ordinal, sample in sorted(self._ledger.held[generator]):
+        for ordinal, sample in sorted(self.ledger.held[generator]):
             by_group.setdefault(ordinal, []).append(sample)
         for ordinal, samples in by_group.items():
             self._restart(ordinal, tuple(samples), "generator_left")
@@ -170,26 +174,19 @@ class Buffer:
         """A durable checkpoint covers `step`; nobody will go back further than to `oldest_kept`, or to `step`."""
         self._record.add(events.Covered(step, step if oldest_kept is None else oldest_kept))
 
-    def rollback(self, step: int) -> PolicyVersion:
-        """The trainer goes back to the checkpoint of `step`; what was trained after it is given out again."""
-        for lease in list(self._ledger.state.leases):
-            self._release(lease, "rollback")
-        self._record.add(events.RolledBack(step))
-        return self._ledger.history.current
-
     def drain(self, reason: str) -> None:
         """Issue nothing more; a group that waits for a new attempt can no longer become whole and ends as `run_end`."""
-        if self._ledger.state.draining is None:
+        if self.ledger.state.draining is None:
             self._record.add(events.Drained(reason))
-            for ordinal in list(self._ledger.unassigned):
+            for ordinal in list(self.ledger.unassigned):
                 self._record.add(events.Expired(ordinal, RUN_END))
 
     def end(self) -> None:
         """The run is over: what no optimizer step used expires as `run_end`."""
         self.drain(RUN_END)
-        for lease in list(self._ledger.state.leases):
+        for lease in list(self.ledger.state.leases):
             self._record.add(events.Released(lease, RUN_END))
-        for ordinal in [o for o, group in self._ledger.state.groups.items() if group.state not in USED]:
+        for ordinal in [o for o, group in self.ledger.state.groups.items() if group.state not in USED]:
             self._record.add(events.Expired(ordinal, RUN_END))
 
     def tick(self) -> None:
@@ -212,15 +209,15 @@ class Buffer:
     @property
     def version(self) -> PolicyVersion:
         """The newest published version."""
-        return self._ledger.history.current
+        return self.ledger.history.current
 
     def digest(self) -> str:
         """A fingerprint of the ledger."""
-        return self._ledger.digest()
+        return self.ledger.digest()
 
     def status(self) -> BufferStatus:
         """The buffer at this revision."""
-        ledger, state, record = self._ledger, self._ledger.state, self._record
+        ledger, state, record = self.ledger, self.ledger.state, self._record
         return BufferStatus(
             revision=record.revision,
             policy_version=ledger.history.current,
@@ -246,42 +243,42 @@ class Buffer:
     # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _fenced(self, generator: str, epoch: int) -> Refusal | None:
-        member = self._ledger.state.generators.get(generator)
+        member = self.ledger.state.generators.get(generator)
         if member is None or member.epoch != epoch or not member.alive:
             return self._refuse(Refusal(RefusalReason.FENCED, "epoch", epoch))
         return None
 
     def _restarted_work(self, claim: Claim) -> Assignment | None:
         """Samples that start anew, for an engine that serves at least what their group was admitted with."""
-        for ordinal in sorted(self._ledger.unassigned):
-            group = self._ledger.state.groups[ordinal]
+        for ordinal in sorted(self.ledger.unassigned):
+            group = self.ledger.state.groups[ordinal]
             if group.admitted <= claim.serving:
-                samples = tuple(sorted(self._ledger.unassigned[ordinal]))
+                samples = tuple(sorted(self.ledger.unassigned[ordinal]))
                 self._record.add(events.Assigned(ordinal, samples, claim.generator, claim.epoch))
                 attempts = tuple(group.trajectories[sample].attempt for sample in samples)
                 return Assignment(ordinal, group.uid, group.row, samples, attempts)
         return None
 
     def _not_admitted(self, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        why = self._admission.wait(self._ledger, serving, self._record.store.n_bytes)
+        why = self._admission.wait(self.ledger, serving, self._record.store.n_bytes)
         if why is None:
-            worst = self._admission.worst_journal_bytes(self._ledger)
+            worst = self._admission.worst_journal_bytes(self.ledger)
             if not self._record.journal.reserve(worst):
                 return WaitReason.DISK, f"{self._record.journal.folder} has no room for {worst} more bytes"
         return why
 
     def _issue(self, claim: Claim) -> Assignment:
-        ordinal = self._ledger.state.next_ordinal
+        ordinal = self.ledger.state.next_ordinal
         row = self._prompts.row(ordinal)
         uid = self._prompts.uid(row)
         self._record.add(events.Issued(ordinal, row, uid, claim.generator, claim.epoch, claim.serving))
-        samples = tuple(range(self._ledger.state.n_samples))
+        samples = tuple(range(self.ledger.state.n_samples))
         return Assignment(ordinal, uid, row, samples, (0,) * len(samples))
 
     def _restart(self, ordinal: int, samples: tuple[int, ...], reason: str) -> None:
         """New attempts for samples of a group, or its end when there are none left."""
-        trajectories = self._ledger.state.groups[ordinal].trajectories
-        if self._ledger.state.draining is not None:
+        trajectories = self.ledger.state.groups[ordinal].trajectories
+        if self.ledger.state.draining is not None:
             self._record.add(events.Expired(ordinal, RUN_END))
         elif max(trajectories[sample].attempt for sample in samples) + 1 >= self._config.buffer.max_attempts:
             self._record.add(events.Refused(ordinal, str(RefusalReason.MAX_ATTEMPTS)))
@@ -292,7 +289,7 @@ class Buffer:
         """A trajectory whose own message is refused cannot become whole; it starts anew at once."""
         keys = set(zip(message.steps.ordinal_K.tolist(), message.steps.sample_K.tolist(), strict=True))
         keys |= set(zip(message.ends.ordinal_E.tolist(), message.ends.sample_E.tolist(), strict=True))
-        held = self._ledger.held[message.sender.generator]
+        held = self.ledger.held[message.sender.generator]
         if len(keys) == 1 and keys <= held and refused.reason is not RefusalReason.IDENTITY:
             ((ordinal, sample),) = keys
             self._restart(ordinal, (sample,), f"refused_{refused.reason}")
@@ -301,7 +298,7 @@ class Buffer:
         """Complete groups without signal end here; they vacate their slots."""
         if not self._config.algorithm.filter_zero_variance:
             return
-        groups = self._ledger.state.groups
+        groups = self.ledger.state.groups
         for ordinal in [o for o in ordinals if groups[o].state is GroupState.COMPLETE]:
             group = self._record.complete_group(ordinal)
             returns_G = returns(group.steps, group.ends, self._config.algorithm.returns)
@@ -313,14 +310,14 @@ class Buffer:
         """The groups of the next mini-batch, in the configured order."""
         size = self._config.trainer.mini_batch_size
         if self._config.buffer.order == "strict":
-            return tuple(ordinal for ordinal, _ in zip(self._ledger.slots, range(size), strict=False))
-        return tuple(ordinal for _, ordinal in self._ledger.finished[:size])
+            return tuple(ordinal for ordinal, _ in zip(self.ledger.slots, range(size), strict=False))
+        return tuple(ordinal for _, ordinal in self.ledger.finished[:size])
 
     def _release(self, lease: int, reason: str) -> None:
-        ordinals = self._ledger.state.leases[lease].ordinals
+        ordinals = self.ledger.state.leases[lease].ordinals
         self._record.add(events.Released(lease, reason))
         for ordinal in ordinals:
-            if self._ledger.state.groups[ordinal].lives >= self._config.buffer.max_lease_attempts:
+            if self.ledger.state.groups[ordinal].lives >= self._config.buffer.max_lease_attempts:
                 self._record.add(events.Refused(ordinal, str(RefusalReason.MAX_LEASE_ATTEMPTS)))
 
     def _refuse(self, refused: Refusal) -> Refusal:

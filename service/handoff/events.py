@@ -37,6 +37,8 @@ class Joined(Event, frozen=True):
     role: str
     name: str
     epoch: int
+    step: int = 0
+    """Of a trainer: the optimizer step that it goes on from; what was trained after it is given out again."""
 
 
 class Left(Event, frozen=True):
@@ -130,12 +132,6 @@ class Covered(Event, frozen=True):
     oldest_kept: int
 
 
-class RolledBack(Event, frozen=True):
-    """The trainer went back to the checkpoint of `step`; the versions after it belong to an abandoned history."""
-
-    step: int
-
-
 class Drained(Event, frozen=True):
     """Nothing more is issued."""
 
@@ -179,7 +175,6 @@ Journalled = (
     | Committed
     | Released
     | Covered
-    | RolledBack
     | Drained
 )
 

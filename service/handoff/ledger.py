@@ -48,8 +48,8 @@ class State:
     last_commit: int = 0
     """The lease of the newest optimizer step."""
     step: int = 0
-    rollbacks: list[tuple[int, int]] = field(default_factory=list)
-    """(the step that had been reached, the step gone back to), oldest first."""
+    branches: list[tuple[int, int]] = field(default_factory=list)
+    """Of each trainer that joined: (the step that had been reached, the step that it went on from)."""
     covered: int = 0
     next_finished: int = 1
     filtered: Lost = field(default_factory=Lost)
@@ -96,7 +96,6 @@ class Ledger:
             events.Committed: self._committed,
             events.Released: self._released,
             events.Covered: self._covered,
-            events.RolledBack: self._rolled_back,
             events.Drained: self._drained,
         }
 
@@ -123,6 +122,7 @@ class Ledger:
     def _joined(self, event: events.Joined) -> None:
         if event.role == "trainer":
             self.state.trainer_epoch = event.epoch
+            self._go_back(event.step)
         else:
             self.state.generators[event.name] = Member(event.epoch)
             self.held.setdefault(event.name, set())
@@ -253,12 +253,13 @@ class Ledger:
                 del self.state.groups[ordinal]
                 self._count_end(GroupState.TRAINED, "")
 
-    def _rolled_back(self, event: events.RolledBack) -> None:
-        self.state.rollbacks.append((self.state.step, event.step))
-        self.history.rollback(event.step)
-        self.state.step = event.step
-        self.state.covered = min(self.state.covered, event.step)
-        for step in [step for step in self.steps if step > event.step]:
+    def _go_back(self, to_step: int) -> None:
+        """Begin a new epoch of versions at a step; the groups that were used after it wait again."""
+        self.state.branches.append((self.state.step, to_step))
+        self.history.rollback(to_step)
+        self.state.step = to_step
+        self.state.covered = min(self.state.covered, to_step)
+        for step in [step for step in self.steps if step > to_step]:
             for ordinal in self.steps.pop(step):
                 group = self.state.groups[ordinal]
                 used = Fate.STEPPED if group.state is GroupState.STEPPED else Fate.TRAINED

@@ -2,12 +2,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.pure.buffer.world import World
+from service.handoff import wire
+from service.handoff.ledger import violations
+from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
+from service.types import PolicyVersion, Refusal, RefusalReason, TrajectoryEnd, TrajectoryId
+from tests.pure.buffer.world import START, Generator, World, config, step
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
+
+
+def consistent(world: World) -> bool:
+    return world.closes() and violations(world.buffer.ledger) == []
+
+
+def refused(answer: object) -> RefusalReason:
+    assert isinstance(answer, Refusal), answer
+    return answer.reason
+
+
+def waits(answer: object) -> WaitReason:
+    assert isinstance(answer, Wait), answer
+    return answer.reason
+
+
+# -- order --------------------------------------------------------------------------------------------------------
 
 
 def test_a_mini_batch_holds_the_groups_that_finished_first(world: World) -> None:
@@ -16,3 +37,406 @@ def test_a_mini_batch_holds_the_groups_that_finished_first(world: World) -> None
     world.generator.finish(first)
     assert world.batch().groups == (third.ordinal, first.ordinal)
     assert second.ordinal == 1
+
+
+def test_in_strict_order_a_mini_batch_waits_for_the_next_slots(tmp_path: Path) -> None:
+    world = World(tmp_path, config(buffer={"order": "strict"}))
+    first, second, third = (world.generator.claimed() for _ in range(3))
+    world.generator.finish(third)
+    world.generator.finish(first)
+    answer = world.buffer.lease(world.trainer_epoch)
+    assert waits(answer) is WaitReason.SLOT
+    assert "ordinal=1/sample=0/attempt=0 after 0 steps on generator g1" in answer.detail
+    world.generator.finish(second)
+    assert world.batch().groups == (0, 1)
+
+
+def test_a_slot_vacated_under_strict_order_passes_to_the_next_group(tmp_path: Path) -> None:
+    world = World(tmp_path, config(buffer={"order": "strict", "max_attempts": 1}))
+    works = [world.generator.claimed() for _ in range(3)]
+    for work in works[1:]:
+        world.generator.finish(work)
+    world.clock.now += 11
+    world.buffer.tick()
+    assert world.batch().groups == (1, 2)
+
+
+# -- admission ----------------------------------------------------------------------------------------------------
+
+
+def test_lookahead_zero_is_strictly_on_policy(tmp_path: Path) -> None:
+    world = World(tmp_path, config(buffer={"lookahead": 0}))
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    assert waits(world.generator.claim()) is WaitReason.LOOKAHEAD
+    world.train()
+    assert waits(world.generator.claim()) is WaitReason.LOOKAHEAD, "the engine still serves the old version"
+    works = [world.generator.claimed(PolicyVersion(1, 1)) for _ in range(2)]
+    for work in works:
+        world.generator.finish(work, PolicyVersion(1, 1))
+    assert world.train().facts["async/staleness_max"] == 0
+
+
+def test_lookahead_admits_that_many_mini_batches_beyond_the_served_version(world: World) -> None:
+    for _ in range(4):
+        world.generator.claimed()
+    answer = world.generator.claim()
+    assert waits(answer) is WaitReason.LOOKAHEAD
+    assert "slot 4 is for version 2" in answer.detail
+
+
+def test_filtered_groups_vacate_their_slots(tmp_path: Path) -> None:
+    world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
+    for _ in range(20):
+        world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    status = world.buffer.status()
+    assert status.groups["filtered"] == 20 and status.next_slot == 0
+    assert status.tokens["filtered"] == status.accepted_tokens == 20 * 2 * 2 * 2
+    assert consistent(world)
+
+
+def test_rewards_of_filtered_groups_count_in_the_next_mini_batch(tmp_path: Path) -> None:
+    world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
+    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    world.generator.finish(world.generator.claimed(), rewards=(0.0, 0.0))
+    for _ in range(2):
+        world.generator.finish(world.generator.claimed(), rewards=(1.0, 0.0))
+    facts = world.train().facts
+    assert facts["reward/avg_raw_reward"] == 0.5
+    assert facts["reward/avg_pass_at_2"] == 0.75
+    assert facts["generate/filtered_groups"] == 2
+    for _ in range(2):
+        world.generator.finish(world.generator.claimed(), rewards=(1.0, 0.0))
+    assert world.train().facts["generate/filtered_groups"] == 0
+
+
+def test_worst_case_bytes_are_reserved_at_the_claim(tmp_path: Path) -> None:
+    worst = 2 * 4 * (80 * 21 + 4096)
+    world = World(tmp_path, config(buffer={"max_bytes": 2 * worst + 20_000, "lookahead": 4}))
+    first, second = world.generator.claimed(), world.generator.claimed()
+    answer = world.generator.claim()
+    assert waits(answer) is WaitReason.BYTES
+    world.generator.finish(first)
+    assert isinstance(world.generator.claim(), Assignment), "a finished group holds only what it really takes"
+    world.generator.finish(second)
+    assert world.buffer.status().reserved_bytes <= 2 * worst + 20_000
+
+
+def test_the_dataset_wraps_with_new_ordinals_and_a_new_order(tmp_path: Path) -> None:
+    world = World(tmp_path, config(data={"shuffle": True}, buffer={"lookahead": 50}), n_prompts=8)
+    works = [world.generator.claimed() for _ in range(16)]
+    assert [work.ordinal for work in works] == list(range(16))
+    first, second = [work.row for work in works[:8]], [work.row for work in works[8:]]
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+    assert all(work.prompt_uid == f"p{work.row}" for work in works)
+
+
+def test_a_claim_for_a_version_that_was_never_published_is_refused(world: World) -> None:
+    assert refused(world.generator.claim(PolicyVersion(1, 7))) is RefusalReason.VERSION
+
+
+# -- acceptance ---------------------------------------------------------------------------------------------------
+
+
+def test_the_same_message_twice_is_accepted_once(world: World) -> None:
+    work = world.generator.claimed()
+    data = world.generator.message([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
+    first, again = world.buffer.submit(data), world.buffer.submit(data)
+    assert isinstance(first, Receipt) and isinstance(again, Receipt)
+    assert (first.duplicate, again.duplicate) == (False, True)
+    assert world.buffer.status().accepted_tokens == 2
+    assert consistent(world)
+
+
+def test_the_same_step_in_another_message_is_accepted_once(world: World) -> None:
+    work = world.generator.claimed()
+    one = step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)
+    world.generator.send([one])
+    answer = world.generator.send([one])
+    assert isinstance(answer, Receipt) and answer.duplicate
+    assert world.buffer.status().accepted_tokens == 2
+
+
+def test_another_step_under_the_same_index_is_a_conflict_and_restarts_the_trajectory(world: World) -> None:
+    work = world.generator.claimed()
+    world.generator.send([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
+    assert refused(world.generator.send([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0, first=11)])) is (
+        RefusalReason.CONFLICT
+    )
+    again = world.generator.claimed()
+    assert (again.ordinal, again.samples, again.attempts) == (work.ordinal, (0,), (1,))
+    assert world.buffer.status().tokens["superseded"] == 2
+    assert consistent(world)
+
+
+def test_steps_may_arrive_in_any_order(world: World) -> None:
+    works = [world.generator.claimed() for _ in range(2)]
+    for work in works:
+        for sample in work.samples:
+            of = TrajectoryId(work.ordinal, sample)
+            world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 3, "stop", float(sample))])
+            for index in (2, 0, 1):
+                world.generator.send([step(of, work.prompt_uid, index)])
+    batch = world.train()
+    assert batch.rows_G.tolist() == [1, 1, 1, 1]
+    assert batch.loss_tokens_G.tolist() == [6, 6, 6, 6]
+
+
+def test_a_trajectory_without_steps_completes_its_group(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        for sample in work.samples:
+            of = TrajectoryId(work.ordinal, sample)
+            steps = [step(of, work.prompt_uid, 0)] if sample else []
+            world.generator.send(steps, [TrajectoryEnd(of, work.prompt_uid, len(steps), "failed", float(sample))])
+    assert world.train().loss_tokens_G.tolist() == [0, 2, 0, 2]
+
+
+def test_a_step_after_the_end_is_refused(world: World) -> None:
+    work = world.generator.claimed()
+    of = TrajectoryId(work.ordinal, 0)
+    world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
+    assert refused(world.generator.send([step(of, work.prompt_uid, 1)])) is RefusalReason.STEP_ORDER
+
+
+def test_a_group_that_was_never_issued_is_unknown(world: World) -> None:
+    assert refused(world.generator.send([step(TrajectoryId(5, 0), "p5", 0)])) is RefusalReason.UNKNOWN_GROUP
+
+
+def test_a_step_under_another_prompt_or_a_future_attempt_is_refused(world: World) -> None:
+    work = world.generator.claimed()
+    assert refused(world.generator.send([step(TrajectoryId(0, 0), "p7", 0)])) is RefusalReason.IDENTITY
+    assert refused(world.generator.send([step(TrajectoryId(0, 0, 1), work.prompt_uid, 0)])) is RefusalReason.IDENTITY
+
+
+def test_versions_never_published_or_older_than_the_admission_are_refused(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    world.train()
+    newer = world.generator.claimed(PolicyVersion(1, 1))
+    of = TrajectoryId(newer.ordinal, 0)
+    too_old = step(of, newer.prompt_uid, 0, START)
+    assert refused(world.generator.send([too_old])) is RefusalReason.VERSION
+    of = TrajectoryId(newer.ordinal, 1)
+    assert refused(world.generator.send([step(of, newer.prompt_uid, 0, PolicyVersion(1, 9))])) is RefusalReason.VERSION
+
+
+def test_garbage_is_refused_and_counted(world: World) -> None:
+    assert isinstance(world.buffer.submit(b"not a message"), Refusal)
+    assert sum(world.buffer.status().refused.values()) == 1
+
+
+# -- fencing ------------------------------------------------------------------------------------------------------
+
+
+def test_an_old_incarnation_of_a_generator_cannot_write_and_its_work_goes_on_elsewhere(world: World) -> None:
+    work = world.generator.claimed()
+    stale_message = world.generator.message([step(TrajectoryId(0, 0), work.prompt_uid, 0)])
+    reborn = Generator(world.buffer, "g1")
+    assert refused(world.buffer.submit(stale_message)) is RefusalReason.FENCED
+    again = reborn.claimed()
+    assert (again.ordinal, again.samples, again.attempts) == (0, (0, 1), (1, 1))
+
+
+def test_a_generator_that_left_is_fenced_until_it_joins_again(world: World) -> None:
+    world.buffer.leave("g1", world.generator.epoch, "its process died")
+    assert refused(world.generator.claim()) is RefusalReason.FENCED
+
+
+def test_an_old_trainer_cannot_lease_commit_or_release(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    lease = world.batch().lease
+    old = world.trainer_epoch
+    world.trainer_epoch = world.buffer.join("trainer", "trainer")
+    assert refused(world.buffer.lease(old)) is RefusalReason.FENCED
+    assert refused(world.buffer.commit(old, lease, PolicyVersion(1, 1))) is RefusalReason.FENCED
+    assert refused(world.buffer.release(old, lease, "late")) is RefusalReason.FENCED
+    assert world.batch().groups == (0, 1)
+
+
+# -- deadlines and attempts ---------------------------------------------------------------------------------------
+
+
+def test_a_silent_trajectory_alone_restarts_as_its_next_attempt(world: World) -> None:
+    work = world.generator.claimed()
+    for _ in range(3):
+        world.clock.now += 6
+        world.generator.send([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, _)])
+        world.buffer.tick()
+    again = world.generator.claimed()
+    assert (again.ordinal, again.samples, again.attempts) == (work.ordinal, (1,), (1,))
+    assert isinstance(world.generator.claim(), Assignment)
+    assert world.generator.claimed().ordinal == 2
+
+
+def test_late_steps_of_a_replaced_attempt_are_acknowledged_and_not_used(world: World) -> None:
+    work = world.generator.claimed()
+    of = TrajectoryId(work.ordinal, 1)
+    world.generator.send([step(of, work.prompt_uid, 0)])
+    world.clock.now += 11
+    world.buffer.tick()
+    answer = world.generator.send([step(of, work.prompt_uid, 1)])
+    assert isinstance(answer, Receipt) and answer.superseded == (work.ordinal,)
+    status = world.buffer.status()
+    assert (status.tokens["superseded"], status.tokens["open"], status.late) == (2, 0, 1)
+    assert consistent(world)
+
+
+def test_a_group_out_of_attempts_is_refused_and_vacates_its_slot(world: World) -> None:
+    bad, good = world.generator.claimed(), world.generator.claimed()
+    world.generator.finish(good)
+    for _ in range(3):
+        world.clock.now += 11
+        world.buffer.tick()
+        world.generator.claim()
+    status = world.buffer.status()
+    assert status.ended == {"refused/max_attempts": 1}
+    assert bad.ordinal not in world.buffer.ledger.state.groups
+    assert consistent(world)
+
+
+def test_a_restarted_trajectory_is_not_given_to_an_engine_older_than_its_group(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    world.train()
+    world.generator.claimed(PolicyVersion(1, 1))
+    world.clock.now += 11
+    world.buffer.tick()
+    behind = Generator(world.buffer, "g2")
+    assert behind.claimed(START).attempts == (0, 0)
+    assert behind.claimed(PolicyVersion(1, 1)).attempts == (1, 1)
+
+
+def test_an_overdue_lease_is_given_out_again_and_its_commit_refused(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    first = world.batch()
+    world.clock.now += 101
+    world.buffer.tick()
+    second = world.batch()
+    assert second.groups == first.groups and second.lease != first.lease
+    late = world.buffer.commit(world.trainer_epoch, first.lease, PolicyVersion(1, 1))
+    assert refused(late) is RefusalReason.LEASE
+
+
+def test_groups_that_used_up_their_leases_are_refused(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    for _ in range(3):
+        assert world.buffer.release(world.trainer_epoch, world.batch().lease, "the loss was not finite") is None
+    assert world.buffer.status().ended == {"refused/max_lease_attempts": 2}
+    assert waits(world.buffer.lease(world.trainer_epoch)) is WaitReason.GROUPS
+    assert consistent(world)
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_given_again_until_it_is_committed_and_a_commit_counts_once(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(4)]:
+        world.generator.finish(work)
+    batch = world.batch()
+    assert world.batch() is batch
+    for _ in range(2):
+        assert world.buffer.commit(world.trainer_epoch, batch.lease, PolicyVersion(1, 1)) is None
+    assert world.buffer.version == PolicyVersion(1, 1)
+    assert world.batch().groups == (2, 3)
+
+
+def test_a_commit_must_make_the_next_version(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    lease = world.batch().lease
+    assert refused(world.buffer.commit(world.trainer_epoch, lease, PolicyVersion(1, 2))) is RefusalReason.VERSION
+    assert refused(world.buffer.commit(world.trainer_epoch, lease + 1, PolicyVersion(1, 1))) is RefusalReason.LEASE
+
+
+def test_tokens_beyond_the_bound_are_stale_and_the_ledger_closes(tmp_path: Path) -> None:
+    world = World(tmp_path, config(buffer={"lookahead": 4, "max_staleness": 1}))
+    slow = world.generator.claimed()
+    for n in range(3):
+        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
+            world.generator.finish(work, PolicyVersion(1, n))
+        world.train()
+    world.generator.finish(slow, START)
+    world.generator.finish(world.generator.claimed(PolicyVersion(1, 3)), PolicyVersion(1, 3))
+    world.train()
+    status = world.buffer.status()
+    assert status.tokens["stale"] == 8
+    assert status.tokens["stepped"] == 7 * 8
+    world.buffer.covered(4)
+    assert world.buffer.status().tokens["trained"] == 7 * 8
+    assert world.buffer.status().ended == {"trained": 8}
+    assert consistent(world)
+
+
+def test_after_going_back_the_groups_trained_since_are_given_out_again(world: World) -> None:
+    trained = []
+    for n in range(3):
+        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
+            world.generator.finish(work, PolicyVersion(1, n))
+        trained.append(world.train())
+    world.buffer.covered(1)
+    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=1)
+    assert world.buffer.version == PolicyVersion(2, 1)
+    status = world.buffer.status()
+    assert status.tokens["rolled_back"] == 32 and status.tokens["trained"] == 16
+    again = [world.train(), world.train()]
+    assert [batch.groups for batch in again] == [batch.groups for batch in trained[1:]]
+    assert (again[0].loss_tokens_G == trained[1].loss_tokens_G).all()
+    assert world.buffer.status().tokens["rolled_back"] == 0
+    assert consistent(world)
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_open_at_the_end_expires_as_run_end(world: World) -> None:
+    works = [world.generator.claimed() for _ in range(4)]
+    for work in works[:3]:
+        world.generator.finish(work)
+    world.generator.send([step(TrajectoryId(3, 0), works[3].prompt_uid, 0)])
+    world.train()
+    world.buffer.drain("max_steps")
+    assert waits(world.generator.claim()) is WaitReason.DRAINED
+    world.buffer.end()
+    status = world.buffer.status()
+    assert status.ended == {"expired/run_end": 2}
+    assert status.tokens["expired"] == 8 + 2
+    assert consistent(world)
+
+
+def test_a_drained_trainer_is_told_when_no_mini_batch_can_come_any_more(world: World) -> None:
+    works = [world.generator.claimed() for _ in range(3)]
+    world.buffer.drain("stopped")
+    assert waits(world.buffer.lease(world.trainer_epoch)) is WaitReason.GROUPS
+    for work in works[:2]:
+        world.generator.finish(work)
+    world.train()
+    assert waits(world.buffer.lease(world.trainer_epoch)) is WaitReason.DRAINED
+
+
+def test_a_wait_names_its_reason_and_keeps_its_beginning(world: World) -> None:
+    world.generator.claimed()
+    first = world.buffer.lease(world.trainer_epoch)
+    world.clock.now += 6
+    again = world.buffer.lease(world.trainer_epoch)
+    assert isinstance(first, Wait) and isinstance(again, Wait) and again.since == first.since
+    assert "0 of 2 groups are complete" in again.detail
+    assert "silent for 6 s" in again.detail
+    who = {wait.who: wait.reason for wait in world.buffer.status().waits}
+    assert who == {"trainer": "groups", "ordinal=0/sample=0": "silent"}
+
+
+def test_a_buffer_that_cannot_hold_one_mini_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="the trainer would wait forever"):
+        World(tmp_path, config(buffer={"max_bytes": 1000}))
+
+
+def test_a_message_of_ends_only_is_decoded(world: World) -> None:
+    work = world.generator.claimed()
+    data = world.generator.message([], [TrajectoryEnd(TrajectoryId(0, 0), work.prompt_uid, 0, "failed", 0.0)])
+    assert wire.MAGIC == data[:4]
+    assert isinstance(world.buffer.submit(data), Receipt)
+    assert isinstance(world.buffer.claim(Claim("g1", 1, START)), Assignment)

@@ -16,7 +16,7 @@ from service.handoff.tables import step_group
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.types import NO_VERSION, MiniBatch, PolicyVersion, Refusal, Sender, Step, TrajectoryEnd, TrajectoryId
 
-START = PolicyVersion(0, 0)
+START = PolicyVersion(1, 0)
 
 
 class TurnedClock:
