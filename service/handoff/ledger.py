@@ -115,7 +115,8 @@ class Ledger:
 
     def digest(self) -> str:
         """A fingerprint of the whole state."""
-        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.state, order="deterministic"))
+        plain = msgspec.to_builtins(self.state, str_keys=True, order="deterministic")
+        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(plain))
 
     # -- members ------------------------------------------------------------------------------------------------------
 

@@ -437,6 +437,6 @@ def test_a_buffer_that_cannot_hold_one_mini_batch_is_refused(tmp_path: Path) -> 
 def test_a_message_of_ends_only_is_decoded(world: World) -> None:
     work = world.generator.claimed()
     data = world.generator.message([], [TrajectoryEnd(TrajectoryId(0, 0), work.prompt_uid, 0, "failed", 0.0)])
-    assert wire.MAGIC == data[:4]
+    assert data[:4] == wire.MAGIC
     assert isinstance(world.buffer.submit(data), Receipt)
     assert isinstance(world.buffer.claim(Claim("g1", 1, START)), Assignment)

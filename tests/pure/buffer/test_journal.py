@@ -1,0 +1,228 @@
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from service.errors import JournalError
+from service.handoff.disk import Buffer as Bytes
+from service.handoff.disk import File, LocalDisk, LocalFile
+from service.handoff.journal import ALIGNMENT, Journal
+from tests.pure.buffer.world import TurnedClock
+
+
+def opened(folder: Path, disk: LocalDisk | None = None, segment_bytes: int = 1 << 20) -> Journal:
+    journal = Journal(folder, TurnedClock(), disk, segment_bytes)
+    journal.frames = list(journal.replay())  # type: ignore[attr-defined]
+    return journal
+
+
+def payloads(folder: Path) -> list[bytes]:
+    return [frame.payload for frame in Journal(folder, TurnedClock()).replay()]
+
+
+def written(folder: Path, *batches: Sequence[bytes]) -> bytes:
+    """Write payloads, one sync a batch; returns the segment's bytes."""
+    journal = opened(folder)
+    for batch in batches:
+        for payload in batch:
+            journal.append(2, payload)
+        journal.sync()
+    journal.close()
+    return only_segment(folder).read_bytes()
+
+
+def only_segment(folder: Path) -> Path:
+    (segment,) = folder.glob("*.journal")
+    return segment
+
+
+class SmallDisk(LocalDisk):
+    """A disk of so many bytes; like a real one it may take part of a write without an error."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def open(self, path: Path) -> File:
+        return SmallFile(path, self)
+
+
+class SmallFile(LocalFile):
+    def __init__(self, path: Path, disk: SmallDisk) -> None:
+        super().__init__(path)
+        self.disk = disk
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> int:
+        joined = b"".join(bytes(buffer) for buffer in buffers)
+        fits = max(self.disk.room - offset, 0)
+        if not fits:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(offset, [joined[:fits]])
+
+    def allocate(self, size: int) -> None:
+        if size > self.disk.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().allocate(size)
+
+
+def test_what_was_synced_is_replayed_in_order(tmp_path: Path) -> None:
+    written(tmp_path, [b"a", b"b" * 100], [b"", b"c" * 64])
+    assert payloads(tmp_path) == [b"a", b"b" * 100, b"", b"c" * 64]
+
+
+def test_a_position_is_synced_only_after_the_sync(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    position = journal.append(1, b"x")
+    assert journal.synced < position
+    assert journal.sync() == journal.synced == position == 2 * ALIGNMENT
+
+
+def test_frames_after_a_restart_follow_the_old_ones(tmp_path: Path) -> None:
+    written(tmp_path, [b"old"])
+    written(tmp_path, [b"new"])
+    assert payloads(tmp_path) == [b"old", b"new"]
+
+
+def test_reserved_space_is_no_part_of_the_history(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    assert journal.reserve(100_000)
+    journal.append(1, b"x")
+    journal.sync()
+    assert only_segment(tmp_path).stat().st_size >= 100_000
+    assert payloads(tmp_path) == [b"x"]
+
+
+def test_any_prefix_of_the_bytes_replays_to_a_prefix_of_the_history(tmp_path: Path) -> None:
+    history = [b"first", b"second" * 20, b"", b"fourth"]
+    data = written(tmp_path, history)
+    segment = only_segment(tmp_path)
+    for length in range(len(data) + 1):
+        segment.write_bytes(data[:length])
+        found = payloads(tmp_path)
+        assert found == history[: len(found)]
+        assert segment.stat().st_size == sum(64 + -(-len(p) // 64) * 64 for p in found), "the torn tail was cut"
+
+
+def test_every_flipped_bit_before_the_last_sync_refuses_to_start_and_names_the_position(tmp_path: Path) -> None:
+    data = written(tmp_path, [b"first", b"second" * 3], [b"third"])
+    segment = only_segment(tmp_path)
+    for byte in range(4 * 64):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[byte] ^= 1 << bit
+            segment.write_bytes(damaged)
+            with pytest.raises(JournalError, match=rf"byte {byte // 128 * 128} "):
+                payloads(tmp_path)
+            assert segment.read_bytes() == damaged, "evidence is left as it is"
+
+
+def test_a_flipped_bit_in_what_was_written_last_is_never_replayed(tmp_path: Path) -> None:
+    data = written(tmp_path, [b"first"], [b"second"])
+    segment = only_segment(tmp_path)
+    for bit in range(128 * 8, len(data) * 8):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        segment.write_bytes(damaged)
+        try:
+            assert payloads(tmp_path) == [b"first"]
+        except JournalError:
+            assert bit // 8 - 128 in (4, 5), "a newer schema is not a torn tail"
+
+
+def test_frames_of_one_sync_that_reached_the_disk_out_of_order_are_a_torn_tail(tmp_path: Path) -> None:
+    data = bytearray(written(tmp_path, [b"durable"], [b"lost", b"kept"]))
+    data[128:256] = bytes(128)
+    only_segment(tmp_path).write_bytes(data)
+    assert payloads(tmp_path) == [b"durable"]
+
+
+def test_segments_rotate_and_replay_as_one(tmp_path: Path) -> None:
+    journal = opened(tmp_path, segment_bytes=1000)
+    history = [bytes([i]) * 200 for i in range(30)]
+    for payload in history:
+        journal.append(2, payload)
+        journal.sync()
+    journal.close()
+    assert len(list(tmp_path.glob("*.journal"))) > 5
+    assert payloads(tmp_path) == history
+
+
+def test_a_missing_segment_refuses_to_start(tmp_path: Path) -> None:
+    journal = opened(tmp_path, segment_bytes=500)
+    for i in range(9):
+        journal.append(2, bytes([i]) * 200)
+        journal.sync()
+    journal.close()
+    sorted(tmp_path.glob("*.journal"))[1].unlink()
+    with pytest.raises(JournalError, match="a file is missing"):
+        payloads(tmp_path)
+
+
+def test_a_torn_segment_that_is_not_the_last_refuses_to_start(tmp_path: Path) -> None:
+    journal = opened(tmp_path, segment_bytes=500)
+    for i in range(9):
+        journal.append(2, bytes([i]) * 200)
+        journal.sync()
+    journal.close()
+    first = sorted(tmp_path.glob("*.journal"))[0]
+    first.write_bytes(first.read_bytes()[:-10])
+    with pytest.raises(JournalError, match="damaged at byte"):
+        payloads(tmp_path)
+
+
+def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_path: Path) -> None:
+    disk = SmallDisk(room=400)
+    journal = opened(tmp_path, disk)
+    history = [bytes([i]) * 100 for i in range(4)]
+    positions = [journal.append(2, payload) for payload in history]
+    journal.sync()
+    assert journal.synced < positions[0] and journal.stalled is not None
+    disk.room = 10_000
+    journal.sync()
+    assert journal.synced == positions[-1] and journal.stalled is None
+    assert payloads(tmp_path) == history
+
+
+def test_a_kill_on_a_full_disk_leaves_no_torn_frame_to_replay(tmp_path: Path) -> None:
+    disk = SmallDisk(room=300)
+    journal = opened(tmp_path, disk)
+    journal.append(2, b"x" * 50)
+    journal.sync()
+    journal.append(2, b"y" * 500)
+    journal.sync()
+    assert payloads(tmp_path) == [b"x" * 50]
+
+
+def test_reserved_space_is_there_when_the_disk_is_full(tmp_path: Path) -> None:
+    disk = SmallDisk(room=4096)
+    journal = opened(tmp_path, disk)
+    assert journal.reserve(2000)
+    assert not journal.reserve(1 << 20)
+    disk.room = 2048
+    position = journal.append(2, b"z" * 1900)
+    assert journal.sync() == position
+
+
+def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    class Broken(SmallFile):
+        def sync(self) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    class BrokenDisk(SmallDisk):
+        def open(self, path: Path) -> File:
+            return Broken(path, self)
+
+    journal = opened(tmp_path, BrokenDisk(room=4096))
+    journal.append(2, b"x")
+    with pytest.raises(JournalError, match=r"\.journal: cannot sync"):
+        journal.sync()
+
+
+def test_frames_can_be_read_again_from_a_position(tmp_path: Path) -> None:
+    journal = opened(tmp_path, segment_bytes=500)
+    starts = []
+    for i in range(9):
+        starts.append(journal.position)
+        journal.append(2, bytes([i]) * 200)
+        journal.sync()
+    assert [frame.payload[0] for frame in journal.read(starts[4])] == [4, 5, 6, 7, 8]

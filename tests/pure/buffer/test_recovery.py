@@ -1,0 +1,152 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.errors import JournalError
+from service.handoff.ledger import violations
+from service.handoff.verbs import Receipt
+from service.handoff.wire import encode_mini_batch
+from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
+from tests.pure.buffer.world import World, config, step
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path, config(algorithm={"filter_zero_variance": True}))
+
+
+def eventful(world: World) -> None:
+    """A bit of everything: trained, filtered, refused, restarted, leased, half-finished groups."""
+    works = [world.generator.claimed() for _ in range(3)]
+    for work in works[:2]:
+        world.generator.finish(work)
+    world.train()
+    world.generator.finish(works[2], rewards=(1.0, 1.0))
+    works = [world.generator.claimed(PolicyVersion(1, 1)) for _ in range(4)]
+    for work in works[:2]:
+        world.generator.finish(work, PolicyVersion(1, 1))
+    of = TrajectoryId(works[2].ordinal, 0)
+    world.generator.send([step(of, works[2].prompt_uid, 0, PolicyVersion(1, 1))])
+    world.clock.now += 11
+    world.buffer.tick()
+    world.generator.claimed(PolicyVersion(1, 1))
+    world.batch()
+
+
+def test_a_replayed_journal_makes_the_same_ledger(world: World) -> None:
+    eventful(world)
+    before = world.buffer.digest()
+    status = world.buffer.status()
+    after = world.crash()
+    assert after.digest() == before
+    assert violations(after.ledger) == []
+    assert after.status().tokens == status.tokens
+    assert after.status().groups == status.groups
+    assert after.version == PolicyVersion(1, 1)
+
+
+def test_an_open_lease_is_given_again_bit_by_bit_after_a_crash(world: World) -> None:
+    eventful(world)
+    before = encode_mini_batch(world.batch())
+    world.crash()
+    assert encode_mini_batch(world.batch()) == before
+    assert world.train().groups == (3, 4)
+
+
+def test_an_acknowledged_step_is_known_after_a_crash_and_its_repetition_a_duplicate(world: World) -> None:
+    work = world.generator.claimed()
+    data = world.generator.message([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
+    world.buffer.submit(data)
+    world.crash()
+    answer = world.buffer.submit(data)
+    assert isinstance(answer, Receipt) and answer.duplicate and answer.position <= world.journal.synced
+
+
+def test_what_was_never_synced_is_gone_after_a_crash_and_accepted_when_sent_again(world: World) -> None:
+    work = world.generator.claimed()
+    world.journal.sync()
+    data = world.generator.message([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
+    receipt = world.buffer.submit(data)
+    assert isinstance(receipt, Receipt) and receipt.position > world.journal.synced
+    world.crash(synced=False)
+    assert world.buffer.status().accepted_tokens == 0
+    again = world.buffer.submit(data)
+    assert isinstance(again, Receipt) and not again.duplicate
+
+
+def test_the_prompts_go_on_where_they_were(world: World) -> None:
+    ordinals = [world.generator.claimed().ordinal for _ in range(2)]
+    world.crash()
+    ordinals += [world.generator.claimed().ordinal for _ in range(2)]
+    assert ordinals == [0, 1, 2, 3]
+
+
+def test_deadlines_start_anew_after_a_crash(world: World) -> None:
+    world.generator.claimed()
+    world.clock.now += 9
+    world.crash()
+    world.clock.now += 9
+    world.buffer.tick()
+    assert world.buffer.status().restarts == {}
+    world.clock.now += 2
+    world.buffer.tick()
+    assert world.buffer.status().restarts == {"silent": 2}
+
+
+def test_a_crash_between_completion_and_filter_filters_after_the_restart(tmp_path: Path) -> None:
+    world = World(tmp_path, config())
+    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    world.settings = config(algorithm={"filter_zero_variance": True})
+    world.crash()
+    assert world.buffer.status().ended == {"filtered/zero_variance": 1}
+
+
+def test_groups_given_out_again_after_going_back_come_from_the_journal(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    work = world.generator.claimed()
+    other = world.generator.claimed()
+    world.generator.send([step(TrajectoryId(0, 0), work.prompt_uid, 0)])
+    world.clock.now += 11
+    world.buffer.tick()
+    for _ in range(2):
+        world.generator.finish(world.generator.claimed(), turns=3)
+    first = world.train()
+    world.crash()
+    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=0)
+    world.crash()
+    again = world.train()
+    assert again.groups == first.groups == (0, other.ordinal)
+    assert (again.ranks[0][0].token_ids_N == first.ranks[0][0].token_ids_N).all()
+    assert np.isclose(again.advantage_G, first.advantage_G).all()
+
+
+def test_the_journal_of_another_run_is_refused(world: World) -> None:
+    world.journal.sync()
+    world.n_prompts = 7
+    with pytest.raises(JournalError, match="holds another run"):
+        world.opened()
+
+
+def test_a_run_of_many_crashes_trains_every_group_once(world: World) -> None:
+    trained: list[int] = []
+    for n in range(12):
+        version = PolicyVersion(1, n)
+        while len(trained) < 2 * (n + 1):
+            work = world.generator.claimed(version)
+            world.generator.finish(work, version)
+            world.crash()
+            if work.ordinal % 2:
+                trained += world.train().groups
+                world.crash()
+    assert trained == list(range(24))
+    assert world.closes()
+
+
+def test_the_end_of_a_trajectory_is_kept_over_a_crash(world: World) -> None:
+    work = world.generator.claimed()
+    of = TrajectoryId(work.ordinal, 0)
+    world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
+    world.crash()
+    world.generator.send([step(of, work.prompt_uid, 0)])
+    assert world.buffer.ledger.state.groups[0].trajectories[0].complete
