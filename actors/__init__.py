@@ -1,1 +1,18 @@
 """Thin Ray shells around `service`."""
+
+import os
+
+RAY_ENV = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Environment of a Ray that a run starts itself, and of everything under it."""
+
+if not os.environ.get("RAY_ADDRESS"):
+    # Ray reads its settings once, when it is imported, and no module of this package is imported without it.
+    for key, value in RAY_ENV.items():
+        os.environ.setdefault(key, value)

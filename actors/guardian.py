@@ -1,9 +1,9 @@
 """The guardian owns a run's processes: when the driver dies, however it dies, it ends all of them.
 
 Ray ends actors and workers when their driver dies, but its own agents can linger for over a minute, and an engine whose
-actor was killed can outlive it. Every process of a run inherits the run's mark in its environment; the guardian waits for
-the driver's death and then kills whatever carries the mark. It runs as a script of its own with the standard library only,
-in its own process session, so that a signal to the driver's group does not take it along.
+actor was killed can outlive it. Every process of a run inherits the run's mark in its environment; the guardian waits
+for the driver's death and then kills whatever carries the mark. It runs as a script of its own with the standard
+library only, in its own process session, so that a signal to the driver's group does not take it along.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEADLINE = 15.0
 
 
 def start_guardian(mark: str, remove: list[Path]) -> None:
-    """Start the guardian of this process; after its death, processes marked `mark` are ended and `remove` is deleted."""
+    """Start the guardian of this process: after its death, what carries `mark` is ended and `remove` is deleted."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *map(str, remove)]
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     # The first child exits at once, so that the guardian is nobody's child and a stop of the driver's tree misses it.

@@ -1,0 +1,167 @@
+"""The buffer's Ray shell: the five verbs with long polls, and an acknowledgement only after the disk has it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from service.clock import SystemClock
+from service.config import Config
+from service.handoff.batch import batch_of_rank
+from service.handoff.buffer import Buffer
+from service.handoff.journal import Journal
+from service.handoff.verbs import Assignment, Claim, Receipt, Wait
+from service.handoff.wire import encode_mini_batch
+from service.types import MiniBatch, PolicyVersion, Refusal
+
+Answer = TypeVar("Answer")
+
+TICK_SECONDS = 0.5
+
+
+class Leased(NamedTuple):
+    """A leased mini-batch on its way to the trainer."""
+
+    lease: int
+    facts: dict[str, float]
+    parts: tuple[bytes, ...]
+    """The encoded mini-batch of each rank."""
+
+
+class BufferActor:
+    """One per run; asyncio, because Ray may deliver calls late and out of order: nothing here relies on order."""
+
+    def __init__(self, config_json: str, vocab_size: int, prompt_uids: Sequence[str], journal_folder: str) -> None:
+        self._config = Config.model_validate_json(config_json)
+        self._clock = SystemClock()
+        self._journal = Journal(Path(journal_folder), self._clock)
+        self._buffer = Buffer(self._config, vocab_size, prompt_uids, self._journal, self._clock, self._config.run.seed)
+        self._changed = asyncio.Condition()
+        self._queued = asyncio.Event()
+        self._wakers: list[asyncio.Task[None]] = []
+        self._flushed = asyncio.Condition()
+        self._background = [asyncio.ensure_future(self._flush()), asyncio.ensure_future(self._tick())]
+        for task in self._background:
+            task.add_done_callback(self._wake_all)
+
+    def __repr__(self) -> str:
+        return "Buffer()"
+
+    async def join(self, role: Literal["generator", "trainer"], name: str, step: int | None = None) -> int:
+        """Start a new incarnation of a generator or trainer; the one before it can no longer write."""
+        epoch = self._buffer.join(role, name, step)
+        await self._settled()
+        return epoch
+
+    async def leave(self, generator: str, epoch: int, reason: str) -> None:
+        """A generator is gone: its open trajectories start anew elsewhere."""
+        self._buffer.leave(generator, epoch, reason)
+        await self._settled()
+
+    async def claim(self, claim: Claim, wait_seconds: float) -> Assignment | Wait | Refusal:
+        """Take one group of work; waits up to `wait_seconds` for a slot."""
+        return await self._poll(lambda: self._buffer.claim(claim), wait_seconds)
+
+    async def submit(self, data: bytes) -> Receipt | Refusal:
+        """Accept a step group; the receipt is given when the journal is on disk."""
+        answer = self._buffer.submit(data)
+        await self._settled()
+        return answer
+
+    async def lease(self, trainer_epoch: int, wait_seconds: float) -> Leased | Wait | Refusal:
+        """Take a mini-batch; waits up to `wait_seconds` for enough complete groups."""
+        answer = await self._poll(lambda: self._buffer.lease(trainer_epoch), wait_seconds)
+        if not isinstance(answer, MiniBatch):
+            return answer
+        parts = tuple(encode_mini_batch(batch_of_rank(answer, rank)) for rank in range(len(answer.ranks)))
+        return Leased(answer.lease, answer.facts, parts)
+
+    async def commit(self, trainer_epoch: int, lease: int, version: PolicyVersion) -> Refusal | None:
+        """The optimizer step of a lease was applied and made `version`."""
+        answer = self._buffer.commit(trainer_epoch, lease, version)
+        await self._settled()
+        return answer
+
+    async def release(self, trainer_epoch: int, lease: int, reason: str) -> Refusal | None:
+        """Give a lease back unused."""
+        answer = self._buffer.release(trainer_epoch, lease, reason)
+        await self._settled()
+        return answer
+
+    async def covered(self, step: int) -> None:
+        """A durable checkpoint covers the optimizer steps up to `step`."""
+        self._buffer.covered(step)
+        await self._settled()
+
+    async def drain(self, reason: str) -> None:
+        """Issue no more prompts."""
+        self._buffer.drain(reason)
+        await self._settled()
+
+    async def end(self) -> None:
+        """The run is over: what no optimizer step used expires."""
+        self._buffer.end()
+        await self._settled()
+
+    async def status(self) -> dict[str, Any]:
+        """The buffer's part of the run's status."""
+        return self._buffer.status().as_dict()
+
+    async def _poll(self, ask: Callable[[], Answer], wait_seconds: float) -> Answer:
+        """Ask again whenever the buffer changes, until the answer is not a Wait or the time is over."""
+        deadline = time.monotonic() + wait_seconds
+        answer = ask()
+        while isinstance(answer, Wait) and (left := deadline - time.monotonic()) > 0:
+            try:
+                async with self._changed:
+                    await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                break
+            answer = ask()
+        if not isinstance(answer, Wait):
+            await self._settled()
+        return answer
+
+    async def _settled(self) -> None:
+        """Wake the waiting polls, and return when everything journalled so far is on disk."""
+        async with self._changed:
+            self._changed.notify_all()
+        position = self._journal.position
+        self._queued.set()
+        async with self._flushed:
+            await self._flushed.wait_for(lambda: self._journal.synced >= position or self._broken())
+        for task in self._background:
+            if task.done():
+                task.result()
+
+    def _broken(self) -> bool:
+        return any(task.done() for task in self._background)
+
+    def _wake_all(self, _: asyncio.Task[None]) -> None:
+        """A background task failed: whoever waits for the journal learns why."""
+        self._wakers.append(asyncio.ensure_future(self._notify()))
+
+    async def _notify(self) -> None:
+        async with self._flushed:
+            self._flushed.notify_all()
+
+    async def _flush(self) -> None:
+        """Group commit: one sync for everything queued since the last one."""
+        while True:
+            await self._queued.wait()
+            self._queued.clear()
+            await asyncio.to_thread(self._journal.sync)
+            async with self._flushed:
+                self._flushed.notify_all()
+            await asyncio.sleep(self._config.buffer.sync_interval)
+
+    async def _tick(self) -> None:
+        """Let deadlines pass."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._buffer.tick()
+            async with self._changed:
+                self._changed.notify_all()
