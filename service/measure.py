@@ -12,7 +12,7 @@ import psutil
 from service.config import Config
 from service.metrics import Metrics, long_batch_tokens
 from service.metrics_table import TABLE
-from service.types import Int32s, Int64s, MiniBatch, Step, TrajectoryEnd
+from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Step, TrajectoryEnd
 
 if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
@@ -32,6 +32,8 @@ def measure_run(metrics: Metrics, config: Config, version: str) -> None:
     metrics.set("baton_staleness_budget_versions", config.buffer.max_staleness)
     metrics.set("baton_stall_deadline_seconds", config.run.stall_deadline)
     metrics.set("baton_generators_expected", config.generator.engines)
+    metrics.count("baton_aborted_steps_total", 0)
+    metrics.count("baton_weight_sync_failures_total", 0)
 
 
 def measure_state(metrics: Metrics, state: str) -> None:
@@ -82,10 +84,13 @@ def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> No
         metrics.forget(name)
         for key, count in counts.items():
             metrics.set(name, count, **{label: key})
-    for reason, count in status.refused.items():
-        metrics.count_to("baton_refused_steps_total", count, reason=reason)
-    for reason, count in status.restarts.items():
-        metrics.count_to("baton_restarted_trajectories_total", count, reason=reason)
+    # From zero on, also for what has not happened yet: Prometheus sees no increase in a counter that begins at one.
+    for reason in RefusalReason:
+        metrics.count_to("baton_refused_steps_total", 0, reason=reason)
+    for refused, count in status.refused.items():
+        metrics.count_to("baton_refused_steps_total", count, reason=refused)
+    for restarted, count in status.restarts.items():
+        metrics.count_to("baton_restarted_trajectories_total", count, reason=restarted)
     metrics.count_to("baton_accepted_tokens_total", status.accepted_tokens)
     metrics.set("baton_buffer_reserved_bytes", status.reserved_bytes)
     metrics.set("baton_buffer_limit_bytes", config.buffer.max_bytes)

@@ -88,6 +88,18 @@ TABLE: tuple[Metric, ...] = (
         key="async/staleness_mean",
     ),
     Metric("baton_staleness_budget_versions", "gauge", "Staleness after which a token carries no loss."),
+    Metric(
+        "baton_batch_sampled_tokens_total",
+        "counter",
+        "Tokens of trained mini-batches that a policy sampled.",
+        key="tokens/sampled",
+    ),
+    Metric(
+        "baton_batch_stale_tokens_total",
+        "counter",
+        "Tokens of trained mini-batches that were too old to carry loss.",
+        key="tokens/stale",
+    ),
     Metric("baton_buffer_groups", "gauge", "Groups that are open or done, by state.", labels=("state",)),
     Metric("baton_buffer_reserved_bytes", "gauge", "Bytes that admitted groups may need at worst."),
     Metric("baton_buffer_limit_bytes", "gauge", "Bytes that admission may reserve."),
@@ -111,7 +123,7 @@ TABLE: tuple[Metric, ...] = (
     # Trainer
     Metric("baton_policy_version", "gauge", "Optimizer steps of the newest policy.", key="trainer/global_step"),
     Metric("baton_optimizer_steps_total", "counter", "Optimizer steps since the run started."),
-    Metric("baton_aborted_steps_total", "counter", "Optimizer steps that were not applied.", labels=("reason",)),
+    Metric("baton_aborted_steps_total", "counter", "Optimizer steps that were not applied."),
     Metric("baton_last_optimizer_step_timestamp_seconds", "gauge", "Unix time of the last optimizer step."),
     Metric("baton_stall_deadline_seconds", "gauge", "Seconds without an optimizer step that end the run."),
     Metric(

@@ -1,0 +1,89 @@
+"""The alert rules: each is tested, documented, and built on metrics that exist."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.metrics_table import TABLE
+
+FOLDER = Path("deploy/prometheus")
+RULES = [
+    rule for group in yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"] for rule in group["rules"]
+]  # fmt: skip
+ALERTS = [rule for rule in RULES if "alert" in rule]
+UNIT_TESTS = yaml.safe_load((FOLDER / "rules_test.yaml").read_text())["tests"]
+
+ISSUED_BY_PROMETHEUS = {"up"}
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+@needs_promtool
+def test_the_rules_are_valid() -> None:
+    done = promtool("check", "rules", FOLDER / "rules.yaml")
+    assert done.returncode == 0, done.stderr
+
+
+@needs_promtool
+def test_every_alert_fires_stays_quiet_and_bears_missing_data_as_its_unit_tests_say() -> None:
+    done = promtool("test", "rules", FOLDER / "rules_test.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_a_rule_that_were_wrong_would_fail_its_unit_tests(tmp_path: Path) -> None:
+    rules = yaml.safe_load((FOLDER / "rules.yaml").read_text())
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            if "alert" in rule:
+                rule["expr"] = "vector(1)" if rule["alert"] != "BatonWatchdog" else "vector(1) > 1"
+                rule.pop("for", None)
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    shutil.copy(FOLDER / "rules_test.yaml", tmp_path)
+    done = promtool("test", "rules", tmp_path / "rules_test.yaml")
+    failed = set(re.findall(r'alertname=\\"(\w+)\\"', done.stdout + done.stderr))
+    assert failed == {rule["alert"] for rule in ALERTS}
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_every_alert_has_three_unit_tests(rule: dict[str, Any]) -> None:
+    series = {test["name"]: len(test["input_series"]) for test in UNIT_TESTS}
+    names = [name for name in series if name.startswith(rule["alert"] + " ")]
+    assert len(names) >= 3
+    assert any(" fires: " in name for name in names)
+    assert min(series[name] for name in names) < max(series[name] for name in names), "none lacks data"
+    if rule["alert"] != "BatonWatchdog":
+        assert any(" is quiet: " in name for name in names)
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_every_alert_says_how_bad_it_is_and_where_to_look(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in ("critical", "warning", "info", "none")
+    assert set(rule["annotations"]) == {"summary", "description", "dashboard", "runbook"}
+    page, anchor = rule["annotations"]["runbook"].split("#")
+    headings = re.findall(r"^## (\w+)$", Path(page).read_text(), re.MULTILINE)
+    assert anchor in [heading.lower() for heading in headings]
+
+
+def test_every_runbook_section_belongs_to_an_alert() -> None:
+    headings = re.findall(r"^## (\w+)$", Path("docs/runbooks.md").read_text(), re.MULTILINE)
+    assert headings == [rule["alert"] for rule in sorted(ALERTS, key=lambda rule: headings.index(rule["alert"]))]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("alert") or rule["record"])
+def test_every_rule_is_built_on_metrics_that_exist(rule: dict[str, Any]) -> None:
+    known = {metric.name for metric in TABLE} | {rule["record"] for rule in RULES if "record" in rule}
+    for metric in TABLE:
+        if metric.kind == "histogram":
+            known |= {f"{metric.name}_{part}" for part in ("bucket", "count", "sum")}
+    used = set(re.findall(r"\b(?:instance:)?baton_\w+(?::\w+)?", rule["expr"]))
+    assert used <= known | ISSUED_BY_PROMETHEUS

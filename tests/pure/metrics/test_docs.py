@@ -1,0 +1,31 @@
+"""The pages that are made from the code are current."""
+
+from pathlib import Path
+
+from service.config.load import key_paths, section_of
+from service.config.tree import Config
+from service.docs import configuration_page, metrics_page
+from service.metrics_table import TABLE
+
+
+def test_the_metrics_page_is_current() -> None:
+    assert Path("docs/metrics.md").read_text() == metrics_page(), "run python -m service.docs"
+
+
+def test_every_metric_and_every_setting_is_on_its_page() -> None:
+    metrics, configuration = metrics_page(), configuration_page()
+    for metric in TABLE:
+        assert f"| `{metric.name}` | {metric.kind} |" in metrics
+    for path in key_paths():
+        text = f"## `{'.'.join(path)}`" if _is_section(path) else f"| `{path[-1]}` |"
+        assert text in configuration, path
+
+
+def _is_section(path: tuple[str, ...]) -> bool:
+    model = Config
+    for key in path:
+        section = section_of(model.model_fields[key].annotation)
+        if section is None:
+            return False
+        model = section  # type: ignore[assignment]
+    return True
