@@ -89,6 +89,8 @@ class VllmEngine:
 
     def __init__(self, config: Config, model_folder: Path) -> None:
         self.serving = PolicyVersion(0, 0)
+        self.running = 0
+        """Turns under way, waiting ones included."""
         self.counts: Counter[str] = Counter()
         self._config = config
         self._model_folder = Path(model_folder)
@@ -100,10 +102,19 @@ class VllmEngine:
         self._salt: str | None = None
 
     async def start(self, version: PolicyVersion) -> None:
-        """Load the model and generate once, so that the first real request finds everything warm."""
+        """Load the model and generate once, so that the first real request finds everything warm.
+
+        Raises:
+            UserError: model and KV cache do not fit into the memory that is free.
+            RunFailed: vLLM did not start.
+        """
         os.environ[OWNER_PID] = str(os.getpid())
         self._elements = policy_elements(self._model_folder)
-        llm = await asyncio.to_thread(_build, engine_arguments(self._config, self._model_folder))
+        arguments = engine_arguments(self._config, self._model_folder)
+        try:
+            llm = await asyncio.to_thread(_build, arguments)
+        except RuntimeError as error:
+            raise RunFailed(f"vLLM did not start on {self._model_folder}; its log says why: {error}") from error
         self._llm = llm
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
@@ -116,7 +127,11 @@ class VllmEngine:
         if self._salt is not None:
             prompt["cache_salt"] = self._salt
         outputs = self._running().generate(prompt, self._sampling_params(sampling), request_id)
-        output = [output async for output in outputs][-1]
+        self.running += 1
+        try:
+            output = [output async for output in outputs][-1]
+        finally:
+            self.running -= 1
         completion = output.outputs[0]
         token_ids = np.asarray(completion.token_ids, np.int32)
         self.counts["requests"] += 1

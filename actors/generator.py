@@ -10,81 +10,58 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray.exceptions
 import xxhash
 
 from actors.engine import VllmEngine
 from actors.outbox import Outbox, Unreachable
+from actors.reporting import Reporter
 from actors.weights_file import WeightBytes
+from actors.work import IdleTime, WorkSource
 from service.config import Config
 from service.errors import RunFailed, Starved
-from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
-from service.rollout.agent import AgentLimits, run_trajectory
+from service.handoff.verbs import Assignment
+from service.measure import measure_ended, measure_played
+from service.metrics import Boundaries, Metrics
+from service.rollout.agent import AgentLimits, StopReason, run_trajectory
 from service.rollout.chat import Chat
 from service.rollout.dataset import load_tasks
 from service.rollout.environment import Task
 from service.rollout.environments import environment
 from service.rollout.tokenizer import load_tokenizer
-from service.types import PolicyVersion, Refusal, Step, TrajectoryEnd, TrajectoryId
+from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 2.0
-"""Length of one long poll for work."""
-RETRY_SECONDS = 0.2
-"""Pause before an unreachable buffer is asked for work again."""
 HEALTH_SECONDS = 5.0
 """Seconds between two looks at the engine."""
 EXIT_SECONDS = 1.0
 """Seconds that a failure has to reach the callers before this process ends."""
+ENVIRONMENT_FAILURES = frozenset(reason for reason in StopReason if reason.startswith("environment_"))
 EVALUATION = -1
 """Ordinal of trajectories that the buffer never sees."""
 
 
-class IdleTime:
-    """How long nothing was there to generate."""
+class Joined(NamedTuple):
+    """What an incarnation has once the buffer knows it."""
 
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._since: float | None = None
-        self._seconds = 0.0
-
-    def begin(self) -> None:
-        """Start measuring; there is nothing to do yet."""
-        self._began = self._since = time.monotonic()
-
-    def busy(self) -> None:
-        """There is something to generate."""
-        if self._since is not None:
-            self._seconds += time.monotonic() - self._since
-            self._since = None
-
-    def idle(self) -> None:
-        """There is nothing to generate any more."""
-        self._since = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds without work so far."""
-        return self._seconds + (time.monotonic() - self._since if self._since is not None else 0.0)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since `begin`."""
-        return time.monotonic() - self._began if self._began is not None else 0.0
+    epoch: int
+    work: WorkSource
+    outbox: Outbox
 
 
 class Generator:
     """Generates for one buffer until that has nothing more to give; it becomes a Ray actor at the door."""
 
-    def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any) -> None:
+    def __init__(
+        self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any | None = None
+    ) -> None:
         self._name = name
         self._config = Config.model_validate_json(config_json)
         self._buffer = buffer
@@ -96,16 +73,18 @@ class Generator:
         self._groups = 0
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
-        self._newer = asyncio.Event()
-        """Set when the engine serves a newer version than the one that the last claim names."""
-        self._outbox: Outbox | None = None
-        self._epoch = 0
-        self._waiting: Wait | None = None
+        self._joined: Joined | None = None
         self._idle = IdleTime()
         self._work: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._paused_seconds = 0.0
+        self._reporter = Reporter("generator", name, self._config, hub, self._measure_now) if hub is not None else None
+        self._metrics = (
+            self._reporter.metrics
+            if self._reporter is not None
+            else Metrics("generator", name, Boundaries.of(self._config))
+        )
 
     def __repr__(self) -> str:
         return f"Generator({self._name})"
@@ -118,14 +97,19 @@ class Generator:
                 await self._engine.start(PolicyVersion(0, 0))
         except TimeoutError as error:
             raise self._failed(Starved(f"{self._name}: the engine did not start within {deadline:.0f} s")) from error
-        self._epoch = await self._ask(self._buffer.join, "generator", self._name)
-        self._outbox = Outbox(
-            self._name,
-            self._epoch,
-            submit=lambda data: self._ask(self._buffer.submit, data),
-            deadline=self._config.run.stall_deadline,
-            on_closed=self._close,
-            on_refused=self._cancel,
+        self._joined = await self._join()
+        if self._reporter is not None:
+            self._reporter.start()
+
+    async def _join(self) -> Joined:
+        epoch = await self._ask(self._buffer.join, "generator", self._name)
+        deadline = self._config.run.stall_deadline
+        return Joined(
+            epoch,
+            WorkSource(
+                self._name, epoch, partial(self._ask, self._buffer.claim), lambda: self._engine.serving, deadline
+            ),
+            Outbox(self._name, epoch, partial(self._ask, self._buffer.submit), deadline, self._close, self._cancel),
         )
 
     async def run(self) -> None:
@@ -135,9 +119,9 @@ class Generator:
             RunFailed: the engine died, or another incarnation took this generator's place.
             Starved: the buffer did not answer within its deadline.
         """
-        if self._outbox is None:
+        if self._joined is None:
             raise RuntimeError("run() before start()")
-        self._work = asyncio.ensure_future(self._claim_and_play(self._outbox))
+        self._work = asyncio.ensure_future(self._claim_and_play(self._joined.work, self._joined.outbox))
         try:
             await self._work
         except asyncio.CancelledError:
@@ -146,70 +130,35 @@ class Generator:
         except BaseExceptionGroup as group:
             raise self._failed(_first(group)) from group
 
-    async def _claim_and_play(self, outbox: Outbox) -> None:
+    async def _claim_and_play(self, work: WorkSource, outbox: Outbox) -> None:
         self._idle.begin()
         async with asyncio.TaskGroup() as helpers:
             background = [helpers.create_task(outbox.run()), helpers.create_task(self._watch_engine())]
             async with asyncio.TaskGroup() as groups:
-                open_group = partial(self._open, groups, outbox)
-                while (assignment := await self._claim(open_group)) is not None:
-                    open_group(assignment)
+                await self._until_room()
+                while (assignment := await work.next()) is not None:
+                    self._groups += 1
+                    self._counts["groups"] += 1
+                    self._measure_wait(self._idle.busy(), work.waited_for)
+                    groups.create_task(self._play_group(outbox, assignment, self._task_of(assignment)))
+                    await self._until_room()
             await outbox.flush()
             for task in background:
                 task.cancel()
 
-    async def _claim(self, open_group: Callable[[Assignment], None]) -> Assignment | None:
-        """The next group to play, as soon as there is room for it; None when no more will come."""
-        seconds = 0.0
-        while True:
-            while self._groups >= self._max_groups:
-                self._room.clear()
-                await self._room.wait()
-            answer = await self._poll(open_group, seconds)
-            if isinstance(answer, Assignment):
-                self._waiting = None
-                return answer
-            if isinstance(answer, Refusal):
-                raise RunFailed(f"the buffer refused work to {self._name}: {answer}")
-            # The first answer comes at once and gives the reason; only then is waiting worth a long poll.
-            seconds = POLL_SECONDS
-            if answer is not None:
-                self._waiting = answer
-                if answer.reason == WaitReason.DRAINED:
-                    return None
+    async def _until_room(self) -> None:
+        while self._groups >= self._max_groups:
+            self._room.clear()
+            await self._room.wait()
 
-    async def _poll(
-        self, open_group: Callable[[Assignment], None], seconds: float
-    ) -> Assignment | Wait | Refusal | None:
-        """Ask for work; None when nobody answered, or a newer version makes another claim worth while."""
-        self._newer.clear()
-        claim = Claim(self._name, self._epoch, self._engine.serving)
-        poll = asyncio.ensure_future(self._ask(self._buffer.claim, claim, seconds))
-        newer = asyncio.ensure_future(self._newer.wait())
-        await asyncio.wait([poll, newer], return_when=asyncio.FIRST_COMPLETED)
-        newer.cancel()
-        if not poll.done():
-            # It is left to end by itself: a group that it still brings is as good as any other.
-            poll.add_done_callback(partial(_take_late, open_group))
-            return None
-        try:
-            answer: Assignment | Wait | Refusal = poll.result()
-        except Unreachable:
-            self._counts["buffer_unreachable"] += 1
-            await asyncio.sleep(RETRY_SECONDS)
-            return None
-        return answer
-
-    def _open(self, groups: asyncio.TaskGroup, outbox: Outbox, assignment: Assignment) -> None:
+    def _task_of(self, assignment: Assignment) -> Task:
         task = self._tasks[assignment.row]
         if task.uid != assignment.prompt_uid:
             raise RunFailed(
                 f"row {assignment.row} of the dataset is {task.uid}, but the buffer means {assignment.prompt_uid}: "
                 "the dataset changed under the run"
             )
-        self._groups += 1
-        self._counts["groups"] += 1
-        groups.create_task(self._play_group(outbox, assignment, task))
+        return task
 
     async def _play_group(self, outbox: Outbox, assignment: Assignment, task: Task) -> None:
         try:
@@ -217,23 +166,23 @@ class Generator:
                 for sample, attempt in zip(assignment.samples, assignment.attempts, strict=True):
                     trajectory = TrajectoryId(assignment.ordinal, sample, attempt)
                     self._cancel_older(trajectory)
-                    self._idle.busy()
-                    self._playing[trajectory] = samples.create_task(self._play(outbox, trajectory, task))
+                    playing = samples.create_task(self._play(outbox, trajectory, task))
+                    # Not at the end of `_play`: a task that is cancelled early never gets there.
+                    playing.add_done_callback(partial(self._ended, trajectory))
+                    self._playing[trajectory] = playing
         finally:
             self._groups -= 1
             self._room.set()
+            if self._groups == 0:
+                self._idle.idle()
 
     async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task) -> None:
-        try:
-            async for item in self._episode(trajectory, task):
-                if isinstance(item, TrajectoryEnd):
-                    self._counts["trajectories"] += 1
-                    self._counts[f"end_{item.stop_reason}"] += 1
-                outbox.put(item)
-        finally:
-            self._playing.pop(trajectory, None)
-            if not self._playing:
-                self._idle.idle()
+        async for item in self._episode(trajectory, task):
+            self._measure(item, task.env_class or self._config.env.name)
+            outbox.put(item)
+
+    def _ended(self, trajectory: TrajectoryId, _: asyncio.Task[None]) -> None:
+        del self._playing[trajectory]
 
     def _episode(self, trajectory: TrajectoryId, task: Task) -> AsyncIterator[Step | TrajectoryEnd]:
         return run_trajectory(
@@ -270,10 +219,13 @@ class Generator:
         try:
             update = await self._engine.update_weights(PolicyVersion.unpack(version), data, checksum)
         except RunFailed as error:
+            self._metrics.count("baton_weight_sync_failures_total")
             raise self._failed(error) from error.__cause__
-        self._newer.set()
+        if self._joined is not None:
+            self._joined.work.look_again()
         self._counts["updates"] += 1
         self._paused_seconds += update.pause_seconds
+        self._metrics.observe("baton_weight_sync_pause_seconds", update.pause_seconds)
         return update._asdict()
 
     async def evaluate(self, rows: Sequence[int], n: int) -> list[float]:
@@ -289,24 +241,25 @@ class Generator:
 
     async def status(self) -> dict[str, Any]:
         """What the generator does right now and has done so far."""
-        outbox = self._outbox
+        joined = self._joined
+        waiting = joined.work.waiting if joined is not None else None
         elapsed = self._idle.elapsed
         engine = self._engine.counts
         return {
             "name": self._name,
-            "epoch": self._epoch,
+            "epoch": joined.epoch if joined is not None else 0,
             "policy_version": str(self._engine.serving),
             "groups": self._groups,
             "trajectories": len(self._playing),
             "elapsed_seconds": elapsed,
             "wait_seconds": self._idle.seconds,
-            "waiting": self._waiting._asdict() if self._waiting is not None else None,
+            "waiting": f"{waiting.reason}: {waiting.detail}" if waiting is not None else None,
             "paused_seconds": self._paused_seconds,
             "tokens_per_second": engine["generated_tokens"] / elapsed if elapsed else 0.0,
             "counts": dict(self._counts),
             "engine": dict(engine),
-            "outbox": dict(outbox.counts) if outbox is not None else {},
-            "refusals": dict(outbox.refusals) if outbox is not None else {},
+            "outbox": dict(joined.outbox.counts) if joined is not None else {},
+            "refusals": dict(joined.outbox.refusals) if joined is not None else {},
         }
 
     async def stop(self) -> None:
@@ -315,7 +268,30 @@ class Generator:
         if self._work is not None:
             self._work.cancel()
             await asyncio.wait([self._work])
+        if self._reporter is not None:
+            self._reporter.stop()
         await asyncio.to_thread(self._engine.stop)
+
+    def _measure(self, item: Step | TrajectoryEnd, env: str) -> None:
+        if isinstance(item, Step):
+            measure_played(self._metrics, item)
+            return
+        measure_ended(self._metrics, item)
+        self._counts["trajectories"] += 1
+        self._counts[f"end_{item.stop_reason}"] += 1
+        if item.stop_reason in ENVIRONMENT_FAILURES:
+            self._metrics.count("baton_environment_errors_total", env=env)
+
+    def _measure_wait(self, seconds: float | None, reason: str) -> None:
+        if seconds is not None:
+            self._metrics.observe("baton_generator_wait_seconds", seconds, reason=reason)
+
+    def _measure_now(self, metrics: Metrics) -> None:
+        metrics.set("baton_generator_running_requests", self._engine.running)
+        metrics.set("baton_generator_policy_version", self._engine.serving.step)
+
+    def _serving(self) -> PolicyVersion:
+        return self._engine.serving
 
     async def _watch_engine(self) -> None:
         while True:
@@ -338,11 +314,6 @@ class Generator:
         log.error("%s failed: %s", self._name, error)
         asyncio.get_running_loop().call_later(EXIT_SECONDS, os._exit, 1)
         return error
-
-
-def _take_late(open_group: Callable[[Assignment], None], poll: asyncio.Future[Any]) -> None:
-    if not poll.cancelled() and poll.exception() is None and isinstance(poll.result(), Assignment):
-        open_group(poll.result())
 
 
 def _episode_seed(seed: int, ordinal: int) -> int:

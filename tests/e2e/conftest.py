@@ -5,13 +5,15 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-import ray
+
+from actors import RAY_ENV
 
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray  # reads its settings from the environment when it is imported, so `actors` has to come first
+
+    assert RAY_ENV.keys() <= os.environ.keys()
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         ray.init(
             address="local",
