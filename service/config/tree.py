@@ -96,6 +96,8 @@ class EnvConfig(Section):
     """Seconds that one call of the environment may take."""
     options: dict[str, str | int | float | bool] = {}
     """Passed to the environment's constructor."""
+    max_observation_characters: Positive = 1 << 20
+    """Characters of one observation; an environment that says more loses its trajectory."""
 
 
 class GeneratorConfig(Section):
@@ -120,6 +122,11 @@ class GeneratorConfig(Section):
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     """Stop strings; an end-of-sequence token is appended, with mask 0, where one of them ended the turn."""
+    conversation: Literal["append", "rerender", "inline"] = "append"
+    """How a turn follows another: as messages after an unchanged history, by rendering the whole conversation anew
+    (rows fork where the template rewrites it), or as bare text inside one message of the assistant."""
+    chat_template_options: dict[str, str | int | float | bool] = {}
+    """Passed to the chat template, such as `enable_thinking: false`."""
     kv_cache_bytes: Positive | None = None
     """Bytes of KV cache of one engine; None lets a GPU engine use `gpu_memory_utilization`."""
     gpu_memory_utilization: Share = 0.85

@@ -14,7 +14,8 @@ so the next prompt is exactly prompt + response + delta, and the history is neit
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -32,14 +33,18 @@ CACHED_CHARACTERS = 4096
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
 Key = tuple[tuple[str, str], ...]
-Encode = Callable[[Sequence[Message]], Int32s]
+Tool = Mapping[str, Any]
+"""The JSON schema of a tool, as templates expect it."""
 
 
 class Chat:
     """A tokenizer and its chat template, for one model."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, str | int | float | bool] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._template_options = dict(template_options or {})
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -50,13 +55,15 @@ class Chat:
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
         """All tokens at which the engine should stop."""
 
-    def prompt(self, messages: Sequence[Message]) -> Int32s:
-        """The token ids of a first prompt, with the generation prompt at its end."""
-        return self._cached(self._prompts, messages, self._encode_prompt)
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
+        """The token ids of a whole prompt, with the generation prompt at its end."""
+        if tools:
+            return self.encode(self._render(messages, tools))
+        return _cached(self._prompts, messages, lambda: self.encode(self._render(messages)))
 
     def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
         """The token ids that follow a response whose last token is `last_id`."""
-        delta = self._cached(self._deltas, messages, self._encode_delta)
+        delta = _cached(self._deltas, messages, lambda: self.encode(self._after_mark(messages)))
         return delta[1:] if len(delta) and delta[0] == last_id else delta
 
     def text(self, response_ids: Int32s) -> str:
@@ -67,26 +74,6 @@ class Chat:
         """The token ids of `text`, in which the template's special tokens count as such."""
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
-    def _cached(self, cache: OrderedDict[Key, Int32s], messages: Sequence[Message], make: Encode) -> Int32s:
-        key = tuple((message["role"], message["content"]) for message in messages)
-        found = cache.get(key)
-        if found is not None:
-            cache.move_to_end(key)
-            return found
-        made = make(messages)
-        made.setflags(write=False)
-        if sum(len(content) for _, content in key) <= CACHED_CHARACTERS:
-            cache[key] = made
-            if len(cache) > CACHED_MESSAGES:
-                cache.popitem(last=False)
-        return made
-
-    def _encode_prompt(self, messages: Sequence[Message]) -> Int32s:
-        return self.encode(self._render(messages))
-
-    def _encode_delta(self, messages: Sequence[Message]) -> Int32s:
-        return self.encode(self._after_mark(messages))
-
     def _after_mark(self, messages: Sequence[Message]) -> str:
         text = self._render([*ASKED, *messages])
         _, found, after = text.partition(MARK)
@@ -94,8 +81,16 @@ class Chat:
             raise UserError("the chat template leaves out an assistant's message; use another template")
         return after
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return str(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._template_options,
+            )
+        )
 
     def _find_end(self) -> int:
         """The special token with which the template closes an assistant's message, or else the tokenizer's own end."""
@@ -104,3 +99,18 @@ class Chat:
         if len(following) and int(following[0]) in special:
             return int(following[0])
         return int(self._tokenizer.eos_token_id)
+
+
+def _cached(cache: OrderedDict[Key, Int32s], messages: Sequence[Message], make: Callable[[], Int32s]) -> Int32s:
+    key = tuple((message["role"], message["content"]) for message in messages)
+    found = cache.get(key)
+    if found is not None:
+        cache.move_to_end(key)
+        return found
+    made = make()
+    made.setflags(write=False)
+    if sum(len(content) for _, content in key) <= CACHED_CHARACTERS:
+        cache[key] = made
+        if len(cache) > CACHED_MESSAGES:
+            cache.popitem(last=False)
+    return made

@@ -4,7 +4,8 @@
      "reward_spec": {"method": "rule", "ground_truth": "42"}, "extra_info": {"index": 7}, "data_source": "openai/gsm8k"}
 
 `prompt` is required (a plain text is one user message). verl's `reward_model` is read as `reward_spec`. `uid` names the
-row in logs and journals; without it the row's number does. Columns of any other name join `extra_info`.
+row in logs and journals; without it the row's number does. `tools` (JSON schemas) go into the chat template, and
+`temperature` replaces the configured one. Columns of any other name join `extra_info`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 from service.errors import UserError
 from service.rollout.environment import Message, Task
 
-COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model", "extra_info"})
+COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model", "extra_info", "tools", "temperature"})
 
 
 def load_tasks(path: Path) -> list[Task]:
@@ -85,6 +86,8 @@ def _task(row: Any, number: int, path: Path) -> Task:
         env_class=_text(row, "env_class", number, path),
         reward_spec=reward_spec,
         extra_info=others | _mapping(row, "extra_info", number, path),
+        tools=_tools(row.get("tools"), number, path),
+        temperature=_temperature(row.get("temperature"), number, path),
     )
 
 
@@ -111,6 +114,19 @@ def _mapping(row: Mapping[str, Any], column: str, number: int, path: Path) -> di
     if value is not None and not isinstance(value, Mapping):
         raise _bad(path, number, column, f"give an object, not {value!r:.80}")
     return dict(value or {})
+
+
+def _tools(value: Any, number: int, path: Path) -> tuple[Mapping[str, Any], ...]:
+    tools = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise _bad(path, number, "tools", f"give a list of JSON schemas, not {value!r:.80}")
+    return tuple(tools or ())
+
+
+def _temperature(value: Any, number: int, path: Path) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 100):
+        raise _bad(path, number, "temperature", f"give a number above 0, not {value!r:.80}")
+    return None if value is None else float(value)
 
 
 def _text(row: Mapping[str, Any], column: str, number: int, path: Path) -> str:

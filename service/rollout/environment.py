@@ -31,6 +31,10 @@ class Task:
     """How the answer is judged, such as `{"method": "rule", "ground_truth": "42"}`."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else the environment needs; every further column of the row is here too."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools that the chat template tells the policy about."""
+    temperature: float | None = None
+    """The prompt's own sampling temperature; None: the configured one."""
 
 
 class StepResult(NamedTuple):
@@ -41,7 +45,13 @@ class StepResult(NamedTuple):
     reward: float
     done: bool
     info: Mapping[str, float] = {}
-    """Facts to be measured per trajectory, such as `{"searches": 1}`."""
+    """Facts to be measured per trajectory, such as `{"searches": 1}`; they are summed over its steps."""
+    history: Sequence[Message] | None = None
+    """The whole conversation as the policy reads it from now on, where the environment rewrites it; None: it grows."""
+
+
+class OversizedOutput(Exception):
+    """The environment said more than may be read; counted as such instead of as an error."""
 
 
 class Environment(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.rollout.agent import AgentLimits, run_trajectory
+from service.rollout.agent import AgentLimits, Observed, run_trajectory
 from service.rollout.chat import Chat
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Environment, Message, StepResult, Task
@@ -33,9 +33,11 @@ class ScriptedEngine:
         self.chat = chat
         self.script = script
         self.prompts: list[list[int]] = []
+        self.samplings: list[Sampling] = []
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
         self.prompts.append(prompt_ids.tolist())
+        self.samplings.append(sampling)
         said = self.script(self.chat.text(prompt_ids).split())
         if isinstance(said, Generation):
             return said
@@ -98,10 +100,12 @@ async def play(
     engine: ScriptedEngine,
     environment: Environment,
     task: Task = QUESTION,
+    observe: Callable[[Observed], None] | None = None,
     **changed: object,
 ) -> tuple[list[Step], TrajectoryEnd]:
     """One whole trajectory: its steps and its end."""
-    items = run_trajectory(TrajectoryId(3, 1), task, environment, engine, chat, limits(chat, **changed), seed=0)
+    allowed = limits(chat, **changed)
+    items = run_trajectory(TrajectoryId(3, 1), task, environment, engine, chat, allowed, seed=0, observe=observe)
     played = [item async for item in items]
     *steps, end = played
     if not isinstance(end, TrajectoryEnd) or not all(isinstance(step, Step) for step in steps):

@@ -1,0 +1,119 @@
+"""Asking the engine and the environment, within their deadlines; what goes wrong there costs one trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from numbers import Real
+from typing import TypeVar
+
+from jinja2 import TemplateError
+
+from service.rollout.engine import Engine, Generation
+from service.rollout.environment import Environment, Message, OversizedOutput, StepResult
+from service.rollout.limits import AgentLimits, StopReason
+from service.types import Int32s, TrajectoryId
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class TrajectoryFailed(Exception):
+    """The trajectory is lost; nothing else is."""
+
+    def __init__(self, reason: StopReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+async def generate(engine: Engine, prompt_ids: Int32s, limits: AgentLimits, request_id: str) -> Generation:
+    """One turn of the policy; an engine that breaks is no trajectory's fault and raises what it raises.
+
+    Raises:
+        TrajectoryFailed: the turn was aborted, or took too long.
+    """
+    try:
+        async with asyncio.timeout(limits.request_deadline) as scope:
+            generation = await engine.generate(prompt_ids, limits.sampling, request_id)
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise TrajectoryFailed(StopReason.ENGINE_TIMEOUT, f"no turn after {limits.request_deadline:g} s") from error
+    if generation.stop_reason == StopReason.ABORT:
+        raise TrajectoryFailed(StopReason.ABORT, "the engine aborted the turn")
+    return generation
+
+
+async def ask(answer: Awaitable[T], limits: AgentLimits) -> T:
+    """What the environment answers within its deadline.
+
+    Raises:
+        TrajectoryFailed: it raised anything else, or did not answer.
+    """
+    try:
+        async with asyncio.timeout(limits.step_deadline) as scope:
+            return await answer
+    except OversizedOutput as error:
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TimeoutError) and scope.expired():
+            late = f"no answer after {limits.step_deadline:g} s"
+            raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"{type(error).__name__}: {error}") from error
+
+
+async def close(environment: Environment, limits: AgentLimits, trajectory: TrajectoryId) -> None:
+    """Close the environment; the trajectory is over, so a failure here costs nothing but a warning."""
+    try:
+        await ask(environment.close(), limits)
+    except TrajectoryFailed as failed:
+        log.warning("%s: the environment did not close: %s", trajectory, failed)
+
+
+def checked(result: StepResult, limits: AgentLimits) -> StepResult:
+    """The result, if it is one.
+
+    Raises:
+        TrajectoryFailed: it is none, its reward is no finite number, or its messages are malformed or too large.
+    """
+    if not isinstance(result, StepResult):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"step returned a {type(result).__name__}, no StepResult")
+    if not isinstance(result.reward, Real) or not math.isfinite(result.reward):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, f"the reward is {result.reward!r}")
+    if not result.done:
+        checked_messages(result.messages, limits)
+    return result
+
+
+def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequence[Message]:
+    """The messages, if they are well-formed and not too large.
+
+    Raises:
+        TrajectoryFailed: they are not.
+    """
+    if not isinstance(messages, Sequence):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"{type(messages).__name__} is no list of messages")
+    size = 0
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
+            raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, "a message needs a role and a text as content")
+        size += len(message["content"])
+    if size > limits.max_observation_characters:
+        allowed = f"{limits.max_observation_characters} are allowed"
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"{size} characters at once; {allowed}")
+    return messages
+
+
+def rendered(make: Callable[[], T]) -> T:
+    """What the chat makes of messages; a template refuses some orders of roles, and then the environment erred.
+
+    Raises:
+        TrajectoryFailed: the template refuses.
+    """
+    try:
+        return make()
+    except TemplateError as error:
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"the chat template refuses: {error}") from error

@@ -1,0 +1,78 @@
+"""What a trajectory may use, and why one ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from service.config.tree import Config
+from service.errors import UserError
+from service.rollout.chat import Chat
+from service.rollout.conversation import Mode
+from service.rollout.engine import Sampling
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended."""
+
+    STOP = "stop"
+    """The environment said so."""
+    LENGTH = "length"
+    """The next prompt would exceed `max_input_length`."""
+    MAX_TURNS = "max_turns"
+    ABORT = "abort"
+    """The engine gave the turn up."""
+    ENGINE_TIMEOUT = "engine_timeout"
+    ENVIRONMENT_ERROR = "environment_error"
+    ENVIRONMENT_TIMEOUT = "environment_timeout"
+    ENVIRONMENT_REWARD = "environment_reward"
+    """The reward was not a finite number."""
+    ENVIRONMENT_OUTPUT = "environment_output"
+    """The messages were malformed or too large."""
+
+
+FAILURES = frozenset(StopReason) - {StopReason.STOP, StopReason.LENGTH, StopReason.MAX_TURNS}
+"""Reasons that say nothing about the policy: the trajectory is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLimits:
+    """What a trajectory may use, and how its turns are sampled."""
+
+    max_turns: int
+    max_input_length: int
+    """Tokens of a turn's prompt."""
+    step_deadline: float
+    """Seconds of one call of the environment."""
+    request_deadline: float
+    """Seconds of one turn in the engine."""
+    sampling: Sampling
+    max_observation_characters: int = 1 << 20
+    """Characters of one observation."""
+    conversation: Mode = "append"
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a turn's prompt and response together, an appended end included."""
+        return self.max_input_length + self.sampling.max_tokens + 1
+
+    def at(self, temperature: float | None) -> AgentLimits:
+        """The same limits at a prompt's own temperature; None keeps the configured one."""
+        if temperature is None:
+            return self
+        return replace(self, sampling=replace(self.sampling, temperature=temperature))
+
+    @staticmethod
+    def of(config: Config, chat: Chat) -> AgentLimits:
+        """The configured limits."""
+        if config.generator.max_generate_length < 2:
+            raise UserError("generator.max_generate_length: 1 leaves no room for an appended end; give at least 2")
+        return AgentLimits(
+            max_turns=config.env.max_turns,
+            max_input_length=config.generator.max_input_length,
+            step_deadline=config.env.step_deadline,
+            request_deadline=config.generator.request_deadline,
+            sampling=Sampling.of(config.generator, chat.end_ids),
+            max_observation_characters=config.env.max_observation_characters,
+            conversation=config.generator.conversation,
+        )

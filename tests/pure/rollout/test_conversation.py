@@ -1,0 +1,176 @@
+"""The three ways in which one turn follows another, and what an environment may change about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.rollout.agent import Observed
+from service.rollout.chat import Chat
+from service.rollout.environment import Message, StepResult
+from service.rollout.environments import lookup
+from service.rollout.tokenizer import load_tokenizer, make_tokenizer
+from tests.pure.rollout.conftest import (
+    QUESTION,
+    ScriptedEngine,
+    ScriptedEnvironment,
+    generated,
+    play,
+    told,
+    whole_prompts,
+)
+
+STRIPS_WHAT_STANDS_BEFORE_NONE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('none')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def stripping_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    """A chat whose template drops an earlier turn's words before `none`, as real ones drop its thoughts."""
+    folder: Path = tmp_path_factory.mktemp("stripping")
+    make_tokenizer(folder, lookup.vocabulary())
+    (folder / "chat_template.jinja").write_text(STRIPS_WHAT_STANDS_BEFORE_NONE)
+    return Chat(load_tokenizer(folder))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["append", "rerender"])
+async def test_a_history_that_the_template_leaves_alone_is_extended_in_either_mode(chat: Chat, mode: str) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    environment = ScriptedEnvironment([told("17"), told("none"), told("x", 1.0, True)])
+    steps, _ = await play(chat, engine, environment, conversation=mode)
+    assert [step.extends and step.extends.step for step in steps] == [None, 0, 1]
+    assert [len(step.prompt_ids) for step in steps] == [12, 6, 6]
+    assert whole_prompts(steps) == engine.prompts
+
+
+@pytest.mark.asyncio
+async def test_a_history_that_the_template_rewrites_forks_with_its_whole_prompt(stripping_chat: Chat) -> None:
+    engine = ScriptedEngine(stripping_chat, lambda words: "what is none look fox age")
+    environment = ScriptedEnvironment([told("17"), told("24"), told("x", 1.0, True)])
+    seen: list[Observed] = []
+    steps, end = await play(stripping_chat, engine, environment, observe=seen.append, conversation="rerender")
+    assert [step.extends for step in steps] == [None, None, None]
+    assert whole_prompts(steps) == engine.prompts
+    assert stripping_chat.text(steps[2].prompt_ids) == (
+        "user what is the age of fox ? assistant look fox age user 17 assistant look fox age user 24 assistant"
+    )
+    assert environment.heard == ["what is none look fox age"] * 3
+    assert (end.n_steps, end.reward, seen[0].facts) == (3, 1.0, {"forks": 2.0})
+
+
+@pytest.mark.asyncio
+async def test_a_rewritten_prompt_is_measured_as_it_is_and_not_with_the_history_it_replaces(
+    stripping_chat: Chat,
+) -> None:
+    engine = ScriptedEngine(stripping_chat, lambda words: "what is none look fox")
+    environment = ScriptedEnvironment([told("17"), told("24"), told("x", 1.0, True)])
+    # Third prompt: 12 + 2 * (2 words + 1 end + 6 of the observation and the opening) = 30; unstripped it would be 36.
+    _, end = await play(stripping_chat, engine, environment, conversation="rerender", max_input_length=30)
+    assert (end.n_steps, end.stop_reason) == (3, "stop")
+    environment = ScriptedEnvironment([told("17"), told("24")])
+    _, end = await play(stripping_chat, engine, environment, conversation="rerender", max_input_length=29)
+    assert (end.n_steps, end.stop_reason) == (2, "length")
+
+
+@pytest.mark.asyncio
+async def test_inline_observations_stand_bare_between_responses_and_only_the_last_response_is_closed(
+    chat: Chat,
+) -> None:
+    said = iter(["look fox age", "look owl age", "answer 17"])
+    engine = ScriptedEngine(chat, lambda words: generated(chat.encode(next(said)).tolist(), sampled_end=False))
+    environment = ScriptedEnvironment([told("17"), told("24"), told("x", 1.0, True)])
+    steps, _ = await play(chat, engine, environment, conversation="inline")
+    assert chat.text(steps[1].prompt_ids) == "17"
+    assert [step.loss_mask.tolist() for step in steps] == [[True] * 3, [True] * 3, [True, True, False]]
+    assert steps[-1].response_ids[-1] == chat.end_id
+    assert whole_prompts(steps) == engine.prompts
+    opening = chat.prompt(QUESTION.prompt).tolist()
+    assert engine.prompts[2] == [*opening, *chat.encode("look fox age 17 look owl age 24").tolist()]
+
+
+@pytest.mark.asyncio
+async def test_an_inline_response_is_closed_at_the_last_turn_allowed_too(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age").tolist(), sampled_end=False))
+    environment = ScriptedEnvironment([told("17"), told("24")])
+    steps, end = await play(chat, engine, environment, conversation="inline", max_turns=2)
+    assert [step.response_ids[-1] == chat.end_id for step in steps] == [False, True]
+    assert end.stop_reason == "max_turns"
+
+
+@pytest.mark.asyncio
+async def test_an_inline_turn_without_any_token_still_leaves_a_step(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: generated([], sampled_end=False))
+    steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("x", 0, True)]), conversation="inline")
+    assert [(step.response_ids.tolist(), step.loss_mask.tolist()) for step in steps] == [([chat.end_id], [False])] * 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["append", "rerender", "inline"])
+async def test_an_environment_may_replace_the_history_by_a_shorter_one(chat: Chat, mode: str) -> None:
+    shorter = [Message(role="user", content="owl age 17 what is the age of fox ?")]
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    environment = ScriptedEnvironment([StepResult([], 0.0, False, history=shorter), told("24"), told("x", 1.0, True)])
+    steps, _ = await play(chat, engine, environment, conversation=mode)
+    assert engine.prompts[1] == chat.prompt(shorter).tolist()
+    assert steps[1].extends is None
+    assert steps[2].extends is not None
+    assert steps[2].extends.step == 1
+    assert whole_prompts(steps) == engine.prompts
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_may_have_a_temperature_of_its_own(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "answer 17")
+    for temperature, wanted in [(None, 1.0), (0.5, 0.5)]:
+        task = replace(QUESTION, temperature=temperature)
+        steps, _ = await play(chat, engine, ScriptedEnvironment([told("x", 1.0, True)]), task)
+        assert (steps[0].temperature, engine.samplings[-1].temperature) == (wanted, wanted)
+
+
+@pytest.mark.asyncio
+async def test_the_template_tells_the_policy_about_the_tools_of_a_task(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, lookup.vocabulary())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for tool in tools or [] %}<|im_start|>tool {{ tool.name }}<|im_end|>{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    chat = Chat(load_tokenizer(tmp_path))
+    engine = ScriptedEngine(chat, lambda words: "answer 17")
+    task = replace(QUESTION, tools=({"name": "look"},))
+    await play(chat, engine, ScriptedEnvironment([told("x", 1.0, True)]), task)
+    assert chat.text(np.asarray(engine.prompts[0])) == "tool look user what is the age of fox ?"
+
+
+@pytest.mark.asyncio
+async def test_options_of_the_chat_template_reach_it(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, lookup.vocabulary())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ mood }} {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    chat = Chat(load_tokenizer(tmp_path), {"mood": "owl"})
+    assert chat.text(chat.prompt(QUESTION.prompt)) == "owl what is the age of fox ?"
+
+
+@pytest.mark.asyncio
+async def test_a_finished_trajectory_can_be_observed_in_words_and_numbers(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    first = StepResult([Message(role="user", content="17")], 0.25, False, {"searches": 1})
+    last = StepResult([], 1.0, True, {"searches": 2, "right": 1})
+    seen: list[Observed] = []
+    _, end = await play(chat, engine, ScriptedEnvironment([first, last]), observe=seen.append)
+    (observed,) = seen
+    assert observed.end == end
+    assert [message["content"] for message in observed.messages] == [
+        "what is the age of fox ?",
+        "look fox age",
+        "17",
+        "look fox age",
+    ]
+    assert (observed.rewards, observed.facts) == ([0.25, 1.0], {"searches": 3, "right": 1, "forks": 0.0})
