@@ -28,7 +28,7 @@ from service.config import Config
 from service.errors import RunFailed, Starved
 from service.handoff.verbs import Assignment
 from service.measure import measure_ended, measure_played
-from service.metrics import Boundaries, Metrics
+from service.metrics import Metrics
 from service.rollout.agent import AgentLimits, StopReason, run_trajectory
 from service.rollout.chat import Chat
 from service.rollout.dataset import load_tasks
@@ -59,9 +59,7 @@ class Joined(NamedTuple):
 class Generator:
     """Generates for one buffer until that has nothing more to give; it becomes a Ray actor at the door."""
 
-    def __init__(
-        self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any | None = None
-    ) -> None:
+    def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
         self._name = name
         self._config = Config.model_validate_json(config_json)
         self._buffer = buffer
@@ -79,12 +77,8 @@ class Generator:
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._paused_seconds = 0.0
-        self._reporter = Reporter("generator", name, self._config, hub, self._measure_now) if hub is not None else None
-        self._metrics = (
-            self._reporter.metrics
-            if self._reporter is not None
-            else Metrics("generator", name, Boundaries.of(self._config))
-        )
+        self._reporter = Reporter("generator", name, self._config, hub, self._measure_now)
+        self._metrics = self._reporter.metrics
 
     def __repr__(self) -> str:
         return f"Generator({self._name})"
@@ -98,8 +92,7 @@ class Generator:
         except TimeoutError as error:
             raise self._failed(Starved(f"{self._name}: the engine did not start within {deadline:.0f} s")) from error
         self._joined = await self._join()
-        if self._reporter is not None:
-            self._reporter.start()
+        self._reporter.start()
 
     async def _join(self) -> Joined:
         epoch = await self._ask(self._buffer.join, "generator", self._name)
@@ -247,6 +240,7 @@ class Generator:
         engine = self._engine.counts
         return {
             "name": self._name,
+            "pid": os.getpid(),
             "epoch": joined.epoch if joined is not None else 0,
             "policy_version": str(self._engine.serving),
             "groups": self._groups,
@@ -268,8 +262,7 @@ class Generator:
         if self._work is not None:
             self._work.cancel()
             await asyncio.wait([self._work])
-        if self._reporter is not None:
-            self._reporter.stop()
+        self._reporter.stop()
         await asyncio.to_thread(self._engine.stop)
 
     def _measure(self, item: Step | TrajectoryEnd, env: str) -> None:
