@@ -96,6 +96,12 @@ class EnvConfig(Section):
     """Seconds that one call of the environment may take."""
     options: dict[str, str | int | float | bool] = {}
     """Passed to the environment's constructor."""
+    class_options: dict[str, dict[str, str | int | float | bool]] = {}
+    """The same for other environments that rows name in `env_class`, by that name."""
+    trusted_modules: tuple[str, ...] = ()
+    """Modules, with what lies under them, whose classes `name` and `env_class` may mean as `module:Class`."""
+    isolation: Literal["none", "process"] = "none"
+    """`process`: every open episode has a process of its own, which is ended where it blocks."""
     max_observation_characters: Positive = 1 << 20
     """Characters of one observation; an environment that says more loses its trajectory."""
 
@@ -162,6 +168,38 @@ class BufferConfig(Section):
     max_drift_tokens: NotNegative = 16
 
 
+Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
+
+
+class CorrectionConfig(Section):
+    """What is done about tokens that another policy than the trained one sampled; see docs/learning.md.
+
+    Ratios are the anchor's probability over the rollout's (with `anchor: rollout`, the trained policy's).
+    A masked token contributes nothing and still counts in the loss's denominator.
+    """
+
+    truncate: Literal["off", "token", "sequence"] = "off"
+    """Multiply the loss by the ratio of the token, or of the whole trajectory, cut off at `truncate_at` (TIS)."""
+    truncate_at: Annotated[float, Field(gt=0)] = 2.0
+    token_band: Band | None = None
+    """Mask tokens whose ratio lies outside (IcePop; with a lower end of 0, MIS)."""
+    sequence_band: Band | None = None
+    """Mask trajectories whose product of ratios lies outside."""
+    geometric_band: Band | None = None
+    """Mask trajectories whose geometric mean of ratios lies outside."""
+    outlier_band: Band | None = None
+    """Mask trajectories of which any single token's ratio lies outside."""
+
+
+class ReferenceConfig(Section):
+    """The policy that a KL term holds the trained one near: a copy of its own weights, as they were when RL began."""
+
+    refresh_every: NotNegative = 0
+    """Optimizer steps after which the copy is taken anew; 0: never."""
+    on_cpu: bool = False
+    """Keep this rank's shard of the copy in CPU memory, and bring it to the device for its forward pass only."""
+
+
 class AlgorithmConfig(Section):
     """From rewards to a loss."""
 
@@ -171,16 +209,34 @@ class AlgorithmConfig(Section):
     returns: Literal["last", "sum"] = "last"
     filter_zero_variance: bool = False
     """Groups whose returns are all equal vacate their slot instead of being trained."""
-    loss: Literal["ppo_clip"] = "ppo_clip"
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per sampled token, for `reinforce++`."""
+    loss: str = "ppo_clip"
+    """ppo_clip, dual_clip, cispo, gspo, rollout_is, importance_sampling, cross_entropy, or `your.module:name`."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below 1 - clip_low ..."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """... and above 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    """Loss `dual_clip`: the ratio that bounds the loss of a token with negative advantage."""
     reduction: Literal["token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm", "sequence_mean"] = (
         "token_mean"
     )
     norm_tokens: Positive | None = None
     """Constant of `seq_mean_token_sum_norm`; None: max_input_length + max_generate_length."""
-    anchor: Literal["rollout"] = "rollout"
+    anchor: Literal["rollout", "proximal"] = "rollout"
+    """What the clipped ratio is taken against: the log-probabilities of the rollout, or those of frozen weights."""
+    anchor_every: Positive = 1
+    """Optimizer steps after which the frozen weights of `anchor: proximal` are taken anew."""
+    correction: CorrectionConfig = CorrectionConfig()
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL term against the reference; 0: there is no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in_reward: bool = False
+    """Always false: KL is a term of the loss here, and what takes it from the reward is refused."""
+    reference: ReferenceConfig = ReferenceConfig()
 
 
 class TrainerConfig(Section):
@@ -194,10 +250,19 @@ class TrainerConfig(Section):
     layout: Literal["packed", "padded"] = "packed"
     lr: Annotated[float, Field(gt=0)] = 1e-6
     warmup_steps: NotNegative = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up, until `run.max_steps`."""
+    min_lr_share: Share = 0.0
+    """Share of `lr` at which `linear` and `cosine` end."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     gradient_checkpointing: bool = False
+    """Keep only the layers' inputs, and compute the rest again in the backward pass."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in CPU memory."""
+    fused_kernels: bool = False
+    """Use Liger kernels for norms, rotary embeddings and MLPs; needs the package liger-kernel and a GPU."""
     checkpoint_every: NotNegative = 0
     """Optimizer steps between checkpoints; 0: only the final weights are written."""
     max_bad_steps: Positive = 10

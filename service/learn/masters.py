@@ -7,7 +7,7 @@ tensors without their dispatch cost for each operation.
 |---|---|---|
 | sharded (FSDP2) | float32 shards; gathered in the compute type | the same storage |
 | one rank, float32 | float32 | the same storage |
-| one rank, bfloat16 | bfloat16 | float32 copies; gradients are accumulated in float32 |
+| one rank, bfloat16 or offloaded | compute type | float32 copies, maybe on the CPU; gradients add up there |
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from service.learn.logprob import wide
+
 
 class Masters:
     """The float32 (float64 in tests) weights, one plain local tensor a parameter."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compute: torch.dtype, world: int, cpu_offload: bool) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self._copied = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
+        self._copied = world == 1 and (cpu_offload or compute == torch.bfloat16)
+        self._on_cpu = cpu_offload
         self.tensors: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
         if self._copied:
             for name, parameter in self.parameters.items():
@@ -32,7 +35,10 @@ class Masters:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.detach().float() if self._copied else local(parameter.detach())
+        if not self._copied:
+            return local(parameter.detach())
+        device = torch.device("cpu") if self._on_cpu else parameter.device
+        return parameter.detach().to(device, wide(parameter.dtype), copy=True)
 
     @staticmethod
     def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
@@ -40,9 +46,9 @@ class Masters:
             if parameter.grad is None:
                 return
             if master.grad is None:
-                master.grad = parameter.grad.to(master.dtype)
+                master.grad = parameter.grad.to(master.device, master.dtype, copy=True)
             else:
-                master.grad.add_(parameter.grad)
+                master.grad.add_(parameter.grad.to(master.device))
             parameter.grad = None
 
         return accumulate

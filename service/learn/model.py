@@ -6,12 +6,13 @@ Parameters keep their Hugging Face names (`model.layers.0...`, `lm_head.weight`)
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from service.errors import UserError
 from service.learn import attention
@@ -44,7 +45,7 @@ class PolicyModel(nn.Module):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         token_ids_M = placed.token_ids_N.index_select(0, placed.loss_token_M)
         return token_logprobs(
-            hidden_MD, head.weight, token_ids_M, placed.of_token(placed.temperature_R), self.chunk_entries
+            hidden_MD, head.weight, token_ids_M, placed.of_row(placed.temperature_R), self.chunk_entries
         )
 
     @property
@@ -74,10 +75,14 @@ def _unsupported(config: PretrainedConfig) -> str | None:
     return None
 
 
-def empty_model(config: PretrainedConfig, dtype: torch.dtype, gradient_checkpointing: bool) -> PolicyModel:
+def empty_model(
+    config: PretrainedConfig, dtype: torch.dtype, gradient_checkpointing: bool, fused_kernels: bool = False
+) -> PolicyModel:
     """The model without memory for its parameters (meta device)."""
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    if fused_kernels:
+        _fuse(whole)
     if gradient_checkpointing:
         whole.gradient_checkpointing_enable({"use_reentrant": False})
     model = PolicyModel(whole.model, None if config.tie_word_embeddings else whole.lm_head)
@@ -85,9 +90,19 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, gradient_checkpoin
     return model
 
 
-def allocate(model: PolicyModel, config: PretrainedConfig, device: torch.device) -> None:
-    """Give an empty model memory on the device; parameters hold garbage until they are loaded."""
+def _fuse(whole: PreTrainedModel) -> None:
+    try:
+        liger = importlib.import_module("liger_kernel.transformers")
+    except ImportError as error:
+        raise UserError(
+            f"trainer.fused_kernels: liger-kernel cannot be imported ({error}); install it, or set false"
+        ) from error
+    liger._apply_liger_kernel_to_instance(whole, fused_linear_cross_entropy=False, cross_entropy=False)
+
+
+def allocate(model: PolicyModel, config: PretrainedConfig, device: torch.device, on_cpu: bool = False) -> None:
+    """Give an empty model memory; parameters hold garbage until they are loaded."""
     rotary = type(model.model.rotary_emb)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if on_cpu else device)
     # its buffers are computed, not loaded
     model.model.rotary_emb = rotary(config=config).to(device)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.learn.attention import Packing
-from service.learn.broadcast import NO_TRAJECTORY, row_of_token
+from service.learn.broadcast import NO_TRAJECTORY, broadcast, row_of_token
 from service.learn.reduction import row_shares
 from service.types import Int64s, MicroBatch
 
@@ -32,7 +32,17 @@ class Placed(NamedTuple):
     share_R: Tensor
     packing: Packing
 
-    def of_token(self, value_R: Tensor) -> Tensor:
+    def of_trajectory(self, value_G: Tensor) -> Tensor:
+        """[G] -> [M]: each loss token takes its trajectory's value."""
+        value_N = broadcast(value_G, self.trajectory_of_row_R, self.row_of_token_N, self.loss_mask_N)
+        return value_N.index_select(0, self.loss_token_M)
+
+    @property
+    def trajectory_M(self) -> Tensor:
+        """Each loss token's trajectory, as an index into the mini-batch's `_G` arrays."""
+        return self.of_row(self.trajectory_of_row_R)
+
+    def of_row(self, value_R: Tensor) -> Tensor:
         """[R] -> [M]: each loss token takes its row's value."""
         return value_R.index_select(0, self.row_of_token_N.index_select(0, self.loss_token_M))
 
@@ -46,14 +56,14 @@ def place(micro: MicroBatch, device: torch.device, dtype: torch.dtype, reduction
     _refuse_unpredictable(micro, offsets_R)
 
     def there(array: NDArray[Any], as_type: torch.dtype) -> Tensor:
-        return _to(array, device).to(as_type)
+        return to_device(array, device).to(as_type)
 
     return Placed(
         token_ids_N=there(micro.token_ids_N, torch.int64),
         position_ids_N=there(_positions(offsets_R), torch.int64),
-        row_of_token_N=row_of_token(_to(offsets_R, device), len(micro.token_ids_N)),
-        loss_mask_N=_to(micro.loss_mask_N, device),
-        loss_token_M=_to(loss_token_M, device),
+        row_of_token_N=row_of_token(to_device(offsets_R, device), len(micro.token_ids_N)),
+        loss_mask_N=to_device(micro.loss_mask_N, device),
+        loss_token_M=to_device(loss_token_M, device),
         rollout_M=there(micro.logprobs_N[loss_token_M], dtype),
         staleness_M=there(micro.staleness_N[loss_token_M], torch.int64),
         temperature_R=there(micro.temperature_R, dtype),
@@ -63,7 +73,8 @@ def place(micro: MicroBatch, device: torch.device, dtype: torch.dtype, reduction
     )
 
 
-def _to(array: NDArray[Any], device: torch.device) -> Tensor:
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of an array on the device; the host does not wait for it."""
     # a copy: arrays out of shared memory are read-only, and torch does not know that
     host = torch.from_numpy(array.copy())
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -9,19 +9,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from service.learn.model import PolicyModel
 
 
-def shard(model: PolicyModel, device: torch.device, world: int, compute: torch.dtype) -> None:
+def shard(
+    model: PolicyModel, device: torch.device, world: int, compute: torch.dtype, cpu_offload: bool = False
+) -> None:
     """Shard the model over all ranks, layer by layer."""
     mesh = init_device_mesh(device.type, (world,))
     reduce = torch.float64 if compute == torch.float64 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # neither setting reaches the modules below; gloo, which reduces on CPU, cannot scale while it sums
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
@@ -33,6 +36,12 @@ def reduce_gradients(model: nn.Module, now: bool) -> None:
     """Whether the next backward pass reduces gradients over the ranks, or only accumulates them."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
+
+
+def forget_gathered(model: nn.Module) -> None:
+    """Free what a forward pass without a backward pass leaves gathered, lest the next one computes with old weights."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def _sharded(model: nn.Module) -> list[FSDPModule]:

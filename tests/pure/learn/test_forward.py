@@ -18,7 +18,7 @@ from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_b
 
 def packed(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.Tensor]:
     learner = Learner(settings(), folder, CPU, 0, 1)
-    return learner.model(place(micro_batch(rows), CPU, torch.float32))
+    return learner.policy.model(place(micro_batch(rows), CPU, torch.float32))
 
 
 def row_by_row(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.Tensor]:

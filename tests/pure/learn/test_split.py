@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,35 @@ from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, setti
 from tests.pure.learn.ranks import Ranks
 
 TRAJECTORIES = 6
-REDUCTIONS = ["token_mean", "trajectory_mean", "prompt_mean", "seq_mean_token_sum_norm"]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "token_mean": {"reduction": "token_mean"},
+    "trajectory_mean": {"reduction": "trajectory_mean"},
+    "prompt_mean": {"reduction": "prompt_mean"},
+    "seq_mean_token_sum_norm": {"reduction": "seq_mean_token_sum_norm", "norm_tokens": 30},
+    "kl k1": {"reduction": "trajectory_mean", "kl_coef": 0.5, "kl_estimator": "k1"},
+    "kl k2": {"reduction": "prompt_mean", "kl_coef": 5.0, "kl_estimator": "k2"},
+    "kl k3": {"kl_coef": 5.0, "reference": {"on_cpu": True}},
+    "gspo": {"loss": "gspo", "reduction": "trajectory_mean", "clip_low": 0.05, "clip_high": 0.05},
+    "gspo, proximal": {"loss": "gspo", "anchor": "proximal", "anchor_every": 4, "clip_high": 0.01},
+    "sequence TIS": {
+        "anchor": "proximal",
+        "anchor_every": 4,
+        "clip_low": 0.02,
+        "correction": {"truncate": "sequence", "truncate_at": 1.05},
+    },
+    "sequence TIS, fresh anchor": {
+        "anchor": "proximal",
+        "correction": {"truncate": "sequence", "truncate_at": 3.0, "sequence_band": (1e-3, 10.0)},
+    },
+    "token TIS": {
+        "loss": "dual_clip",
+        "anchor": "proximal",
+        "anchor_every": 2,
+        "correction": {"truncate": "token", "truncate_at": 1.1, "token_band": (0.7, 1.6)},
+    },
+    "masks": {"loss": "cispo", "correction": {"geometric_band": (0.6, 1.1), "outlier_band": (0.2, 5.0)}},
+}
 
 
 class Outcome(NamedTuple):
@@ -29,26 +57,32 @@ class Outcome(NamedTuple):
     gradient: np.ndarray
 
 
-def configured(reduction: str, dtype: str) -> Config:
-    config = settings({"reduction": reduction, "entropy_coef": 0.01})
+def configured(way: str, dtype: str) -> Config:
+    config = settings({"entropy_coef": 0.01} | WAYS[way])
     # float64 is no setting of a run; it tells rounding from error
     return config.model_copy(update={"model": ModelConfig.model_construct(dtype=dtype)})
 
 
 def outcome(config: Config, folder: Path, batch: MiniBatch, rank: int = 0, world: int = 1) -> Outcome:
     learner = Learner(config, folder, CPU, rank, world)
+    # frozen weights are taken at the first mini-batch; then the policy moves on
+    learner.accumulate(batch)
+    learner.policy.masters.drop_gradients()
+    for number, master in enumerate(learner.policy.masters.tensors.values()):
+        master.mul_(1.02 if number % 2 else 0.97)
+    learner.steps += 1
+
     totals = learner.accumulate(batch).totals()
-    gradients = [parameter.grad for parameter in learner.model.parameters()]
+    gradients = [parameter.grad for parameter in learner.policy.model.parameters()]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
     return Outcome(totals["loss"], totals["loss_size"], torch.cat([g.flatten() for g in whole]).double().numpy())
 
 
 def outcomes_of_rank(
-    rank: int, world: int, folder: Path, ways: dict[str, tuple[str, str, MiniBatch]]
+    rank: int, world: int, folder: Path, cases: dict[str, tuple[str, str, MiniBatch]]
 ) -> dict[str, Outcome]:
     return {
-        name: outcome(configured(reduction, dtype), folder, batch, rank, world)
-        for name, (reduction, dtype, batch) in ways.items()
+        name: outcome(configured(way, dtype), folder, batch, rank, world) for name, (way, dtype, batch) in cases.items()
     }
 
 
@@ -78,36 +112,41 @@ def assert_same(ours: Outcome, expected: Outcome, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_cutting_and_packing_leave_loss_and_gradient_as_they_are(
-    model_folder: Path, reduction: str, dtype: str
-) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_cutting_and_packing_leave_loss_and_gradient_as_they_are(model_folder: Path, way: str, dtype: str) -> None:
     rows = reference()
-    expected = outcome(configured(reduction, "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
-    ways = {
+    expected = outcome(configured(way, "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
+    batches = {
         "a micro-batch a row": mini_batch([[[row] for row in rows]], TRAJECTORIES),
         "cut": mini_batch([[cut(rows)]], TRAJECTORIES),
         "cut and packed": batch_in(1, cut(rows)),
         "reversed, with a dummy": mini_batch([[rows[::-1], []]], TRAJECTORIES),
     }
-    for batch in ways.values():
-        assert_same(outcome(configured(reduction, dtype), model_folder, batch), expected, dtype)
+    for batch in batches.values():
+        assert_same(outcome(configured(way, dtype), model_folder, batch), expected, dtype)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_leave_loss_and_gradient_as_they_are(model_folder: Path, ranks: Ranks, world: int) -> None:
     rows = reference()
-    ways = {
-        f"{reduction}, {dtype}, {kind}": (reduction, dtype, batch_in(world, these))
-        for reduction in REDUCTIONS
-        for dtype in ("float32", "float64")
-        for kind, these in (("whole", rows), ("cut", cut(rows)))
+    cases = {
+        f"{way}, {dtype}": (way, dtype, batch_in(world, cut(rows))) for way in WAYS for dtype in ("float32", "float64")
     }
-    by_rank = ranks(world, outcomes_of_rank, model_folder, ways)
-    for name, (reduction, dtype, _) in ways.items():
-        expected = outcome(configured(reduction, "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
-        for results in by_rank:
-            assert_same(results[name], expected, dtype)
+    by_rank = ranks(world, outcomes_of_rank, model_folder, cases)
+    for way in WAYS:
+        expected = outcome(configured(way, "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
+        for dtype in ("float32", "float64"):
+            for results in by_rank:
+                assert_same(results[f"{way}, {dtype}"], expected, dtype)
+
+
+@pytest.mark.parametrize("way", ["gspo", "sequence TIS", "masks", "kl k2"])
+def test_the_settings_under_test_change_the_gradient(model_folder: Path, way: str) -> None:
+    """Otherwise the tests above would prove nothing about them."""
+    batch = mini_batch([[reference()]], TRAJECTORIES)
+    gradient = outcome(configured(way, "float64"), model_folder, batch).gradient
+    plain = outcome(configured("trajectory_mean", "float64"), model_folder, batch).gradient
+    assert np.linalg.norm(gradient - plain) > 1e-2 * np.linalg.norm(plain)
 
 
 def test_a_rank_without_rows_keeps_in_step(model_folder: Path, ranks: Ranks) -> None:
@@ -121,8 +160,6 @@ def test_a_rank_without_rows_keeps_in_step(model_folder: Path, ranks: Ranks) -> 
 def test_the_mean_over_rows_is_not_split_invariant(model_folder: Path) -> None:
     """Hence the configuration refuses it with step-wise rows, unless merging is off on purpose."""
     rows = reference()
-    whole, parts = (
-        outcome(configured("sequence_mean", "float64"), model_folder, mini_batch([[these]], TRAJECTORIES))
-        for these in (rows, cut(rows))
-    )
+    config = settings({"reduction": "sequence_mean"})
+    whole, parts = (outcome(config, model_folder, mini_batch([[these]], TRAJECTORIES)) for these in (rows, cut(rows)))
     assert abs(whole.loss - parts.loss) > 1e-3 * whole.size

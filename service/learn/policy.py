@@ -1,0 +1,68 @@
+"""The policy on one rank: its shards of the model, and the master weights behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from service.config.tree import Config
+from service.learn.files import load_weights, write_folder
+from service.learn.logprob import wide
+from service.learn.masters import Masters
+from service.learn.model import allocate, empty_model, read_config
+from service.learn.place import Placed
+from service.learn.sharding import forget_gathered, shard
+
+
+class Policy:
+    """A model from a Hugging Face folder; every rank calls the same methods in the same order."""
+
+    def __init__(self, config: Config, folder: Path, device: torch.device, rank: int, world: int) -> None:
+        self.device = device
+        self.rank = rank
+        self.world = world
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.wide = wide(self.dtype)
+        self._folder = folder
+        trainer = config.trainer
+        hf_config = read_config(folder)
+        held = self.dtype if world == 1 else self.wide
+        self.model = empty_model(hf_config, held, trainer.gradient_checkpointing, trainer.fused_kernels)
+        if world > 1:
+            shard(self.model, device, world, self.dtype, trainer.cpu_offload)
+        allocate(self.model, hf_config, device, trainer.cpu_offload and world > 1)
+        self.masters = Masters(self.model, self.dtype, world, trainer.cpu_offload)
+        load_weights(folder, self.masters.tensors, self.masters.parameters)
+        self.masters.write_back()
+
+    @torch.no_grad()
+    def logprobs(self, placed: Sequence[Placed]) -> list[Tensor]:
+        """[M] log-probabilities of each micro-batch's loss tokens, without gradients."""
+        logprobs = [self.model(micro)[0] for micro in placed]
+        forget_gathered(self.model)
+        return logprobs
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor] | None:
+        """All weights under their Hugging Face names, on the CPU, in the model's type; None on ranks other than 0."""
+        whole = {name: self._whole(parameter) for name, parameter in self.masters.parameters.items()}
+        return whole if self.rank == 0 else None
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        part = parameter.detach().to(self.device, self.dtype)
+        whole = part.full_tensor() if isinstance(part, DTensor) else part
+        # a copy: training goes on while the weights travel
+        return whole.to("cpu", copy=True) if self.rank == 0 else whole[:0]
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder with the weights, whole or not at all."""
+        whole = self.weights()
+        if whole is not None:
+            write_folder(folder, self._folder, whole)
+        if self.world > 1:
+            dist.barrier()
