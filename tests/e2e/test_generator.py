@@ -1,0 +1,215 @@
+"""A generator with its real engine and the real buffer; the test plays the trainer."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+import xxhash
+from safetensors.torch import save
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from actors.buffer import BufferActor, Leased
+from actors.engine import engine_env
+from actors.generator import Generator
+from actors.metrics_hub import MetricsHub
+from service.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    Config,
+    DataConfig,
+    GeneratorConfig,
+    MakeModelConfig,
+    MetricsConfig,
+    ModelConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from service.handoff.wire import decode_mini_batch
+from service.prepare import prepare
+from service.types import MiniBatch, PolicyVersion
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Config(
+    run=RunConfig(stall_deadline=60),
+    model=ModelConfig(dtype="float32", make=MakeModelConfig()),
+    data=DataConfig(make_rows=64),
+    generator=GeneratorConfig(concurrent_groups=8, max_input_length=128, max_generate_length=8, temperature=0.9),
+    buffer=BufferConfig(lookahead=1),
+    metrics=MetricsConfig(port=0),
+    algorithm=AlgorithmConfig(n_samples_per_prompt=4),
+    trainer=TrainerConfig(mini_batch_size=4, ranks=1),
+)
+SECONDS = 60.0
+
+
+@dataclass
+class Road:
+    """The running parts, and every policy that was published."""
+
+    buffer: Any
+    generator: Any
+    work: Any
+    trainer_epoch: int
+    policies: list[PreTrainedModel]
+
+    def lease(self) -> Leased:
+        answer = ray.get(self.buffer.lease.remote(self.trainer_epoch, SECONDS))
+        assert isinstance(answer, Leased)
+        return answer
+
+    def publish(self, policy: PreTrainedModel) -> dict[str, float]:
+        """The engine serves `policy` as the version after the last one."""
+        self.policies.append(policy)
+        version = PolicyVersion(self.trainer_epoch, len(self.policies) - 1)
+        weights = {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
+        data = save(weights)
+        update: dict[str, float] = ray.get(
+            self.generator.update_weights.remote(
+                version.pack(), np.frombuffer(data, np.uint8), xxhash.xxh3_64_intdigest(data)
+            )
+        )
+        return update
+
+    def commit(self, leased: Leased) -> None:
+        version = PolicyVersion(self.trainer_epoch, len(self.policies))
+        assert ray.get(self.buffer.commit.remote(self.trainer_epoch, leased.lease, version)) is None
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = ray.get(self.generator.status.remote())
+        return status
+
+
+def changed(policy: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Another policy, as after a large step."""
+    torch.manual_seed(seed)
+    copy = type(policy)(policy.config).float().eval()
+    with torch.no_grad():
+        for mine, theirs in zip(copy.parameters(), policy.parameters(), strict=True):
+            mine.copy_(theirs + 0.02 * torch.randn_like(theirs))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def road(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
+    folder: Path = tmp_path_factory.mktemp("road")
+    prepared = prepare(CONFIG, folder)
+    config_json = CONFIG.model_dump_json()
+    uids = [task.uid for task in prepared.tasks]
+    hub = ray.remote(MetricsHub).options(num_cpus=0).remote(config_json)
+    buffer = (
+        ray.remote(BufferActor)
+        .options(num_cpus=0, max_concurrency=100)
+        .remote(config_json, prepared.vocab_size, uids, str(folder / "journal"), hub)
+    )
+    generator = (
+        ray.remote(Generator)
+        .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(CONFIG)})
+        .remote("generator-0", config_json, str(prepared.model_folder), str(prepared.tasks_file), buffer, hub)
+    )
+    ray.get(generator.start.remote())
+    road = Road(buffer, generator, None, ray.get(buffer.join.remote("trainer", "trainer")), [])
+    road.publish(AutoModelForCausalLM.from_pretrained(prepared.model_folder, dtype=torch.float32).eval())
+    road.work = generator.run.remote()
+    yield road
+    for actor in (buffer, generator, hub):
+        ray.kill(actor)
+
+
+def difference(road: Road, batch: MiniBatch, step: int) -> float:
+    """Largest difference between the recorded log-probabilities and those of the policy that the versions name."""
+    largest = 0.0
+    for micro in (micro for rank in batch.ranks for micro in rank):
+        rows = np.split(micro.token_ids_N.astype(np.int64), micro.offsets_R[1:-1])
+        # Causal attention never looks at padding on the right.
+        token_ids_RT = pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+        is_token_RT = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], batch_first=True)
+        for age in np.unique(micro.staleness_N[micro.loss_mask_N]):
+            with torch.no_grad():
+                logits = road.policies[step - int(age)](token_ids_RT).logits / CONFIG.generator.temperature
+            logprobs_RT = logits.log_softmax(-1)[:, :-1].gather(2, token_ids_RT[:, 1:, None])[..., 0]
+            expected_N = pad(logprobs_RT, (1, 0))[is_token_RT].numpy()
+            at = micro.loss_mask_N & (micro.staleness_N == age)
+            largest = max(largest, float(np.abs(expected_N - micro.logprobs_N)[at].max()))
+    return largest
+
+
+def ages_of(batch: MiniBatch) -> set[int]:
+    """The staleness of the tokens that carry loss."""
+    return {int(age) for rank in batch.ranks for micro in rank for age in micro.staleness_N[micro.loss_mask_N]}
+
+
+def wait_until_idle(road: Road) -> dict[str, Any]:
+    """The generator has nothing to play and nothing to send, and waits for the trainer."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        status = road.status()
+        waits = (status["waiting"] or "").startswith("lookahead")
+        if waits and status["trajectories"] == 0 and status["outbox"]["ends"] == status["counts"]["trajectories"]:
+            return status
+        assert time.monotonic() < deadline, status
+        time.sleep(0.02)
+
+
+def test_a_generator_works_as_far_ahead_as_it_may_and_says_what_it_waits_for(road: Road) -> None:
+    status = wait_until_idle(road)
+    assert status["counts"]["groups"] == 2 * CONFIG.trainer.mini_batch_size
+    assert status["policy_version"] == f"{road.trainer_epoch}.0"
+
+
+def test_what_is_leased_was_sampled_by_the_policies_that_its_versions_name(road: Road) -> None:
+    seen: set[int] = set()
+    ages: set[int] = set()
+    for step in range(5):
+        leased = road.lease()
+        batch = decode_mini_batch(leased.parts[0])
+        assert not seen & set(batch.groups)
+        seen |= set(batch.groups)
+        assert difference(road, batch, step) < 1e-4
+        ages |= ages_of(batch)
+        road.commit(leased)
+        road.publish(changed(road.policies[-1], step))
+    assert ages >= {0, 1} and max(ages) <= 3
+    status = wait_until_idle(road)
+    assert status["refusals"] == {} and status["counts"]["updates"] == 6
+    assert status["outbox"]["ends"] == status["counts"]["trajectories"] == 4 * status["counts"]["groups"]
+
+
+def test_a_waiting_claim_is_renewed_as_soon_as_a_newer_version_is_served(road: Road) -> None:
+    wait_until_idle(road)
+    before = road.status()["counts"]["groups"]
+    leased = road.lease()
+    road.commit(leased)
+    road.publish(changed(road.policies[-1], 77))
+    start = time.monotonic()
+    while road.status()["counts"]["groups"] == before:
+        assert time.monotonic() - start < 1.0, "the claim for the older version was waited for"
+
+
+def test_evaluation_rewards_every_sample_and_the_buffer_sees_none_of_it(road: Road) -> None:
+    wait_until_idle(road)
+    before = ray.get(road.buffer.status.remote())
+    rewards = ray.get(road.generator.evaluate.remote([0, 1, 2], 4))
+    assert len(rewards) == 12 and all(0 <= reward <= 1 for reward in rewards)
+    assert ray.get(road.buffer.status.remote())["tokens"] == before["tokens"]
+
+
+def test_a_dead_engine_fails_the_run_and_ends_the_actor(road: Road) -> None:
+    actor = psutil.Process(road.status()["pid"])
+    (core,) = [child for child in actor.children() if "EngineCore" in " ".join(child.cmdline())]
+    core.kill()
+    with pytest.raises(ray.exceptions.RayError, match="Engine"):
+        ray.get(road.work, timeout=30)
+    with pytest.raises(ray.exceptions.RayActorError):
+        for _ in range(100):
+            road.status()
+            time.sleep(0.1)
