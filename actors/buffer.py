@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from actors.telemetry import BufferTelemetry
 from service.clock import SystemClock
 from service.config import Config
 from service.handoff.batch import batch_of_rank
@@ -34,11 +35,15 @@ class Leased(NamedTuple):
 class BufferActor:
     """One per run; asyncio, because Ray may deliver calls late and out of order: nothing here relies on order."""
 
-    def __init__(self, config_json: str, vocab_size: int, prompt_uids: Sequence[str], journal_folder: str) -> None:
+    def __init__(
+        self, config_json: str, vocab_size: int, prompt_uids: Sequence[str], journal_folder: str, hub: Any
+    ) -> None:
         self._config = Config.model_validate_json(config_json)
         self._clock = SystemClock()
         self._journal = Journal(Path(journal_folder), self._clock)
         self._buffer = Buffer(self._config, vocab_size, prompt_uids, self._journal, self._clock, self._config.run.seed)
+        self._telemetry = BufferTelemetry(self._config, hub, self._buffer)
+        self._telemetry.start()
         self._changed = asyncio.Condition()
         self._queued = asyncio.Event()
         self._wakers: list[asyncio.Task[None]] = []
@@ -76,18 +81,22 @@ class BufferActor:
         answer = await self._poll(lambda: self._buffer.lease(trainer_epoch), wait_seconds)
         if not isinstance(answer, MiniBatch):
             return answer
+        self._telemetry.batches.leased(answer)
         parts = tuple(encode_mini_batch(batch_of_rank(answer, rank)) for rank in range(len(answer.ranks)))
         return Leased(answer.lease, answer.facts, parts)
 
     async def commit(self, trainer_epoch: int, lease: int, version: PolicyVersion) -> Refusal | None:
         """The optimizer step of a lease was applied and made `version`."""
         answer = self._buffer.commit(trainer_epoch, lease, version)
+        if answer is None:
+            self._telemetry.batches.committed(lease)
         await self._settled()
         return answer
 
     async def release(self, trainer_epoch: int, lease: int, reason: str) -> Refusal | None:
         """Give a lease back unused."""
         answer = self._buffer.release(trainer_epoch, lease, reason)
+        self._telemetry.batches.released(lease)
         await self._settled()
         return answer
 

@@ -75,7 +75,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     buffer = (
         ray.remote(BufferActor)
         .options(name="buffer", num_cpus=0, max_concurrency=1000)
-        .remote(config_json, prepared.vocab_size, [task.uid for task in prepared.tasks], str(journal))
+        .remote(config_json, prepared.vocab_size, [task.uid for task in prepared.tasks], str(journal), hub)
     )
     gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
     generators = tuple(
@@ -87,7 +87,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
             max_concurrency=1000,
             runtime_env={"env_vars": engine_env(config)},
         )
-        .remote(f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), buffer)
+        .remote(f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), buffer, hub)
         for i in range(config.generator.engines)
     )
     ranks = [

@@ -11,6 +11,7 @@ import ray.exceptions
 
 from actors.buffer import Leased
 from actors.cluster import Cluster
+from actors.telemetry import RunTelemetry
 from service.config import Config
 from service.errors import BatonError, RunFailed
 from service.handoff.verbs import Wait
@@ -37,6 +38,7 @@ class Coordinator:
         self._prepared = prepared
         self._say = say
         self._progress = Progress(config, folder, say)
+        self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
         self._trainer_epoch = 0
         self._version = PolicyVersion(0, 0)
         self._sync: asyncio.Task[float] | None = None
@@ -70,6 +72,8 @@ class Coordinator:
             raise RunFailed(f"an actor of the run failed: {error}") from error
 
     async def _start(self) -> None:
+        self._telemetry.start()
+        self._telemetry.state("starting")
         self._say("loading the model: engines and trainer ranks start ...")
         trainer = self._cluster.trainer
         url, *_ = await asyncio.gather(
@@ -83,11 +87,13 @@ class Coordinator:
         self._version = PolicyVersion(self._trainer_epoch, 0)
         await self._warm_start()
         self._progress.begin()
+        self._telemetry.state("training")
 
     async def _warm_start(self) -> None:
         """Supervised steps, then the success they left, measured by the engines that will generate."""
         settings = self._config.model.warm_start
         if settings is not None:
+            self._telemetry.state("warm_start")
             self._say(f"warm start: {settings.steps} supervised steps on demonstrations of mixed habits ...")
             loss = await self._cluster.trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
             self._say(f"warm start: cross-entropy {loss:.3f} per token")
@@ -116,7 +122,8 @@ class Coordinator:
             _accepted(await _call(self._cluster.buffer.commit, self._trainer_epoch, leased.lease, self._version))
             if self._version.step % self._config.weights.sync_every == 0:
                 await self._publish()
-            self._progress.stepped(self._version, leased.facts, report.metrics, await self._statuses())
+            line = self._progress.stepped(self._version, leased.facts, report.metrics, await self._statuses())
+            self._telemetry.stepped(self._version, line)
 
     async def _lease(self) -> Leased | None:
         """Wait for the next mini-batch; None when the run was stopped meanwhile."""
@@ -133,6 +140,7 @@ class Coordinator:
         return None
 
     async def _release(self, leased: Leased, reason: str, bad_steps: int) -> None:
+        self._telemetry.aborted()
         self._say(f"step {self._version.step + 1} was not applied: {reason}")
         _accepted(await _call(self._cluster.buffer.release, self._trainer_epoch, leased.lease, reason))
         if bad_steps >= self._config.trainer.max_bad_steps:
@@ -168,6 +176,7 @@ class Coordinator:
 
     async def _finish(self) -> None:
         """Issue no more work, write the final weights, then let the generators go."""
+        self._telemetry.state("stopping")
         await _call(self._cluster.buffer.drain, "run_end")
         await self._cluster.trainer.export(self._folder.path / "final")
         await _call(self._cluster.buffer.covered, self._version.step)
@@ -177,7 +186,9 @@ class Coordinator:
             [asyncio.ensure_future(_call(generator.stop)) for generator in self._cluster.generators],
             timeout=STOP_SECONDS,
         )
-        self._progress.end("stopped" if self._stopping else "finished", statuses)
+        state = "stopped" if self._stopping else "finished"
+        self._telemetry.stop(state)
+        self._progress.end(state, statuses)
 
 
 async def _call(method: Any, *arguments: Any) -> Any:

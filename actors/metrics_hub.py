@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from typing import Any
 
@@ -24,6 +25,8 @@ class MetricsHub:
         self._hub = Hub(SystemClock())
         self._runner: web.AppRunner | None = None
         self._url = ""
+        self._starting = asyncio.Lock()
+        self._refused = False
 
     def __repr__(self) -> str:
         return f"MetricsHub({self._url or 'not serving'})"
@@ -34,24 +37,29 @@ class MetricsHub:
         Raises:
             UserError: the port is taken, or the host is not one of this machine.
         """
-        if self._runner is not None:
+        async with self._starting:
+            if self._runner is None:
+                await self._listen()
             return self._url
+
+    async def _listen(self) -> None:
         runner = web.AppRunner(self._app(), access_log=None)
         await runner.setup()
         try:
             await web.TCPSite(runner, self._host, self._port).start()
         except OSError as error:
             await runner.cleanup()
+            self._refused = True
             raise UserError(_bind_message(self._host, self._port, error)) from None
         self._runner = runner
         host = "127.0.0.1" if self._host in ("0.0.0.0", "::", "localhost") else self._host
         self._url = f"http://{host}:{runner.addresses[0][1]}"
-        return self._url
 
     async def push(self, source: str, snapshot: bytes) -> None:
         """Take the numbers of `role/ident`; a hub that was restarted begins to serve again here."""
         self._hub.push(source, snapshot)
-        await self.start()
+        if self._runner is None and not self._refused:
+            await self.start()
 
     async def put_status(self, part: str, report: dict[str, Any]) -> None:
         """Take the report of `run`, `buffer`, `step`, or of an actor `role/ident`."""

@@ -58,8 +58,8 @@ class Progress:
         facts: Mapping[str, float],
         metrics: Mapping[str, float],
         statuses: Mapping[str, Any],
-    ) -> None:
-        """An optimizer step was committed."""
+    ) -> dict[str, float]:
+        """An optimizer step was committed; returns its line of `metrics.jsonl`."""
         now = time.monotonic()
         line = {
             "trainer/global_step": version.step,
@@ -81,6 +81,7 @@ class Progress:
         if now - self._plotted > PLOT_SECONDS:
             self._folder.plot()
             self._plotted = time.monotonic()
+        return line
 
     def end(self, state: str, statuses: Mapping[str, Any]) -> None:
         """The run is over: draw the curve, write and print the summary."""

@@ -58,6 +58,20 @@ def test_a_port_in_use_is_one_clear_error() -> None:
     asyncio.run(scenario())
 
 
+def test_a_start_and_pushes_at_the_same_time_open_the_port_once() -> None:
+    async def scenario() -> None:
+        hub = hub_on(0)
+        snapshot = Metrics("trainer", "t", Boundaries.of(Config())).snapshot()
+        url, *_ = await asyncio.gather(hub.start(), *(hub.push("trainer/t", snapshot) for _ in range(5)))
+        second = hub_on(int(url.rpartition(":")[2]))
+        with pytest.raises(UserError):
+            await second.push("trainer/t", snapshot)
+        await second.push("trainer/t", snapshot)
+        await hub.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_host_that_is_not_this_machines_is_one_clear_error() -> None:
     hub = MetricsHub(load_config([], ["metrics.host=192.0.2.1"]).model_dump_json())
     with pytest.raises(UserError, match=r"^metrics\.host: cannot listen on 192\.0\.2\.1:9400"):
