@@ -169,11 +169,11 @@ def _estimator(config: Config) -> Iterator[Problem]:
             "chain would break at every row and rewards would not reach earlier steps; use an outcome estimator "
             f"({', '.join(GROUP_ESTIMATORS)})",
         )
-    elif algorithm.estimator in TEMPORAL_ESTIMATORS:
+    elif algorithm.estimator == "gae":
         yield Problem(
             "algorithm.estimator",
-            f"{algorithm.estimator} needs values or returns per token, which Baton does not train; use an outcome "
-            f"estimator ({', '.join(GROUP_ESTIMATORS)})",
+            "gae needs a value model, which Baton does not train; use reinforce++ or an outcome estimator "
+            f"({', '.join(GROUP_ESTIMATORS)})",
         )
     if algorithm.estimator in GROUP_ESTIMATORS and algorithm.n_samples_per_prompt == 1:
         yield Problem(
@@ -189,6 +189,32 @@ def _reduction(config: Config) -> Iterator[Problem]:
             "algorithm.reduction",
             "sequence_mean counts rows, and merging changes how many rows a trajectory has, so the loss would depend "
             "on tokenisation; use trajectory_mean, or buffer.merge=off on purpose",
+        )
+
+
+def _correction(config: Config) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.correction.truncate != "off" and algorithm.anchor == "rollout":
+        yield Problem(
+            "algorithm.correction.truncate",
+            f"{algorithm.correction.truncate} weighs by the ratio to the rollout; with algorithm.anchor=rollout the "
+            "loss has that ratio already: it would count twice; use algorithm.anchor=proximal, or truncate=off",
+        )
+    for name in ("token_band", "sequence_band", "geometric_band", "outlier_band"):
+        band = getattr(algorithm.correction, name)
+        if band is not None and band[0] >= band[1]:
+            yield Problem(
+                f"algorithm.correction.{name}",
+                f"[{band[0]:g}, {band[1]:g}] holds no ratio: every token would be masked; give the lower end first",
+            )
+
+
+def _kl(config: Config) -> Iterator[Problem]:
+    if config.algorithm.kl_in_reward:
+        yield Problem(
+            "algorithm.kl_in_reward",
+            "true would change rewards before the advantages, which are scored where there is no reference model: "
+            "the setting would do nothing; use algorithm.kl_coef, a term of the loss",
         )
 
 
@@ -220,5 +246,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _merge,
     _estimator,
     _reduction,
+    _correction,
+    _kl,
     _packing,
 )

@@ -10,6 +10,7 @@ and the sample standard deviation of its group's returns, n the size of its grou
 | `rloo`               | (r - m) n / (n - 1)                | 0             | 0            |
 | `maxrl`              | (r - m) / (m + 1e-6)               | 0             | r            |
 | `reinforce++_baseline` | r - m, then (x - mean) / (std + 1e-8) over the mini-batch | 0 if all are | as others |
+| `reinforce++`        | r; discounted and whitened per token by the learner | r | r |
 
 A partial group (some trajectories refused or still missing) is scored with the n that it has. Groups of one follow
 the published definitions above, in which nothing is subtracted; the configuration refuses them.
@@ -115,6 +116,12 @@ def reinforce_plus_plus_baseline(returns_G: Float64s, group_G: Int64s) -> Float6
     if len(distance_G) < 2:
         return distance_G
     return np.asarray((distance_G - distance_G.mean()) / (distance_G.std(ddof=1) + WHITEN_EPSILON))
+
+
+@estimator("reinforce++")
+def reinforce_plus_plus(returns_G: Float64s, group_G: Int64s) -> Float64s:
+    """The return as it is: the learner discounts it along the tokens and whitens it (service.learn.advantage)."""
+    return returns_G
 
 
 def _baseline(returns_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:

@@ -25,6 +25,13 @@ def test_the_shipped_configurations_pass() -> None:
             "algorithm.estimator",
             "does not train",
         ),
+        (["algorithm.correction.truncate=token"], "algorithm.correction.truncate", "count twice"),
+        (
+            ["algorithm.correction.token_band=[2.0,0.5]"],
+            "algorithm.correction.token_band",
+            "every token would be masked",
+        ),
+        (["algorithm.kl_in_reward=true"], "algorithm.kl_in_reward", "term of the loss"),
         (["algorithm.step_wise=false"], "buffer.merge", "no steps to merge"),
         (["buffer.lookahead=4", "buffer.max_staleness=3"], "buffer.max_staleness", "masked"),
         (["buffer.lookahead=1", "weights.sync_every=3"], "buffer.lookahead", "deadlock"),
@@ -95,3 +102,17 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         check_paths(load_config([], [f"model.path={tmp_path}"]))
     with pytest.raises(UserError, match=r"dataset .*rows\.jsonl does not exist"):
         check_paths(load_config([], [f"data.train={tmp_path / 'rows.jsonl'}"]))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl"])
+def test_outcome_estimators_pass_with_step_wise_rows(estimator: str) -> None:
+    check(load_config([QUICKSTART], [f"algorithm.estimator={estimator}"]))
+
+
+def test_reinforce_plus_plus_passes_where_a_trajectory_is_one_sequence() -> None:
+    overrides = ["algorithm.estimator=reinforce++", "algorithm.step_wise=false", "buffer.merge=off"]
+    check(load_config([QUICKSTART], overrides))
+
+
+def test_truncation_passes_with_a_proximal_anchor() -> None:
+    check(load_config([QUICKSTART], ["algorithm.anchor=proximal", "algorithm.correction.truncate=sequence"]))
