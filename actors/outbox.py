@@ -27,8 +27,10 @@ LINGER_SECONDS = 0.01
 """How long a message waits for company: turns end in bursts, and a message costs more than a step."""
 WINDOW = 4
 """Messages that may be on their way at once."""
-MESSAGE_TOKENS = 1 << 18
-"""A message is closed once it holds as many tokens."""
+MESSAGE_BYTES = 4 << 20
+"""A message is closed once it holds as many bytes."""
+TOKEN_BYTES = 4 + 4 + 1 + 8
+"""A token's id, log-probability, mask and version."""
 ANSWER_SECONDS = 10.0
 """Seconds after which an unanswered message is sent again; a stopped process gives no error."""
 RETRY_SECONDS = (0.05, 1.0)
@@ -94,11 +96,10 @@ class Outbox:
 
     def _next_message(self) -> list[Item]:
         """The longest run of queued items that fits into a message."""
-        tokens = count = 0
-        for count, item in enumerate(self._items, start=1):  # noqa: B007 (used after the loop)
-            tokens += _tokens(item)
-            if tokens >= MESSAGE_TOKENS:
-                break
+        size = count = 0
+        while count < len(self._items) and size < MESSAGE_BYTES:
+            size += _bytes(self._items[count])
+            count += 1
         message, self._items = self._items[:count], self._items[count:]
         if not self._items:
             self._filled.clear()
@@ -164,8 +165,11 @@ class Outbox:
                 pause = min(2 * pause, longest)
 
 
-def _tokens(item: Item) -> int:
-    return len(item.prompt_ids) + len(item.response_ids) if isinstance(item, Step) else 0
+def _bytes(item: Item) -> int:
+    if not isinstance(item, Step):
+        return 0
+    experts = item.routed_experts.nbytes if item.routed_experts is not None else 0
+    return TOKEN_BYTES * (len(item.prompt_ids) + len(item.response_ids)) + experts
 
 
 def _by_trajectory(items: Iterable[Item]) -> list[list[Item]]:

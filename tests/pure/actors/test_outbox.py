@@ -1,0 +1,158 @@
+"""What a generator finished reaches the buffer, in few messages, however the messages fare."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from actors import outbox as outbox_module
+from actors.outbox import Outbox, Unreachable
+from service.config import Config
+from service.errors import RunFailed, Starved
+from service.handoff.validate import Limits
+from service.handoff.verbs import Receipt
+from service.handoff.wire import decode
+from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
+
+LIMITS = Limits.of(Config(), vocab_size=100)
+POISONED = 13
+
+Answer = Receipt | Refusal
+
+
+def step(ordinal: int, index: int = 0, n_tokens: int = 2) -> Step:
+    return Step(
+        trajectory=TrajectoryId(ordinal, 0),
+        prompt_uid=f"p{ordinal}",
+        index=index,
+        prompt_ids=np.array([1, 2, 3], np.int32),
+        response_ids=np.full(n_tokens, 4, np.int32),
+        logprobs=np.full(n_tokens, -0.5, np.float32),
+        loss_mask=np.ones(n_tokens, np.bool_),
+        versions=np.full(n_tokens, 7, np.int64),
+    )
+
+
+def end(ordinal: int) -> TrajectoryEnd:
+    return TrajectoryEnd(TrajectoryId(ordinal, 0), f"p{ordinal}", 1, "stop", 1.0)
+
+
+class FakeBuffer:
+    """Answers as told, and remembers what it was sent."""
+
+    def __init__(self, answer: Callable[[StepGroup], Answer] = lambda group: Receipt(0)) -> None:
+        self.answer = answer
+        self.sent: list[bytes] = []
+        self.closed: list[int] = []
+        self.refused: list[TrajectoryId] = []
+        self.fail_first: list[BaseException] = []
+
+    async def submit(self, data: bytes) -> Answer:
+        self.sent.append(data)
+        await asyncio.sleep(0)
+        if self.fail_first:
+            raise self.fail_first.pop()
+        return self.answer(decoded(data))
+
+    def ordinals(self) -> list[int]:
+        """Ordinals of all steps that came, in order."""
+        return [ordinal for data in self.sent for ordinal in decoded(data).steps.ordinal_K.tolist()]
+
+
+def decoded(data: bytes) -> StepGroup:
+    group = decode(data, LIMITS)
+    assert isinstance(group, StepGroup)
+    return group
+
+
+def deliver(buffer: FakeBuffer, items: list[Step | TrajectoryEnd], deadline: float = 10.0) -> Outbox:
+    async def main() -> Outbox:
+        outbox = Outbox("g", 3, buffer.submit, deadline, buffer.closed.append, buffer.refused.append)
+        running = asyncio.ensure_future(outbox.run())
+        for item in items:
+            outbox.put(item)
+        await asyncio.wait([asyncio.ensure_future(outbox.flush()), running], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        running.cancel()
+        return outbox
+
+    return asyncio.run(main())
+
+
+def test_what_finishes_together_travels_together_in_order() -> None:
+    buffer = FakeBuffer()
+    deliver(buffer, [step(0), step(1), end(0), step(2)])
+    (group,) = map(decoded, buffer.sent)
+    assert group.steps.ordinal_K.tolist() == [0, 1, 2] and group.ends.ordinal_E.tolist() == [0]
+    assert (group.sender.generator, group.sender.epoch, group.sender.sequence) == ("g", 3, 1)
+
+
+def test_long_messages_are_split_and_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MESSAGE_BYTES", 500)
+    buffer = FakeBuffer()
+    deliver(buffer, [step(ordinal, n_tokens=20) for ordinal in range(10)])
+    assert buffer.ordinals() == list(range(10))
+    assert [decoded(data).sender.sequence for data in buffer.sent] == list(range(1, len(buffer.sent) + 1))
+    assert len(buffer.sent) == 5
+
+
+def test_a_message_without_an_answer_is_sent_again_as_the_same_bytes() -> None:
+    buffer = FakeBuffer()
+    buffer.fail_first = [Unreachable("gone"), Unreachable("gone")]
+    outbox = deliver(buffer, [step(0)])
+    assert len(buffer.sent) == 3 and len(set(buffer.sent)) == 1
+    assert outbox.counts["resent"] == 2 and outbox.counts["steps"] == 1
+
+
+def test_a_buffer_that_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "ANSWER_SECONDS", 0.05)
+    buffer = FakeBuffer()
+    answer = buffer.submit
+
+    async def hangs_once(data: bytes) -> Answer:
+        result = await answer(data)
+        if len(buffer.sent) == 1:
+            await asyncio.Event().wait()
+        return result
+
+    buffer.submit = hangs_once  # type: ignore[method-assign]
+    deliver(buffer, [step(0)])
+    assert len(buffer.sent) == 2 and len(set(buffer.sent)) == 1
+
+
+def test_a_buffer_that_never_answers_starves_the_generator_with_a_reason() -> None:
+    buffer = FakeBuffer()
+    buffer.fail_first = [Unreachable("gone")] * 100
+    with pytest.raises(ExceptionGroup) as caught:
+        deliver(buffer, [step(0)], deadline=0.2)
+    assert caught.group_contains(Starved, match="no answer from the buffer")
+
+
+def poison(group: StepGroup) -> Answer:
+    found = np.flatnonzero(group.steps.ordinal_K == POISONED)
+    return Refusal(RefusalReason.LOGPROB, f"step={found[0]}", 0.5) if len(found) else Receipt(0)
+
+
+def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with_it() -> None:
+    buffer = FakeBuffer(poison)
+    outbox = deliver(buffer, [step(1), step(POISONED), step(2), end(1), end(2)])
+    accepted = [data for data in buffer.sent if isinstance(poison(decoded(data)), Receipt)]
+    assert sorted(ordinal for data in accepted for ordinal in decoded(data).steps.ordinal_K.tolist()) == [1, 2]
+    assert sorted(ordinal for data in accepted for ordinal in decoded(data).ends.ordinal_E.tolist()) == [1, 2]
+    assert buffer.refused == [TrajectoryId(POISONED, 0)]
+    assert outbox.refusals[RefusalReason.LOGPROB] == 2 and outbox.counts["steps"] == 2
+
+
+def test_ordinals_that_need_no_more_work_are_passed_on() -> None:
+    buffer = FakeBuffer(lambda group: Receipt(0, superseded=(4, 5)))
+    deliver(buffer, [step(4), step(5), step(6)])
+    assert buffer.closed == [4, 5]
+
+
+def test_a_fenced_incarnation_fails() -> None:
+    buffer = FakeBuffer(lambda group: Refusal(RefusalReason.FENCED, "epoch", 4))
+    with pytest.raises(ExceptionGroup) as caught:
+        deliver(buffer, [step(0)])
+    assert caught.group_contains(RunFailed, match="newer incarnation")

@@ -1,0 +1,134 @@
+"""Claims: what is given is played, whatever the buffer says and however late it says it."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from actors import work as work_module
+from actors.outbox import Unreachable
+from actors.work import Answer, IdleTime, WorkSource
+from service.errors import RunFailed, Starved
+from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
+from service.types import PolicyVersion, Refusal, RefusalReason
+
+LOOKAHEAD = Wait(WaitReason.LOOKAHEAD, "slot 9", 0.0)
+DRAINED = Wait(WaitReason.DRAINED, "run_end", 0.0)
+
+
+def group(ordinal: int) -> Assignment:
+    return Assignment(ordinal, f"p{ordinal}", ordinal, (0, 1), (0, 0))
+
+
+class FakeBuffer:
+    """Gives the scripted answers one after the other; a future is waited for."""
+
+    def __init__(self, *answers: Answer | BaseException | asyncio.Future[Answer]) -> None:
+        self.answers = list(answers)
+        self.claims: list[tuple[Claim, float]] = []
+
+    async def claim(self, claim: Claim, seconds: float) -> Answer:
+        self.claims.append((claim, seconds))
+        answer = self.answers.pop(0)
+        if isinstance(answer, asyncio.Future):
+            return await answer
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def source(buffer: FakeBuffer, versions: list[PolicyVersion] | None = None, deadline: float = 5.0) -> WorkSource:
+    serving = versions or [PolicyVersion(1, 0)]
+    return WorkSource("g", 2, buffer.claim, lambda: serving[-1], deadline)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, 10))
+
+
+def test_the_first_claim_asks_at_once_and_the_next_ones_wait() -> None:
+    async def main() -> None:
+        buffer = FakeBuffer(LOOKAHEAD, LOOKAHEAD, group(3))
+        work = source(buffer)
+        assert await work.next() == group(3)
+        assert [seconds for _, seconds in buffer.claims] == [0.0, work_module.POLL_SECONDS, work_module.POLL_SECONDS]
+        assert work.waited_for == "lookahead" and work.waiting is None
+
+    run(main())
+
+
+def test_why_there_is_no_work_can_be_seen_while_there_is_none() -> None:
+    async def main() -> None:
+        open_poll: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        work = source(FakeBuffer(LOOKAHEAD, open_poll))
+        waiting = asyncio.ensure_future(work.next())
+        while work.waiting is None:
+            await asyncio.sleep(0)
+        assert work.waiting == LOOKAHEAD
+        open_poll.set_result(group(1))
+        assert await waiting == group(1)
+
+    run(main())
+
+
+def test_no_more_work_is_none() -> None:
+    async def main() -> None:
+        assert await source(FakeBuffer(LOOKAHEAD, DRAINED)).next() is None
+
+    run(main())
+
+
+def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing() -> None:
+    async def main() -> None:
+        overtaken: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        versions = [PolicyVersion(1, 0)]
+        buffer = FakeBuffer(LOOKAHEAD, overtaken, group(7), LOOKAHEAD, LOOKAHEAD, DRAINED)
+        work = source(buffer, versions)
+        waiting = asyncio.ensure_future(work.next())
+        while len(buffer.claims) < 2:
+            await asyncio.sleep(0)
+        versions.append(PolicyVersion(1, 1))
+        work.look_again()
+        assert await waiting == group(7)
+        assert [claim.serving.step for claim, _ in buffer.claims] == [0, 0, 1]
+        overtaken.set_result(group(8))
+        await asyncio.sleep(0)
+        assert await work.next() == group(8)
+        assert await work.next() is None
+
+    run(main())
+
+
+def test_an_unreachable_buffer_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_module, "RETRY_SECONDS", 0.01)
+
+    async def main() -> None:
+        assert await source(FakeBuffer(Unreachable(), Unreachable(), group(1))).next() == group(1)
+        with pytest.raises(Starved, match="g waited"):
+            await source(FakeBuffer(*[Unreachable()] * 1000), deadline=0.1).next()
+
+    run(main())
+
+
+def test_a_refused_claim_fails_with_the_reason() -> None:
+    async def main() -> None:
+        with pytest.raises(RunFailed, match="fenced"):
+            await source(FakeBuffer(Refusal(RefusalReason.FENCED, "epoch", 3))).next()
+
+    run(main())
+
+
+def test_idle_time_counts_only_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(work_module.time, "monotonic", lambda: now[0])
+    idle = IdleTime()
+    assert idle.elapsed == idle.seconds == 0.0
+    idle.begin()
+    now[0] += 2
+    assert idle.seconds == 2.0
+    assert idle.busy() == 2.0 and idle.busy() is None
+    now[0] += 5
+    idle.idle()
+    now[0] += 1
+    assert (idle.seconds, idle.elapsed) == (3.0, 8.0)
