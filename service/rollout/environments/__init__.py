@@ -1,20 +1,90 @@
-"""The environments that come with Baton, by name."""
+"""The environments that come with Baton, and how others are found.
+
+env.name: lookup                      one of Baton's own, or one that an installed package registers as an entry
+                                      point of the group `baton.environments`
+env.name: skyrl_gym/search            one of another library, through its adapter
+env.name: my_package.envs:Maze        a class of your own, in a module that `env.trusted_modules` names
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import numpy as np
 
 from service.errors import UserError
 from service.rollout.environment import Environment, Message
-from service.rollout.environments import lookup
 
 Options = Mapping[str, str | int | float | bool]
 
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"lookup": lookup.Lookup}
+GROUP = "baton.environments"
+
+ENVIRONMENTS = {
+    "lookup": "service.rollout.environments.lookup:Lookup",
+}
+ADAPTERS: dict[str, str] = {}
+"""The part before the slash; what follows it is the adapter's first argument."""
+
+
+def environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
+    """A fresh instance of the environment `name`, for one trajectory.
+
+    Raises:
+        UserError: there is no such environment, or it does not take these options.
+    """
+    family, slash, member = name.partition("/")
+    make = find(name, trusted_modules)
+    try:
+        return make(member, **options) if slash and family in ADAPTERS else make(**options)
+    except TypeError as error:
+        raise UserError(f"env.options: the environment {name!r} refuses them: {error}") from error
+
+
+def find(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Environment]:
+    """The class behind a name.
+
+    Raises:
+        UserError: there is none, or its module is not trusted.
+    """
+    family, slash, member = name.partition("/")
+    if slash and member and family in ADAPTERS:
+        return _load(ADAPTERS[family], name)
+    if name in ENVIRONMENTS:
+        return _load(ENVIRONMENTS[name], name)
+    if ":" in name:
+        return _trusted(name, trusted_modules)
+    registered = {point.name: point for point in entry_points(group=GROUP)}
+    if name in registered:
+        return _load(registered[name].value, name)
+    raise _unknown(name, [*ENVIRONMENTS, *registered])
+
+
+def _unknown(name: str, known: Sequence[str]) -> UserError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    return UserError(
+        f"env.name: there is no environment {name!r}; the nearest is {near!r}. "
+        "A class of your own is named module:Class, with its module under env.trusted_modules"
+    )
+
+
+def _trusted(path: str, trusted_modules: Sequence[str]) -> Callable[..., Environment]:
+    module = path.partition(":")[0]
+    if not any(module == trusted or module.startswith(f"{trusted}.") for trusted in trusted_modules):
+        raise UserError(f"env.name: {path!r} is not loaded, for env.trusted_modules does not name {module!r}")
+    return _load(path, path)
+
+
+def _load(path: str, name: str) -> Callable[..., Environment]:
+    module, _, attribute = path.partition(":")
+    try:
+        found: Callable[..., Environment] = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"env.name: the environment {name!r} cannot be loaded: {error}") from error
+    return found
 
 
 class Made(Protocol):
@@ -30,26 +100,19 @@ class Made(Protocol):
         """Conversations for a supervised warm start."""
 
 
-MADE: dict[str, Made] = {"lookup": lookup}
+MADE = {"lookup": "service.rollout.environments.lookup"}
 
 
 def made(name: str) -> Made:
-    """What the environment `name` makes itself."""
+    """What the environment `name` makes itself.
+
+    Raises:
+        UserError: it makes nothing.
+    """
     if name not in MADE:
         raise UserError(
             f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(MADE)} does; "
             "give data.train and model.path"
         )
-    return MADE[name]
-
-
-def environment(name: str, options: Options) -> Environment:
-    """A fresh instance of the environment `name`, for one trajectory."""
-    make = ENVIRONMENTS.get(name)
-    if make is None:
-        near = difflib.get_close_matches(name, ENVIRONMENTS, n=1, cutoff=0.0)
-        raise UserError(f"env.name: there is no environment {name!r}; the nearest is {near[0]!r}")
-    try:
-        return make(**options)
-    except TypeError as error:
-        raise UserError(f"env.options: the environment {name!r} refuses them: {error}") from error
+    module: Made = import_module(MADE[name])
+    return module

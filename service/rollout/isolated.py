@@ -1,0 +1,65 @@
+"""The inside of an environment's own process: requests from stdin, answers to stdout, one JSON object a line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from threading import Thread
+from typing import IO, Any
+
+from service.rollout.environment import Environment, Task
+from service.rollout.environments import environment
+
+
+def main() -> None:
+    """Serve one episode after the other until stdin closes."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the environment prints must not stand between answers
+    asyncio.run(_serve(answers))
+
+
+async def _serve(answers: IO[bytes]) -> None:
+    requests: asyncio.Queue[bytes] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    # A thread of its own notices the end of stdin also while the environment blocks.
+    Thread(target=_read, args=(loop, requests), daemon=True).start()
+    episode: Environment | None = None
+    while True:
+        request = json.loads(await requests.get())
+        if request["verb"] == "reset":
+            episode = None
+        try:
+            episode, returned = await _answer(episode, request)
+            answer = json.dumps({"returned": returned})
+        except (Exception, SystemExit) as error:
+            answer = json.dumps({"raised": f"{type(error).__name__}: {error}"})
+        answers.write(answer.encode() + b"\n")
+        answers.flush()
+
+
+def _read(loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[bytes]) -> None:
+    for line in sys.stdin.buffer:
+        loop.call_soon_threadsafe(requests.put_nowait, line)
+    os._exit(0)
+
+
+async def _answer(episode: Environment | None, request: Mapping[str, Any]) -> tuple[Environment | None, Any]:
+    if request["verb"] == "reset":
+        make = request["make"]
+        episode = environment(make["name"], make["options"], make["trusted"])
+        task = request["task"]
+        return episode, list(await episode.reset(Task(**{**task, "prompt": tuple(task["prompt"])}), request["seed"]))
+    if episode is None:
+        raise RuntimeError(f"{request['verb']} before reset")
+    if request["verb"] == "step":
+        result = await episode.step(request["text"])
+        return episode, {**result._asdict(), "reward": float(result.reward), "info": dict(result.info)}
+    await episode.close()
+    return None, None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Environments that do what they should not; tests run them in processes of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from service.rollout.environment import Message, StepResult, Task
+
+
+class Echo:
+    """Behaves: says back what it hears, and in which process."""
+
+    def __init__(self, suffix: str = "") -> None:
+        self.suffix = suffix
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        print("noise on stdout must not disturb the answers")
+        return task.prompt
+
+    async def step(self, text: str) -> StepResult:
+        return StepResult([Message(role="user", content=text + self.suffix)], 0.5, False, {"pid": os.getpid()})
+
+    async def close(self) -> None:
+        pass
+
+
+class Blocks(Echo):
+    async def step(self, text: str) -> StepResult:
+        time.sleep(1000)
+        return await super().step(text)
+
+
+class Segfaults(Echo):
+    async def step(self, text: str) -> StepResult:
+        ctypes.string_at(0)
+        return await super().step(text)
+
+
+class Exits(Echo):
+    async def step(self, text: str) -> StepResult:
+        sys.exit(3)
+
+
+class Raises(Echo):
+    async def step(self, text: str) -> StepResult:
+        raise KeyError("gone")
+
+
+class Nan(Echo):
+    async def step(self, text: str) -> StepResult:
+        return (await super().step(text))._replace(reward=float("nan"))
+
+
+class Floods(Echo):
+    async def step(self, text: str) -> StepResult:
+        return StepResult([Message(role="user", content="x" * 10_000_000)], 0.0, False)

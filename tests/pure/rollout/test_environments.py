@@ -1,0 +1,71 @@
+"""How environments are found and made."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from service.config.tree import EnvConfig
+from service.errors import UserError
+from service.rollout import environments
+from service.rollout.environment import Task
+from service.rollout.environments import environment
+from service.rollout.environments.lookup import Lookup
+from service.rollout.factory import Environments, check_environments
+from service.rollout.isolation import IsolatedEnvironment
+from tests.pure.rollout.misbehaving import Echo
+
+ECHO = "tests.pure.rollout.misbehaving:Echo"
+
+
+def task(env_class: str, uid: str = "p") -> Task:
+    return Task(uid, ({"role": "user", "content": "?"},), env_class)
+
+
+def test_a_class_of_a_trusted_module_is_found_by_its_path() -> None:
+    assert type(environment(ECHO, {"suffix": "!"}, ["tests.pure"])).__name__ == "Echo"
+
+
+@pytest.mark.parametrize("trusted", [[], ["tests.pu"], ["tests.pure.rollout.misbehaving.deeper"]])
+def test_a_class_of_a_module_that_is_not_trusted_is_refused(trusted: list[str]) -> None:
+    with pytest.raises(UserError, match=r"env\.trusted_modules does not name 'tests\.pure\.rollout\.misbehaving'"):
+        environment(ECHO, {}, trusted)
+
+
+def test_a_class_that_a_trusted_module_lacks_is_named() -> None:
+    with pytest.raises(UserError, match=r"cannot be loaded.*Nobody"):
+        environment("tests.pure.rollout.misbehaving:Nobody", {}, ["tests"])
+
+
+def test_an_installed_package_registers_an_environment_as_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("maze", ECHO, environments.GROUP)
+    monkeypatch.setattr(environments, "entry_points", lambda group: [point] if group == "baton.environments" else [])
+    assert type(environment("maze", {})).__name__ == "Echo"
+    with pytest.raises(UserError, match="the nearest is 'maze'"):
+        environment("mase", {})
+
+
+def test_a_row_names_its_own_environment_and_each_gets_its_own_options() -> None:
+    config = EnvConfig(name="lookup", class_options={ECHO: {"suffix": "!"}}, trusted_modules=("tests",))
+    made = Environments(config)
+    assert isinstance(made.make(task("")), Lookup)
+    echo = made.make(task(ECHO))
+    assert isinstance(echo, Echo)
+    assert echo.suffix == "!"
+
+
+def test_with_isolation_an_environment_is_made_in_a_process_of_its_own() -> None:
+    made = Environments(EnvConfig(isolation="process"))
+    assert isinstance(made.make(task("")), IsolatedEnvironment)
+
+
+def test_rows_that_need_an_unknown_environment_are_found_before_the_run() -> None:
+    check_environments(EnvConfig(), [task(""), task("lookup")])
+    with pytest.raises(UserError, match=r"no environment 'lokup'.*first needed by row 1, b\)"):
+        check_environments(EnvConfig(), [task("", "a"), task("lokup", "b"), task("lokup", "c")])
+
+
+def test_options_of_the_configured_environment_are_checked_before_the_run() -> None:
+    with pytest.raises(UserError, match=r"env\.options"):
+        check_environments(EnvConfig(options={"colour": 1}, isolation="process"), [task("")])

@@ -1,0 +1,121 @@
+"""Environments in processes of their own: what one does to itself, it does to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from service.rollout.chat import Chat
+from service.rollout.environment import Message, Task
+from service.rollout.isolation import IsolatedEnvironment, Processes
+from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
+
+HERE = "tests.pure.rollout.misbehaving"
+
+
+@asynccontextmanager
+async def started() -> AsyncIterator[Processes]:
+    processes = Processes(max_observation_characters=100_000, trusted_modules=[HERE])
+    try:
+        yield processes
+    finally:
+        await processes.close()
+
+
+def isolated(processes: Processes, name: str, **options: str) -> IsolatedEnvironment:
+    return processes.environment(f"{HERE}:{name}", options)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Blocks", "environment_timeout"),
+        ("Segfaults", "environment_error"),
+        ("Exits", "environment_error"),
+        ("Raises", "environment_error"),
+        ("Nan", "environment_reward"),
+        ("Floods", "environment_output"),
+    ],
+)
+async def test_whatever_an_isolated_environment_does_costs_its_own_trajectory_only(
+    chat: Chat, name: str, reason: str
+) -> None:
+    async with started() as processes:
+        engine = ScriptedEngine(chat, lambda words: "look fox age")
+        deadline = 2.0 if name == "Blocks" else 60.0
+        (_, bad), (steps, good) = await asyncio.gather(
+            play(chat, engine, isolated(processes, name), step_deadline=deadline),
+            play(chat, engine, isolated(processes, "Echo"), step_deadline=60.0),
+        )
+        assert (bad.stop_reason, bad.n_steps) == (reason, 0)
+        assert (good.stop_reason, good.n_steps, good.reward) == ("max_turns", 4, 0.5)
+        assert len(steps) == 4
+
+
+@pytest.mark.asyncio
+async def test_an_episode_in_a_process_hears_and_answers_like_one_outside() -> None:
+    async with started() as processes:
+        episode = isolated(processes, "Echo", suffix=" !")
+        task = Task("p", (Message(role="user", content="héllo\n"),), "", {"ground_truth": "1"}, {"n": [1, 2]})
+        assert list(await episode.reset(task, 3)) == list(task.prompt)
+        result = await episode.step("ünïcode \u2028 line")
+        assert (result.messages, result.reward, result.done) == (
+            [{"role": "user", "content": "ünïcode \u2028 line !"}],
+            0.5,
+            False,
+        )
+        assert result.info["pid"] != os.getpid()
+        await episode.close()
+
+
+@pytest.mark.asyncio
+async def test_a_process_is_used_again_after_a_good_episode_and_never_after_a_broken_one() -> None:
+    async with started() as processes:
+
+        async def pid_of_an_episode() -> float:
+            episode = isolated(processes, "Echo")
+            await episode.reset(QUESTION, 0)
+            pid = (await episode.step("?")).info["pid"]
+            await episode.close()
+            return pid
+
+        first = await pid_of_an_episode()
+        assert await pid_of_an_episode() == first
+        broken = isolated(processes, "Blocks")
+        await broken.reset(QUESTION, 0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await broken.step("?")
+        await broken.close()
+        assert await pid_of_an_episode() != first
+        with pytest.raises(ProcessLookupError):
+            await gone(int(first))
+
+
+async def gone(pid: int) -> None:
+    """Raises ProcessLookupError once the process has ended; gives up after ten seconds."""
+    for _ in range(1000):
+        os.kill(pid, 0)
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_every_process_also_one_that_blocks() -> None:
+    async with started() as processes:
+        episode = isolated(processes, "Echo")
+        await episode.reset(QUESTION, 0)
+        pid = int((await episode.step("?")).info["pid"])
+        blocked = isolated(processes, "Blocks")
+        await blocked.reset(QUESTION, 0)
+        waiting = asyncio.ensure_future(blocked.step("?"))
+        await asyncio.sleep(0)
+        await processes.close()
+        with pytest.raises(ProcessLookupError):
+            await gone(pid)
+        with pytest.raises(Exception, match="process ended with code -9"):
+            await waiting
