@@ -6,6 +6,7 @@ import asyncio
 import errno
 from typing import Any
 
+import ray
 from aiohttp import web
 
 from service.clock import SystemClock
@@ -84,6 +85,7 @@ class MetricsHub:
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/status", self._get_status)
         app.router.add_get("/healthz", self._get_health)
+        app.router.add_get("/sd", self._get_targets)
         return app
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
@@ -92,8 +94,26 @@ class MetricsHub:
     async def _get_status(self, request: web.Request) -> web.Response:
         return web.json_response(self._hub.status())
 
+    async def _get_targets(self, request: web.Request) -> web.Response:
+        own = {"targets": [request.host], "labels": {"__meta_baton_kind": "baton"}}
+        return web.json_response([own, *await asyncio.to_thread(_ray_targets)])
+
     async def _get_health(self, request: web.Request) -> web.Response:
         return web.json_response({"ok": True, "silent": self._hub.silent()})
+
+
+def _ray_targets() -> list[dict[str, Any]]:
+    """The metrics endpoints of the live nodes of the Ray cluster, as Prometheus' HTTP service discovery wants them."""
+    if not ray.is_initialized():
+        return []
+    return [
+        {
+            "targets": [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"],
+            "labels": {"__meta_baton_kind": "ray", "node": node["NodeManagerHostname"]},
+        }
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def _bind_message(host: str, port: int, error: OSError) -> str:

@@ -31,7 +31,7 @@ def draw_learning_curve(lines: Sequence[Mapping[str, Any]], file: Path, title: s
         staleness, steps_S, lines, "async/staleness_mean", ("async/staleness_max", "up to the oldest token"), ORANGE
     )
     staleness.set_ylabel("staleness\n(versions)")
-    mean_length = ("generate/avg_num_tokens", "down to the mean trajectory")
+    mean_length = ("generate/avg_num_tokens", "down to the mean response")
     _draw_band(length, steps_S, lines, "generate/batch_padded_seq_len", mean_length, GREEN)
     length.set_ylabel("padded length\n(tokens)")
     length.set_xlabel("optimizer step")
