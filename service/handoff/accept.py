@@ -1,21 +1,24 @@
-"""What the buffer knows and a message alone does not: identity, attempts, versions, duplicates, whole prefixes.
+"""What the buffer knows and a message alone does not: identity, attempts, versions, duplicates, whole trajectories.
 
-`plan` only looks; it changes nothing.
+`plan` only looks; it changes nothing. Everything that concerns single tokens is done once for the whole message.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
+from service.handoff.digest import token_bytes
 from service.handoff.events import Fresh
 from service.handoff.ledger import Ledger
 from service.handoff.lifecycle import USED, Group, Trajectory
-from service.handoff.store import Store, bytes_per_token
-from service.handoff.tables import concat_steps, end_objects, select_ends, select_steps, step_objects
-from service.handoff.validate import trajectory_refusal
-from service.types import Int64s, Refusal, RefusalReason, Step, StepGroup, Steps, TrajectoryId
+from service.handoff.store import Chain, Store, bytes_per_token
+from service.handoff.tables import concat_steps, ends_table, select_steps, step_objects
+from service.handoff.validate import MAX_SHARE_NOT_FINITE, trajectory_refusal
+from service.types import Int64s, Refusal, RefusalReason, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 
 class Part(NamedTuple):
@@ -23,45 +26,87 @@ class Part(NamedTuple):
 
     steps: list[int]
     """Items of the message's steps."""
-    ends: list[int]
-    """Items of the message's ends."""
+    ends: list[TrajectoryEnd]
 
 
 class Plan(NamedTuple):
     """What accepting a message would change."""
 
-    fresh: tuple[Fresh, ...]
-    steps: dict[int, list[int]]
-    """Items of the message's steps to keep, by ordinal."""
-    ends: dict[int, list[int]]
-    """Items of the message's ends to keep, by ordinal."""
+    fresh: list[Fresh]
+    parts: dict[int, Part]
+    """What to keep, by ordinal."""
+    chains: dict[tuple[int, int], Chain | None]
+    """The trajectories' chains afterwards; None: it has none any more."""
     superseded: tuple[int, ...]
     """Ordinals for which the message came too late."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """A message's step columns as lists, and what was counted about each step's tokens."""
+
+    index: list[int]
+    uid: list[int]
+    offsets: list[int]
+    extends: list[int]
+    extends_length: list[int]
+    extends_digest: list[int]
+    sampled: list[int]
+    """Tokens that the policy sampled."""
+    bad: list[int]
+    """Of those, the ones whose log-probability is not a finite number."""
+    tokens: memoryview
+    """All token ids as bytes."""
+    bytes_per_token: int
+
+    @staticmethod
+    def of(steps: Steps) -> _Columns:
+        return _Columns(
+            steps.index_K.tolist(),
+            steps.uid_K.tolist(),
+            steps.offsets_K.tolist(),
+            steps.extends_K.tolist(),
+            steps.extends_length_K.tolist(),
+            steps.extends_digest_K.tolist(),
+            _per_step(steps, steps.loss_mask_N),
+            _per_step(steps, steps.loss_mask_N & ~np.isfinite(steps.logprobs_N)),
+            token_bytes(steps.token_ids_N),
+            bytes_per_token(steps),
+        )
+
+
+class _Case(NamedTuple):
+    """One trajectory of a message, as the buffer stands."""
+
+    id: TrajectoryId
+    part: Part
+    trajectory: Trajectory
+    message: StepGroup
+    columns: _Columns
+    store: Store
+
+
 def plan(ledger: Ledger, store: Store, message: StepGroup) -> Plan | Refusal:
     """What accepting a message would change, or why it cannot be accepted as a whole."""
-    made = Plan((), {}, {}, ())
-    counts_K = _sampled_tokens(message.steps)
-    for trajectory_id, part in _parts(message).items():
-        standing = _standing(ledger, message, trajectory_id, part)
-        if isinstance(standing, Refusal):
-            return standing
-        if standing is None:
-            made = made._replace(superseded=(*made.superseded, trajectory_id.ordinal))
+    made = Plan([], {}, {}, ())
+    columns = _Columns.of(message.steps)
+    late: dict[int, None] = {}
+    current: list[tuple[list[int], Group]] = []
+    for trajectory_id, part in parts(message).items():
+        group = _group(ledger, message, trajectory_id, part, columns)
+        if isinstance(group, Refusal):
+            return group
+        if group is None:
+            late[trajectory_id.ordinal] = None
             continue
-        fresh = _fresh(ledger, store, message, trajectory_id, part, standing, counts_K)
-        if isinstance(fresh, Refusal):
-            return fresh
-        news, kept = fresh
-        if kept.steps or kept.ends:
-            made.steps.setdefault(trajectory_id.ordinal, []).extend(kept.steps)
-            made.ends.setdefault(trajectory_id.ordinal, []).extend(kept.ends)
-            made = made._replace(fresh=(*made.fresh, news))
-    return made._replace(superseded=tuple(dict.fromkeys(made.superseded)))
+        current.append((part.steps, group))
+        case = _Case(trajectory_id, part, group.trajectories[trajectory_id.sample], message, columns, store)
+        if (refused := _add(made, case)) is not None:
+            return refused
+    return _version_refusal(ledger, message.steps, current) or made._replace(superseded=tuple(late))
 
 
-def _parts(message: StepGroup) -> dict[TrajectoryId, Part]:
+def parts(message: StepGroup) -> dict[TrajectoryId, Part]:
     """The message's items by trajectory; they may interleave."""
     parts: dict[TrajectoryId, Part] = {}
     steps, ends = message.steps, message.ends
@@ -69,95 +114,105 @@ def _parts(message: StepGroup) -> dict[TrajectoryId, Part]:
     for k, identity in enumerate(ids):
         parts.setdefault(TrajectoryId(*identity), Part([], [])).steps.append(k)
     ids = zip(ends.ordinal_E.tolist(), ends.sample_E.tolist(), ends.attempt_E.tolist(), strict=True)
-    for e, identity in enumerate(ids):
-        parts.setdefault(TrajectoryId(*identity), Part([], [])).ends.append(e)
+    facts = zip(
+        ids, ends.uid_E.tolist(), ends.n_steps_E.tolist(), ends.stop_reason_E, ends.reward_E.tolist(), strict=True
+    )
+    for identity, uid, n_steps, stop_reason, reward in facts:
+        of = TrajectoryId(*identity)
+        end = TrajectoryEnd(of, ends.uids[uid], n_steps, ends.stop_reasons[stop_reason], reward)
+        parts.setdefault(of, Part([], [])).ends.append(end)
     return parts
 
 
-def _standing(ledger: Ledger, message: StepGroup, trajectory_id: TrajectoryId, part: Part) -> Group | Refusal | None:
+def _group(
+    ledger: Ledger, message: StepGroup, of: TrajectoryId, part: Part, columns: _Columns
+) -> Group | Refusal | None:
     """The group that the items belong to; None when they came too late to be used."""
-    ordinal, sample, attempt = trajectory_id
-    path = str(trajectory_id)
-    if not 0 <= ordinal < ledger.state.next_ordinal:
-        return Refusal(RefusalReason.UNKNOWN_GROUP, path, ordinal)
-    if not 0 <= sample < ledger.state.n_samples:
-        return Refusal(RefusalReason.IDENTITY, path, sample)
-    group = ledger.state.groups.get(ordinal)
+    if not 0 <= of.ordinal < ledger.state.next_ordinal:
+        return Refusal(RefusalReason.UNKNOWN_GROUP, str(of), of.ordinal)
+    if not 0 <= of.sample < ledger.state.n_samples:
+        return Refusal(RefusalReason.IDENTITY, str(of), of.sample)
+    group = ledger.state.groups.get(of.ordinal)
     if group is None or group.state in USED:
         return None
-    uids = {message.steps.uids[message.steps.uid_K[k]] for k in part.steps}
-    uids |= {message.ends.uids[message.ends.uid_E[e]] for e in part.ends}
-    if uids != {group.uid}:
-        return Refusal(RefusalReason.IDENTITY, f"{path}/prompt_uid")
-    trajectory = group.trajectories[sample]
-    if attempt < trajectory.attempt:
+    uids, codes = message.steps.uids, columns.uid
+    if any(uids[codes[k]] != group.uid for k in part.steps) or any(end.prompt_uid != group.uid for end in part.ends):
+        return Refusal(RefusalReason.IDENTITY, f"{of}/prompt_uid")
+    trajectory = group.trajectories[of.sample]
+    if of.attempt < trajectory.attempt:
         return None
     holder = (trajectory.generator, trajectory.epoch)
-    if attempt > trajectory.attempt or holder != (message.sender.generator, message.sender.epoch):
-        return Refusal(RefusalReason.IDENTITY, f"{path}/attempt", attempt)
+    if of.attempt > trajectory.attempt or holder != (message.sender.generator, message.sender.epoch):
+        return Refusal(RefusalReason.IDENTITY, f"{of}/attempt", of.attempt)
     return group
 
 
-def _fresh(
-    ledger: Ledger, store: Store, message: StepGroup, of: TrajectoryId, part: Part, group: Group, counts_K: Int64s
-) -> tuple[Fresh, Part] | Refusal:
-    """What is new for one trajectory."""
-    trajectory = group.trajectories[of.sample]
-    ends = _new_ends(store, message, of, part)
-    if isinstance(ends, Refusal):
-        return ends
-    steps = _new_steps(store, message, of, part, trajectory)
-    if isinstance(steps, Refusal):
-        return steps
-    index_K = message.steps.index_K
-    indices = tuple(int(index_K[k]) for k in steps)
-    n_steps = int(message.ends.n_steps_E[ends[0]]) if ends else None
-    known_steps = trajectory.n_steps if n_steps is None else n_steps
-    highest = max((*indices, *trajectory.indices), default=-1)
-    if known_steps is not None and highest >= known_steps:
-        return Refusal(RefusalReason.STEP_ORDER, f"{of}/step={highest}", known_steps)
-    refusal = _version_refusal(ledger, message.steps, steps, group)
-    if refusal is None and known_steps == len(indices) + len(trajectory.indices):
-        refusal = _whole_refusal(store, message, Part(steps, ends), of)
-    if refusal is not None:
-        return refusal
-    lengths_K = np.diff(message.steps.offsets_K)
-    n_bytes = sum(int(lengths_K[k]) for k in steps) * bytes_per_token(message.steps)
-    tokens = sum(int(counts_K[k]) for k in steps)
-    return Fresh(of.ordinal, of.sample, indices, tokens, n_bytes, n_steps), Part(steps, ends)
+def _add(made: Plan, case: _Case) -> Refusal | None:
+    """Add what is new for one trajectory to the plan."""
+    end = _new_end(case)
+    steps = _new_steps(case)
+    if isinstance(end, Refusal) or isinstance(steps, Refusal):
+        return end if isinstance(end, Refusal) else steps  # type: ignore[return-value]
+    if end is None and not steps:
+        return None
+    columns, known = case.columns, case.trajectory
+    indices = tuple(columns.index[k] for k in steps)
+    n_steps = known.n_steps if end is None else end.n_steps
+    highest = max((*indices, *known.indices), default=-1)
+    if n_steps is not None and highest >= n_steps:
+        return Refusal(RefusalReason.STEP_ORDER, f"{case.id}/step={highest}", n_steps)
+    n_tokens = sum(columns.offsets[k + 1] - columns.offsets[k] for k in steps)
+    fresh = Fresh(
+        case.id.ordinal,
+        case.id.sample,
+        indices,
+        tokens=sum(columns.sampled[k] for k in steps),
+        bad_tokens=sum(columns.bad[k] for k in steps),
+        n_bytes=n_tokens * columns.bytes_per_token,
+        n_steps=None if end is None else end.n_steps,
+    )
+    chain = _extended(case, steps)
+    if n_steps == len(indices) + len(known.indices):
+        refused = _whole_refusal(case, steps, end, fresh, chain)
+        if refused is not None:
+            return refused
+        chain = None
+    made.fresh.append(fresh)
+    made.chains[case.id.ordinal, case.id.sample] = chain
+    kept = made.parts.setdefault(case.id.ordinal, Part([], []))
+    kept.steps.extend(steps)
+    kept.ends.extend([end] if end is not None else [])
+    return None
 
 
-def _new_ends(store: Store, message: StepGroup, of: TrajectoryId, part: Part) -> list[int] | Refusal:
-    """The item of the end when it is new; an identical repetition is none."""
-    known = [end for table in store.ends_of(of.ordinal, of.sample) for end in end_objects(table)]
-    new: list[int] = []
-    for e in part.ends:
-        end = end_objects(select_ends(message.ends, np.array([e], np.int64)))[0]
-        if known and end != known[0]:
-            return Refusal(RefusalReason.CONFLICT, f"{of}/end", end.n_steps)
-        if not known:
-            new, known = [e], [end]
+def _new_end(case: _Case) -> TrajectoryEnd | Refusal | None:
+    """The trajectory's end when it is new; an identical repetition is none."""
+    known = case.store.end_of(case.id.ordinal, case.id.sample)
+    new = None
+    for end in case.part.ends:
+        if known is not None and end != known:
+            return Refusal(RefusalReason.CONFLICT, f"{case.id}/end", end.n_steps)
+        if known is None:
+            new = known = end
     return new
 
 
-def _new_steps(
-    store: Store, message: StepGroup, of: TrajectoryId, part: Part, trajectory: Trajectory
-) -> list[int] | Refusal:
-    """The items of steps that are new; identical repetitions are not."""
+def _new_steps(case: _Case) -> list[int] | Refusal:
+    """The items of steps that are new, by index; identical repetitions are not."""
     new: dict[int, int] = {}
-    for k in part.steps:
-        index = int(message.steps.index_K[k])
+    for k in case.part.steps:
+        index = case.columns.index[k]
         known: Step | None
         if index in new:
-            known = _step(message.steps, new[index])
-        elif index in trajectory.indices:
-            known = _stored(store, of, index)
+            known = _step(case.message.steps, new[index])
+        elif index in case.trajectory.indices:
+            known = _stored(case.store, case.id, index)
         else:
             new[index] = k
             continue
-        if known is not None and not _same_step(known, _step(message.steps, k)):
-            return Refusal(RefusalReason.CONFLICT, f"{of}/step={index}", index)
-    return list(new.values())
+        if known is not None and not _same_step(known, _step(case.message.steps, k)):
+            return Refusal(RefusalReason.CONFLICT, f"{case.id}/step={index}", index)
+    return [new[index] for index in sorted(new)]
 
 
 def _step(steps: Steps, k: int) -> Step:
@@ -165,7 +220,7 @@ def _step(steps: Steps, k: int) -> Step:
 
 
 def _stored(store: Store, of: TrajectoryId, index: int) -> Step | None:
-    """An accepted step; None when its group was trained and its data is no longer in memory."""
+    """An accepted step; None when its group was used and its data is no longer in memory."""
     for table in store.steps_of(of.ordinal, of.sample):
         for step in step_objects(table):
             if step.index == index:
@@ -184,32 +239,68 @@ def _same_step(a: Step, b: Step) -> bool:
     )
 
 
-def _version_refusal(ledger: Ledger, steps: Steps, items: list[int], group: Group) -> Refusal | None:
-    """Every sampled token's version was published, and not before the group was admitted."""
-    for k in items:
-        span = slice(int(steps.offsets_K[k]), int(steps.offsets_K[k + 1]))
-        versions_T = steps.versions_N[span][steps.loss_mask_N[span]]
-        wrong = ~ledger.history.known(versions_T) | (versions_T < group.admitted.pack())
-        if wrong.any():
-            first = int(versions_T[wrong.argmax()])
-            return Refusal(RefusalReason.VERSION, f"steps[{k}].versions", first)
-    return None
+def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:
+    """Every sampled token's version was published, and not before its group was admitted."""
+    admitted_K = np.full(len(steps), -1, np.int64)
+    for items, group in current:
+        admitted_K[items] = group.admitted.pack()
+    looked_at_N = steps.loss_mask_N & np.repeat(admitted_K >= 0, np.diff(steps.offsets_K))
+    versions_N = np.where(looked_at_N, steps.versions_N, ledger.history.current.pack())
+    wrong_N = ~ledger.history.known(versions_N) | (versions_N < np.repeat(admitted_K, np.diff(steps.offsets_K)))
+    if not wrong_N.any():
+        return None
+    n = int(wrong_N.argmax())
+    return Refusal(RefusalReason.VERSION, f"versions_N[{n}]", int(versions_N[n]))
 
 
-def _whole_refusal(store: Store, message: StepGroup, new: Part, of: TrajectoryId) -> Refusal | None:
-    """Why a trajectory that has all its steps now is no whole; a trajectory without steps always is one."""
-    steps = store.steps_of(of.ordinal, of.sample)
-    if new.steps:
-        steps = [*steps, select_steps(message.steps, np.array(new.steps, np.int64))]
-    ends = (
-        [select_ends(message.ends, np.array(new.ends, np.int64))] if new.ends else store.ends_of(of.ordinal, of.sample)
-    )
-    found = trajectory_refusal(concat_steps(steps), ends[0]) if steps else None
-    return None if found is None else found._replace(path=f"{of}/{found.path}")
+def _extended(case: _Case, steps: list[int]) -> Chain | None:
+    """The trajectory's chain with the new steps; None when they are not the next ones, or branch, or do not fit."""
+    columns = case.columns
+    chain = case.store.chain_of(case.id.ordinal, case.id.sample)
+    if chain is None and case.trajectory.indices:
+        return None
+    for k in steps:
+        if columns.index[k] != (0 if chain is None else chain.steps):
+            return None
+        own = columns.tokens[4 * columns.offsets[k] : 4 * columns.offsets[k + 1]]
+        length = columns.offsets[k + 1] - columns.offsets[k]
+        if columns.extends[k] < 0:
+            tokens = xxhash.xxh3_64()
+        elif (
+            chain is not None
+            and (columns.extends[k], columns.extends_length[k]) == (chain.steps - 1, chain.length)
+            and chain.tokens.intdigest() == columns.extends_digest[k]
+        ):
+            tokens, length = chain.tokens.copy(), chain.length + length
+        else:
+            return None
+        tokens.update(own)
+        chain = Chain(columns.index[k] + 1, length, tokens)
+    return chain
 
 
-def _sampled_tokens(steps: Steps) -> Int64s:
-    """Tokens of each step that the policy sampled."""
-    before_N = np.zeros(len(steps.loss_mask_N) + 1, np.int64)
-    np.cumsum(steps.loss_mask_N, out=before_N[1:])
-    return np.diff(before_N[steps.offsets_K])
+def _whole_refusal(
+    case: _Case, steps: list[int], end: TrajectoryEnd | None, fresh: Fresh, chain: Chain | None
+) -> Refusal | None:
+    """Why a trajectory that has its end and all its steps now is refused."""
+    bad, sampled = case.trajectory.bad_tokens + fresh.bad_tokens, case.trajectory.tokens + fresh.tokens
+    if bad > max(1, MAX_SHARE_NOT_FINITE * sampled):
+        return Refusal(RefusalReason.LOGPROB, f"{case.id}/logprobs", bad)
+    if chain is not None:
+        return None
+    tables = case.store.steps_of(case.id.ordinal, case.id.sample)
+    if steps:
+        tables = [*tables, select_steps(case.message.steps, np.array(steps, np.int64))]
+    end = end or case.store.end_of(case.id.ordinal, case.id.sample)
+    if not tables or end is None:
+        return None
+    found = trajectory_refusal(concat_steps(tables), ends_table([end]))
+    return None if found is None else found._replace(path=f"{case.id}/{found.path}")
+
+
+def _per_step(steps: Steps, mask_N: np.typing.NDArray[np.bool_]) -> list[int]:
+    """Tokens under the mask, by step."""
+    before_N: Int64s = np.zeros(len(mask_N) + 1, np.int64)
+    np.cumsum(mask_N, out=before_N[1:])
+    counts: list[int] = np.diff(before_N[steps.offsets_K]).tolist()
+    return counts

@@ -97,7 +97,7 @@ class Buffer:
             self._duplicates += not made.superseded
             return Receipt(member.position, not made.superseded, made.superseded)
         position = self._record.accept(data, message, made)
-        self._filter(made.steps)
+        self._filter(made.parts)
         return Receipt(position, superseded=made.superseded)
 
     def lease(self, trainer_epoch: int) -> MiniBatch | Wait | Refusal:

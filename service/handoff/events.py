@@ -6,6 +6,7 @@ ledger. A step group is kept as its wire bytes; `StepsAccepted` is what the ledg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -147,6 +148,8 @@ class Fresh(NamedTuple):
     """Step indices that were not there yet."""
     tokens: int
     """Tokens of those steps that the policy sampled."""
+    bad_tokens: int
+    """Of those, the ones whose log-probability is not a finite number."""
     n_bytes: int
     n_steps: int | None
     """The trajectory's number of steps when the message brings its end, else None."""
@@ -156,7 +159,7 @@ class StepsAccepted(NamedTuple):
     """A step group was accepted; derived from its wire bytes."""
 
     sender: Sender
-    fresh: tuple[Fresh, ...]
+    fresh: Sequence[Fresh]
     position: int
     """Where the journal has to be synced to."""
 

@@ -284,4 +284,4 @@ def _synced_later(segment: _Segment, offset: int) -> int:
 
 def _has_data(file: File, offset: int) -> bool:
     size = file.size()
-    return any(any(file.read(start, _SCAN_BYTES)) for start in range(offset, size, _SCAN_BYTES))
+    return any(file.read(start, _SCAN_BYTES).strip(b"\0") for start in range(offset, size, _SCAN_BYTES))

@@ -156,6 +156,7 @@ class Ledger:
             trajectory = group.trajectories[fresh.sample]
             trajectory.indices.update(fresh.indices)
             trajectory.tokens += fresh.tokens
+            trajectory.bad_tokens += fresh.bad_tokens
             trajectory.n_bytes += fresh.n_bytes
             group.tokens += fresh.tokens
             self.state.accepted += fresh.tokens

@@ -86,6 +86,9 @@ class Trajectory:
     n_steps: int | None = None
     """How many it has; None until its end is here."""
     tokens: int = 0
+    """Tokens that the policy sampled."""
+    bad_tokens: int = 0
+    """Of those, the ones whose log-probability is not a finite number."""
     n_bytes: int = 0
 
     @property

@@ -9,21 +9,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-import numpy as np
-
 from service.clock import Clock
 from service.errors import JournalError
 from service.handoff import events
-from service.handoff.accept import Plan, plan
+from service.handoff.accept import Plan, parts, plan
 from service.handoff.batch import CompleteGroup
 from service.handoff.journal import Frame, Journal
 from service.handoff.ledger import Ledger
 from service.handoff.lifecycle import GroupState
-from service.handoff.store import Store
-from service.handoff.tables import select_ends, select_steps
+from service.handoff.store import Store, cut
 from service.handoff.validate import Limits
 from service.handoff.wire import decode
-from service.types import Ends, Int32s, Int64s, Refusal, StepGroup, Steps
+from service.types import Refusal, StepGroup
 
 
 class Record:
@@ -87,11 +84,13 @@ class Record:
                     self.store.drop(ordinal)
 
     def _accept(self, message: StepGroup, made: Plan, before: int, position: int) -> None:
-        for ordinal in made.steps:
+        for ordinal, part in made.parts.items():
             group = self.ledger.state.groups[ordinal]
             if group.state is GroupState.ISSUED:
                 group.first_position = before
-            self.store.add(ordinal, *_part(message, made.steps[ordinal], made.ends[ordinal]))
+            self.store.add(ordinal, cut(message, part.steps), part.ends)
+        for (ordinal, sample), chain in made.chains.items():
+            self.store.set_chain(ordinal, sample, chain)
         self._apply(events.StepsAccepted(message.sender, made.fresh, position))
         now, held = self._clock.monotonic(), self.ledger.held[message.sender.generator]
         for fresh in made.fresh:
@@ -135,7 +134,7 @@ class Record:
         """Fetch the data of all complete groups that are no longer in memory."""
         groups = self.ledger.state.groups
         missing = {
-            ordinal: np.array([trajectory.attempt for trajectory in group.trajectories], np.int32)
+            ordinal: [trajectory.attempt for trajectory in group.trajectories]
             for ordinal, group in groups.items()
             if group.state is GroupState.COMPLETE and ordinal not in self.store
         }
@@ -144,15 +143,7 @@ class Record:
             if frame.kind == events.STEPS and isinstance(message := decode(frame.payload, self._limits), StepGroup):
                 self._store_parts(message, missing)
 
-    def _store_parts(self, message: StepGroup, missing: dict[int, Int32s]) -> None:
-        steps, ends = message.steps, message.ends
-        for ordinal in missing.keys() & {*steps.ordinal_K.tolist(), *ends.ordinal_E.tolist()}:
-            attempts = missing[ordinal]
-            of_K = (steps.ordinal_K == ordinal) & (attempts[steps.sample_K % len(attempts)] == steps.attempt_K)
-            of_E = (ends.ordinal_E == ordinal) & (attempts[ends.sample_E % len(attempts)] == ends.attempt_E)
-            self.store.add(ordinal, *_part(message, np.flatnonzero(of_K), np.flatnonzero(of_E)))
-
-
-def _part(message: StepGroup, items_K: Int64s | list[int], items_E: Int64s | list[int]) -> tuple[Steps, Ends]:
-    index_K, index_E = np.asarray(items_K, np.int64), np.asarray(items_E, np.int64)
-    return select_steps(message.steps, index_K), select_ends(message.ends, index_E)
+    def _store_parts(self, message: StepGroup, missing: dict[int, list[int]]) -> None:
+        for of, part in parts(message).items():
+            if of.ordinal in missing and missing[of.ordinal][of.sample] == of.attempt:
+                self.store.add(of.ordinal, cut(message, part.steps), part.ends)

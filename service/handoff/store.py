@@ -1,16 +1,40 @@
-"""The accepted steps of the groups that may still be trained."""
+"""The accepted steps of the groups that may still be trained.
+
+Steps come in messages of several groups, a few at a time; they are cut out of their message at once, so that no group
+keeps another one's tokens in memory, and become one table when their group is complete.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from dataclasses import fields as fields_of
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
-from service.handoff.tables import concat_ends, concat_steps, select_ends, select_steps, steps_table
-from service.types import Ends, Int32s, Int64s, Steps
+from service.handoff.tables import (
+    STEP_COLUMNS,
+    TOKEN_COLUMNS,
+    concat_steps,
+    ends_table,
+    select_steps,
+    steps_table,
+)
+from service.types import Ends, StepGroup, Steps, TrajectoryEnd
 
-NO_STEPS = steps_table([])
+BYTES_PER_STEP = 256
+"""About what the columns of one step take beside its tokens."""
+
+
+class Chain(NamedTuple):
+    """A trajectory's steps 0 .. `steps` - 1, each of which is full or extends the whole of the one before."""
+
+    steps: int
+    length: int
+    """Tokens of the last step's whole prompt and response."""
+    tokens: xxhash.xxh3_64
+    """The running digest of those tokens."""
 
 
 @dataclass(slots=True)
@@ -18,7 +42,10 @@ class Held:
     """One group's accepted data: only current attempts, in the order in which it came."""
 
     steps: list[Steps] = field(default_factory=list)
-    ends: list[Ends] = field(default_factory=list)
+    ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
+    """By sample."""
+    chains: dict[int, Chain] = field(default_factory=dict)
+    """By sample, while it grows in order."""
     n_bytes: int = 0
 
 
@@ -32,14 +59,28 @@ class Store:
     def __contains__(self, ordinal: int) -> bool:
         return ordinal in self._held
 
-    def add(self, ordinal: int, steps: Steps, ends: Ends) -> None:
+    def add(self, ordinal: int, steps: Steps | None, ends: Sequence[TrajectoryEnd]) -> None:
         """Keep more of a group."""
         held = self._held.setdefault(ordinal, Held())
-        if len(steps):
+        if steps is not None:
             held.steps.append(steps)
-        if len(ends):
-            held.ends.append(ends)
-        self._count(held)
+            n_bytes = table_bytes(steps)
+            held.n_bytes += n_bytes
+            self.n_bytes += n_bytes
+        for end in ends:
+            held.ends[end.trajectory.sample] = end
+
+    def chain_of(self, ordinal: int, sample: int) -> Chain | None:
+        """How far a sample has grown in order; None when it has not, so that it is checked when it is complete."""
+        held = self._held.get(ordinal)
+        return None if held is None else held.chains.get(sample)
+
+    def set_chain(self, ordinal: int, sample: int, chain: Chain | None) -> None:
+        """Remember how far a sample has grown in order; None: it has not, or it is complete."""
+        if chain is None:
+            self._held[ordinal].chains.pop(sample, None)
+        else:
+            self._held[ordinal].chains[sample] = chain
 
     def drop(self, ordinal: int) -> None:
         """Forget a group."""
@@ -52,11 +93,13 @@ class Store:
         held = self._held.get(ordinal)
         if held is None:
             return
-        kept_steps = [select_steps(table, _outside(table.sample_K, samples)) for table in held.steps]
-        kept_ends = [select_ends(table, _outside(table.sample_E, samples)) for table in held.ends]
-        held.steps = [table for table in kept_steps if len(table)]
-        held.ends = [table for table in kept_ends if len(table)]
-        self._count(held)
+        held.chains = {sample: chain for sample, chain in held.chains.items() if sample not in samples}
+        kept = [select_steps(table, np.flatnonzero(~np.isin(table.sample_K, samples))) for table in held.steps]
+        held.steps = [table for table in kept if len(table)]
+        held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
+        self.n_bytes -= held.n_bytes
+        held.n_bytes = sum(table_bytes(table) for table in held.steps)
+        self.n_bytes += held.n_bytes
 
     def steps_of(self, ordinal: int, sample: int) -> list[Steps]:
         """The steps of one sample, as tables of one or more steps."""
@@ -64,45 +107,46 @@ class Store:
         return [
             select_steps(table, index_K)
             for table in held.steps
-            if len(index_K := np.flatnonzero(table.sample_K == sample).astype(np.int64))
+            if len(index_K := np.flatnonzero(table.sample_K == sample))
         ]
 
-    def ends_of(self, ordinal: int, sample: int) -> list[Ends]:
-        """The end of one sample as a table of one, if it is here."""
-        held = self._held.get(ordinal, Held())
-        return [
-            select_ends(table, index_E)
-            for table in held.ends
-            if len(index_E := np.flatnonzero(table.sample_E == sample).astype(np.int64))
-        ]
+    def end_of(self, ordinal: int, sample: int) -> TrajectoryEnd | None:
+        """The end of one sample, if it is here."""
+        held = self._held.get(ordinal)
+        return None if held is None else held.ends.get(sample)
 
     def whole(self, ordinal: int) -> tuple[Steps, Ends]:
-        """All steps and ends of a group; its data becomes one piece."""
+        """All steps and ends of a complete group; its steps become one table."""
         held = self._held[ordinal]
-        if len(held.steps) > 1:
-            held.steps = [concat_steps(held.steps)]
-        if len(held.ends) > 1:
-            held.ends = [concat_ends(held.ends)]
-        self._count(held)
-        return held.steps[0] if held.steps else NO_STEPS, held.ends[0]
+        held.steps = [concat_steps(held.steps)] if held.steps else []
+        ends = [held.ends[sample] for sample in sorted(held.ends)]
+        return held.steps[0] if held.steps else steps_table([]), ends_table(ends)
 
-    def _count(self, held: Held) -> None:
-        n_bytes = sum(table_bytes(table) for table in held.steps)
-        self.n_bytes += n_bytes - held.n_bytes
-        held.n_bytes = n_bytes
+
+def cut(message: StepGroup, items: Sequence[int]) -> Steps | None:
+    """Some steps of a message, in its order; they share no memory with it unless they are all that it has."""
+    steps, items = message.steps, sorted(items)
+    if not items:
+        return None
+    if len(items) == len(steps):
+        return steps
+    first, after = items[0], items[-1] + 1
+    if after - first != len(items):
+        return select_steps(steps, np.array(items, np.int64))
+    start, stop = int(steps.offsets_K[first]), int(steps.offsets_K[after])
+    columns: dict[str, Any] = {name: getattr(steps, name)[first:after].copy() for name in STEP_COLUMNS}
+    for name in TOKEN_COLUMNS:
+        column = getattr(steps, name)
+        columns[name] = None if column is None else column[start:stop].copy()
+    return replace(steps, offsets_K=steps.offsets_K[first : after + 1] - start, **columns)
 
 
 def table_bytes(steps: Steps) -> int:
-    """Bytes of a table's arrays."""
-    values = (getattr(steps, f.name) for f in fields_of(steps))
-    return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+    """About how many bytes a table takes."""
+    return len(steps.token_ids_N) * bytes_per_token(steps) + len(steps) * BYTES_PER_STEP
 
 
 def bytes_per_token(steps: Steps) -> int:
     """Bytes of one token over all token columns."""
     experts, rewards = steps.routed_experts_N, steps.token_rewards_N
     return 17 + (4 if rewards is not None else 0) + (2 * int(np.prod(experts.shape[1:])) if experts is not None else 0)
-
-
-def _outside(sample_X: Int32s, samples: tuple[int, ...]) -> Int64s:
-    return np.flatnonzero(~np.isin(sample_X, samples)).astype(np.int64)
