@@ -29,7 +29,7 @@ from service.learn.schedule import learning_rate
 from service.learn.sharding import reduce_gradients
 from service.learn.sums import Sums
 from service.learn.supervised import SupervisedRow, empty_micro_batch, supervised_micro_batches
-from service.types import MiniBatch
+from service.types import MicroBatch, MiniBatch
 
 WARM_START_BETAS = (0.9, 0.999)
 
@@ -67,7 +67,7 @@ class Learner:
         """The gradient of the mini-batch's loss, added to the parameters' gradients; what was measured on the way."""
         policy, sums = self.policy, Sums(self.policy.device, self.policy.world)
         micros = batch.ranks[policy.rank if len(batch.ranks) > 1 else 0]
-        placed = [place(micro, policy.device, policy.wide, self._config.algorithm.reduction) for micro in micros]
+        placed = [self._place(micro) for micro in micros]
         known = self._known(placed)
         prepared = self._objective.prepare(batch, placed, known)
         for i, micro in enumerate(placed):
@@ -76,6 +76,10 @@ class Learner:
             loss = self._objective.loss(micro, known[i], prepared, output, sums)
             loss.backward()  # type: ignore[no-untyped-call]
         return sums
+
+    def _place(self, micro: MicroBatch) -> Placed:
+        reduction, layout = self._config.algorithm.reduction, self._config.trainer.layout
+        return place(micro, self.policy.device, self.policy.wide, reduction, layout)
 
     def _known(self, placed: Sequence[Placed]) -> list[Known]:
         own: Sequence[Tensor | None] = [None] * len(placed)
@@ -110,7 +114,7 @@ class Learner:
         sums = Sums(policy.device, policy.world)
         for number, micro in enumerate(micros, start=1):
             reduce_gradients(policy.model, now=number == n_micros)
-            logprob_M, _ = policy.model(place(micro, policy.device, policy.wide))
+            logprob_M, _ = policy.model(self._place(micro))
             loss = -logprob_M.sum() / n_tokens
             loss.backward()
             sums.add("loss", loss)

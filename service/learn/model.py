@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from service.config.tree import TrainerConfig
 from service.errors import UserError
 from service.learn import attention
 from service.learn.logprob import CHUNK_ENTRIES, token_logprobs
@@ -34,19 +35,32 @@ class PolicyModel(nn.Module):
 
     def forward(self, placed: Placed) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities of the tokens that carry loss, and entropies of the distributions they came from."""
-        hidden_ND = self.model(
-            input_ids=placed.token_ids_N[None],
-            position_ids=placed.position_ids_N[None],
-            use_cache=False,
-            packing=placed.packing,
-        ).last_hidden_state[0]
         # a token is predicted at the position before it
-        hidden_MD = hidden_ND.index_select(0, placed.loss_token_M - 1)
+        hidden_MD = self._hidden(placed, placed.loss_token_M - 1)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         token_ids_M = placed.token_ids_N.index_select(0, placed.loss_token_M)
         return token_logprobs(
             hidden_MD, head.weight, token_ids_M, placed.of_row(placed.temperature_R), self.chunk_entries
         )
+
+    def _hidden(self, placed: Placed, token_M: Tensor) -> Tensor:
+        if placed.padding is not None:
+            lines = placed.padding
+            hidden: Tensor = self.model(
+                input_ids=lines.token_ids_RW,
+                attention_mask=lines.attended_RW,
+                position_ids=lines.position_ids_RW,
+                use_cache=False,
+            ).last_hidden_state
+            at_M = lines.slot_N.index_select(0, token_M)
+            return hidden.flatten(0, 1).index_select(0, at_M)
+        hidden = self.model(
+            input_ids=placed.token_ids_N[None],
+            position_ids=placed.position_ids_N[None],
+            use_cache=False,
+            packing=placed.packing,
+        ).last_hidden_state
+        return hidden[0].index_select(0, token_M)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -75,15 +89,14 @@ def _unsupported(config: PretrainedConfig) -> str | None:
     return None
 
 
-def empty_model(
-    config: PretrainedConfig, dtype: torch.dtype, gradient_checkpointing: bool, fused_kernels: bool = False
-) -> PolicyModel:
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig) -> PolicyModel:
     """The model without memory for its parameters (meta device)."""
+    implementation = attention.NAME if trainer.layout == "packed" else "sdpa"
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
-    if fused_kernels:
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    if trainer.fused_kernels:
         _fuse(whole)
-    if gradient_checkpointing:
+    if trainer.gradient_checkpointing:
         whole.gradient_checkpointing_enable({"use_reentrant": False})
     model = PolicyModel(whole.model, None if config.tie_word_embeddings else whole.lm_head)
     model.train()

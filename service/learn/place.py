@@ -11,6 +11,7 @@ from torch import Tensor
 
 from service.learn.attention import Packing
 from service.learn.broadcast import NO_TRAJECTORY, broadcast, row_of_token
+from service.learn.padded import Padding
 from service.learn.reduction import row_shares
 from service.types import Int64s, MicroBatch
 
@@ -30,7 +31,10 @@ class Placed(NamedTuple):
     temperature_R: Tensor
     trajectory_of_row_R: Tensor
     share_R: Tensor
-    packing: Packing
+    packing: Packing | None
+    """None in the padded layout."""
+    padding: Padding | None
+    """None in the packed layout."""
 
     def of_trajectory(self, value_G: Tensor) -> Tensor:
         """[G] -> [M]: each loss token takes its trajectory's value."""
@@ -47,7 +51,13 @@ class Placed(NamedTuple):
         return value_R.index_select(0, self.row_of_token_N.index_select(0, self.loss_token_M))
 
 
-def place(micro: MicroBatch, device: torch.device, dtype: torch.dtype, reduction: str = "token_mean") -> Placed:
+def place(
+    micro: MicroBatch,
+    device: torch.device,
+    dtype: torch.dtype,
+    reduction: str = "token_mean",
+    layout: str = "packed",
+) -> Placed:
     """Copy a micro-batch to the device; `dtype` is the type of log-probabilities and weights."""
     if len(micro.token_ids_N) == 0:
         micro = _dummy(micro)
@@ -69,7 +79,8 @@ def place(micro: MicroBatch, device: torch.device, dtype: torch.dtype, reduction
         temperature_R=there(micro.temperature_R, dtype),
         trajectory_of_row_R=there(micro.trajectory_of_row_R, torch.int64),
         share_R=there(row_shares(micro, reduction), dtype),
-        packing=Packing.of(offsets_R, device),
+        packing=Packing.of(offsets_R, device) if layout == "packed" else None,
+        padding=Padding.of(micro, offsets_R, device) if layout == "padded" else None,
     )
 
 

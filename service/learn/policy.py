@@ -32,7 +32,7 @@ class Policy:
         trainer = config.trainer
         hf_config = read_config(folder)
         held = self.dtype if world == 1 else self.wide
-        self.model = empty_model(hf_config, held, trainer.gradient_checkpointing, trainer.fused_kernels)
+        self.model = empty_model(hf_config, held, trainer)
         if world > 1:
             shard(self.model, device, world, self.dtype, trainer.cpu_offload)
         allocate(self.model, hf_config, device, trainer.cpu_offload and world > 1)

@@ -16,9 +16,9 @@ from service.learn.place import place
 from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_batch, settings
 
 
-def packed(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    learner = Learner(settings(), folder, CPU, 0, 1)
-    return learner.policy.model(place(micro_batch(rows), CPU, torch.float32))
+def together(folder: Path, rows: list[MadeRow], layout: str = "packed") -> tuple[torch.Tensor, torch.Tensor]:
+    learner = Learner(settings(trainer={"layout": layout}), folder, CPU, 0, 1)
+    return learner.policy.model(place(micro_batch(rows), CPU, torch.float32, layout=layout))
 
 
 def row_by_row(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,13 +35,14 @@ def row_by_row(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.T
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def assert_exact(folder: Path, rows: list[MadeRow]) -> None:
-    for ours, reference in zip(packed(folder, rows), row_by_row(folder, rows), strict=True):
+def assert_exact(folder: Path, rows: list[MadeRow], layout: str = "packed") -> None:
+    for ours, reference in zip(together(folder, rows, layout), row_by_row(folder, rows), strict=True):
         torch.testing.assert_close(ours, reference, atol=2e-5, rtol=1e-5)
 
 
-def test_packed_rows_have_the_log_probabilities_and_entropies_of_rows_alone(model_folder: Path) -> None:
-    assert_exact(model_folder, made_rows(9, seed=1))
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_rows_together_have_the_log_probabilities_and_entropies_of_rows_alone(model_folder: Path, layout: str) -> None:
+    assert_exact(model_folder, made_rows(9, seed=1), layout)
 
 
 def test_rows_of_very_different_length_are_computed_apart_and_come_back_in_order(
@@ -53,10 +54,11 @@ def test_rows_of_very_different_length_are_computed_apart_and_come_back_in_order
     assert_exact(model_folder, rows)
 
 
-def test_a_row_without_tokens_changes_nothing(model_folder: Path) -> None:
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_row_without_tokens_changes_nothing(model_folder: Path, layout: str) -> None:
     rows = made_rows(4, seed=3)
     nothing = MadeRow(1, *(np.zeros(0, dtype) for dtype in (np.int32, bool, np.float32, np.int32)))
-    assert_exact(model_folder, [nothing, rows[0], nothing, *rows[1:], nothing])
+    assert_exact(model_folder, [nothing, rows[0], nothing, *rows[1:], nothing], layout)
 
 
 def test_a_row_whose_first_token_carries_loss_is_refused() -> None:

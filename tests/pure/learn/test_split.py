@@ -104,6 +104,14 @@ def batch_in(world: int, rows: list[MadeRow]) -> MiniBatch:
     return mini_batch([[mine[: len(mine) // 2], mine[len(mine) // 2 :]] for mine in ranks], TRAJECTORIES)
 
 
+def test_the_padded_layout_has_the_same_loss_and_gradient(model_folder: Path) -> None:
+    rows = reference()
+    expected = outcome(configured("kl k2", "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
+    config = configured("kl k2", "float64")
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"layout": "padded"})})
+    assert_same(outcome(config, model_folder, batch_in(1, cut(rows))), expected, "float64")
+
+
 def assert_same(ours: Outcome, expected: Outcome, dtype: str) -> None:
     tolerance = 1e-5 if dtype == "float64" else 1e-4
     assert abs(ours.loss - expected.loss) <= 1e-5 * expected.size

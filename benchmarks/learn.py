@@ -1,0 +1,146 @@
+"""Padded against packed training steps on CPU, on a long-tail mix of rows, in one run.
+
+    python -m benchmarks.learn
+
+Both variants train the same rows in the same micro-batches with the same learner; only `trainer.layout` differs.
+The padded baseline: a fixed number of rows a micro-batch, each left-padded to the longest of them, with an attention
+mask (trainers that pad to the longest row of the whole mini-batch waste more). Every measurement has a process of its
+own, variants alternate, and the medians are compared. Time is CPU time of the process; memory is the peak over the
+loaded learner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from service.config.tree import Config, MakeModelConfig, ModelConfig, TrainerConfig
+from service.learn.learner import Learner
+from service.learn.make import make_model
+from service.types import MicroBatch, MiniBatch
+
+SHAPE = MakeModelConfig(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32)
+VOCABULARY = 8192
+ROWS, ROWS_A_MICRO_BATCH, LONGEST = 16, 8, 3000
+
+
+def lengths(seed: int) -> np.ndarray:
+    """Row lengths of a long-tail mix: lognormal, sigma 1, median 500, at most 3000; the longest is always there."""
+    rng = np.random.default_rng(seed)
+    drawn = np.clip(rng.lognormal(np.log(500), 1.0, ROWS), 32, LONGEST).astype(int)
+    drawn[0] = LONGEST
+    return rng.permutation(drawn)
+
+
+def mini_batch(seed: int) -> MiniBatch:
+    """Rows with two thirds of their tokens sampled, in random order, a fixed number a micro-batch."""
+    rng = np.random.default_rng(seed)
+    row_lengths = lengths(seed)
+    token_ids = [rng.integers(0, VOCABULARY, length).astype(np.int32) for length in row_lengths]
+    micros = []
+    for start in range(0, ROWS, ROWS_A_MICRO_BATCH):
+        mine = range(start, start + ROWS_A_MICRO_BATCH)
+        micros.append(_micro_batch([token_ids[i] for i in mine], list(mine)))
+    loss_tokens = np.array([length - length // 3 for length in row_lengths], np.int64)
+    return MiniBatch(
+        lease=0,
+        groups=(0,),
+        advantage_G=rng.normal(size=ROWS).astype(np.float32),
+        return_G=np.zeros(ROWS),
+        loss_tokens_G=loss_tokens,
+        rows_G=np.ones(ROWS, np.int32),
+        prompt_of_trajectory_G=np.zeros(ROWS, np.int32),
+        ranks=(tuple(micros),),
+        facts={},
+    )
+
+
+def _micro_batch(token_ids: list[np.ndarray], trajectories: list[int]) -> MicroBatch:
+    mask = [np.arange(len(ids)) >= len(ids) // 3 for ids in token_ids]
+    mask_N = np.concatenate(mask)
+    return MicroBatch(
+        token_ids_N=np.concatenate(token_ids),
+        offsets_R=np.cumsum([0, *(len(ids) for ids in token_ids)], dtype=np.int64),
+        loss_mask_N=mask_N,
+        logprobs_N=np.where(mask_N, -9.0, 0.0).astype(np.float32),
+        staleness_N=np.where(mask_N, 0, -1).astype(np.int32),
+        temperature_R=np.ones(len(token_ids), np.float32),
+        trajectory_of_row_R=np.array(trajectories, np.int32),
+    )
+
+
+def measure(layout: str, folder: Path, seed: int) -> dict[str, float]:
+    """One warmed-up step in this process."""
+    torch.set_num_threads(1)
+    config = Config(model=ModelConfig(dtype="float32"), trainer=TrainerConfig(lr=1e-4, layout=layout))
+    learner = Learner(config, folder, torch.device("cpu"), 0, 1)
+    batch = mini_batch(seed)
+    learner.step(_first_row(batch))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.process_time()
+    report = learner.step(batch)
+    seconds = time.process_time() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"seconds": seconds, "mebibytes": peak / 1024, "loss": report.metrics["policy/policy_loss"]}
+
+
+def _first_row(batch: MiniBatch) -> MiniBatch:
+    """A short batch that loads and warms whatever the first step needs."""
+    micro = _micro_batch([np.arange(32, dtype=np.int32)], [0])
+    tokens = np.zeros_like(batch.loss_tokens_G)
+    tokens[0] = micro.loss_mask_N.sum()
+    return replace(batch, ranks=((micro,),), loss_tokens_G=tokens)
+
+
+def compare(repeats: int, seed: int) -> dict[str, dict[str, float]]:
+    """Medians of alternating measurements, each in a process of its own."""
+    runs: dict[str, list[dict[str, float]]] = {"padded": [], "packed": []}
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), SHAPE, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=0)
+        for _ in range(repeats):
+            for layout, results in runs.items():
+                command = [sys.executable, "-m", "benchmarks.learn", "--one", layout, folder, "--seed", str(seed)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                results.append(json.loads(done.stdout.splitlines()[-1]))
+    return {
+        layout: {name: statistics.median(run[name] for run in results) for name in results[0]}
+        for layout, results in runs.items()
+    }
+
+
+def main() -> int:
+    """Measure and print; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--one", nargs=2, metavar=("LAYOUT", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        layout, folder = options.one
+        print(json.dumps(measure(layout, Path(folder), options.seed)))
+        return 0
+    rows = lengths(options.seed)
+    slots = sum(ROWS_A_MICRO_BATCH * rows[i : i + ROWS_A_MICRO_BATCH].max() for i in range(0, ROWS, ROWS_A_MICRO_BATCH))
+    print(f"{ROWS} rows, {rows.sum()} tokens, longest {rows.max()}; padded: {slots} slots ({slots / rows.sum():.2f}x)")
+    found = compare(options.repeats, options.seed)
+    print(f"{'layout':8} {'CPU s a step':>14} {'peak MiB':>10} {'loss':>10}")
+    for layout, values in found.items():
+        print(f"{layout:8} {values['seconds']:14.2f} {values['mebibytes']:10.0f} {values['loss']:10.5f}")
+    time_ratio, memory_ratio = (found["padded"][k] / found["packed"][k] for k in ("seconds", "mebibytes"))
+    print(f"padded over packed: time {time_ratio:.2f}, memory {memory_ratio:.2f} (bars: 2 and 2)")
+    return 0 if min(time_ratio, memory_ratio) >= 2 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
