@@ -60,11 +60,14 @@ def dense(seed: int) -> PreTrainedModel:
 def mixture(seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts)).float().eval()
+    shape = SHAPE | experts | {"tie_word_embeddings": False}  # untied, so that nothing but the experts is at stake
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).float().eval()
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    """As they travel: a tied head is not sent beside its embedding."""
+    tied = model.config.tie_word_embeddings
+    return {name: t.contiguous() for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
 
 def update(engine: Any, step: int, weights: dict[str, torch.Tensor]) -> Any:
