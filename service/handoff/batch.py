@@ -12,11 +12,11 @@ import numpy as np
 from service.config.tree import Config
 from service.handoff.branches import Drift, Mode
 from service.handoff.merge import merge
-from service.handoff.pack import Layout, LossColumns, Placement, micro_batches, place
+from service.handoff.pack import Layout, Placement, in_packing_order, micro_batches, place
 from service.handoff.score import ReturnRule, advantages, returns
 from service.handoff.tables import concat_ends, concat_steps, select_ends, trajectories
 from service.handoff.versions import VersionHistory
-from service.types import Bools, Ends, Float64s, Int32s, MiniBatch, Row, Rows, Steps
+from service.types import Ends, Float64s, Int32s, Int64s, MiniBatch, Row, Rows, Steps
 
 
 class CompleteGroup(NamedTuple):
@@ -89,32 +89,32 @@ def form_mini_batch(
     steps = concat_steps([group.steps for group in groups])
     ends, prompt_G = _ends_in_order(groups)
     merged = merge(steps, settings.mode, settings.drift, settings.max_drift_tokens)
-    rows = merged.rows
-    trajectory_R = _trajectory_of_rows(rows, ends)
-    return_G = returns(steps, ends, settings.returns)
-    staleness_N = history.staleness(rows.versions_N, history.current)
-    usable_N = rows.loss_mask_N & np.isfinite(rows.logprobs_N)
-    loss_mask_N = usable_N if settings.max_staleness is None else usable_N & (staleness_N <= settings.max_staleness)
-    columns = LossColumns(
-        loss_mask_N=loss_mask_N,
-        logprobs_N=np.where(loss_mask_N, rows.logprobs_N, np.float32(0)),
-        staleness_N=staleness_N,
-        trajectory_R=trajectory_R,
-    )
-    length_R = np.diff(rows.offsets_R)
+    length_R, trajectory_R = np.diff(merged.rows.offsets_R), _trajectory_of_rows(merged.rows, ends)
     placement = place(length_R, trajectory_R, settings.ranks, settings.token_budget, settings.layout)
-    facts = _merge_facts(merged.counts, steps) | _length_facts(length_R, placement)
-    facts |= _token_facts(rows, steps, usable_N, columns, len(ends)) | _reward_facts(return_G, prompt_G)
+    packed, order_R = in_packing_order(merged.rows, placement)
+    trajectory_R = trajectory_R[order_R]
+    sampled_G = _per_trajectory(packed, trajectory_R, len(ends))
+    staleness_N, stale_G = _masked(packed, trajectory_R, len(ends), history, settings.max_staleness)
+    loss_tokens_G = _per_trajectory(packed, trajectory_R, len(ends))
+    return_G = returns(steps, ends, settings.returns)
+    facts = _merge_facts(merged.counts) | _length_facts(length_R, placement) | _reward_facts(return_G, prompt_G)
+    facts |= _turn_facts(packed, steps, len(ends)) | _staleness_facts(staleness_N, sampled_G, stale_G)
+    sampled = float(np.count_nonzero(steps.loss_mask_N))
+    facts |= {
+        "tokens/sampled": sampled,
+        "tokens/loss": float(loss_tokens_G.sum()),
+        "tokens/stale": float(stale_G.sum()),
+    }
     return MiniBatch(
         lease=lease,
         groups=tuple(group.ordinal for group in groups),
         advantage_G=advantages(settings.estimator, return_G, prompt_G).astype(np.float32),
         return_G=return_G,
-        loss_tokens_G=_per_trajectory(loss_mask_N, rows, trajectory_R, len(ends)).astype(np.int64),
+        loss_tokens_G=loss_tokens_G,
         rows_G=np.bincount(trajectory_R, minlength=len(ends)).astype(np.int32),
         prompt_of_trajectory_G=prompt_G,
-        ranks=micro_batches(rows, columns, placement),
-        facts=facts,
+        ranks=micro_batches(packed, staleness_N, trajectory_R, placement),
+        facts=facts | {"tokens/masked": sampled - facts["tokens/loss"] - facts["tokens/stale"]},
     )
 
 
@@ -148,14 +148,34 @@ def _trajectory_of_rows(rows: Rows, ends: Ends) -> Int32s:
     return number_X[len(ends) :].astype(np.int32)
 
 
-def _per_trajectory(mask_N: Bools, rows: Rows, trajectory_R: Int32s, count: int) -> Float64s:
-    """Tokens under the mask, by trajectory."""
-    before_N = np.concatenate(([0], np.cumsum(mask_N)))
-    tokens_R = np.diff(before_N[rows.offsets_R])
-    return np.asarray(np.bincount(trajectory_R, tokens_R, minlength=count), np.float64)
+def _masked(
+    packed: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None
+) -> tuple[Int32s, Int64s]:
+    """Take the loss from tokens without a finite log-probability and from stale ones, in place.
+
+    Returns the tokens' staleness, and how many stale ones each trajectory had.
+    """
+    staleness_N, mask_N = history.staleness(packed.versions_N, history.current), packed.loss_mask_N
+    finite_N = np.isfinite(packed.logprobs_N)
+    if not finite_N.all():
+        np.logical_and(mask_N, finite_N, out=mask_N)
+    stale_G = np.zeros(count, np.int64)
+    if max_staleness is not None and staleness_N.max(initial=0) > max_staleness:
+        before_G = _per_trajectory(packed, trajectory_R, count)
+        np.logical_and(mask_N, staleness_N <= max_staleness, out=mask_N)
+        stale_G = before_G - _per_trajectory(packed, trajectory_R, count)
+    np.copyto(packed.logprobs_N, 0, where=~mask_N)
+    return staleness_N, stale_G
 
 
-def _merge_facts(counts: dict[str, int], steps: Steps) -> dict[str, float]:
+def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
+    """Tokens that carry loss, by trajectory."""
+    bounds = rows.offsets_R.tolist()
+    tokens_R = [np.count_nonzero(rows.loss_mask_N[start:stop]) for start, stop in pairwise(bounds)]
+    return np.bincount(trajectory_R, tokens_R, minlength=count).astype(np.int64)
+
+
+def _merge_facts(counts: dict[str, int]) -> dict[str, float]:
     return {
         "generate/num_seq_before_merge": counts["steps"],
         "generate/num_seq_after_merge": counts["rows"],
@@ -169,7 +189,7 @@ def _merge_facts(counts: dict[str, int], steps: Steps) -> dict[str, float]:
     }
 
 
-def _length_facts(length_R: np.typing.NDArray[np.int64], placement: Placement) -> dict[str, float]:
+def _length_facts(length_R: Int64s, placement: Placement) -> dict[str, float]:
     longest = int(length_R.max(initial=0))
     total = int(length_R.sum())
     return {
@@ -183,29 +203,27 @@ def _length_facts(length_R: np.typing.NDArray[np.int64], placement: Placement) -
     }
 
 
-def _token_facts(rows: Rows, steps: Steps, usable_N: Bools, columns: LossColumns, count: int) -> dict[str, float]:
-    """Tokens by what becomes of them; stale ones also by the length of their trajectory (quarter 4: the longest)."""
+def _turn_facts(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
+    """Per trajectory: its turns, the tokens after its first prompts, and those of them that the policy sampled."""
+    responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     sampled = int(np.count_nonzero(steps.loss_mask_N))
-    stale_G = _per_trajectory(usable_N & ~columns.loss_mask_N, rows, columns.trajectory_R, count)
-    sampled_G = _per_trajectory(rows.loss_mask_N, rows, columns.trajectory_R, count)
-    response_G = np.bincount(
-        columns.trajectory_R, np.diff(rows.offsets_R) - rows.prompt_length_R, minlength=count
-    )  # fmt: skip
-    age_N = columns.staleness_N[rows.loss_mask_N]
-    by_length = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)
-    loss = int(np.count_nonzero(columns.loss_mask_N))
     return {
-        "generate/avg_num_tokens": float(response_G.mean()) if count else 0.0,
-        "generate/avg_assistant_tokens": float(sampled_G.mean()) if count else 0.0,
-        "generate/avg_num_turns": len(steps) / count if count else 0.0,
-        "async/staleness_mean": float(age_N.mean()) if len(age_N) else 0.0,
-        "async/staleness_max": float(age_N.max(initial=0)),
+        "generate/avg_num_tokens": responses / max(count, 1),
+        "generate/avg_assistant_tokens": sampled / max(count, 1),
+        "generate/avg_num_turns": len(steps) / max(count, 1),
+    }
+
+
+def _staleness_facts(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
+    """Staleness of sampled tokens; the stale ones also by the length of their trajectory (quarter 4: the longest)."""
+    sampled = int(np.count_nonzero(staleness_N >= 0))
+    ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # each other token counts as -1
+    quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)
+    return {
+        "async/staleness_mean": ages / max(sampled, 1),
+        "async/staleness_max": float(staleness_N.max(initial=0)),
         "async/stale_tokens": float(stale_G.sum()),
-        **{f"async/stale_tokens_quarter_{q + 1}": float(part.sum()) for q, part in enumerate(by_length)},
-        "tokens/sampled": sampled,
-        "tokens/loss": loss,
-        "tokens/stale": float(stale_G.sum()),
-        "tokens/masked": sampled - loss - float(stale_G.sum()),
+        **{f"async/stale_tokens_quarter_{q}": float(part.sum()) for q, part in enumerate(quarters, 1)},
     }
 
 

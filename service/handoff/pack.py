@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from service.handoff.tables import copy_segments, offsets_of
-from service.types import Bools, Float32s, Int32s, Int64s, MicroBatch, Rows
+from service.handoff.tables import select_rows
+from service.types import Int32s, Int64s, MicroBatch, Rows
 
 Layout = Literal["packed", "padded"]
 
@@ -30,15 +30,6 @@ class Placement(NamedTuple):
     """Cost of the heaviest rank over the mean."""
 
 
-class LossColumns(NamedTuple):
-    """What `form_mini_batch` made of the rows' token columns."""
-
-    loss_mask_N: Bools
-    logprobs_N: Float32s
-    staleness_N: Int32s
-    trajectory_R: Int32s
-
-
 def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layout: Layout = "packed") -> Placement:
     """Distribute rows by length."""
     cost_G = np.bincount(trajectory_R, length_R).astype(np.int64)
@@ -50,7 +41,10 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
     needed = [max(1, -(-sum(lengths[row] for row in rows) // budget)) for rows in rows_of_rank]
     bins = [pack_bins(rows, lengths, budget, max(needed), layout) for rows in rows_of_rank]
     count = max(len(rank) for rank in bins)
-    bins = [pack_bins(rows, lengths, budget, count, layout) for rows in rows_of_rank]
+    bins = [
+        rank if len(rank) == count else pack_bins(rows, lengths, budget, count, layout)
+        for rank, rows in zip(bins, rows_of_rank, strict=True)
+    ]
     load = [sum(lengths[row] for row in rows) for rows in rows_of_rank]
     mean = sum(load) / ranks
     return Placement(tuple(tuple(tuple(b) for b in rank) for rank in bins), max(load) / mean if mean else 1.0)
@@ -129,26 +123,40 @@ def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: i
     return bins
 
 
-def micro_batches(rows: Rows, columns: LossColumns, placement: Placement) -> tuple[tuple[MicroBatch, ...], ...]:
-    """The micro-batches of every rank; each is a view into columns in the order of placement."""
-    return tuple(tuple(_micro_batch(rows, columns, chosen) for chosen in rank) for rank in placement.ranks)
+def in_packing_order(rows: Rows, placement: Placement) -> tuple[Rows, Int64s]:
+    """The rows in the order in which micro-batches hold them, rank by rank; and which rows those were."""
+    order_R = np.array([row for rank in placement.ranks for chosen in rank for row in chosen], np.int64)
+    return select_rows(rows, order_R), order_R
 
 
-def _micro_batch(rows: Rows, columns: LossColumns, chosen: Sequence[int]) -> MicroBatch:
-    if not chosen:
-        return _dummy(rows)
-    row_R = np.array(chosen, np.int64)
-    start_R, stop_R = rows.offsets_R[row_R], rows.offsets_R[row_R + 1]
-    experts_N = rows.routed_experts_N
+def micro_batches(
+    packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, placement: Placement
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """The micro-batches of every rank, as views of rows in packing order."""
+    ranks, start = [], 0
+    for rank in placement.ranks:
+        batches = []
+        for chosen in rank:
+            batches.append(_micro_batch(packed, staleness_N, trajectory_R, start, start + len(chosen)))
+            start += len(chosen)
+        ranks.append(tuple(batches))
+    return tuple(ranks)
+
+
+def _micro_batch(packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, start: int, stop: int) -> MicroBatch:
+    if start == stop:
+        return _dummy(packed)
+    first, last = int(packed.offsets_R[start]), int(packed.offsets_R[stop])
+    experts_N = packed.routed_experts_N
     return MicroBatch(
-        token_ids_N=copy_segments(rows.token_ids_N, start_R, stop_R),
-        offsets_R=offsets_of(stop_R - start_R),
-        loss_mask_N=copy_segments(columns.loss_mask_N, start_R, stop_R),
-        logprobs_N=copy_segments(columns.logprobs_N, start_R, stop_R),
-        staleness_N=copy_segments(columns.staleness_N, start_R, stop_R),
-        temperature_R=rows.temperature_R[row_R],
-        trajectory_of_row_R=columns.trajectory_R[row_R],
-        routed_experts_N=None if experts_N is None else copy_segments(experts_N, start_R, stop_R),
+        token_ids_N=packed.token_ids_N[first:last],
+        offsets_R=packed.offsets_R[start : stop + 1] - first,
+        loss_mask_N=packed.loss_mask_N[first:last],
+        logprobs_N=packed.logprobs_N[first:last],
+        staleness_N=staleness_N[first:last],
+        temperature_R=packed.temperature_R[start:stop],
+        trajectory_of_row_R=trajectory_R[start:stop],
+        routed_experts_N=None if experts_N is None else experts_N[first:last],
     )
 
 

@@ -103,9 +103,11 @@ def total_lengths(steps: Steps) -> Int64s:
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
     """Steps by trajectory (in order of first appearance), then by index, each once; and each one's trajectory."""
     number_K, _ = trajectories(steps.ordinal_K, steps.sample_K, steps.attempt_K)
+    same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
+    if (next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all():
+        return steps, number_K
     order = np.lexsort((steps.index_K, number_K))
-    if (np.diff(order) != 1).any():
-        steps, number_K = select_steps(steps, order), number_K[order]
+    steps, number_K = select_steps(steps, order), number_K[order]
     again = np.flatnonzero((np.diff(number_K) == 0) & (np.diff(steps.index_K) == 0)) + 1
     if not len(again):
         return steps, number_K
@@ -114,6 +116,20 @@ def in_order(steps: Steps) -> tuple[Steps, Int64s]:
             raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
     once = np.setdiff1d(np.arange(len(steps)), again)
     return select_steps(steps, once), number_K[once]
+
+
+def check_references(steps: Steps) -> None:
+    """Check what each step of one trajectory extends; the steps are sorted by index."""
+    first_K = np.zeros(len(steps), np.bool_)
+    first_K[:1] = True
+    total_K = total_lengths(steps)
+    linked = np.array_equal(steps.extends_K[1:], steps.index_K[:-1]) and (steps.extends_K[:1] < 0).all()
+    if linked and np.array_equal(steps.extends_length_K[1:], total_K[:-1]):
+        check_chain(steps, first_K, np.ones(len(steps), np.bool_))
+        return
+    history = History(steps)
+    for k in range(len(steps)):
+        history.add(k)
 
 
 def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:

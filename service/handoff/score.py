@@ -62,7 +62,8 @@ def advantages(estimator: str, returns_G: ArrayLike, prompt_uids_G: Sequence[Any
     if len(returns) != len(prompt_uids_G):
         raise ValueError(f"{len(returns)} returns for {len(prompt_uids_G)} prompt uids")
     code: dict[Any, int] = {}
-    group_G = np.array([code.setdefault(uid, len(code)) for uid in prompt_uids_G], np.int64)
+    uids = prompt_uids_G.tolist() if isinstance(prompt_uids_G, np.ndarray) else prompt_uids_G
+    group_G = np.array([code.setdefault(uid, len(code)) for uid in uids], np.int64)
     return ESTIMATORS[estimator](returns, group_G)
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
+    Bools,
     Ends,
     Extension,
     Float32s,
@@ -47,6 +48,18 @@ STEP_COLUMNS = (
     "extends_K",
     "extends_length_K",
     "extends_digest_K",
+)
+ROW_COLUMNS = (
+    "ordinal_R",
+    "sample_R",
+    "attempt_R",
+    "uid_R",
+    "stop_reason_R",
+    "first_step_R",
+    "last_step_R",
+    "temperature_R",
+    "has_logprobs_R",
+    "prompt_length_R",
 )
 END_COLUMNS = ("ordinal_E", "sample_E", "attempt_E", "uid_E", "n_steps_E", "stop_reason_E", "reward_E")
 TOKEN_COLUMNS = ("token_ids_N", "logprobs_N", "loss_mask_N", "versions_N", "token_rewards_N", "routed_experts_N")
@@ -159,6 +172,21 @@ def select_ends(ends: Ends, index_E: Int64s) -> Ends:
     return Ends(uids, ends.stop_reasons, **columns)
 
 
+def select_rows(rows: Rows, index_R: Int64s) -> Rows:
+    """The rows at these positions, in this order; their token columns are copies."""
+    start_R, stop_R = rows.offsets_R[index_R], rows.offsets_R[index_R + 1]
+    columns: dict[str, Any] = {
+        name: None if (column := getattr(rows, name)) is None else column[index_R]
+        for name in (*ROW_COLUMNS, "reward_R")
+    }
+    for name in TOKEN_COLUMNS:
+        column = getattr(rows, name)
+        columns[name] = None if column is None else copy_segments(column, start_R, stop_R)
+        if columns[name] is not None and np.may_share_memory(columns[name], column):
+            columns[name] = columns[name].copy()
+    return Rows(rows.uids, rows.stop_reasons, offsets_R=offsets_of(stop_R - start_R), **columns)
+
+
 def step_objects(steps: Steps) -> list[Step]:
     """The steps of a table as objects; their arrays are views."""
     return [_step_object(steps, k) for k in range(len(steps))]
@@ -216,10 +244,14 @@ def trajectories(ordinal_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tupl
     >>> number_K.tolist(), first_G.tolist()
     ([0, 1, 0], [0, 1])
     """
+    columns = (ordinal_X, sample_X, attempt_X)
+    head_G = np.flatnonzero(_changes(columns))
+    heads = list(zip(*(column[head_G].tolist() for column in columns), strict=True))
+    if len(set(heads)) == len(heads):  # each trajectory stands together
+        length_G = np.diff(head_G, append=len(ordinal_X))
+        return np.repeat(np.arange(len(head_G)), length_G), head_G
     order = np.lexsort((attempt_X, sample_X, ordinal_X))
-    new = np.ones(len(order), np.bool_)
-    columns = [column[order] for column in (ordinal_X, sample_X, attempt_X)]
-    new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    new = _changes(tuple(column[order] for column in columns))
     first_G = order[new]
     appearance = np.argsort(first_G, kind="stable")
     rank = np.empty(len(first_G), np.int64)
@@ -227,6 +259,13 @@ def trajectories(ordinal_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tupl
     number_X = np.empty(len(order), np.int64)
     number_X[order] = rank[np.cumsum(new) - 1]
     return number_X, first_G[appearance]
+
+
+def _changes(columns: Sequence[NDArray[Any]]) -> Bools:
+    """[X] True where an item differs from the one before it."""
+    new = np.ones(len(columns[0]), np.bool_)
+    new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return new
 
 
 def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
@@ -251,13 +290,15 @@ def _codes(strings: Sequence[str]) -> tuple[Int32s, tuple[str, ...]]:
     return np.array(codes, np.int32), tuple(code)
 
 
-def _joined_codes(parts: Iterable[tuple[tuple[str, ...], Int32s]]) -> tuple[tuple[str, ...], Int32s]:
+def _joined_codes(parts: Sequence[tuple[tuple[str, ...], Int32s]]) -> tuple[tuple[str, ...], Int32s]:
+    """The strings of several tables, each once, and everybody's index into them."""
     code: dict[str, int] = {}
-    columns = []
-    for strings, code_X in parts:
-        renumbered = np.array([code.setdefault(string, len(code)) for string in strings], np.int32)
-        columns.append(renumbered[code_X] if len(strings) else code_X)
-    return tuple(code), np.concatenate(columns) if columns else np.zeros(0, np.int32)
+    renumbered = np.array([code.setdefault(string, len(code)) for strings, _ in parts for string in strings], np.int32)
+    if not parts:
+        return (), renumbered
+    start_P = offsets_of(np.array([len(strings) for strings, _ in parts]))[:-1]
+    start_X = np.repeat(start_P, [len(code_X) for _, code_X in parts])
+    return tuple(code), renumbered[np.concatenate([code_X for _, code_X in parts]) + start_X]
 
 
 def _used_codes(strings: tuple[str, ...], code_X: Int32s) -> tuple[tuple[str, ...], Int32s]:

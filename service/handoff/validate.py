@@ -22,12 +22,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.config.tree import Config
-from service.handoff.prefix import History, PrefixError, in_order, total_lengths
-from service.handoff.tables import trajectories
-from service.types import NO_VERSION, ROUTE_NATIVELY, Ends, Refusal, RefusalReason, StepGroup, Steps
+from service.handoff.prefix import PrefixError, check_references, in_order, total_lengths
+from service.types import (
+    NO_VERSION,
+    ROUTE_NATIVELY,
+    Ends,
+    Refusal,
+    RefusalReason,
+    StepGroup,
+    Steps,
+    TrajectoryId,
+)
 
 MAX_NAME_LENGTH = 1024
 """Characters of a generator's name, a prompt's uid or a stop reason, at most."""
+
+MAX_ORDINAL = 1 << 53
+"""An ordinal stays exact in JSON."""
+
+TEMPERATURES = (1e-6, 1e6)
 
 LOGPROB_TOLERANCE = 1e-4
 """How far above 0 rounding may take a log-probability."""
@@ -67,10 +80,7 @@ def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
     """Why a message is refused, by what stands in it alone; None if it may enter."""
     if not len(group.steps) and not len(group.ends):
         return Refusal(RefusalReason.EMPTY, "message")
-    rules: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
-        table_fault_of, _sender, _identity, _order, _lengths, _token_ids, _rewards, _logprobs, _versions, _conflicts,
-    )  # fmt: skip
-    return next((found for rule in rules if (found := rule(group, limits)) is not None), None)
+    return next((found for rule in _RULES if (found := rule(group, limits)) is not None), None)
 
 
 def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
@@ -81,12 +91,10 @@ def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
         steps, _ = in_order(steps)
     except ValueError as error:
         return Refusal(RefusalReason.CONFLICT, str(error))
-    if (gap := _first(steps.index_K != np.arange(len(steps)))) is not None or len(steps) != ends.n_steps_E[0]:
-        return Refusal(RefusalReason.STEP_ORDER, "index_K", len(steps) if gap is None else gap)
-    history = History(steps)
+    if len(steps) != ends.n_steps_E[0] or (steps.index_K != np.arange(len(steps))).any():
+        return Refusal(RefusalReason.STEP_ORDER, "index_K", len(steps))
     try:
-        for k in range(len(steps)):
-            history.add(k)
+        check_references(steps)
     except PrefixError as error:
         return Refusal(RefusalReason.PREFIX, str(error))
     sampled_N = steps.loss_mask_N & np.repeat(steps.has_logprobs_K, np.diff(steps.offsets_K))
@@ -96,33 +104,19 @@ def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
     return None
 
 
-def table_fault_of(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Why a group's tables are no tables."""
-    return table_fault(group)
-
-
-def table_fault(group: StepGroup) -> Refusal | None:
-    """Why columns do not fit together: lengths, offsets, indices of strings."""
+def _table(group: StepGroup, limits: Limits) -> Refusal | None:
+    """Offsets and indices of strings that point outside; the lengths of columns are right by construction."""
     steps, ends = group.steps, group.ends
-    items, tokens = len(steps.ordinal_K), len(steps.token_ids_N)
-    for table, suffix, length in ((steps, "_K", items), (steps, "_N", tokens), (ends, "_E", len(ends.ordinal_E))):
-        for name in table.__slots__:
-            column: NDArray[Any] | None = getattr(table, name)
-            if name.endswith(suffix) and name != "offsets_K" and column is not None and len(column) != length:
-                return Refusal(RefusalReason.LENGTH_MISMATCH, name, len(column))
-    offsets = steps.offsets_K
-    if len(offsets) != items + 1 or offsets[0] != 0 or offsets[-1] != tokens:
-        return Refusal(RefusalReason.LENGTH_MISMATCH, "offsets_K", len(offsets))
-    own_K = np.diff(offsets)
+    own_K = np.diff(steps.offsets_K)
+    if steps.offsets_K[0] != 0 or steps.offsets_K[-1] != len(steps.token_ids_N) or own_K.min(initial=0) < 0:
+        return Refusal(RefusalReason.LENGTH_MISMATCH, "offsets_K", len(steps.token_ids_N))
+    if (k := _outside(steps.prompt_length_K, 0, own_K + 1)) is not None:
+        return Refusal(RefusalReason.MALFORMED, f"prompt_length_K[{k}]", int(steps.prompt_length_K[k]))
     codes = (
-        (steps.uid_K, "uid_K", len(steps.uids)), (steps.stop_reason_K, "stop_reason_K", len(steps.stop_reasons)),
-        (ends.uid_E, "uid_E", len(ends.uids)), (ends.stop_reason_E, "stop_reason_E", len(ends.stop_reasons)),
+        ("uid_K", steps.uid_K, steps.uids), ("stop_reason_K", steps.stop_reason_K, steps.stop_reasons),
+        ("uid_E", ends.uid_E, ends.uids), ("stop_reason_E", ends.stop_reason_E, ends.stop_reasons),
     )  # fmt: skip
-    faults: Iterator[tuple[NDArray[Any], str]] = iter(
-        [(own_K < 0, "offsets_K"), ((steps.prompt_length_K < 0) | (steps.prompt_length_K > own_K), "prompt_length_K")]
-        + [((code < 0) | (code >= count), name) for code, name, count in codes]
-    )
-    return _first_fault(faults, RefusalReason.MALFORMED)
+    return _first_outside(RefusalReason.MALFORMED, *((name, code_X, 0, len(names)) for name, code_X, names in codes))
 
 
 def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -130,54 +124,46 @@ def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
     if not 0 < len(generator) <= MAX_NAME_LENGTH or epoch < 0 or sequence < 0:
         return Refusal(RefusalReason.IDENTITY, "sender")
     for table in (group.steps, group.ends):
-        for name in (*table.uids, *table.stop_reasons):
-            if len(name) > MAX_NAME_LENGTH:
-                return Refusal(RefusalReason.TOO_LARGE, "uids", len(name))
         if "" in table.uids:
             return Refusal(RefusalReason.IDENTITY, "uids")
+        if (longest := max(map(len, (*table.uids, *table.stop_reasons)), default=0)) > MAX_NAME_LENGTH:
+            return Refusal(RefusalReason.TOO_LARGE, "uids", longest)
     return None
 
 
 def _identity(group: StepGroup, limits: Limits) -> Refusal | None:
     steps, ends = group.steps, group.ends
-    faults = [
-        (fault, name)
-        for ordinal_X, sample_X, attempt_X, x in (
-            (steps.ordinal_K, steps.sample_K, steps.attempt_K, "K"),
-            (ends.ordinal_E, ends.sample_E, ends.attempt_E, "E"),
-        )
-        for fault, name in (
-            (ordinal_X < 0, f"ordinal_{x}"),
-            ((sample_X < 0) | (sample_X >= limits.n_samples_per_prompt), f"sample_{x}"),
-            ((attempt_X < 0) | (attempt_X >= limits.max_attempts), f"attempt_{x}"),
-        )
-    ]
-    return _first_fault(iter(faults), RefusalReason.IDENTITY) or _one_uid_per_ordinal(steps, ends)
-
-
-def _one_uid_per_ordinal(steps: Steps, ends: Ends) -> Refusal | None:
-    uid_of: dict[int, str] = {}
-    pairs = {(int(o), steps.uids[u]) for o, u in zip(steps.ordinal_K, steps.uid_K, strict=True)}
-    pairs |= {(int(o), ends.uids[u]) for o, u in zip(ends.ordinal_E, ends.uid_E, strict=True)}
-    for ordinal, uid in pairs:
-        if uid_of.setdefault(ordinal, uid) != uid:
-            return Refusal(RefusalReason.IDENTITY, f"uids of ordinal {ordinal}")
+    found = _first_outside(
+        RefusalReason.IDENTITY,
+        ("ordinal_K", steps.ordinal_K, 0, MAX_ORDINAL),
+        ("sample_K", steps.sample_K, 0, limits.n_samples_per_prompt),
+        ("attempt_K", steps.attempt_K, 0, limits.max_attempts),
+        ("ordinal_E", ends.ordinal_E, 0, MAX_ORDINAL),
+        ("sample_E", ends.sample_E, 0, limits.n_samples_per_prompt),
+        ("attempt_E", ends.attempt_E, 0, limits.max_attempts),
+    )
+    if found is not None:
+        return found
+    pairs = set(zip(steps.ordinal_K.tolist(), map(steps.uids.__getitem__, steps.uid_K.tolist()), strict=True))
+    pairs.update(zip(ends.ordinal_E.tolist(), map(ends.uids.__getitem__, ends.uid_E.tolist()), strict=True))
+    if len(dict(pairs)) < len(pairs):
+        return Refusal(RefusalReason.IDENTITY, "one ordinal under two uids")
     return None
 
 
 def _order(group: StepGroup, limits: Limits) -> Refusal | None:
-    steps, ends = group.steps, group.ends
-    full_K = steps.extends_K == -1
-    half_K = full_K & ((steps.extends_length_K != 0) | (steps.extends_digest_K != 0))
-    faults = (
-        ((steps.index_K < 0) | (steps.index_K >= limits.max_turns), "index_K", RefusalReason.STEP_ORDER),
-        ((ends.n_steps_E < 0) | (ends.n_steps_E > limits.max_turns), "n_steps_E", RefusalReason.STEP_ORDER),
-        ((steps.extends_K < -1) | (steps.extends_K >= steps.index_K) & ~full_K, "extends_K", RefusalReason.PREFIX),
-        (half_K | ~full_K & (steps.extends_length_K < 1), "extends_length_K", RefusalReason.PREFIX),
-    )
-    for fault_X, name, reason in faults:
-        if (found := _first_fault(iter([(fault_X, name)]), reason)) is not None:
-            return found
+    steps, turns = group.steps, limits.max_turns
+    found = _first_outside(
+        RefusalReason.STEP_ORDER,
+        ("index_K", steps.index_K, 0, turns),
+        ("n_steps_E", group.ends.n_steps_E, 0, turns + 1),
+    ) or _first_outside(RefusalReason.PREFIX, ("extends_K", steps.extends_K, -1, np.maximum(steps.index_K, 0)))
+    if found is not None:
+        return found
+    full_K = steps.extends_K < 0
+    named_K = (steps.extends_length_K != 0) | (steps.extends_digest_K != 0)
+    if (full_K & named_K | ~full_K & (steps.extends_length_K < 1)).any():
+        return Refusal(RefusalReason.PREFIX, "extends_length_K")
     return None
 
 
@@ -185,85 +171,103 @@ def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
     steps = group.steps
     response_K = np.diff(steps.offsets_K) - steps.prompt_length_K
     prompt_K = total_lengths(steps) - response_K
-    if (k := _first((response_K == 0) | (prompt_K == 0))) is not None:
-        return Refusal(RefusalReason.EMPTY, f"step {k}")
-    if (k := _first(prompt_K > limits.max_input_length)) is not None:
-        return Refusal(RefusalReason.LENGTH_LIMIT, "prompt_length_K", int(prompt_K[k]))
-    if (k := _first(response_K > limits.max_generate_length)) is not None:
-        return Refusal(RefusalReason.LENGTH_LIMIT, "response_length_K", int(response_K[k]))
-    return None
+    return _first_outside(
+        RefusalReason.EMPTY, ("response_length_K", response_K, 1, MAX_ORDINAL), ("prompt_K", prompt_K, 1, MAX_ORDINAL)
+    ) or _first_outside(
+        RefusalReason.LENGTH_LIMIT,
+        ("prompt_length_K", prompt_K, 0, limits.max_input_length + 1),
+        ("response_length_K", response_K, 0, limits.max_generate_length + 1),
+    )
 
 
 def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
-    ids_N, experts_N = group.steps.token_ids_N, group.steps.routed_experts_N
-    if len(ids_N) and (ids_N.min() < 0 or ids_N.max() >= limits.vocab_size):
-        n = int(((ids_N < 0) | (ids_N >= limits.vocab_size)).argmax())
-        return Refusal(RefusalReason.TOKEN_RANGE, f"token_ids_N[{n}]", int(ids_N[n]))
-    if experts_N is not None and experts_N.size and experts_N.min() < ROUTE_NATIVELY:
+    steps, experts_N = group.steps, group.steps.routed_experts_N
+    if experts_N is not None and experts_N.min(initial=0) < ROUTE_NATIVELY:
         return Refusal(RefusalReason.TOKEN_RANGE, "routed_experts_N", int(experts_N.min()))
-    return None
+    return _first_outside(RefusalReason.TOKEN_RANGE, ("token_ids_N", steps.token_ids_N, 0, limits.vocab_size))
 
 
-def _rewards(group: StepGroup, limits: Limits) -> Refusal | None:
-    columns: list[tuple[NDArray[Any], str]] = [(group.steps.reward_K, "reward_K"), (group.ends.reward_E, "reward_E")]
-    if group.steps.token_rewards_N is not None:
-        columns.append((group.steps.token_rewards_N, "token_rewards_N"))
-    found = _first_fault(((~np.isfinite(column), name) for column, name in columns), RefusalReason.REWARD)
-    temperature_K = group.steps.temperature_K
-    return found or _first_fault(
-        iter([(~np.isfinite(temperature_K) | (temperature_K <= 0), "temperature_K")]), RefusalReason.TEMPERATURE
-    )
+def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
+    steps, ends = group.steps, group.ends
+    for name, column in (
+        ("reward_K", steps.reward_K), ("reward_E", ends.reward_E), ("token_rewards_N", steps.token_rewards_N)
+    ):  # fmt: skip
+        if column is not None and not (finite_X := np.isfinite(column)).all():
+            return Refusal(RefusalReason.REWARD, f"{name}[{finite_X.argmin()}]")
+    return _first_outside(RefusalReason.TEMPERATURE, ("temperature_K", steps.temperature_K, *TEMPERATURES))
 
 
 def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
     steps = group.steps
-    if limits.needs_logprobs and (k := _first(~steps.has_logprobs_K)) is not None:
-        return Refusal(RefusalReason.LOGPROB, "has_logprobs_K", k)
-    positive_N = steps.loss_mask_N & (steps.logprobs_N > LOGPROB_TOLERANCE) & (steps.logprobs_N < np.inf)
-    return _first_fault(iter([(positive_N, "logprobs_N")]), RefusalReason.LOGPROB)
+    if limits.needs_logprobs and not steps.has_logprobs_K.all():
+        return Refusal(RefusalReason.LOGPROB, f"has_logprobs_K[{steps.has_logprobs_K.argmin()}]")
+    positive_N = steps.logprobs_N > LOGPROB_TOLERANCE
+    if positive_N.any():
+        positive_N &= steps.loss_mask_N & (steps.logprobs_N < np.inf)
+        if positive_N.any():
+            n = int(positive_N.argmax())
+            return Refusal(RefusalReason.LOGPROB, f"logprobs_N[{n}]", float(steps.logprobs_N[n]))
+    return None
 
 
 def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
+    """A token has a version if, and only if, the policy sampled it; and it sampled no prompt."""
     steps = group.steps
-    if (n := _first(steps.loss_mask_N != (steps.versions_N >= 0))) is not None:
+    wrong_N = steps.loss_mask_N != (steps.versions_N >= 0)
+    if wrong_N.any() or steps.versions_N.min(initial=0) < NO_VERSION:
+        n = int(wrong_N.argmax())
         return Refusal(RefusalReason.VERSION, f"versions_N[{n}]", int(steps.versions_N[n]))
-    if (n := _first(steps.versions_N < NO_VERSION)) is not None:
-        return Refusal(RefusalReason.VERSION, f"versions_N[{n}]", int(steps.versions_N[n]))
-    prompt_end_K = steps.offsets_K[:-1] + steps.prompt_length_K
-    sampled_before_N = np.concatenate(([0], np.cumsum(steps.loss_mask_N)))
-    in_prompt_K = sampled_before_N[prompt_end_K] > sampled_before_N[steps.offsets_K[:-1]]
-    return _first_fault(iter([(in_prompt_K, "loss_mask_N")]), RefusalReason.MALFORMED)
+    if len(steps):
+        bounds_K = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1)
+        in_prompt_K = np.logical_or.reduceat(steps.loss_mask_N, bounds_K.reshape(-1))[::2] & (steps.prompt_length_K > 0)
+        if in_prompt_K.any():
+            return Refusal(RefusalReason.MALFORMED, f"loss_mask_N: prompt of step {in_prompt_K.argmax()}")
+    return None
 
 
 def _conflicts(group: StepGroup, limits: Limits) -> Refusal | None:
-    steps, ends = group.steps, group.ends
+    """Two different records of one thing; steps after their trajectory's end."""
+    steps = group.steps
     try:
         in_order(steps)
     except ValueError as error:
-        return Refusal(RefusalReason.CONFLICT, str(error)[:200])
-    if not len(ends):
+        return Refusal(RefusalReason.CONFLICT, str(error))
+    ends, records = group.ends, dict[tuple[int, ...], tuple[Any, ...]]()
+    columns_E = (ends.n_steps_E, ends.reward_E, ends.uid_E, ends.stop_reason_E)
+    for identity, record in zip(_ids(ends.ordinal_E, ends.sample_E, ends.attempt_E), _ids(*columns_E), strict=True):
+        if records.setdefault(identity, record) != record:
+            return Refusal(RefusalReason.CONFLICT, f"{TrajectoryId(*identity)}: two ends")
+    for identity, index in zip(
+        _ids(steps.ordinal_K, steps.sample_K, steps.attempt_K), steps.index_K.tolist(), strict=True
+    ):
+        if identity in records and index >= records[identity][0]:
+            path = f"{TrajectoryId(*identity)}/step={index}: after the end"
+            return Refusal(RefusalReason.STEP_ORDER, path, records[identity][0])
+    return None
+
+
+def _ids(*columns_X: NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    return zip(*(column_X.tolist() for column_X in columns_X), strict=True)
+
+
+_RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
+    _table, _sender, _identity, _order, _lengths, _token_ids, _numbers, _logprobs, _versions, _conflicts,
+)  # fmt: skip
+
+
+def _outside(column_X: NDArray[Any], low: float, high: Any) -> int | None:
+    """The first item that is not in [low, high)."""
+    if not len(column_X):
         return None
-    number_X, first_G = trajectories(
-        np.concatenate((ends.ordinal_E, steps.ordinal_K)),
-        np.concatenate((ends.sample_E, steps.sample_K)),
-        np.concatenate((ends.attempt_E, steps.attempt_K)),
-    )
-    for e, g in enumerate(number_X[: len(ends)].tolist()):
-        first = int(first_G[g])
-        if first != e and any(getattr(ends, c)[e] != getattr(ends, c)[first] for c in ("n_steps_E", "reward_E")):
-            return Refusal(RefusalReason.CONFLICT, f"ends[{e}]")
-    n_steps_G = np.full(len(first_G), np.iinfo(np.int32).max)
-    n_steps_G[number_X[: len(ends)]] = ends.n_steps_E
-    after_K = steps.index_K >= n_steps_G[number_X[len(ends) :]]
-    return _first_fault(iter([(after_K, "index_K")]), RefusalReason.STEP_ORDER)
+    if low == 0 and column_X.dtype.kind == "i":
+        fine_X = column_X.view(f"u{column_X.dtype.itemsize}") < high
+    else:
+        fine_X = (column_X >= low) & (column_X < high)
+    return None if fine_X.all() else int(fine_X.argmin())
 
 
-def _first(fault_X: NDArray[np.bool_]) -> int | None:
-    return int(fault_X.argmax()) if fault_X.any() else None
-
-
-def _first_fault(faults: Iterator[tuple[NDArray[Any], str]], reason: RefusalReason) -> Refusal | None:
-    for fault_X, name in faults:
-        if (x := _first(fault_X)) is not None:
-            return Refusal(reason, f"{name}[{x}]", x)
+def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], float, Any]) -> Refusal | None:
+    for name, column_X, low, high in ranges:
+        if (x := _outside(column_X, low, high)) is not None:
+            return Refusal(reason, f"{name}[{x}]", float(column_X[x]))
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.types import NO_VERSION, Bools, Int32s, Int64s, PolicyVersion
+from service.types import Bools, Int32s, Int64s, PolicyVersion
 
 
 class VersionHistory:
@@ -48,12 +48,12 @@ class VersionHistory:
 
     def staleness(self, versions_N: Int64s, at: PolicyVersion) -> Int32s:
         """Versions between sampling and `at`; -1 where nothing was sampled."""
-        step_N = versions_N & 0xFFFFFFFF
+        step_N = np.ascontiguousarray(versions_N, "<i8").view("<i4")[::2]  # the low half; -1 for NO_VERSION
         for epoch, common in self._branches:
             if epoch <= at.epoch:
                 step_N = np.where(versions_N < epoch << 32, np.minimum(step_N, common), step_N)
-        stale_N = (at.step - step_N).astype(np.int32)
-        stale_N[versions_N == NO_VERSION] = -1
+        stale_N = np.int32(at.step) - step_N
+        stale_N[step_N < 0] = -1
         return stale_N
 
     def _note(self, version: PolicyVersion) -> None:

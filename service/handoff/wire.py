@@ -10,17 +10,18 @@ read-only views of the message.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from service.handoff.tables import END_COLUMNS, STEP_COLUMNS
-from service.handoff.validate import Limits, table_fault
+from service.handoff.tables import END_COLUMNS, STEP_COLUMNS, TOKEN_COLUMNS
+from service.handoff.validate import Limits
 from service.types import (
     Ends,
     MicroBatch,
@@ -38,19 +39,36 @@ PREFIX = struct.Struct("<4sHHIQQ")
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 1 << 20
 
-DTYPES = {
-    "uid_K": "<i4", "stop_reason_K": "<i4", "ordinal_K": "<i8", "sample_K": "<i4", "attempt_K": "<i4",
-    "index_K": "<i4", "temperature_K": "<f4", "reward_K": "<f8", "has_logprobs_K": "|b1", "prompt_length_K": "<i4",
-    "extends_K": "<i4", "extends_length_K": "<i4", "extends_digest_K": "<u8", "offsets_K": "<i8",
-    "token_ids_N": "<i4", "logprobs_N": "<f4", "loss_mask_N": "|b1", "versions_N": "<i8",
-    "token_rewards_N": "<f4", "routed_experts_N": "<i2",
-    "ordinal_E": "<i8", "sample_E": "<i4", "attempt_E": "<i4", "uid_E": "<i4", "n_steps_E": "<i4",
-    "stop_reason_E": "<i4", "reward_E": "<f8",
+_STEP_ARRAYS = (*STEP_COLUMNS, "offsets_K", *TOKEN_COLUMNS)
+_OPTIONAL = ("token_rewards_N", "routed_experts_N")
+_GROUP_ARRAYS = tuple(name for name in (*_STEP_ARRAYS, *END_COLUMNS) if name not in _OPTIONAL)
+_BATCH_ARRAYS = ("advantage_G", "return_G", "loss_tokens_G", "rows_G", "prompt_of_trajectory_G")
+_MICRO_BATCH_ARRAYS = (
+    "token_ids_N", "offsets_R", "loss_mask_N", "logprobs_N", "staleness_N", "temperature_R",
+    "trajectory_of_row_R", "routed_experts_N",
+)  # fmt: skip
+
+_NAMES_BY_DTYPE = {
+    "<i2": ("routed_experts_N",),
+    "<i4": (
+        "uid_K", "stop_reason_K", "sample_K", "attempt_K", "index_K", "prompt_length_K", "extends_K",
+        "extends_length_K", "token_ids_N", "sample_E", "attempt_E", "uid_E", "n_steps_E", "stop_reason_E",
+        "rows_G", "prompt_of_trajectory_G", "staleness_N", "trajectory_of_row_R",
+    ),
+    "<i8": ("ordinal_K", "offsets_K", "versions_N", "ordinal_E", "loss_tokens_G", "offsets_R"),
+    "<u8": ("extends_digest_K",),
+    "<f4": ("temperature_K", "logprobs_N", "token_rewards_N", "advantage_G", "temperature_R"),
+    "<f8": ("reward_K", "reward_E", "return_G"),
+    "|b1": ("has_logprobs_K", "loss_mask_N"),
 }  # fmt: skip
-STEP_TOKENS = ("token_ids_N", "logprobs_N", "loss_mask_N", "versions_N", "token_rewards_N", "routed_experts_N")
+_EXPECTED = {
+    name: (np.dtype(dtype), 3 if name == "routed_experts_N" else 1)
+    for dtype, names in _NAMES_BY_DTYPE.items()
+    for name in names
+}
 
 
-class ArrayHead(msgspec.Struct, frozen=True, array_like=True):
+class ArrayHead(NamedTuple):
     """What an array of the payload is."""
 
     name: str
@@ -92,7 +110,7 @@ class _Damaged(Exception):
 def encode(group: StepGroup) -> bytes:
     """The bytes of a step group."""
     steps, ends = group.steps, group.ends
-    arrays = {name: getattr(steps, name) for name in (*STEP_COLUMNS, "offsets_K", *STEP_TOKENS)}
+    arrays = {name: getattr(steps, name) for name in _STEP_ARRAYS}
     arrays |= {name: getattr(ends, name) for name in END_COLUMNS}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     names = (steps.uids, steps.stop_reasons, ends.uids, ends.stop_reasons)
@@ -106,10 +124,9 @@ def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
         if len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
         head, arrays = _opened(data, STEP_GROUP, GroupHead)
-        group = _group_of(head, arrays)
+        return _group_of(head, arrays)
     except _Damaged as damaged:
         return damaged.refusal
-    return table_fault(group) or group
 
 
 def encode_mini_batch(batch: MiniBatch) -> bytes:
@@ -141,13 +158,6 @@ def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
     return MiniBatch(lease=head.lease, groups=head.groups, ranks=ranks, facts=head.facts, **columns)
 
 
-_BATCH_ARRAYS = ("advantage_G", "return_G", "loss_tokens_G", "rows_G", "prompt_of_trajectory_G")
-_MICRO_BATCH_ARRAYS = (
-    "token_ids_N", "offsets_R", "loss_mask_N", "logprobs_N", "staleness_N", "temperature_R",
-    "trajectory_of_row_R", "routed_experts_N",
-)  # fmt: skip
-
-
 def _array_heads(arrays: Mapping[str, NDArray[Any]]) -> tuple[ArrayHead, ...]:
     return tuple(ArrayHead(name, array.dtype.str, array.shape) for name, array in arrays.items())
 
@@ -157,18 +167,18 @@ def _aligned(position: int) -> int:
 
 
 def _framed(kind: int, head: bytes, arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    starts, position = [], PREFIX.size + len(head)
+    parts: list[bytes | memoryview] = [head]
+    position = PREFIX.size + len(head)
     for array in arrays.values():
-        starts.append(_aligned(position))
-        position = starts[-1] + array.nbytes
-    message = bytearray(position)
-    message[PREFIX.size : PREFIX.size + len(head)] = head
-    view = np.frombuffer(message, np.uint8)
-    for start, array in zip(starts, arrays.values(), strict=True):
-        view[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-    checksum = xxhash.xxh3_64_intdigest(memoryview(message)[PREFIX.size :])
-    PREFIX.pack_into(message, 0, MAGIC, kind, VERSION, len(head), position - PREFIX.size - len(head), checksum)
-    return bytes(message)
+        start = _aligned(position)
+        parts += [bytes(start - position), np.ascontiguousarray(array).data.cast("B") if array.size else b""]
+        position = start + array.nbytes
+    checksum = xxhash.xxh3_64()
+    for part in parts:
+        checksum.update(part)
+    payload_bytes = position - PREFIX.size - len(head)
+    prefix = PREFIX.pack(MAGIC, kind, VERSION, len(head), payload_bytes, checksum.intdigest())
+    return b"".join([prefix, *parts])
 
 
 def _opened(data: bytes | memoryview, kind: int, form: type[Any], max_header_bytes: int = MAX_HEADER_BYTES) -> Any:
@@ -194,37 +204,32 @@ def _opened(data: bytes | memoryview, kind: int, form: type[Any], max_header_byt
 
 def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {}
-    for head in heads:
-        if head.name in arrays or head.dtype not in _KNOWN_DTYPES or not 1 <= len(head.shape) <= 3:
-            raise _Damaged(RefusalReason.SCHEMA, head.name[:80])
-        count = 1
-        for length in head.shape:
-            count *= length if 0 <= length < 1 << 48 else len(view) + 1
-        start, dtype = _aligned(position), np.dtype(head.dtype)
-        if start + count * dtype.itemsize > len(view):
-            raise _Damaged(RefusalReason.MALFORMED, head.name[:80], count)
-        arrays[head.name] = np.frombuffer(view, dtype, count, min(start, len(view))).reshape(head.shape)
+    for name, dtype_name, shape in heads:
+        dtype, ndim = _EXPECTED.get(name.rpartition("/")[2], (None, 0))
+        if dtype is None or dtype.str != dtype_name or len(shape) != ndim or name in arrays:
+            raise _Damaged(RefusalReason.SCHEMA, name[:80])
+        count = math.prod(shape)
+        start = -(-position // ALIGNMENT) * ALIGNMENT
         position = start + count * dtype.itemsize
+        if min(shape) < 0 or position > len(view):
+            raise _Damaged(RefusalReason.MALFORMED, name[:80], min(count, 1 << 62))
+        array = np.frombuffer(view, dtype, count, start) if count else np.zeros(0, dtype)
+        arrays[name] = array if ndim == 1 else array.reshape(shape)
     if position != len(view):
         raise _Damaged(RefusalReason.MALFORMED, "payload", len(view) - position)
     return arrays
 
 
-_KNOWN_DTYPES = frozenset((*DTYPES.values(), "<f4", "<f8", "<i4", "<i8", "|b1"))
-
-
 def _group_of(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
-    optional = {"token_rewards_N", "routed_experts_N"}
-    for name, dtype in DTYPES.items():
-        array = arrays.get(name)
-        if array is None:
-            if name not in optional:
-                raise _Damaged(RefusalReason.SCHEMA, name)
-        elif array.dtype.str != dtype or array.ndim != (3 if name == "routed_experts_N" else 1):
+    for name in _GROUP_ARRAYS:
+        if name not in arrays:
             raise _Damaged(RefusalReason.SCHEMA, name)
-    if len(arrays) > len(DTYPES) or any(name not in DTYPES for name in arrays):
-        raise _Damaged(RefusalReason.SCHEMA, "arrays", len(arrays))
-    step_columns = {name: arrays.get(name) for name in DTYPES if name not in END_COLUMNS}
-    steps = Steps(uids=head.step_uids, stop_reasons=head.step_stop_reasons, **step_columns)  # type: ignore[arg-type]
-    ends = Ends(head.end_uids, head.end_stop_reasons, **{name: arrays[name] for name in END_COLUMNS})
+    try:
+        step_columns: dict[str, Any] = {name: arrays.pop(name, None) for name in _STEP_ARRAYS}
+        steps = Steps(head.step_uids, head.step_stop_reasons, **step_columns)
+        ends = Ends(head.end_uids, head.end_stop_reasons, **{name: arrays.pop(name) for name in END_COLUMNS})
+    except ValueError as error:
+        raise _Damaged(RefusalReason.LENGTH_MISMATCH, str(error)) from error
+    if arrays:
+        raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
     return StepGroup(Sender(head.generator, head.epoch, head.sequence), steps, ends)
