@@ -1,9 +1,10 @@
-"""The pages of `docs/` that are made from the code: `python -m service.docs` writes them, `--check` compares."""
+"""The files that are made from the code: `python -m service.docs` writes them, `--check` compares."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from pydantic.fields import FieldInfo
 
 from service.config.load import section_of
 from service.config.tree import Config
+from service.dashboards import dashboards_page, grafana_json
 from service.metrics_table import TABLE, Metric
+from service.panels import DASHBOARDS
 
 TABLE_HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
 
@@ -111,20 +114,25 @@ def _schema_type(schema: dict[str, Any]) -> str:
     return f"{schema.get('type', 'value')} {bounds}".strip()
 
 
-PAGES = {"metrics.md": metrics_page, "configuration.md": configuration_page}
+FILES: dict[str, Callable[[], str]] = {
+    "docs/metrics.md": metrics_page,
+    "docs/configuration.md": configuration_page,
+    "docs/dashboards.md": dashboards_page,
+    **{f"deploy/grafana/dashboards/{d.uid}.json": partial(grafana_json, d) for d in DASHBOARDS},
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the pages, or with `--check` say which are not current."""
-    folder = Path(__file__).parent.parent / "docs"
-    old = [name for name, page in PAGES.items() if not _is(folder / name, page())]
+    """Write the files, or with `--check` say which are not current."""
+    folder = Path(__file__).parent.parent
+    old = [name for name, made in FILES.items() if not _is(folder / name, made())]
     if "--check" in argv:
         for name in old:
-            print(f"docs/{name} is not current: run python -m service.docs")
+            print(f"{name} is not current: run python -m service.docs")
         return 1 if old else 0
     for name in old:
-        (folder / name).write_text(PAGES[name](), encoding="utf-8")
-        print(f"wrote docs/{name}")
+        (folder / name).write_text(FILES[name](), encoding="utf-8")
+        print(f"wrote {name}")
     return 0
 
 

@@ -152,6 +152,12 @@ TABLE: tuple[Metric, ...] = (
         key="policy/policy_kl",
     ),
     Metric(
+        "baton_fresh_token_kl",
+        "gauge",
+        "The same over tokens that the current policy sampled: what engine and trainer disagree about.",
+        key="policy/by_staleness/0/kl",
+    ),
+    Metric(
         "baton_importance_ratio_mean",
         "gauge",
         "Mean ratio of trainer to sampling probabilities; near 1.",

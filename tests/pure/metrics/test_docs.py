@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+import pytest
+
 from service.config.load import key_paths, section_of
 from service.config.tree import Config
-from service.docs import configuration_page, metrics_page
+from service.docs import FILES, configuration_page, metrics_page
 from service.metrics_table import TABLE
 
 
-def test_the_metrics_page_is_current() -> None:
-    assert Path("docs/metrics.md").read_text() == metrics_page(), "run python -m service.docs"
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_made_from_the_code_is_current(name: str) -> None:
+    assert Path(name).read_text() == FILES[name](), "run python -m service.docs"
 
 
 def test_every_metric_and_every_setting_is_on_its_page() -> None:
