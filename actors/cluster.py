@@ -23,7 +23,7 @@ from service.prepare import Prepared
 
 
 @contextmanager
-def ray_session(config: Config, mark: str) -> Iterator[None]:
+def ray_session(config: Config, mark: str, logs: Path) -> Iterator[None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a Ray of the run's own and end it afterwards.
 
     Whatever the run starts carries `mark` in its environment, and ends with this process however that ends.
@@ -32,11 +32,11 @@ def ray_session(config: Config, mark: str) -> Iterator[None]:
     runtime_env = {"env_vars": {MARK: mark}}
     namespace = f"baton-{config.run.name}-{mark}"
     if os.environ.get("RAY_ADDRESS"):
-        start_guardian(mark, [])
+        start_guardian(mark)
         ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False, logging_level="error")
     else:
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
-        start_guardian(mark, [folder])
+        start_guardian(mark, folder, logs)
         ray.init(
             address="local",
             namespace=namespace,

@@ -42,14 +42,19 @@ class Coordinator:
         self._trainer_epoch = 0
         self._version = PolicyVersion(0, 0)
         self._sync: asyncio.Task[float] | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._stopping = False
         self.stopped_by: int | None = None
 
     def stop(self, number: int) -> None:
-        """End the run after the step at hand; the final weights are written."""
-        self._say("stopping: the step at hand ends, then the final weights are written ...")
+        """End the run after the step at hand and write the final weights; a run that still starts ends at once."""
         self.stopped_by = number
         self._stopping = True
+        if self._starting is not None:
+            self._say("stopping before the first step ...")
+            self._starting.cancel()
+        else:
+            self._say("stopping: the step at hand ends, then the final weights are written ...")
 
     async def run(self) -> None:
         """Start everything, train, write the final weights and the summary.
@@ -58,7 +63,8 @@ class Coordinator:
             RunFailed: an actor died, or the run cannot make progress.
         """
         try:
-            await self._start()
+            if not await self._started():
+                return
             generators = [asyncio.ensure_future(_call(g.run)) for g in self._cluster.generators]
             training = asyncio.ensure_future(self._train())
             await asyncio.wait([training, *generators], return_when=asyncio.FIRST_COMPLETED)
@@ -69,7 +75,20 @@ class Coordinator:
             await training
             await self._finish()
         except ray.exceptions.RayError as error:
-            raise RunFailed(f"an actor of the run failed: {error}") from error
+            log = self._folder.path / "logs" / "failure.txt"
+            log.write_text(str(error))
+            raise RunFailed(f"an actor failed: {_last_line(error)} (all of it: {log})") from error
+
+    async def _started(self) -> bool:
+        """Start everything; False when the run was stopped meanwhile."""
+        self._starting = asyncio.ensure_future(self._start())
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+        self._starting = None
+        return not self._stopping
 
     async def _start(self) -> None:
         self._telemetry.start()
@@ -199,6 +218,13 @@ async def _call(method: Any, *arguments: Any) -> Any:
         if isinstance(error.cause, BatonError):
             raise error.cause from None
         raise
+
+
+def _last_line(error: ray.exceptions.RayError) -> str:
+    """What went wrong, without the way there."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0]
+    return str(error).strip().splitlines()[-1].strip()
 
 
 async def _timed(work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> float:

@@ -23,13 +23,20 @@ MARK = "BATON_RUN_MARK"
 
 GRACE = 2.0
 """Seconds between asking the processes to end and ending them."""
+QUIET = 0.5
+"""Seconds without any marked process after which all have ended."""
 DEADLINE = 15.0
 """Seconds after which the guardian gives up on a process that cannot be killed."""
 
 
-def start_guardian(mark: str, remove: list[Path]) -> None:
-    """Start the guardian of this process: after its death, what carries `mark` is ended and `remove` is deleted."""
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *map(str, remove)]
+def start_guardian(mark: str, ray_folder: Path | None = None, logs: Path | None = None) -> None:
+    """Start the guardian of this process.
+
+    After its death, what carries `mark` is ended, the workers' logs of the Ray that lived in `ray_folder` are kept in
+    `logs`, and `ray_folder` is deleted.
+    """
+    folders = [str(folder) for folder in (ray_folder, logs) if folder is not None]
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *folders]
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     # The first child exits at once, so that the guardian is nobody's child and a stop of the driver's tree misses it.
     subprocess.run(command, check=True, timeout=30, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
@@ -48,16 +55,27 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def end_processes(mark: str) -> None:
-    """Ask the marked processes to end, then kill what is left, until none remains or the deadline has passed."""
-    start = time.monotonic()
+    """Ask the marked processes to end, then kill what is left, until none remains or the deadline has passed.
+
+    A process shows its mark only once it has replaced its parent's image, so none may be seen for a while.
+    """
+    start = seen = time.monotonic()
     number = signal.SIGTERM
-    while (left := marked_processes(mark)) and time.monotonic() < start + DEADLINE:
-        for process in left:
+    while (now := time.monotonic()) < min(seen + QUIET, start + DEADLINE):
+        for process in marked_processes(mark):
+            seen = now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
-        time.sleep(0.2)
-        if time.monotonic() > start + GRACE:
+        time.sleep(0.1)
+        if now > start + GRACE:
             number = signal.SIGKILL
+
+
+def keep_logs(ray_folder: Path, logs: Path) -> None:
+    """Copy what the workers of a Ray printed."""
+    for source in ray_folder.glob("session_2*/logs/worker-*.*"):
+        if source.stat().st_size:
+            shutil.copyfile(source, logs / source.name)
 
 
 def wait_for_death(process: int) -> None:
@@ -73,15 +91,17 @@ def wait_for_death(process: int) -> None:
 
 def main() -> None:
     """Guard the process named on the command line."""
-    owner, mark, remove = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    owner, mark, folders = int(sys.argv[1]), sys.argv[2], [Path(folder) for folder in sys.argv[3:]]
     if os.fork():
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     wait_for_death(owner)
     end_processes(mark)
-    for path in remove:
-        shutil.rmtree(path, ignore_errors=True)
+    if len(folders) == 2:
+        keep_logs(*folders)
+    if folders:
+        shutil.rmtree(folders[0], ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def run(config: Config) -> int:
         raise UserError(f"{prepared.tasks_file}: no prompts")
     mark = uuid.uuid4().hex[:12]
     say("starting Ray ...")
-    with ray_session(config, mark):
+    with ray_session(config, mark, path / "logs"):
         cluster = place_actors(config, prepared, path / "journal")
         coordinator = Coordinator(config, cluster, folder, prepared, say)
         return asyncio.run(_until_stopped(coordinator))

@@ -106,7 +106,8 @@ class Progress:
             self._folder.plot()
         for text in summary_lines(summary):
             self._say(text)
-        self._say(f"written to {self._folder.path}: learning_curve.png, metrics.jsonl, summary.json, final/")
+        curve = "learning_curve.png, metrics.jsonl, " if self._rewards else ""
+        self._say(f"written to {self._folder.path}: {curve}summary.json, final/")
 
 
 def tenths(values: Sequence[float]) -> tuple[float | None, float | None]:

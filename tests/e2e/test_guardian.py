@@ -15,9 +15,9 @@ DRIVER = """
 import os, subprocess, sys, time
 from pathlib import Path
 from actors.guardian import MARK, start_guardian
-mark, folder = sys.argv[1], Path(sys.argv[2])
+mark, folder, logs = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 os.environ[MARK] = mark
-start_guardian(mark, [folder])
+start_guardian(mark, folder, logs)
 subprocess.Popen(["sleep", "600"], start_new_session=True)
 subprocess.Popen(["bash", "-c", "trap '' TERM; while true; do sleep 1; done"], start_new_session=True)
 print("ready", flush=True)
@@ -28,11 +28,16 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_everything_that_carries_the_mark_is_gone_after_the_driver_died(tmp_path: Path, number: signal.Signals) -> None:
     mark, folder = f"test-{os.getpid()}-{number}", tmp_path / "ray"
-    folder.mkdir()
+    (session := folder / "session_2026" / "logs").mkdir(parents=True)
+    (session / "worker-1.err").write_text("what went wrong")
+    (logs := tmp_path / "logs").mkdir()
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, mark, str(folder)], stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", DRIVER, mark, str(folder), str(logs)], stdout=subprocess.PIPE, start_new_session=True
     )
     assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
+    deadline = time.monotonic() + DEADLINE
+    while len(marked_processes(mark)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)  # a process shows its mark only once it has replaced its parent's image
     assert len(marked_processes(mark)) >= 2
 
     os.killpg(driver.pid, number)
@@ -44,11 +49,15 @@ def test_everything_that_carries_the_mark_is_gone_after_the_driver_died(tmp_path
         time.sleep(0.05)
     assert marked_processes(mark) == []
     assert not folder.exists()
+    assert (logs / "worker-1.err").read_text() == "what went wrong"
 
 
 def test_processes_of_another_run_are_left_alone(tmp_path: Path) -> None:
     other = subprocess.Popen(["sleep", "600"], env={**os.environ, "BATON_RUN_MARK": f"other-{os.getpid()}"})
     try:
+        deadline = time.monotonic() + DEADLINE
+        while not marked_processes(f"other-{os.getpid()}") and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert marked_processes(f"other-{os.getpid()}") == [other.pid]
         assert marked_processes(f"othe-{os.getpid()}") == []
     finally:
