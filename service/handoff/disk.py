@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ class File(Protocol):
 
     def read(self, offset: int, length: int) -> bytes:
         """At most `length` bytes from `offset`; fewer at the end of the file."""
+
+    def extents(self, offset: int) -> list[tuple[int, int]]:
+        """Where, from `offset` on, the file may hold anything but zeros: (start, stop) of each stretch."""
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
         """Write the buffers one after the other; returns how many bytes the disk took, which may be fewer."""
@@ -68,6 +72,26 @@ class LocalFile:
             parts.append(part)
             offset, length = offset + len(part), length - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def extents(self, offset: int) -> list[tuple[int, int]]:
+        """The stretches that were ever written; what is only reserved is left out.
+
+        All are found before any is read, because reading ahead would make reserved space look written.
+        """
+        found: list[tuple[int, int]] = []
+        stop = offset
+        while (start := self._seek(stop, os.SEEK_DATA)) is not None:
+            stop = self._seek(start, os.SEEK_HOLE) or self.size()
+            found.append((start, stop))
+        return found
+
+    def _seek(self, offset: int, what: int) -> int | None:
+        try:
+            return os.lseek(self._fd, offset, what)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return None
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
         """Write the buffers; a disk that fills up may take only a part without an error."""

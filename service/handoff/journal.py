@@ -32,7 +32,7 @@ ALIGNMENT = 64
 _SUMMED = struct.Struct("<4sHHQQQd")
 _CHECKSUM = struct.Struct("<Q")
 _HEADER_BYTES = 64
-_SCAN_BYTES = 1 << 20
+_ZEROS = bytes(1 << 20)
 _ALLOCATION_BYTES = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -177,7 +177,7 @@ class Journal:
                 f"{segment.path}: damaged at byte {offset} (position {self.position}); refusing to start"
             )
         if is_last and offset < size:
-            if _has_data(segment.file, offset):
+            if any(_data_behind(segment.file, offset)):
                 log.warning("%s: cut a torn tail of %d bytes at byte %d", segment.path, size - offset, offset)
             segment.file.truncate(offset)
         self._allocated = offset
@@ -272,8 +272,7 @@ def _synced_later(segment: _Segment, offset: int) -> int:
     """The furthest synced position that a valid frame behind `offset` vouches for; 0 when there is none."""
     size = segment.file.size()
     furthest = 0
-    for start in range(offset, size, _SCAN_BYTES):
-        chunk = segment.file.read(start, _SCAN_BYTES)
+    for start, chunk in _data_behind(segment.file, offset):
         found = chunk.find(MAGIC)
         while found >= 0:
             if (start + found) % ALIGNMENT == 0 and (frame := _read_frame(segment, start + found, size)):
@@ -282,6 +281,10 @@ def _synced_later(segment: _Segment, offset: int) -> int:
     return furthest
 
 
-def _has_data(file: File, offset: int) -> bool:
-    size = file.size()
-    return any(file.read(start, _SCAN_BYTES).strip(b"\0") for start in range(offset, size, _SCAN_BYTES))
+def _data_behind(file: File, offset: int) -> Iterator[tuple[int, bytes]]:
+    """The chunks of a file that are not all zeros; reserved space, which may be gigabytes, is skipped."""
+    for first, stop in file.extents(offset):
+        for start in range(first, stop, len(_ZEROS)):
+            chunk = file.read(start, min(len(_ZEROS), stop - start))
+            if chunk != _ZEROS[: len(chunk)]:
+                yield start, chunk
