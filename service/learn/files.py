@@ -55,10 +55,15 @@ def _own_part(parameter: nn.Parameter) -> slice:
         return slice(None)
     if parameter.placements != (Shard(0),):
         raise ValueError(f"unexpected placements {parameter.placements}")
-    length, world = parameter.shape[0], parameter.device_mesh.size()
-    chunk = -(-length // world)
-    start = min(parameter.device_mesh.get_local_rank() * chunk, length)
-    return slice(start, min(start + chunk, length))
+    mesh = parameter.device_mesh
+    return slice(*chunk(parameter.shape[0], mesh.get_local_rank(), mesh.size()))
+
+
+def chunk(length: int, rank: int, world: int) -> tuple[int, int]:
+    """The rows of a dimension 0 of this length that a rank holds; FSDP2 cuts like this."""
+    size = -(-length // world)
+    start = min(rank * size, length)
+    return start, min(start + size, length)
 
 
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
@@ -75,12 +80,12 @@ def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None
     for file in making.iterdir():
         # safetensors creates files that only their owner may read
         shutil.copymode(making / "config.json", file)
-        _sync(file)
-    _sync(making)
+        sync(file)
+    sync(making)
     if folder.exists():
         os.replace(folder, old)
     os.replace(making, folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -90,7 +95,8 @@ def _write_dtype(file: Path, dtype: torch.dtype) -> None:
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -73,6 +73,12 @@ class FrozenPolicies:
         with self.frozen[name].in_place():
             return self._policy.logprobs(placed)
 
+    def hold(self, name: str, taken_at: int) -> FrozenWeights:
+        """A place for frozen weights that a checkpoint brings back."""
+        self.frozen[name] = FrozenWeights(self._policy.masters, self._on_cpu)
+        self.taken_at[name] = taken_at
+        return self.frozen[name]
+
     def _renew(self, name: str, step: int) -> None:
         every = self._every[name]
         if name not in self.frozen:

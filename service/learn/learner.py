@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from service.config.tree import Config
+from service.learn.checkpoint import CheckpointWriter, read_facts, read_parts
 from service.learn.frozen import FrozenPolicies
 from service.learn.measure import not_finite, step_metrics
 from service.learn.objective import Known, Objective, Output
@@ -53,6 +54,7 @@ class Learner:
         self._frozen = FrozenPolicies(config.algorithm, self.policy)
         self._optimizer = Optimizer(self.policy.masters, config.trainer.betas, config.trainer.weight_decay)
         self._warm_up: Optimizer | None = None
+        self._writer = CheckpointWriter(rank, world)
         self.steps = 0
         """Optimizer steps applied so far."""
 
@@ -131,6 +133,40 @@ class Learner:
         sums.most("micros", torch.tensor([n_micros], device=device))
         totals = sums.totals()
         return int(totals["tokens"]), int(totals["micros"])
+
+    def save(self, folder: Path, background: bool = False) -> None:
+        """Write a checkpoint of this rank's part; every rank must call, and `finish_save` where it is in background.
+
+        The learner draws no random numbers, so weights, optimizer, frozen weights and step are all there is.
+        """
+        facts = {"steps": self.steps, "frozen": self._frozen.taken_at}
+        self._writer.start(folder, self._state(), facts)
+        if not background:
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait until this rank's part of the last checkpoint is on disk; raises what went wrong."""
+        self._writer.finish()
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint, which a group of another size may have written; every rank must call."""
+        facts = read_facts(folder)
+        for name, taken_at in facts["frozen"].items():
+            self._frozen.hold(name, taken_at)
+        rows = {name: parameter.shape[0] for name, parameter in self.policy.masters.parameters.items()}
+        state = self._state()
+        lengths = {name: rows[name.partition("/")[2]] for name in state}
+        read_parts(folder, state, lengths, self.policy.rank, self.policy.world, facts["world"])
+        self.steps = facts["steps"]
+        self._optimizer.set_steps(self.steps)
+        self.policy.masters.write_back()
+
+    def _state(self) -> dict[str, Tensor]:
+        state = {f"weights/{name}": master for name, master in self.policy.masters.tensors.items()}
+        state |= self._optimizer.moments()
+        for kind, frozen in self._frozen.frozen.items():
+            state |= {f"{kind}/{name}": tensor for name, tensor in frozen.tensors.items()}
+        return state
 
     def weights(self) -> dict[str, Tensor] | None:
         """All weights under their Hugging Face names, on the CPU, in the model's type; None on ranks other than 0."""

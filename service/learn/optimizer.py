@@ -30,6 +30,22 @@ class Optimizer:
         self._masters.write_back()
         self._masters.drop_gradients()
 
+    def moments(self) -> dict[str, Tensor]:
+        """Adam's two moments of every master, by name; zeros before the first step."""
+        found: dict[str, Tensor] = {}
+        for name, master in self._masters.tensors.items():
+            state = self.adam.state[master]
+            if not state:
+                state["step"] = torch.zeros((), device=master.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            found |= {f"{moment}/{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        return found
+
+    def set_steps(self, steps: int) -> None:
+        """Count on from this many steps."""
+        for state in self.adam.state.values():
+            state["step"].fill_(steps)
+
 
 def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of squares over these gradients, in float64, on the device."""

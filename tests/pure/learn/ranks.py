@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ class Ranks:
     def close(self) -> None:
         """End the processes."""
         self._pool.shutdown(cancel_futures=True)
+        # multiprocessing's own helper would otherwise outlive the tests until this process ends
+        resource_tracker._resource_tracker._stop()
 
 
 def _rank(store: str, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

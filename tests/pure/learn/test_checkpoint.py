@@ -1,0 +1,100 @@
+"""A learner goes on from a checkpoint as if it had never stopped, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.config.tree import Config
+from service.errors import UserError
+from service.learn.learner import Learner
+from service.types import MiniBatch
+from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, settings
+from tests.pure.learn.ranks import Ranks
+
+
+def configured(dtype: str = "float32") -> Config:
+    algorithm: dict[str, Any] = {"anchor": "proximal", "anchor_every": 3, "kl_coef": 0.1}
+    return settings(algorithm, {"schedule": "linear", "warmup_steps": 2}, dtype=dtype)
+
+
+def batches(world: int) -> list[MiniBatch]:
+    return [_sharded(made_rows(6, seed=50 + number), world) for number in range(4)]
+
+
+def _sharded(rows: list[MadeRow], world: int) -> MiniBatch:
+    return mini_batch([[[row for row in rows if row.trajectory % world == rank]] for rank in range(world)], 6)
+
+
+def steps(learner: Learner, these: list[MiniBatch]) -> list[float]:
+    return [learner.step(batch).metrics["policy/policy_loss"] for batch in these]
+
+
+def save_after_two(rank: int, world: int, model: Path, folder: Path, dtype: str) -> list[float]:
+    learner = Learner(configured(dtype), model, CPU, rank, world)
+    steps(learner, batches(world)[:2])
+    learner.save(folder)
+    return steps(learner, batches(world)[2:])
+
+
+def resume(rank: int, world: int, model: Path, folder: Path, dtype: str) -> list[float]:
+    learner = Learner(configured(dtype), model, CPU, rank, world)
+    learner.load(folder)
+    return steps(learner, batches(world)[2:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_learner_takes_the_same_steps(model_folder: Path, tmp_path: Path, dtype: str) -> None:
+    expected = save_after_two(0, 1, model_folder, tmp_path / "step_2", dtype)
+    assert resume(0, 1, model_folder, tmp_path / "step_2", dtype) == expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+def test_a_learner_resumes_on_another_number_of_ranks(
+    model_folder: Path, tmp_path: Path, ranks: Ranks, before: int, after: int
+) -> None:
+    folder = tmp_path / "step_2"
+    expected = ranks(before, save_after_two, model_folder, folder, "float32")[0]
+    for losses in ranks(after, resume, model_folder, folder, "float32"):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_steps_taken_while_a_checkpoint_is_written_are_not_in_it(model_folder: Path, tmp_path: Path) -> None:
+    learner = Learner(configured(), model_folder, CPU, 0, 1)
+    steps(learner, batches(1)[:2])
+    learner.save(tmp_path, background=True)
+    expected = steps(learner, batches(1)[2:])
+    learner.finish_save()
+    assert resume(0, 1, model_folder, tmp_path, "float32") == expected
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["learner.json", "rank_0_of_1.safetensors"]
+
+
+def test_a_checkpoint_without_one_of_its_parts_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    learner = Learner(configured(), model_folder, CPU, 0, 1)
+    learner.save(tmp_path)
+    (tmp_path / "rank_0_of_1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"not whole: rank_0_of_1\.safetensors is missing"):
+        learner.load(tmp_path)
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        learner.load(tmp_path / "absent")
+
+
+def test_what_went_wrong_in_the_background_is_raised(model_folder: Path, tmp_path: Path) -> None:
+    learner = Learner(configured(), model_folder, CPU, 0, 1)
+    (tmp_path / "taken").write_text("a file, where the folder should be")
+    learner.save(tmp_path / "taken", background=True)
+    with pytest.raises(FileExistsError):
+        learner.finish_save()
+    learner.finish_save()
+
+
+def test_the_optimizer_counts_on(model_folder: Path, tmp_path: Path) -> None:
+    save_after_two(0, 1, model_folder, tmp_path, "float32")
+    fresh = Learner(configured(), model_folder, CPU, 0, 1)
+    fresh.load(tmp_path)
+    assert fresh.steps == 2
+    rate = fresh.step(batches(1)[2]).metrics["policy/policy_lr"]
+    assert rate == pytest.approx(1e-3 * np.interp(0, [0, 98], [1, 0]))
