@@ -59,16 +59,18 @@ def end_processes(mark: str) -> None:
 
     A process shows its mark only once it has replaced its parent's image, so none may be seen for a while.
     """
-    start = seen = time.monotonic()
-    number = signal.SIGTERM
-    while (now := time.monotonic()) < min(seen + QUIET, start + DEADLINE):
-        for process in marked_processes(mark):
+    start = seen = now = time.monotonic()
+    while now < start + DEADLINE:
+        left = marked_processes(mark)
+        now = time.monotonic()
+        if left:
             seen = now
+        elif now > seen + QUIET:
+            return
+        for process in left:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
+                os.kill(process, signal.SIGKILL if now > start + GRACE else signal.SIGTERM)
         time.sleep(0.1)
-        if now > start + GRACE:
-            number = signal.SIGKILL
 
 
 def keep_logs(ray_folder: Path, logs: Path) -> None:
