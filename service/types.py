@@ -86,6 +86,14 @@ class Sender(NamedTuple):
     sequence: int
 
 
+def _check_axis(record: object, names: tuple[str, ...], length: int) -> None:
+    """ValueError unless every column that is there has as many items as its axis."""
+    for name in names:
+        column = getattr(record, name)
+        if column is not None and len(column) != length:
+            raise ValueError(f"{type(record).__name__}.{name} has {len(column)} items; its axis has {length}")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One LLM call as an object: what the rollout makes, before it becomes a row of a `Steps` table."""
@@ -110,6 +118,12 @@ class Step:
     extends: Extension | None = None
     routed_experts: Int16s | None = None
     """[P + T, layers, topk]; ROUTE_NATIVELY where unknown."""
+
+    def __post_init__(self) -> None:
+        _check_axis(self, ("logprobs", "loss_mask", "versions"), len(self.response_ids))
+        _check_axis(self, ("routed_experts",), len(self.prompt_ids) + len(self.response_ids))
+        if isinstance(self.reward, np.ndarray):
+            _check_axis(self, ("reward",), len(self.response_ids))
 
 
 class TrajectoryEnd(NamedTuple):
@@ -155,6 +169,11 @@ class Steps:
     routed_experts_N: Int16s | None = None
     """[N, layers, topk]"""
 
+    def __post_init__(self) -> None:
+        _check_axis(self, _STEP_COLUMNS, len(self.ordinal_K))
+        _check_axis(self, ("offsets_K",), len(self.ordinal_K) + 1)
+        _check_axis(self, _TOKEN_COLUMNS, len(self.token_ids_N))
+
     def __len__(self) -> int:
         return len(self.ordinal_K)
 
@@ -172,6 +191,9 @@ class Ends:
     n_steps_E: Int32s
     stop_reason_E: Int32s
     reward_E: Float64s
+
+    def __post_init__(self) -> None:
+        _check_axis(self, _END_COLUMNS, len(self.ordinal_E))
 
     def __len__(self) -> int:
         return len(self.ordinal_E)
@@ -236,8 +258,19 @@ class Rows:
     reward_R: Float64s | None = None
     """The last step's scalar reward; None where rewards came per token."""
 
+    def __post_init__(self) -> None:
+        _check_axis(self, _ROW_COLUMNS, len(self.ordinal_R))
+        _check_axis(self, ("offsets_R",), len(self.ordinal_R) + 1)
+        _check_axis(self, _TOKEN_COLUMNS, len(self.token_ids_N))
+
     def __len__(self) -> int:
         return len(self.ordinal_R)
+
+
+_TOKEN_COLUMNS = ("logprobs_N", "loss_mask_N", "versions_N", "token_rewards_N", "routed_experts_N")
+_STEP_COLUMNS = tuple(name for name in Steps.__slots__ if name.endswith("_K") and name != "offsets_K")
+_END_COLUMNS = tuple(name for name in Ends.__slots__ if name.endswith("_E"))
+_ROW_COLUMNS = tuple(name for name in Rows.__slots__ if name.endswith("_R") and name != "offsets_R")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
