@@ -1,0 +1,355 @@
+"""The catalogue of bad inputs: each is refused with its reason, or masked, and none raises."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+from service.handoff.digest import digest
+from service.handoff.tables import ends_table, select_steps, step_group, steps_table
+from service.handoff.validate import refusal, trajectory_refusal
+from service.handoff.wire import PREFIX, decode, encode
+from service.types import Extension, Refusal, RefusalReason, Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
+from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, ids, shared, step
+
+R = RefusalReason
+STEPS = shared(episode(np.random.default_rng(3), 4))
+END = end(steps=4, reward=1.0)
+GOOD = step_group(SENDER, STEPS, [END])
+
+
+def changed(column: str, at: int, value: Any) -> StepGroup:
+    """The good message with one number of a column changed."""
+    table = GOOD.ends if column.endswith("_E") else GOOD.steps
+    array = getattr(table, column).copy()
+    array[at] = value
+    other = replace(table, **{column: array})
+    return replace(GOOD, ends=other) if column.endswith("_E") else replace(GOOD, steps=other)
+
+
+def with_steps(*steps: Step) -> StepGroup:
+    return step_group(SENDER, steps, [])
+
+
+def with_ends(*ends: TrajectoryEnd) -> StepGroup:
+    return step_group(SENDER, STEPS, ends)
+
+
+def last_response_token() -> int:
+    return int(GOOD.steps.offsets_K[-1]) - 1
+
+
+def long_prompt(length: int) -> Step:
+    return step(0, [1] * length, [2])
+
+
+def test_the_good_message_may_enter() -> None:
+    assert refusal(GOOD, LIMITS) is None
+    assert isinstance(decode(encode(GOOD), LIMITS), StepGroup)
+    assert trajectory_refusal(GOOD.steps, GOOD.ends) is None
+
+
+REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
+    "nothing in it": (lambda: step_group(SENDER, [], []), R.EMPTY),
+    "no sender's name": (lambda: replace(GOOD, sender=Sender("", 1, 0)), R.IDENTITY),
+    "an endless sender's name": (lambda: replace(GOOD, sender=Sender("g" * 2000, 1, 0)), R.IDENTITY),
+    "negative epoch": (lambda: replace(GOOD, sender=Sender("g", -1, 0)), R.IDENTITY),
+    "negative sequence": (lambda: replace(GOOD, sender=Sender("g", 1, -1)), R.IDENTITY),
+    "no uid": (lambda: with_steps(replace(STEPS[0], prompt_uid="")), R.IDENTITY),
+    "endless uid": (lambda: with_steps(replace(STEPS[0], prompt_uid="u" * 5000)), R.TOO_LARGE),
+    "endless stop reason": (lambda: with_steps(replace(STEPS[0], stop_reason="s" * 5000)), R.TOO_LARGE),
+    "negative ordinal": (lambda: changed("ordinal_K", 0, -1), R.IDENTITY),
+    "huge ordinal": (lambda: changed("ordinal_K", 0, 1 << 60), R.IDENTITY),
+    "negative sample": (lambda: changed("sample_K", 1, -1), R.IDENTITY),
+    "sample beyond the group": (lambda: changed("sample_K", 1, 8), R.IDENTITY),
+    "negative attempt": (lambda: changed("attempt_K", 1, -1), R.IDENTITY),
+    "attempt beyond the last": (lambda: changed("attempt_K", 1, 3), R.IDENTITY),
+    "negative ordinal of an end": (lambda: changed("ordinal_E", 0, -1), R.IDENTITY),
+    "sample of an end beyond the group": (lambda: changed("sample_E", 0, 8), R.IDENTITY),
+    "attempt of an end beyond the last": (lambda: changed("attempt_E", 0, 99), R.IDENTITY),
+    "one trajectory under two uids": (lambda: with_steps(STEPS[0], replace(STEPS[1], prompt_uid="b")), R.IDENTITY),
+    "an end under another uid": (lambda: with_ends(replace_end(uid="b")), R.IDENTITY),
+    "negative step index": (lambda: changed("index_K", 0, -1), R.STEP_ORDER),
+    "step index beyond the last turn": (lambda: changed("index_K", 3, 60), R.STEP_ORDER),
+    "a million turns": (lambda: with_ends(replace_end(steps=1_000_000)), R.STEP_ORDER),
+    "negative number of steps": (lambda: with_ends(replace_end(steps=-1)), R.STEP_ORDER),
+    "a step after the end": (lambda: with_ends(replace_end(steps=3)), R.STEP_ORDER),
+    "two ends that differ in steps": (lambda: with_ends(END, replace_end(steps=5)), R.CONFLICT),
+    "two ends that differ in reward": (lambda: with_ends(END, replace_end(reward=0.5)), R.CONFLICT),
+    "two ends that differ in stop reason": (lambda: with_ends(END, END._replace(stop_reason="length")), R.CONFLICT),
+    "one index twice, other tokens": (lambda: twice(response_ids=STEPS[0].response_ids + 1), R.CONFLICT),
+    "one index twice, other reward": (lambda: twice(reward=0.7), R.CONFLICT),
+    "one index twice, other log-probabilities": (lambda: twice(logprobs=STEPS[0].logprobs - 1), R.CONFLICT),
+    "extends itself": (lambda: changed("extends_K", 2, 2), R.PREFIX),
+    "extends a later step": (lambda: changed("extends_K", 1, 3), R.PREFIX),
+    "extends step -2": (lambda: changed("extends_K", 1, -2), R.PREFIX),
+    "extends nothing, by a length": (lambda: changed("extends_length_K", 0, 5), R.PREFIX),
+    "extends nothing, by a digest": (lambda: changed("extends_digest_K", 0, 5), R.PREFIX),
+    "extends no tokens": (lambda: changed("extends_length_K", 1, 0), R.PREFIX),
+    "extends fewer than no tokens": (lambda: changed("extends_length_K", 1, -7), R.PREFIX),
+    "empty response": (lambda: with_steps(step(0, [1], [])), R.EMPTY),
+    "empty prompt": (lambda: with_steps(step(0, [], [1])), R.EMPTY),
+    "prompt too long": (lambda: with_steps(long_prompt(513)), R.LENGTH_LIMIT),
+    "prompt too long by what it extends": (lambda: changed("extends_length_K", 3, 600), R.LENGTH_LIMIT),
+    "response too long": (lambda: with_steps(step(0, [1], [2] * 65)), R.LENGTH_LIMIT),
+    "negative token id": (lambda: changed("token_ids_N", 0, -1), R.TOKEN_RANGE),
+    "token id beyond the vocabulary": (lambda: changed("token_ids_N", 5, 1000), R.TOKEN_RANGE),
+    "largest int32 as token id": (lambda: changed("token_ids_N", 5, 2**31 - 1), R.TOKEN_RANGE),
+    "routed expert -2": (lambda: with_steps(replace(STEPS[0], routed_experts=experts(STEPS[0], -2))), R.TOKEN_RANGE),
+    "NaN reward": (lambda: changed("reward_K", 1, np.nan), R.REWARD),
+    "infinite reward": (lambda: changed("reward_K", 1, np.inf), R.REWARD),
+    "NaN reward of the end": (lambda: changed("reward_E", 0, np.nan), R.REWARD),
+    "infinite reward of the end": (lambda: changed("reward_E", 0, -np.inf), R.REWARD),
+    "NaN among token rewards": (lambda: with_steps(token_rewards(np.nan, 0)), R.REWARD),
+    "infinite token rewards that cancel out": (lambda: with_steps(token_rewards(np.inf, -np.inf)), R.REWARD),
+    "temperature 0": (lambda: changed("temperature_K", 1, 0.0), R.TEMPERATURE),
+    "negative temperature": (lambda: changed("temperature_K", 1, -1.0), R.TEMPERATURE),
+    "NaN temperature": (lambda: changed("temperature_K", 1, np.nan), R.TEMPERATURE),
+    "infinite temperature": (lambda: changed("temperature_K", 1, np.inf), R.TEMPERATURE),
+    "no log-probabilities": (lambda: with_steps(replace(STEPS[0], logprobs=None)), R.LOGPROB),
+    "log-probability above 0": (lambda: changed("logprobs_N", last_response_token(), 0.5), R.LOGPROB),
+    "probability instead of its logarithm": (lambda: changed("logprobs_N", last_response_token(), 1.0), R.LOGPROB),
+    "sampled token without a version": (lambda: changed("versions_N", last_response_token(), -1), R.VERSION),
+    "sampled token of version -5": (lambda: changed("versions_N", last_response_token(), -5), R.VERSION),
+    "observation with a version": (lambda: changed("versions_N", 0, 0), R.VERSION),
+    "observation of version -2": (lambda: changed("versions_N", 0, -2), R.VERSION),
+    "loss on a token that nobody sampled": (lambda: changed("loss_mask_N", 0, True), R.VERSION),
+    "loss on a prompt": (lambda: prompt_with_loss(), R.MALFORMED),
+    "prompt longer than the step": (lambda: changed("prompt_length_K", 0, 10_000), R.MALFORMED),
+    "negative prompt length": (lambda: changed("prompt_length_K", 0, -1), R.MALFORMED),
+    "uid beyond the list": (lambda: changed("uid_K", 0, 7), R.MALFORMED),
+    "negative uid": (lambda: changed("uid_K", 0, -1), R.MALFORMED),
+    "stop reason beyond the list": (lambda: changed("stop_reason_K", 0, 7), R.MALFORMED),
+    "uid of an end beyond the list": (lambda: changed("uid_E", 0, 7), R.MALFORMED),
+    "stop reason of an end beyond the list": (lambda: changed("stop_reason_E", 0, -3), R.MALFORMED),
+    "offsets that go back": (lambda: changed("offsets_K", 1, 10_000), R.LENGTH_MISMATCH),
+    "offsets that do not begin at 0": (lambda: changed("offsets_K", 0, 1), R.LENGTH_MISMATCH),
+    "offsets beyond the tokens": (lambda: changed("offsets_K", -1, 10_000), R.LENGTH_MISMATCH),
+}  # fmt: skip
+
+
+def replace_end(**changes: Any) -> TrajectoryEnd:
+    facts: dict[str, Any] = {"steps": 4, "reward": 1.0} | changes
+    return end(**facts)
+
+
+def experts(of: Step, value: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+    return np.full((len(of.prompt_ids) + len(of.response_ids), 1, 1), value, np.int16)
+
+
+def token_rewards(*rewards: float) -> Step:
+    return replace(step(0, [1], [2] * len(rewards)), reward=np.array(rewards, np.float32))
+
+
+def twice(**changes: Any) -> StepGroup:
+    return with_steps(STEPS[0], replace(STEPS[0], **changes))
+
+
+def prompt_with_loss() -> StepGroup:
+    versions, mask = GOOD.steps.versions_N.copy(), GOOD.steps.loss_mask_N.copy()
+    versions[0], mask[0] = 0, True
+    return replace(GOOD, steps=replace(GOOD.steps, versions_N=versions, loss_mask_N=mask))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # inf - inf, when a table sums token rewards
+def test_a_poisoned_message_is_refused_with_its_reason(name: str) -> None:
+    make, reason = REFUSED[name]
+    found = refusal(make(), LIMITS)
+    assert found is not None and found.reason == reason, found
+    assert found.path and len(str(found)) < 300
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_poison_is_refused_after_its_way_over_the_wire_too(name: str) -> None:
+    again = decode(encode(REFUSED[name][0]()), LIMITS)
+    found = again if isinstance(again, Refusal) else refusal(again, LIMITS)
+    assert found is not None and found.reason == REFUSED[name][1], found
+
+
+UNMAKEABLE: dict[str, Callable[[], object]] = {
+    "fewer log-probabilities than tokens": lambda: replace(STEPS[0], logprobs=STEPS[0].logprobs[:-1]),
+    "fewer masks than tokens": lambda: replace(STEPS[0], loss_mask=STEPS[0].loss_mask[:-1]),
+    "more versions than tokens": lambda: replace(STEPS[0], versions=np.zeros(99, np.int64)),
+    "fewer token rewards than tokens": lambda: replace(STEPS[0], reward=np.zeros(0, np.float32)),
+    "fewer routed experts than tokens": lambda: replace(STEPS[0], routed_experts=np.zeros((1, 2, 2), np.int16)),
+    "a short column": lambda: replace(GOOD.steps, sample_K=GOOD.steps.sample_K[:-1]),
+    "short offsets": lambda: replace(GOOD.steps, offsets_K=GOOD.steps.offsets_K[:-1]),
+    "a short token column": lambda: replace(GOOD.steps, versions_N=GOOD.steps.versions_N[1:]),
+    "a short column of ends": lambda: replace(GOOD.ends, reward_E=GOOD.ends.reward_E[1:]),
+}
+
+
+@pytest.mark.parametrize("name", UNMAKEABLE)
+def test_records_whose_parts_do_not_fit_cannot_be_made(name: str) -> None:
+    with pytest.raises(ValueError, match=r"has \d+ items"):
+        UNMAKEABLE[name]()
+
+
+def masked(at: int, value: float) -> StepGroup:
+    return changed("logprobs_N", at, value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_log_probability_that_is_not_finite_is_accepted(value: float) -> None:
+    group = masked(last_response_token(), value)
+    assert refusal(group, LIMITS) is None
+    assert trajectory_refusal(group.steps, group.ends) is None
+
+
+def test_a_log_probability_on_a_token_without_loss_is_not_looked_at() -> None:
+    assert refusal(masked(0, np.nan), LIMITS) is None
+    assert refusal(masked(0, 3.0), LIMITS) is None
+
+
+def test_rounding_may_take_a_log_probability_a_little_above_zero() -> None:
+    assert refusal(masked(last_response_token(), 1e-6), LIMITS) is None
+
+
+def test_more_than_one_percent_of_missing_log_probabilities_refuses_the_trajectory() -> None:
+    steps = steps_table([step(0, [1], [2] * 60), step(1, [1, *[2] * 60], [3] * 60)])
+    for missing, reason in ((1, None), (2, R.LOGPROB)):
+        logprobs = steps.logprobs_N.copy()
+        logprobs[-missing:] = np.nan
+        found = trajectory_refusal(replace(steps, logprobs_N=logprobs), ends_table([end(steps=2)]))
+        assert (found and found.reason) == reason
+
+
+def test_an_identical_duplicate_is_accepted() -> None:
+    assert refusal(step_group(SENDER, [*STEPS, STEPS[1]], [END, END]), LIMITS) is None
+
+
+def test_interleaved_trajectories_are_accepted() -> None:
+    other = [replace(s, trajectory=TrajectoryId(0, 1)) for s in STEPS]
+    mixed = [s for pair in zip(other, STEPS, strict=True) for s in reversed(pair)]
+    assert refusal(step_group(SENDER, mixed, []), LIMITS) is None
+
+
+WHOLE: dict[str, tuple[Callable[[], tuple[list[Step], list[TrajectoryEnd]]], RefusalReason]] = {
+    "a gap in the steps": (lambda: ([STEPS[0], STEPS[2], STEPS[3]], [end(steps=3)]), R.STEP_ORDER),
+    "the last step missing": (lambda: (STEPS[:3], [END]), R.STEP_ORDER),
+    "the first step missing": (lambda: (STEPS[1:], [end(steps=3)]), R.STEP_ORDER),
+    "no end": (lambda: (STEPS, []), R.STEP_ORDER),
+    "two ends": (lambda: (STEPS, [END, END]), R.STEP_ORDER),
+    "two different steps": (lambda: ([*STEPS, replace(STEPS[1], reward=3.0)], [END]), R.CONFLICT),
+    "other tokens than those extended": (lambda: (other_tokens(), [END]), R.PREFIX),
+    "more tokens than there are to extend": (lambda: (longer_reference(), [END]), R.PREFIX),
+}
+
+
+def other_tokens() -> list[Step]:
+    return [replace(STEPS[0], response_ids=(STEPS[0].response_ids + 1) % 1000), *STEPS[1:]]
+
+
+def longer_reference() -> list[Step]:
+    return [STEPS[0], replace(STEPS[1], extends=Extension(0, 400, digest(ids(1)))), *STEPS[2:]]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_trajectory_that_is_no_whole_is_refused_with_its_reason(name: str) -> None:
+    (steps, ends), reason = WHOLE[name][0](), WHOLE[name][1]
+    found = trajectory_refusal(steps_table(steps), ends_table(ends))
+    assert found is not None and found.reason == reason
+
+
+def reframed(change: Callable[[dict[str, Any]], Any], payload: bytes | None = None) -> bytes:
+    """The good message with another header, under a right checksum."""
+    data = encode(GOOD)
+    head_bytes = PREFIX.unpack_from(data)[3]
+    head = msgspec.msgpack.decode(data[PREFIX.size : PREFIX.size + head_bytes])
+    head = change(head) or head
+    body = data[PREFIX.size + head_bytes :] if payload is None else payload
+    return framed(head if isinstance(head, bytes) else msgspec.msgpack.encode(head), body)
+
+
+def framed(head: bytes, payload: bytes, version: int = 1) -> bytes:
+    checksum = xxhash.xxh3_64_intdigest(head + payload)
+    return PREFIX.pack(b"BATN", 1, version, len(head), len(payload), checksum) + head + payload
+
+
+def set_array(head: dict[str, Any], array: str, **changes: Any) -> None:
+    head["arrays"] = [
+        [changes.get("name", n), changes.get("dtype", d), changes.get("shape", s)] if n == array else [n, d, s]
+        for n, d, s in head["arrays"]
+    ]
+
+
+def with_broken_name(head: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode(head).replace(b"generator-0", b"generator\xff0")
+
+
+DEEP = b"\x91" * 100_000 + b"\xc0"
+
+PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
+"""What would run a program if it were unpickled."""
+
+DAMAGED: dict[str, tuple[Callable[[], bytes], RefusalReason]] = {
+    "no bytes": (lambda: b"", R.MALFORMED),
+    "a pickle": (lambda: PICKLE, R.MALFORMED),
+    "a newer format": (lambda: framed(b"\x80", b"", version=2), R.SCHEMA),
+    "a mini-batch": (lambda: encode(GOOD)[:4] + struct.pack("<H", 2) + encode(GOOD)[6:], R.MALFORMED),
+    "a byte too many": (lambda: encode(GOOD) + b"\0", R.MALFORMED),
+    "a byte too few": (lambda: encode(GOOD)[:-1], R.MALFORMED),
+    "a wrong checksum": (lambda: encode(GOOD)[:-1] + b"\x77", R.CHECKSUM),
+    "no header": (lambda: framed(b"", b""), R.SCHEMA),
+    "a header of another shape": (lambda: framed(msgspec.msgpack.encode([1, 2, 3]), b""), R.SCHEMA),
+    "a header that nests deeply": (lambda: framed(DEEP, b""), R.SCHEMA),
+    "a declared array of 2^32 items": (lambda: framed(b"\xdd\xff\xff\xff\xff", b""), R.SCHEMA),
+    "a declared string of 2^32 bytes": (lambda: framed(b"\xdb\xff\xff\xff\xff", b""), R.SCHEMA),
+    "an unknown field": (lambda: reframed(lambda head: head.update(extra=1)), R.SCHEMA),
+    "a missing field": (lambda: reframed(lambda head: head.pop("epoch") and None), R.SCHEMA),
+    "a name that is no UTF-8": (lambda: reframed(with_broken_name), R.SCHEMA),
+    "an epoch that is a string": (lambda: reframed(lambda head: head.update(epoch="1")), R.SCHEMA),
+    "an epoch that is no integer": (lambda: reframed(lambda head: head.update(epoch=1.5)), R.SCHEMA),
+    "an unknown array": (lambda: reframed(lambda head: set_array(head, "uid_K", name="evil_K")), R.SCHEMA),
+    "an array of a mini-batch": (lambda: reframed(lambda head: set_array(head, "uid_K", name="rows_G")), R.SCHEMA),
+    "one array twice": (lambda: reframed(lambda head: set_array(head, "sample_K", name="uid_K")), R.SCHEMA),
+    "token ids as floats": (lambda: reframed(lambda head: set_array(head, "token_ids_N", dtype="<f4")), R.SCHEMA),
+    "token ids as booleans": (lambda: reframed(lambda head: set_array(head, "token_ids_N", dtype="|b1")), R.SCHEMA),
+    "an array of objects": (lambda: reframed(lambda head: set_array(head, "token_ids_N", dtype="|O")), R.SCHEMA),
+    "an array of arrays": (lambda: reframed(lambda head: set_array(head, "token_ids_N", shape=[1, 1])), R.SCHEMA),
+    "a negative shape": (lambda: reframed(lambda head: set_array(head, "token_ids_N", shape=[-1])), R.MALFORMED),
+    "a shape of 2^62": (lambda: reframed(lambda head: set_array(head, "token_ids_N", shape=[1 << 62])), R.MALFORMED),
+    "a shape beyond 64 bits": (lambda: reframed(lambda head: set_array(head, "uid_K", shape=[1 << 63])), R.MALFORMED),
+    "a payload too short": (lambda: reframed(lambda head: None, payload=b"\0" * 64), R.MALFORMED),
+    "a payload too long": (lambda: reframed(lambda head: None, payload=encode(GOOD)[200:] + b"\0" * 4096), R.MALFORMED),
+    "a column shorter than its axis": (lambda: encode_unchecked("sample_K"), R.LENGTH_MISMATCH),
+    "a token column shorter than its axis": (lambda: encode_unchecked("logprobs_N"), R.LENGTH_MISMATCH),
+    "a column of ends shorter than its axis": (lambda: encode_unchecked("reward_E"), R.LENGTH_MISMATCH),
+}  # fmt: skip
+
+
+def encode_unchecked(column: str) -> bytes:
+    """The good message with the last item of a column cut off, which no table can hold."""
+    table = GOOD.ends if column.endswith("_E") else GOOD.steps
+    broken = object.__new__(type(table))
+    for name in type(table).__slots__:
+        value = getattr(table, name)
+        object.__setattr__(broken, name, value[:-1] if name == column else value)
+    return encode(replace(GOOD, ends=broken) if column.endswith("_E") else replace(GOOD, steps=broken))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_bytes_are_refused_with_their_reason(name: str) -> None:
+    make, reason = DAMAGED[name]
+    found = decode(make(), LIMITS)
+    assert isinstance(found, Refusal) and found.reason == reason, found
+    assert len(str(found)) < 300
+
+
+def test_a_message_of_a_million_steps_is_refused_by_its_size() -> None:
+    table = select_steps(steps_table([step(0, [1], [2])]), np.zeros(20_000, np.int64))
+    found = decode(encode(StepGroup(SENDER, table, GOOD.ends)), LIMITS)
+    assert isinstance(found, Refusal) and found.reason == R.TOO_LARGE
+
+
+def test_the_catalogue_has_at_least_sixty_bad_inputs() -> None:
+    assert len(REFUSED) + len(DAMAGED) + len(WHOLE) + len(UNMAKEABLE) >= 60
