@@ -48,7 +48,7 @@ class Buffer:
         self._admission = Admission(config)
         n_samples = config.algorithm.n_samples_per_prompt
         opened = events.Opened(seed, self._prompts.digest(), n_samples, config.trainer.mini_batch_size)
-        self._record = Record(opened, self._limits, journal, clock)
+        self._record = Record(opened, self._limits, journal, clock, config.trainer.checkpoint_every > 0)
         self.ledger = self._record.ledger
         self._former = Former(config, self._record)
         self._waits = Waits(config, self._record, clock)

@@ -54,6 +54,9 @@ class Disk(Protocol):
     def remove(self, path: Path) -> None:
         """Remove the file for good."""
 
+    def move(self, path: Path, target: Path) -> None:
+        """Move the file to another folder, made when it is missing."""
+
 
 class LocalFile:
     """A file of the machine."""
@@ -140,6 +143,13 @@ class LocalDisk:
     def remove(self, path: Path) -> None:
         """Remove the file for good."""
         path.unlink()
+        self._sync_folder(path.parent)
+
+    def move(self, path: Path, target: Path) -> None:
+        """Move the file to another folder, made when it is missing."""
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        path.rename(target)
+        self._sync_folder(target.parent)
         self._sync_folder(path.parent)
 
     def _sync_folder(self, folder: Path) -> None:

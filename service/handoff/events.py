@@ -17,6 +17,8 @@ EVENT = 1
 """Journal kind of an encoded event."""
 STEPS = 2
 """Journal kind of a step group's wire bytes."""
+SNAPSHOT = 3
+"""Journal kind of the ledger's whole state; everything before it is needed only for the steps of its groups."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):

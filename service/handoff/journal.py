@@ -1,66 +1,37 @@
 """The append-only journal: what it acknowledged survives kill -9 of everything.
 
-A frame is a 64-byte header, the payload, and zeros up to a multiple of 64 bytes:
-
-    magic "BTNJ" | schema | kind | position | length | synced | wall time | checksum | 16 zeros | payload | zeros
-
-`position` is the frame's first byte counted over all segments, so a frame knows its place; `synced` is how far the
-journal was on the disk when the frame was queued. A frame that cannot be read is a torn tail when nothing valid behind
-it says that it had been synced (the tail is cut), and damage otherwise (the journal refuses to start).
-Segments are files named by the position of their first byte.
+Frames (`service.handoff.frames`) lie in segments: files named by the position of their first byte, each but the first
+beginning with a snapshot, so that old ones can be removed. A frame that cannot be read is a torn tail when nothing
+valid behind it says that it had been synced (the tail is cut), and damage otherwise (the journal refuses to start).
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from service.clock import Clock
 from service.errors import JournalError
-from service.handoff.disk import Buffer, Disk, File, LocalDisk
+from service.handoff.disk import Buffer, Disk, LocalDisk
+from service.handoff.frames import Frame, Segment, frame_bytes, frames, has_data, synced_later
 
-MAGIC = b"BTNJ"
-SCHEMA = 1
-ALIGNMENT = 64
-_SUMMED = struct.Struct("<4sHHQQQd")
-_CHECKSUM = struct.Struct("<Q")
-_HEADER_BYTES = 64
-_ZEROS = bytes(1 << 20)
-_ALLOCATION_BYTES = 1 << 20
+ALLOCATION_BYTES = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
+KEPT = "reclaimed"
+"""Folder of segments that nobody needs any more but that are kept for replay."""
 
 log = logging.getLogger(__name__)
 
 
-class Frame(NamedTuple):
-    """One record of the journal."""
-
-    kind: int
-    payload: bytes
-    position: int
-    """Where the frame begins."""
-    end: int
-    """Where the next one begins; what `Journal.append` returned."""
-    synced: int
-    wall: float
-
-
 class _Queued(NamedTuple):
+    position: int
     end: int
     buffers: tuple[Buffer, ...]
-
-
-class _Segment(NamedTuple):
-    start: int
-    file: File
-    path: Path
+    begins_segment: bool
 
 
 class Journal:
@@ -69,7 +40,14 @@ class Journal:
     `append` belongs to one thread; `sync` may run in another.
     """
 
-    def __init__(self, folder: Path, clock: Clock, disk: Disk | None = None, segment_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock: Clock,
+        disk: Disk | None = None,
+        segment_bytes: int = 64 << 20,
+        keep_reclaimed: bool = False,
+    ) -> None:
         self.folder = folder
         self.synced = 0
         """Everything before this position is on the disk."""
@@ -80,23 +58,39 @@ class Journal:
         self._clock = clock
         self._disk: Disk = disk or LocalDisk()
         self._segment_bytes = segment_bytes
+        self._keep_reclaimed = keep_reclaimed
+        self._segment_position = 0
+        """Where the segment of the next frame begins."""
+        self._unneeded_below = 0
         self._queue: list[_Queued] = []
         self._queue_lock = threading.Lock()
         self._sync_lock = threading.Lock()
-        self._active_lock = threading.Lock()
-        self._segments: list[_Segment] = []
+        self._segments_lock = threading.Lock()
+        self._segments: list[Segment] = []
         self._allocated = 0
+        """Bytes of the last segment that have their place on the disk."""
         self._ready = False
 
-    def append(self, kind: int, payload: Buffer) -> int:
+    @property
+    def start(self) -> int:
+        """Position of the oldest frame that is still there."""
+        return self._segments[0].start
+
+    @property
+    def segment_is_full(self) -> bool:
+        """Whether the next frame should begin a new segment."""
+        return self.position - self._segment_position >= self._segment_bytes
+
+    def append(self, kind: int, payload: Buffer, begins_segment: bool = False) -> int:
         """Queue a frame; returns the position that `synced` has to reach before anyone may rely on it."""
         if not self._ready:
             raise ValueError("the journal takes frames only after its replay")
-        header = _header(kind, payload, self.position, self.synced, self._clock.wall())
-        padding = bytes(-len(payload) % ALIGNMENT)
-        end = self.position + _HEADER_BYTES + len(payload) + len(padding)
+        buffers = frame_bytes(kind, payload, self.position, self.synced, self._clock.wall())
+        end = self.position + sum(len(buffer) for buffer in buffers)
+        if begins_segment:
+            self._segment_position = self.position
         with self._queue_lock:
-            self._queue.append(_Queued(end, (header, payload, padding) if padding else (header, payload)))
+            self._queue.append(_Queued(self.position, end, buffers, begins_segment))
             self.position = end
         return end
 
@@ -105,19 +99,24 @@ class Journal:
         with self._sync_lock:
             with self._queue_lock:
                 batch, self._queue = self._queue, []
-            if batch and not self._write(batch):
-                with self._queue_lock:
-                    self._queue = batch + self._queue
+            while batch:
+                cut = next((i for i, queued in enumerate(batch) if i and queued.begins_segment), len(batch))
+                if not self._write(batch[:cut]):
+                    with self._queue_lock:
+                        self._queue = batch + self._queue
+                    break
+                batch = batch[cut:]
+            self._remove_unneeded()
             return self.synced
 
     def reserve(self, n_bytes: int) -> bool:
         """Whether `n_bytes` more have their place on the disk, so that writing them cannot run out of space."""
-        with self._active_lock:
+        with self._segments_lock:
             active = self._segments[-1]
             wanted = self.position - active.start + n_bytes
             if wanted <= self._allocated:
                 return True
-            rounded = -(-wanted // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
+            rounded = -(-wanted // ALLOCATION_BYTES) * ALLOCATION_BYTES
             for size in (rounded, wanted):
                 try:
                     active.file.allocate(size)
@@ -129,28 +128,34 @@ class Journal:
                     return True
             return False
 
+    def reclaim(self, below: int) -> None:
+        """Nothing before position `below` is needed any more; the next sync removes the segments before it."""
+        self._unneeded_below = max(self._unneeded_below, below)
+
     def replay(self) -> Iterator[Frame]:
         """All frames so far, oldest first; cuts a torn tail; the journal takes new frames when this is exhausted."""
         self._open_segments()
+        self.position = self.start
         for index, segment in enumerate(self._segments):
-            if segment.start != self.position and index > 0:
+            if segment.start != self.position:
                 raise JournalError(
                     f"{segment.path}: begins at {segment.start}, expected {self.position}; a file is missing"
                 )
-            self.position = segment.start
-            for frame in _frames(segment):
+            for frame in frames(segment):
                 self.position = frame.end
                 yield frame
             self._end_of(segment, is_last=index == len(self._segments) - 1)
         self.synced = self.position
+        self._segment_position = self._segments[-1].start
         self._ready = True
 
-    def read(self, start: int) -> Iterator[Frame]:
-        """The synced frames from position `start` on, which is a frame's beginning."""
+    def read(self, start: int, stop: int | None = None) -> Iterator[Frame]:
+        """The synced frames from position `start`, which is a frame's beginning, to `stop`."""
+        stop = self.synced if stop is None else min(stop, self.synced)
         for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
             if following is None or start < following.start:
-                for frame in _frames(segment, max(start, segment.start)):
-                    if frame.end > self.synced:
+                for frame in frames(segment, max(start, segment.start)):
+                    if frame.end > stop:
                         return
                     yield frame
 
@@ -166,24 +171,25 @@ class Journal:
         names = [name for name in self._disk.names(self.folder) if name.endswith(".journal")]
         for name in names or [_segment_name(0)]:
             path = self.folder / name
-            self._segments.append(_Segment(int(path.stem), self._disk.open(path), path))
+            self._segments.append(Segment(int(path.stem), self._disk.open(path), path))
 
-    def _end_of(self, segment: _Segment, is_last: bool) -> None:
+    def _end_of(self, segment: Segment, is_last: bool) -> None:
         """Tell an end, a torn tail and damage apart where no further frame of the segment can be read."""
-        offset = self.position - segment.start
-        size = segment.file.size()
-        if offset < size and (not is_last or _synced_later(segment, offset) > self.position):
+        offset, size = self.position - segment.start, segment.file.size()
+        self._allocated = offset
+        if offset == size or not has_data(segment.file, offset):
+            segment.file.truncate(offset)
+            return
+        if not is_last or synced_later(segment, offset) > self.position:
             raise JournalError(
                 f"{segment.path}: damaged at byte {offset} (position {self.position}); refusing to start"
             )
-        if is_last and offset < size:
-            if any(_data_behind(segment.file, offset)):
-                log.warning("%s: cut a torn tail of %d bytes at byte %d", segment.path, size - offset, offset)
-            segment.file.truncate(offset)
-        self._allocated = offset
+        log.warning("%s: cut a torn tail of %d bytes at byte %d", segment.path, size - offset, offset)
+        segment.file.truncate(offset)
 
     def _write(self, batch: list[_Queued]) -> bool:
-        self._rotate_when_full()
+        if batch[0].begins_segment:
+            self._begin_segment(batch[0].position)
         active = self._segments[-1]
         offset = self.synced - active.start
         buffers = [buffer for queued in batch for buffer in queued.buffers]
@@ -204,87 +210,38 @@ class Journal:
         self.synced, self.stalled = batch[-1].end, None
         return True
 
-    def _rotate_when_full(self) -> None:
-        active = self._segments[-1]
-        if self.synced - active.start < self._segment_bytes:
-            return
-        with self._active_lock:
-            path = self.folder / _segment_name(self.synced)
+    def _begin_segment(self, start: int) -> None:
+        """Go on in a new file with as much reserved space as the old one has left; stay in it when the disk is full."""
+        with self._segments_lock:
+            active = self._segments[-1]
+            if active.start == start:
+                return
+            path = self.folder / _segment_name(start)
+            reserved = max(self._allocated - (start - active.start), 0)
+            file = self._disk.open(path)
             try:
-                file = self._disk.open(path)
-                still_reserved = max(self._allocated - (self.synced - active.start), 0)
-                file.allocate(max(still_reserved, 1))
+                if reserved:
+                    file.allocate(reserved)
             except OSError as error:
+                file.close()
+                self._disk.remove(path)
                 if error.errno not in FULL:
                     raise JournalError(f"{path}: cannot begin a segment: {error}") from error
-                self._disk.remove(path)
                 return
-            active.file.truncate(self.synced - active.start)
-            self._segments.append(_Segment(self.synced, file, path))
-            self._allocated = still_reserved
+            active.file.truncate(start - active.start)
+            self._segments.append(Segment(start, file, path))
+            self._allocated = reserved
+
+    def _remove_unneeded(self) -> None:
+        while len(self._segments) > 1 and self._segments[1].start < min(self._unneeded_below + 1, self.synced):
+            with self._segments_lock:
+                oldest = self._segments.pop(0)
+            oldest.file.close()
+            if self._keep_reclaimed:
+                self._disk.move(oldest.path, self.folder / KEPT / oldest.path.name)
+            else:
+                self._disk.remove(oldest.path)
 
 
 def _segment_name(start: int) -> str:
     return f"{start:020d}.journal"
-
-
-def _header(kind: int, payload: Buffer, position: int, synced: int, wall: float) -> bytes:
-    summed = _SUMMED.pack(MAGIC, SCHEMA, kind, position, len(payload), synced, wall)
-    return (summed + _CHECKSUM.pack(_checksum(summed, payload))).ljust(_HEADER_BYTES, b"\0")
-
-
-def _checksum(summed: bytes, payload: Buffer) -> int:
-    checksum = xxhash.xxh3_64(summed)
-    checksum.update(payload)
-    return checksum.intdigest()
-
-
-def _frames(segment: _Segment, start: int | None = None) -> Iterator[Frame]:
-    """Frames of one segment up to the first that cannot be read."""
-    offset = 0 if start is None else start - segment.start
-    size = segment.file.size()
-    while (frame := _read_frame(segment, offset, size)) is not None:
-        yield frame
-        offset = frame.end - segment.start
-
-
-def _read_frame(segment: _Segment, offset: int, size: int) -> Frame | None:
-    """The frame at `offset`, or None where there is no whole and valid one."""
-    head = segment.file.read(offset, _HEADER_BYTES)
-    if len(head) < _HEADER_BYTES or head[:4] != MAGIC:
-        return None
-    _, schema, kind, position, length, synced, wall = _SUMMED.unpack_from(head)
-    if schema > SCHEMA and position == segment.start + offset:
-        raise JournalError(f"{segment.path}: byte {offset} has schema {schema}; this version reads up to {SCHEMA}")
-    padded = length + -length % ALIGNMENT
-    if position != segment.start + offset or offset + _HEADER_BYTES + padded > size:
-        return None
-    body = segment.file.read(offset + _HEADER_BYTES, padded)
-    payload, padding = body[:length], body[length:]
-    (checksum,) = _CHECKSUM.unpack_from(head, _SUMMED.size)
-    clean = not any(head[_SUMMED.size + _CHECKSUM.size :]) and not any(padding) and len(body) == padded
-    if not clean or checksum != _checksum(head[: _SUMMED.size], payload):
-        return None
-    return Frame(kind, payload, position, position + _HEADER_BYTES + padded, synced, wall)
-
-
-def _synced_later(segment: _Segment, offset: int) -> int:
-    """The furthest synced position that a valid frame behind `offset` vouches for; 0 when there is none."""
-    size = segment.file.size()
-    furthest = 0
-    for start, chunk in _data_behind(segment.file, offset):
-        found = chunk.find(MAGIC)
-        while found >= 0:
-            if (start + found) % ALIGNMENT == 0 and (frame := _read_frame(segment, start + found, size)):
-                furthest = max(furthest, frame.synced)
-            found = chunk.find(MAGIC, found + 1)
-    return furthest
-
-
-def _data_behind(file: File, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The chunks of a file that are not all zeros; reserved space, which may be gigabytes, is skipped."""
-    for first, stop in file.extents(offset):
-        for start in range(first, stop, len(_ZEROS)):
-            chunk = file.read(start, min(len(_ZEROS), stop - start))
-            if chunk != _ZEROS[: len(chunk)]:
-                yield start, chunk

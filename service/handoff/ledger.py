@@ -29,6 +29,7 @@ from service.handoff.lifecycle import (
     Trajectory,
 )
 from service.handoff.versions import VersionHistory
+from service.types import PolicyVersion
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class State:
     """Everything that the events determine; it can be written down and read back."""
 
     n_samples: int
+    opened: events.Opened | None = None
     groups: dict[int, Group] = field(default_factory=dict)
     """All that may still change, by ordinal."""
     next_ordinal: int = 0
@@ -64,6 +66,10 @@ class State:
     draining: str | None = None
 
 
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(State)
+
+
 class Ledger:
     """The state, with the indexes that make decisions cheap."""
 
@@ -82,7 +88,7 @@ class Ledger:
         """Ordinals that each optimizer step used."""
         self.in_state: Counter[GroupState] = Counter()
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
-            events.Opened: lambda event: None,
+            events.Opened: self._opened,
             events.Joined: self._joined,
             events.Left: self._left,
             events.Issued: self._issued,
@@ -98,6 +104,19 @@ class Ledger:
             events.Covered: self._covered,
             events.Drained: self._drained,
         }
+
+    @staticmethod
+    def restored(snapshot: bytes) -> Ledger:
+        """The ledger whose `snapshot` this is."""
+        state = _decoder.decode(snapshot)
+        ledger = Ledger(state.n_samples)
+        ledger.state = state
+        ledger._index()
+        return ledger
+
+    def snapshot(self) -> bytes:
+        """The whole state as bytes."""
+        return _encoder.encode(self.state)
 
     def apply(self, event: events.Journalled | events.StepsAccepted) -> None:
         """Change the state by one event."""
@@ -117,6 +136,9 @@ class Ledger:
         """A fingerprint of the whole state."""
         plain = msgspec.to_builtins(self.state, str_keys=True, order="deterministic")
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(plain))
+
+    def _opened(self, event: events.Opened) -> None:
+        self.state.opened = event
 
     # -- members ------------------------------------------------------------------------------------------------------
 
@@ -171,6 +193,7 @@ class Ledger:
 
     def _complete_when_all_are(self, ordinal: int, group: Group) -> None:
         if all(trajectory.complete for trajectory in group.trajectories):
+            group.attempts = tuple(trajectory.attempt for trajectory in group.trajectories)
             group.finished = self.state.next_finished
             self.state.next_finished += 1
             self._enter(group, GroupState.COMPLETE)
@@ -238,7 +261,7 @@ class Ledger:
             waiting = _waiting_fate(group)
             for fate, tokens in _used_fates(group, Fate.STEPPED):
                 self._move_tokens(waiting, fate, tokens)
-            group.rolled_back, group.step = False, event.version.step
+            group.rolled_back, group.step, group.trajectories = False, event.version.step, []
             self._enter(group, GroupState.STEPPED)
             self.slots.pop(ordinal)
         self.steps[event.version.step] = list(lease.ordinals)
@@ -276,6 +299,37 @@ class Ledger:
         self.state.draining = event.reason
 
     # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _index(self) -> None:
+        """Make the indexes of a state that was read back."""
+        state = self.state
+        for reached, went_on in state.branches:
+            self._publish_up_to(reached)
+            self.history.rollback(went_on)
+        self._publish_up_to(state.step)
+        self.held = {name: set() for name in state.generators}
+        for ordinal, group in sorted(state.groups.items()):
+            self.in_state[group.state] += 1
+            if group.state is GroupState.COMPLETE:
+                insort(self.finished, (group.finished, ordinal))
+            if group.state in USED:
+                self.steps.setdefault(group.step, []).append(ordinal)
+            else:
+                self.slots[ordinal] = None
+            for sample, trajectory in enumerate(group.trajectories):
+                if trajectory.complete:
+                    continue
+                if trajectory.generator is None:
+                    self.unassigned.setdefault(ordinal, set()).add(sample)
+                else:
+                    self.held[trajectory.generator].add((ordinal, sample))
+        for key, count in state.ended.items():
+            self.in_state[GroupState(key.partition("/")[0])] += count
+
+    def _publish_up_to(self, step: int) -> None:
+        current = self.history.current
+        for later in range(current.step + 1, step + 1):
+            self.history.publish(PolicyVersion(current.epoch, later))
 
     def _wait_again(self, ordinal: int, group: Group) -> None:
         group.loss_tokens = group.stale_tokens = 0

@@ -106,9 +106,12 @@ class Group:
     admitted: PolicyVersion
     """What the claiming engine served; no sample starts on anything older."""
     trajectories: list[Trajectory]
+    """By sample; empty once the group was used."""
+    attempts: tuple[int, ...] = ()
+    """By sample the attempt that was completed, once all are."""
     state: GroupState = GroupState.ISSUED
-    first_position: int = 0
-    """Journal position before its first step."""
+    first_position: int | None = None
+    """Journal position of the frame with its first step or end; None while there is none."""
     finished: int = 0
     """Its place in the order of completion."""
     lives: int = 0

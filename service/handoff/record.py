@@ -7,16 +7,17 @@ the same way without writing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from service.clock import Clock
 from service.errors import JournalError
 from service.handoff import events
 from service.handoff.accept import Plan, parts, plan
 from service.handoff.batch import CompleteGroup
-from service.handoff.journal import Frame, Journal
+from service.handoff.frames import Frame
+from service.handoff.journal import Journal
 from service.handoff.ledger import Ledger
-from service.handoff.lifecycle import GroupState
+from service.handoff.lifecycle import USED, Group, GroupState
 from service.handoff.store import Store, cut
 from service.handoff.validate import Limits
 from service.handoff.wire import decode
@@ -26,7 +27,9 @@ from service.types import Refusal, StepGroup
 class Record:
     """What happened, on disk and in memory."""
 
-    def __init__(self, opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> None:
+    def __init__(
+        self, opened: events.Opened, limits: Limits, journal: Journal, clock: Clock, keeps_used: bool = True
+    ) -> None:
         self.ledger = Ledger(opened.n_samples)
         self.store = Store()
         self.journal = journal
@@ -37,24 +40,35 @@ class Record:
         self.leased_at: dict[int, float] = {}
         self._limits = limits
         self._clock = clock
+        self._keeps_used = keeps_used
+        """Whether used groups may be asked for again, so that their frames must stay."""
+        self._snapshot_position = 0
         self._replay(opened)
 
     def add(self, event: events.Journalled) -> None:
         """Let something happen."""
         self.journal.append(events.EVENT, events.encode(event))
         self._apply(event)
+        if isinstance(event, events.Committed | events.Covered):
+            self._reclaim()
+        self._rotate()
 
     def accept(self, data: bytes, message: StepGroup, made: Plan) -> int:
         """Let a step group in; returns the position up to which the journal must be synced before it counts."""
         before = self.journal.position
         position = self.journal.append(events.STEPS, data)
         self._accept(message, made, before, position)
+        self._rotate()
         return position
 
     def complete_group(self, ordinal: int) -> CompleteGroup:
         """A complete group's data; read back from the journal when it had been used and was rolled back."""
         if ordinal not in self.store:
             self._read_back()
+            if ordinal not in self.store:
+                raise JournalError(
+                    f"{self.journal.folder} no longer holds ordinal {ordinal}, which is to be trained again"
+                )
         steps, ends = self.store.whole(ordinal)
         return CompleteGroup(ordinal, self.ledger.state.groups[ordinal].uid, steps, ends)
 
@@ -86,7 +100,7 @@ class Record:
     def _accept(self, message: StepGroup, made: Plan, before: int, position: int) -> None:
         for ordinal, part in made.parts.items():
             group = self.ledger.state.groups[ordinal]
-            if group.state is GroupState.ISSUED:
+            if group.first_position is None:
                 group.first_position = before
             self.store.add(ordinal, cut(message, part.steps), part.ends)
         for (ordinal, sample), chain in made.chains.items():
@@ -106,22 +120,55 @@ class Record:
         for sample in samples:
             self.last_progress.pop((ordinal, sample), None)
 
+    # -- the journal's size -------------------------------------------------------------------------------------------
+
+    def _rotate(self) -> None:
+        """Begin a new segment with a snapshot when the current one is full."""
+        if self.journal.segment_is_full:
+            self._snapshot_position = self.journal.position
+            self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
+            self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Give up what no group needs any more and a snapshot makes dispensable."""
+        needed = (
+            group.first_position
+            for group in self.ledger.state.groups.values()
+            if group.first_position is not None and (self._keeps_used or group.state not in USED)
+        )
+        self.journal.reclaim(min((*needed, self._snapshot_position)))
+
     # -- from the journal ---------------------------------------------------------------------------------------------
 
     def _replay(self, opened: events.Opened) -> None:
-        first: events.Opened | None = None
+        snapshot: Frame | None = None
         for frame in self.journal.replay():
+            if frame.kind == events.SNAPSHOT:
+                snapshot = frame
+        if snapshot is not None:
+            self._restore(snapshot)
+        elif self.journal.start > 0:
+            raise JournalError(f"{self.journal.folder} begins at position {self.journal.start} and has no snapshot")
+        for frame in self.journal.read(self.journal.start if snapshot is None else snapshot.end):
             if frame.kind == events.STEPS:
                 self._accept_again(frame)
-                continue
-            event = events.decode(frame.payload)
-            if isinstance(event, events.Opened):
-                first = event
-            self._apply(event)
-        if first is None:
+            elif frame.kind == events.EVENT:
+                self._apply(events.decode(frame.payload))
+        if self.ledger.state.opened is None:
             self.add(opened)
-        elif first != opened:
-            raise JournalError(f"{self.journal.folder} holds another run: it began with {first}, this one is {opened}")
+        elif self.ledger.state.opened != opened:
+            begun = self.ledger.state.opened
+            raise JournalError(f"{self.journal.folder} holds another run: it began with {begun}, this one is {opened}")
+
+    def _restore(self, snapshot: Frame) -> None:
+        self.ledger = Ledger.restored(snapshot.payload)
+        self._snapshot_position = snapshot.position
+        now = self._clock.monotonic()
+        for held in self.ledger.held.values():
+            self.last_progress.update(dict.fromkeys(sorted(held), now))
+        self.leased_at = dict.fromkeys(self.ledger.state.leases, now)
+        groups = self.ledger.state.groups
+        self._fetch([ordinal for ordinal, group in groups.items() if group.state not in USED], snapshot.position)
 
     def _accept_again(self, frame: Frame) -> None:
         message = decode(frame.payload, self._limits)
@@ -131,19 +178,32 @@ class Record:
         self._accept(message, made, frame.position, frame.end)
 
     def _read_back(self) -> None:
-        """Fetch the data of all complete groups that are no longer in memory."""
+        """Fetch the steps of all complete groups that are no longer in memory."""
         groups = self.ledger.state.groups
-        missing = {
-            ordinal: [trajectory.attempt for trajectory in group.trajectories]
-            for ordinal, group in groups.items()
-            if group.state is GroupState.COMPLETE and ordinal not in self.store
-        }
+        complete = [ordinal for ordinal, group in groups.items() if group.state is GroupState.COMPLETE]
         self.journal.sync()
-        for frame in self.journal.read(min(groups[ordinal].first_position for ordinal in missing)):
-            if frame.kind == events.STEPS and isinstance(message := decode(frame.payload, self._limits), StepGroup):
-                self._store_parts(message, missing)
+        self._fetch([ordinal for ordinal in complete if ordinal not in self.store], self.journal.synced)
 
-    def _store_parts(self, message: StepGroup, missing: dict[int, list[int]]) -> None:
-        for of, part in parts(message).items():
-            if of.ordinal in missing and missing[of.ordinal][of.sample] == of.attempt:
-                self.store.add(of.ordinal, cut(message, part.steps), part.ends)
+    def _fetch(self, ordinals: Sequence[int], stop: int) -> None:
+        """Put the current attempts' steps and ends of some groups into the store, from the journal before `stop`."""
+        groups = {ordinal: self.ledger.state.groups[ordinal] for ordinal in ordinals}
+        starts = [group.first_position for group in groups.values() if group.first_position is not None]
+        attempts = {
+            (ordinal, sample): attempt
+            for ordinal, group in groups.items()
+            for sample, attempt in enumerate(_attempts(group))
+        }
+        seen: set[tuple[int, int, int]] = set()
+        for frame in self.journal.read(min(starts, default=stop), stop):
+            if frame.kind == events.STEPS and isinstance(message := decode(frame.payload, self._limits), StepGroup):
+                for of, part in parts(message).items():
+                    if attempts.get((of.ordinal, of.sample)) == of.attempt:
+                        keys = {(of.ordinal, of.sample, int(message.steps.index_K[k])): k for k in part.steps}
+                        new = [k for key, k in keys.items() if key not in seen]
+                        seen |= keys.keys()
+                        self.store.add(of.ordinal, cut(message, new), part.ends)
+
+
+def _attempts(group: Group) -> tuple[int, ...]:
+    """By sample the attempt that counts."""
+    return group.attempts or tuple(trajectory.attempt for trajectory in group.trajectories)

@@ -7,7 +7,8 @@ import pytest
 from service.errors import JournalError
 from service.handoff.disk import Buffer as Bytes
 from service.handoff.disk import File, LocalDisk, LocalFile
-from service.handoff.journal import ALIGNMENT, Journal
+from service.handoff.frames import ALIGNMENT
+from service.handoff.journal import Journal
 from tests.pure.buffer.world import TurnedClock
 
 
@@ -30,6 +31,15 @@ def written(folder: Path, *batches: Sequence[bytes]) -> bytes:
         journal.sync()
     journal.close()
     return only_segment(folder).read_bytes()
+
+
+def rotated(folder: Path, payloads: Sequence[bytes], segment_bytes: int = 500) -> Journal:
+    """Write payloads, a sync each, and begin a new segment whenever one is full."""
+    journal = opened(folder, segment_bytes=segment_bytes)
+    for payload in payloads:
+        journal.append(2, payload, begins_segment=journal.segment_is_full)
+        journal.sync()
+    return journal
 
 
 def only_segment(folder: Path) -> Path:
@@ -136,38 +146,71 @@ def test_frames_of_one_sync_that_reached_the_disk_out_of_order_are_a_torn_tail(t
     assert payloads(tmp_path) == [b"durable"]
 
 
+HISTORY = [bytes([i]) * 200 for i in range(30)]
+
+
 def test_segments_rotate_and_replay_as_one(tmp_path: Path) -> None:
-    journal = opened(tmp_path, segment_bytes=1000)
-    history = [bytes([i]) * 200 for i in range(30)]
-    for payload in history:
-        journal.append(2, payload)
-        journal.sync()
-    journal.close()
+    rotated(tmp_path, HISTORY, segment_bytes=1000).close()
     assert len(list(tmp_path.glob("*.journal"))) > 5
-    assert payloads(tmp_path) == history
+    assert payloads(tmp_path) == HISTORY
+
+
+def test_several_segments_begun_between_two_syncs_replay_as_one(tmp_path: Path) -> None:
+    journal = opened(tmp_path, segment_bytes=500)
+    for payload in HISTORY:
+        journal.append(2, payload, begins_segment=journal.segment_is_full)
+    journal.sync()
+    assert len(list(tmp_path.glob("*.journal"))) > 5
+    assert payloads(tmp_path) == HISTORY
 
 
 def test_a_missing_segment_refuses_to_start(tmp_path: Path) -> None:
-    journal = opened(tmp_path, segment_bytes=500)
-    for i in range(9):
-        journal.append(2, bytes([i]) * 200)
-        journal.sync()
-    journal.close()
+    rotated(tmp_path, HISTORY).close()
     sorted(tmp_path.glob("*.journal"))[1].unlink()
     with pytest.raises(JournalError, match="a file is missing"):
         payloads(tmp_path)
 
 
 def test_a_torn_segment_that_is_not_the_last_refuses_to_start(tmp_path: Path) -> None:
-    journal = opened(tmp_path, segment_bytes=500)
-    for i in range(9):
-        journal.append(2, bytes([i]) * 200)
-        journal.sync()
-    journal.close()
+    rotated(tmp_path, HISTORY).close()
     first = sorted(tmp_path.glob("*.journal"))[0]
     first.write_bytes(first.read_bytes()[:-10])
     with pytest.raises(JournalError, match="damaged at byte"):
         payloads(tmp_path)
+
+
+def test_a_kill_while_a_segment_begins_loses_nothing(tmp_path: Path) -> None:
+    journal = opened(tmp_path, segment_bytes=500)
+    for payload in HISTORY[:2]:
+        journal.append(2, payload)
+        journal.sync()
+    assert journal.reserve(5000), "the old file still has its reserved space"
+    (tmp_path / f"{journal.position:020d}.journal").touch()
+    assert payloads(tmp_path) == HISTORY[:2]
+
+
+def test_segments_that_nobody_needs_are_removed(tmp_path: Path) -> None:
+    journal = rotated(tmp_path, HISTORY)
+    before = len(list(tmp_path.glob("*.journal")))
+    needed = journal.position // 2
+    journal.reclaim(needed)
+    journal.sync()
+    assert journal.start <= needed
+    assert len(list(tmp_path.glob("*.journal"))) < before
+    left = payloads(tmp_path)
+    assert left == HISTORY[-len(left) :] and len(left) < len(HISTORY)
+
+
+def test_segments_can_be_kept_for_replay(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, TurnedClock(), segment_bytes=500, keep_reclaimed=True)
+    assert list(journal.replay()) == []
+    for payload in HISTORY:
+        journal.append(2, payload, begins_segment=journal.segment_is_full)
+        journal.sync()
+    journal.reclaim(journal.position)
+    journal.sync()
+    assert len(list(tmp_path.glob("*.journal"))) == 1
+    assert len(list(tmp_path.glob("reclaimed/*.journal"))) > 5
 
 
 def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_path: Path) -> None:
@@ -219,10 +262,8 @@ def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path) -> No
 
 
 def test_frames_can_be_read_again_from_a_position(tmp_path: Path) -> None:
-    journal = opened(tmp_path, segment_bytes=500)
-    starts = []
-    for i in range(9):
-        starts.append(journal.position)
-        journal.append(2, bytes([i]) * 200)
-        journal.sync()
-    assert [frame.payload[0] for frame in journal.read(starts[4])] == [4, 5, 6, 7, 8]
+    rotated(tmp_path, HISTORY).close()
+    journal = opened(tmp_path)
+    starts = [frame.position for frame in journal.read(0)]
+    assert [frame.payload for frame in journal.read(starts[4])] == HISTORY[4:]
+    assert [frame.payload for frame in journal.read(starts[4], starts[7])] == HISTORY[4:7]
