@@ -1,4 +1,4 @@
-"""The alert chain with real servers: hub -> Prometheus -> rules -> Alertmanager -> webhook, and back to resolved."""
+"""Monitoring with real servers: the alert chain up to a webhook, and a real run under a real Prometheus."""
 
 import asyncio
 import json
@@ -6,8 +6,10 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -22,6 +24,7 @@ from actors.metrics_hub import MetricsHub
 from service.config import Config, load_config
 from service.measure import measure_run, measure_step
 from service.metrics import Boundaries, Metrics
+from service.panels import DASHBOARDS
 
 ALERTMANAGER = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
 PROMETHEUS = shutil.which("prometheus")
@@ -33,9 +36,6 @@ pytestmark = [
         reason="prometheus and prometheus-alertmanager are not installed (Debian packages of these names)",
     ),
 ]
-
-WINDOWS = {"15m": "5s", "5m": "1s", "1m": "1s", "10m": "1s"}
-"""The shipped rules with shorter windows, so that the whole chain fits into a test."""
 
 
 class Run:
@@ -123,11 +123,19 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., None]]:
         process.wait()
 
 
-def write_configs(folder: Path, target: str, webhook: str, alertmanager: int) -> None:
-    """The shipped files, with the test's addresses and short times."""
+def start_prometheus(start_server: Callable[..., None], port: int) -> None:
+    address = f"127.0.0.1:{port}"
+    start_server(
+        "prometheus", str(PROMETHEUS), "--config.file=prometheus.yaml", f"--web.listen-address={address}",
+        "--storage.tsdb.path=tsdb", "--rules.alert.resend-delay=1s", ready=f"http://{address}/-/ready",
+    )  # fmt: skip
+
+
+def write_configs(folder: Path, target: str, webhook: str, alertmanager: int, window: str) -> None:
+    """The shipped files, with the test's addresses, and short times so that the whole chain fits into a test."""
     rules = Path("deploy/prometheus/rules.yaml").read_text()
-    rules = re.sub(r"\[(\d+m)\]", lambda window: f"[{WINDOWS[window[1]]}]", rules)
-    rules = re.sub(r"for: (\d+m)", lambda window: f"for: {WINDOWS[window[1]]}", rules)
+    rules = re.sub(r"\[\d+m\]", f"[{window}]", rules)
+    rules = re.sub(r"for: \d+m", "for: 1s", rules)
     (folder / "rules.yaml").write_text(rules)
     prometheus = yaml.safe_load(Path("deploy/prometheus/prometheus.yaml").read_text())
     prometheus["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
@@ -162,17 +170,13 @@ def test_a_long_batch_fires_the_padded_length_alert_at_the_webhook_and_it_resolv
     prometheus_port, manager_port = free_port(), free_port()
     config = load_config([], ["metrics.port=0"])
     with Run(config) as run:
-        write_configs(tmp_path, run.url.removeprefix("http://"), url, manager_port)
+        write_configs(tmp_path, run.url.removeprefix("http://"), url, manager_port, "5s")
         manager = f"127.0.0.1:{manager_port}"
         start_server(
             "alertmanager", str(ALERTMANAGER), "--config.file=alertmanager.yaml", f"--web.listen-address={manager}",
             "--cluster.listen-address=", "--storage.path=am", ready=f"http://{manager}/-/ready",
         )  # fmt: skip
-        prometheus = f"127.0.0.1:{prometheus_port}"
-        start_server(
-            "prometheus", str(PROMETHEUS), "--config.file=prometheus.yaml", f"--web.listen-address={prometheus}",
-            "--storage.tsdb.path=tsdb", "--rules.alert.resend-delay=1s", ready=f"http://{prometheus}/-/ready",
-        )  # fmt: skip
+        start_prometheus(start_server, prometheus_port)
         start = time.monotonic()
         wait_for(received, "BatonWatchdog", "firing", 10)
         run.length = 1100
@@ -183,3 +187,88 @@ def test_a_long_batch_fires_the_padded_length_alert_at_the_webhook_and_it_resolv
         run.length = 100
         wait_for(received, "BatonPaddedSequenceLengthHigh", "resolved", 20)
         print(f"the chain took {time.monotonic() - start:.1f} s")
+
+
+NO_DATA_IN_A_HEALTHY_RUN = {
+    "baton_environment_errors_total": "no environment fails",
+    "baton_restarted_trajectories_total": "no trajectory starts anew",
+}
+
+
+@pytest.fixture
+def real_run(tmp_path: Path) -> Iterator[str]:
+    """The quickstart under way, with a threshold below which no real batch stays; the address of its metrics."""
+    command = [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml", f"run.dir={tmp_path}"]
+    settings = ["run.max_steps=100000", "model.warm_start.steps=10", "metrics.port=0", "metrics.long_batch_tokens=10"]
+    with (tmp_path / "run.log").open("wb") as log:
+        process = subprocess.Popen([*command, *settings], stdout=log, stderr=log)
+    try:
+        address = tmp_path / "quickstart" / "address.json"
+        lines = tmp_path / "quickstart" / "metrics.jsonl"
+        deadline = time.monotonic() + 300
+        while not (address.exists() and lines.exists() and lines.read_text().count("\n") >= 3):
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "run.log").read_text()
+            time.sleep(0.2)
+        yield json.loads(address.read_text())["url"]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def get_json(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+def asked(prometheus: str, expr: str) -> list[dict[str, Any]]:
+    query = expr.replace("$__rate_interval", "10s").replace("$instance", ".+")
+    answer = get_json(f"http://{prometheus}/api/v1/query?" + urllib.parse.urlencode({"query": query}))
+    assert answer["status"] == "success", answer
+    return list(answer["data"]["result"])
+
+
+def numbers(prometheus: str, expr: str) -> list[float]:
+    return [float(sample["value"][1]) for sample in asked(prometheus, expr)]
+
+
+def firing_alerts(prometheus: str) -> set[str]:
+    alerts = get_json(f"http://{prometheus}/api/v1/alerts")["data"]["alerts"]
+    return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
+
+
+def empty_panels(prometheus: str) -> list[str]:
+    """Expressions of the dashboards that return nothing, except those that a healthy run leaves empty."""
+    return [
+        f"{panel.title}: {query.expr}"
+        for dashboard in DASHBOARDS
+        for panel in dashboard.panels
+        for query in panel.queries
+        if not any(name in query.expr for name in NO_DATA_IN_A_HEALTHY_RUN)
+        if not asked(prometheus, query.expr)
+    ]
+
+
+@pytest.mark.timeout(480)
+def test_a_real_run_fills_every_panel_fires_the_length_alert_and_costs_little(
+    tmp_path: Path, real_run: str, webhook: tuple[str, "Queue[dict[str, Any]]"], start_server: Callable[..., None]
+) -> None:
+    prometheus = f"127.0.0.1:{free_port()}"
+    write_configs(tmp_path, real_run.removeprefix("http://"), webhook[0], free_port(), "30s")
+    start_prometheus(start_server, int(prometheus.rpartition(":")[2]))
+    deadline = time.monotonic() + 90
+    while (empty := empty_panels(prometheus)) and time.monotonic() < deadline:
+        time.sleep(1)
+    assert empty == []
+    while "BatonPaddedSequenceLengthHigh" not in (firing := firing_alerts(prometheus)):
+        assert time.monotonic() < deadline, firing
+        time.sleep(0.5)
+    assert not firing & {"BatonLedgerOpen", "BatonNonFiniteLoss", "BatonGeneratorsDown", "BatonActorSilent"}
+
+    open_ledgers = "count_over_time((sum(baton_tokens) != sum(baton_accepted_tokens_total))[1m:500ms])"
+    assert numbers(prometheus, open_ledgers) == []
+    assert max(numbers(prometheus, 'max_over_time(scrape_duration_seconds{job="baton"}[1m])')) < 0.5
+    cost = "sum(increase(baton_metrics_seconds_total[20s])) / sum(increase(baton_process_cpu_seconds_total[20s]))"
+    assert numbers(prometheus, cost)[0] < 0.01
+    status = get_json(f"{real_run}/status")
+    assert status["state"] == "training" and status["policy_version"]["step"] >= 3
+    assert {actor["role"] for actor in status["actors"]} >= {"buffer", "driver", "generator"}
