@@ -43,15 +43,32 @@ def start_guardian(mark: str, ray_folder: Path | None = None, logs: Path | None 
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Ids of the living processes whose environment carries the mark."""
+    """Ids of the living processes whose environment carries the mark, and of all that descend from one."""
+    return [process for process, _ in _marked(mark, set())]
+
+
+def _marked(mark: str, known: set[tuple[int, str]]) -> set[tuple[int, str]]:
+    """(id, start time) of what carries the mark, of the known ones that still live, and of all their descendants.
+
+    A process that renames itself overwrites the start of its environment: Ray's agents lose their mark that way, but
+    the process that started them keeps its own.
+    """
     needle = f"{MARK}={mark}".encode()
-    found = []
+    living: dict[int, tuple[int, str]] = {}
+    found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if needle in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
+                # "id (name) state parent ..."; the start time is field 22, and tells a reused id from the old one.
+                state, parent, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
+                if state != "Z":
+                    living[int(entry.name)] = (int(parent), rest[17])
+                    if needle in (entry / "environ").read_bytes().split(b"\0"):
+                        found.add(int(entry.name))
+    found |= {process for process, (_, start) in living.items() if (process, start) in known}
+    while more := {process for process, (parent, _) in living.items() if parent in found} - found:
+        found |= more
+    return {(process, living[process][1]) for process in found}
 
 
 def end_processes(mark: str) -> None:
@@ -60,14 +77,15 @@ def end_processes(mark: str) -> None:
     A process shows its mark only once it has replaced its parent's image, so none may be seen for a while.
     """
     start = seen = now = time.monotonic()
+    left: set[tuple[int, str]] = set()
     while now < start + DEADLINE:
-        left = marked_processes(mark)
+        left = _marked(mark, left)
         now = time.monotonic()
         if left:
             seen = now
         elif now > seen + QUIET:
             return
-        for process in left:
+        for process, _ in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL if now > start + GRACE else signal.SIGTERM)
         time.sleep(0.1)

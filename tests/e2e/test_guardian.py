@@ -20,9 +20,22 @@ os.environ[MARK] = mark
 start_guardian(mark, folder, logs)
 subprocess.Popen(["sleep", "600"], start_new_session=True)
 subprocess.Popen(["bash", "-c", "trap '' TERM; while true; do sleep 1; done"], start_new_session=True)
+# Its child has lost the mark, as a process does that renames itself over its environment.
+orphan = "env -u BATON_RUN_MARK sleep 600 & echo $! > $0/orphan; wait"
+subprocess.Popen(["bash", "-c", orphan, str(folder.parent)], start_new_session=True)
+while not (folder.parent / "orphan").exists():
+    time.sleep(0.01)
 print("ready", flush=True)
 time.sleep(600)
 """
+
+
+def lives(process: int) -> bool:
+    """Whether the process is there and more than an entry that its parent has not read yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -48,6 +61,7 @@ def test_everything_that_carries_the_mark_is_gone_after_the_driver_died(tmp_path
     while (marked_processes(mark) or folder.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert marked_processes(mark) == []
+    assert not lives(int((tmp_path / "orphan").read_text()))
     assert not folder.exists()
     assert (logs / "worker-1.err").read_text() == "what went wrong"
 
