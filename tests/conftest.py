@@ -1,0 +1,69 @@
+"""What every test session has: one Ray at most, and no process of its own left behind.
+
+Ray's own fixture is in `tests/e2e/conftest.py`; nothing here imports Ray, so that the pure tests need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+MARK = "BATON_TEST_SESSION"
+"""Environment variable that every process of a test session inherits."""
+
+GONE_SECONDS = 15.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported: Ray reads its settings from the environment when it is imported."""
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        os.environ.pop(name, None)
+    # A token of the session's own: Ray need not write one into the home of whoever runs the tests.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ["MPLBACKEND"] = "agg"
+    os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def processes_with(name: str, value: str) -> dict[int, str]:
+    """Living processes whose environment says `name=value`, with their command lines; not this one."""
+    wanted = f"{name}={value}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:160]
+    return found
+
+
+def wait_until_gone(name: str, value: str, seconds: float) -> dict[int, str]:
+    """What is still there of `processes_with` when none is left or the time is up."""
+    deadline = time.monotonic() + seconds
+    while (left := processes_with(name, value)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.fixture(scope="session")
+def left_over() -> Callable[[str, str, float], dict[int, str]]:
+    """`wait_until_gone`, for tests that start processes of their own."""
+    return wait_until_gone
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_is_left_behind() -> Iterator[None]:
+    """Fails the session, at its end, for a process that a test started and nobody ended."""
+    yield
+    left = wait_until_gone(MARK, os.environ[MARK], GONE_SECONDS)
+    for process in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    assert left == {}, "processes outlived the tests that started them"

@@ -1,0 +1,167 @@
+"""The quickstart as a user runs it: a process of its own, with real vLLM, Ray and FSDP."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+ROOT = Path(__file__).parents[2]
+MARK = "BATON_TEST_RUN"
+START_SECONDS = 240
+END_SECONDS = 15
+SHORT = ["run.max_steps=6", "model.warm_start.steps=30", "metrics.port=0"]
+ENDLESS = ["run.max_steps=100000", "model.warm_start.steps=10", "metrics.port=0"]
+
+LeftOver = Callable[[str, str, float], dict[int, str]]
+
+
+@dataclass
+class Driver:
+    """A run under way."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    folder: Path
+    said: list[str]
+
+    def until(self, words: str) -> None:
+        """Read what the run prints up to the line that contains `words`."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + START_SECONDS
+        for line in self.process.stdout:
+            self.said.append(line)
+            if words in line:
+                return
+            assert time.monotonic() < deadline, "".join(self.said)
+        raise AssertionError(f"the run ended before it said {words!r}:\n" + "".join(self.said))
+
+    def end(self, seconds: float) -> int:
+        """Read on to the end; the exit code."""
+        assert self.process.stdout is not None
+        self.said += self.process.stdout.readlines()
+        return self.process.wait(timeout=seconds)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Callable[[list[str]], Driver]]:
+    """Starts runs, each with a mark of its own in its environment; ends what a failed test left running."""
+    drivers: list[Driver] = []
+
+    def start(settings: list[str]) -> Driver:
+        mark = secrets.token_hex(8)
+        command = [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml"]
+        process = subprocess.Popen(
+            [*command, f"run.dir={tmp_path}", *settings],
+            cwd=ROOT,
+            env={**os.environ, MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        drivers.append(Driver(process, mark, tmp_path / "quickstart", []))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.process.kill()
+        driver.process.wait(timeout=10)
+        if driver.process.stdout is not None:
+            driver.process.stdout.close()
+
+
+def get(folder: Path, page: str) -> bytes:
+    """A page that the run serves."""
+    url = json.loads((folder / "address.json").read_text())["url"]
+    with urllib.request.urlopen(f"{url}{page}", timeout=10) as answer:
+        body: bytes = answer.read()
+    return body
+
+
+def test_a_short_run_trains_serves_metrics_and_leaves_its_folder(
+    drive: Callable[[list[str]], Driver], left_over: LeftOver
+) -> None:
+    run = drive(SHORT)
+    run.until("step    2/6")
+    page = get(run.folder, "/metrics").decode()
+    status = json.loads(get(run.folder, "/status"))
+    assert run.end(120) == 0, "".join(run.said)
+
+    assert "baton_policy_version" in page and "baton_batch_padded_sequence_length_last_tokens" in page
+    assert status["schema"] == 1 and status["run"]["max_steps"] == 6
+    assert {actor["role"] for actor in status["actors"]} >= {"generator", "buffer"}
+
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["trainer/global_step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert 0 <= line["reward/avg_raw_reward"] <= 1
+        assert 0 <= line["async/staleness_max"] <= 4
+        assert line["generate/num_seq_after_merge"] < line["generate/num_seq_before_merge"]
+        assert np.isfinite([line["policy/policy_loss"], line["policy/grad_norm"]]).all()
+        assert line["policy/is_ratio_mean"] == pytest.approx(1, abs=0.2)
+
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["state"] == "finished" and summary["steps"] == 6
+    assert summary["tokens"]["trained"] > 0 and summary["tokens"]["open"] == 0
+    assert (run.folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert any((run.folder / "tensorboard").iterdir())
+    assert_final_weights_load_and_differ(run.folder)
+    assert left_over(MARK, run.mark, END_SECONDS) == {}
+
+
+def assert_final_weights_load_and_differ(folder: Path) -> None:
+    """The final folder is what any Hugging Face code loads, and not the model that the run began with."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
+    assert AutoTokenizer.from_pretrained(folder / "final").chat_template
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+
+
+def test_a_terminated_run_writes_its_final_weights_and_leaves_no_process(
+    drive: Callable[[list[str]], Driver], left_over: LeftOver
+) -> None:
+    run = drive(ENDLESS)
+    run.until("training:")
+    time.sleep(2)  # somewhere in the middle of a step
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end(60) == 128 + signal.SIGTERM, "".join(run.said)
+    assert left_over(MARK, run.mark, END_SECONDS) == {}
+    assert (run.folder / "final" / "model.safetensors").is_file()
+    assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
+
+
+def test_a_killed_run_leaves_no_process(drive: Callable[[list[str]], Driver], left_over: LeftOver) -> None:
+    run = drive(ENDLESS)
+    run.until("training:")
+    run.process.kill()
+    assert run.process.wait(timeout=10) == -signal.SIGKILL
+    assert left_over(MARK, run.mark, END_SECONDS) == {}
+    assert not (run.folder / "final").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_learns(drive: Callable[[list[str]], Driver], seed: int) -> None:
+    run = drive([f"run.seed={seed}", "metrics.port=0"])
+    assert run.end(480) == 0, "".join(run.said)
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert 0.15 <= summary["warm_start_success"] <= 0.25
+    assert summary["reward_gain"] >= 0.3
+    assert summary["seconds"] <= 300
