@@ -382,9 +382,13 @@ def violations(ledger: Ledger) -> list[str]:
     states = Counter(group.state for group in state.groups.values())
     if any(states[s] != ledger.in_state[s] for s in GroupState if s not in (*VACATES, GroupState.TRAINED)):
         found.append(f"groups are {states}, counted as {ledger.in_state}")
-    waiting = sum(g.tokens for g in state.groups.values() if g.state not in USED)
-    if waiting != state.fates[Fate.OPEN] + state.fates[Fate.ROLLED_BACK]:
-        found.append(f"{waiting} tokens wait, but open and rolled back are {state.fates}")
+    for fate in (Fate.OPEN, Fate.ROLLED_BACK):
+        waiting = sum(g.tokens for g in state.groups.values() if g.state not in USED and _waiting_fate(g) is fate)
+        if waiting != state.fates[fate]:
+            found.append(f"{waiting} tokens wait as {fate}, counted are {state.fates[fate]}")
+    vacated = sum(ledger.in_state[s] for s in VACATES)
+    if vacated != state.vacated:
+        found.append(f"{vacated} groups vacated their slots, counted are {state.vacated}")
     leased = sorted(ordinal for lease in state.leases.values() for ordinal in lease.ordinals)
     if leased != sorted(o for o, g in state.groups.items() if g.state is GroupState.LEASED):
         found.append(f"leases hold {leased}, which are not the leased groups")

@@ -21,8 +21,12 @@ MAX_STALENESS = 2
 class BufferMachine(RuleBasedStateMachine):
     """Generators claim, stream, die and come back; messages are late or doubled; trainers lease, commit, go back."""
 
-    @initialize(order=st.sampled_from(["finished_first", "strict"]), filters=st.booleans())
-    def begin(self, order: str, filters: bool) -> None:
+    @initialize(
+        order=st.sampled_from(["finished_first", "strict"]),
+        filters=st.booleans(),
+        segment_bytes=st.sampled_from([1, 5_000, 1 << 20]),
+    )
+    def begin(self, order: str, filters: bool, segment_bytes: int) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.strict = order == "strict"
         self.world = World(
@@ -30,8 +34,10 @@ class BufferMachine(RuleBasedStateMachine):
             config(
                 buffer={"lookahead": LOOKAHEAD, "max_staleness": MAX_STALENESS, "order": order},
                 algorithm={"filter_zero_variance": filters},
+                trainer={"checkpoint_every": 1},
             ),
             n_prompts=5,
+            segment_bytes=segment_bytes,
         )
         self.generators = {"g1": self.world.generator}
         self.serving = {name: PolicyVersion(1, 0) for name in NAMES}

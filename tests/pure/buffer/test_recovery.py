@@ -11,9 +11,9 @@ from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import World, config, step
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path, config(algorithm={"filter_zero_variance": True}))
+@pytest.fixture(params=[1 << 20, 1], ids=["one segment", "a snapshot after every frame"])
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    return World(tmp_path, config(algorithm={"filter_zero_variance": True}), segment_bytes=request.param)
 
 
 def eventful(world: World) -> None:
@@ -102,8 +102,9 @@ def test_a_crash_between_completion_and_filter_filters_after_the_restart(tmp_pat
     assert world.buffer.status().ended == {"filtered/zero_variance": 1}
 
 
-def test_groups_given_out_again_after_going_back_come_from_the_journal(tmp_path: Path) -> None:
-    world = World(tmp_path)
+@pytest.mark.parametrize("segment_bytes", [1 << 20, 1])
+def test_groups_given_out_again_after_going_back_come_from_the_journal(tmp_path: Path, segment_bytes: int) -> None:
+    world = World(tmp_path, config(trainer={"checkpoint_every": 1}), segment_bytes=segment_bytes)
     work = world.generator.claimed()
     other = world.generator.claimed()
     world.generator.send([step(TrajectoryId(0, 0), work.prompt_uid, 0)])
@@ -150,3 +151,33 @@ def test_the_end_of_a_trajectory_is_kept_over_a_crash(world: World) -> None:
     world.crash()
     world.generator.send([step(of, work.prompt_uid, 0)])
     assert world.buffer.ledger.state.groups[0].trajectories[0].complete
+
+
+def test_the_journal_stays_small_when_nobody_can_go_back(tmp_path: Path) -> None:
+    world = World(tmp_path, segment_bytes=20_000)
+    for n in range(60):
+        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
+            world.generator.finish(work, PolicyVersion(1, n))
+        world.train()
+        world.journal.sync()
+        assert world.journal.position - world.journal.start < 80_000
+    assert world.journal.position > 400_000
+    world.crash()
+    assert world.buffer.version == PolicyVersion(1, 60)
+
+
+def test_the_journal_keeps_what_a_kept_checkpoint_needs(tmp_path: Path) -> None:
+    world = World(tmp_path, config(trainer={"checkpoint_every": 4}), segment_bytes=5_000)
+    trained = {}
+    for n in range(20):
+        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
+            world.generator.finish(work, PolicyVersion(1, n))
+        trained[n + 1] = world.train().groups
+        if n % 4 == 3:
+            world.buffer.covered(n + 1, oldest_kept=max(n - 7, 0))
+        world.journal.sync()
+    assert world.journal.start > 0
+    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=12)
+    world.crash()
+    assert [world.train().groups for _ in range(8)] == [trained[step] for step in range(13, 21)]
+    assert world.closes()

@@ -115,8 +115,11 @@ class Generator:
 class World:
     """A buffer with its journal, a trainer and one generator."""
 
-    def __init__(self, folder: Path, settings: Config | None = None, n_prompts: int = 100) -> None:
+    def __init__(
+        self, folder: Path, settings: Config | None = None, n_prompts: int = 100, segment_bytes: int = 1 << 20
+    ) -> None:
         self.folder, self.settings, self.n_prompts = folder, settings or config(), n_prompts
+        self.segment_bytes = segment_bytes
         self.clock = TurnedClock()
         self.buffer = self.opened()
         self.trainer_epoch = self.buffer.join("trainer", "trainer")
@@ -124,7 +127,7 @@ class World:
 
     def opened(self) -> Buffer:
         """The buffer of a new process on the same folder."""
-        self.journal = Journal(self.folder, self.clock)
+        self.journal = Journal(self.folder, self.clock, segment_bytes=self.segment_bytes)
         uids = [f"p{row}" for row in range(self.n_prompts)]
         return Buffer(self.settings, 500, uids, self.journal, self.clock, seed=3)
 
