@@ -1,6 +1,6 @@
 """The environments that come with Baton, and how others are found.
 
-env.name: lookup                      one of Baton's own, or one that an installed package registers as an entry
+env.name: gsm8k                       one of Baton's own, or one that an installed package registers as an entry
                                       point of the group `baton.environments`
 env.name: skyrl_gym/search            one of another library, through its adapter
 env.name: my_package.envs:Maze        a class of your own, in a module that `env.trusted_modules` names
@@ -24,9 +24,15 @@ Options = Mapping[str, str | int | float | bool]
 GROUP = "baton.environments"
 
 ENVIRONMENTS = {
+    "gsm8k": "service.rollout.environments.gsm8k:Gsm8k",
     "lookup": "service.rollout.environments.lookup:Lookup",
+    "search_r1": "service.rollout.environments.search_r1:SearchR1",
+    "text_to_sql": "service.rollout.environments.text_to_sql:TextToSql",
 }
-ADAPTERS: dict[str, str] = {}
+ADAPTERS = {
+    "reasoning_gym": "service.rollout.environments.reasoning_gym:ReasoningGym",
+    "skyrl_gym": "service.rollout.environments.skyrl_gym:SkyRLGym",
+}
 """The part before the slash; what follows it is the adapter's first argument."""
 
 
@@ -100,7 +106,12 @@ class Made(Protocol):
         """Conversations for a supervised warm start."""
 
 
-MADE = {"lookup": "service.rollout.environments.lookup"}
+MADE = {
+    "gsm8k": "service.rollout.environments.gsm8k",
+    "lookup": "service.rollout.environments.lookup",
+    "search_r1": "service.rollout.environments.made_search",
+    "text_to_sql": "service.rollout.environments.made_sql",
+}
 
 
 def made(name: str) -> Made:
@@ -109,9 +120,14 @@ def made(name: str) -> Made:
     Raises:
         UserError: it makes nothing.
     """
+    family, _, member = name.partition("/")
+    if family == "reasoning_gym" and member:
+        from service.rollout.environments.reasoning_gym import MadeByReasoningGym
+
+        return MadeByReasoningGym(member)
     if name not in MADE:
         raise UserError(
-            f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(MADE)} does; "
+            f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(MADE)} do; "
             "give data.train and model.path"
         )
     module: Made = import_module(MADE[name])

@@ -129,4 +129,4 @@ def test_options_that_an_environment_does_not_take_are_refused() -> None:
 
 def test_an_environment_that_makes_no_rows_says_what_to_give_instead() -> None:
     with pytest.raises(UserError, match=r"give data\.train and model\.path"):
-        made("gsm8k")
+        made("skyrl_gym/search")

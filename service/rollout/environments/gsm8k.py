@@ -1,0 +1,131 @@
+"""Word problems with a number as their answer, in one turn: `... #### 42`.
+
+A row's `reward_spec` holds the `ground_truth`, as SkyRL's and verl's GSM8K files do. The made rows are small problems
+of one or two sums whose words a made tokenizer knows:
+
+    user: a farmer has 12 apples and buys 7 apples . how many apples are left ?
+    assistant: 12 + 7 = 19 #### 19                         reward 1, done
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from service.rollout.environment import Message, StepResult, Task
+
+NUMBER = r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?"
+MARKED = re.compile(rf"####\s*({NUMBER})")
+ANY = re.compile(NUMBER)
+
+
+class Gsm8k:
+    """One problem; `strict` reads the number after `####`, `flexible` the last number of all."""
+
+    def __init__(self, method: Literal["strict", "flexible"] = "strict") -> None:
+        if method not in ("strict", "flexible"):
+            raise TypeError(f"method is strict or flexible, not {method!r}")
+        self._pattern = MARKED if method == "strict" else ANY
+        self._truth: Decimal | None = None
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        """The problem as it stands in the row."""
+        self._truth = number(str(task.reward_spec["ground_truth"]))
+        if self._truth is None:
+            raise ValueError(f"ground_truth {task.reward_spec['ground_truth']!r} is no number")
+        return task.prompt
+
+    async def step(self, text: str) -> StepResult:
+        """Reward 1 for the right number."""
+        found = self._pattern.findall(text)
+        return StepResult((), float(bool(found) and number(found[-1]) == self._truth), True)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def number(text: str) -> Decimal | None:
+    """The number that a text like `$1,234.50` or `... #### 42` ends with; None where it is none."""
+    try:
+        return Decimal(text.rpartition("####")[2].strip().replace(",", "").replace("$", ""))
+    except InvalidOperation:
+        return None
+
+
+PEOPLE = ("farmer", "baker", "teacher", "sailor", "painter", "gardener")
+THINGS = ("apples", "books", "boats", "loaves", "seeds", "stones")
+GAINS = ("buys", "finds", "gets")
+LOSSES = ("sells", "loses", "gives")
+LARGEST = 30
+WORDS = ("a", "has", "and", "then", ".", "how", "many", "are", "left", "?", "+", "-", "=", "####")
+
+
+class Problem(NamedTuple):
+    """A made problem: the text, and the sums that lead to the answer."""
+
+    question: str
+    sums: tuple[tuple[int, str, int, int], ...]
+
+    @property
+    def answer(self) -> int:
+        """The last sum's result."""
+        return self.sums[-1][3]
+
+
+def problem(rng: np.random.Generator) -> Problem:
+    """A problem of one or two sums; every number is between 0 and twice `LARGEST`."""
+    person, thing = _one(PEOPLE, rng), _one(THINGS, rng)
+    have = int(rng.integers(1, LARGEST))
+    told = [f"a {person} has {have} {thing}"]
+    sums = []
+    for link in ("and", "then")[: int(rng.integers(1, 3))]:
+        gain = have <= 1 or (have <= LARGEST and rng.random() < 0.5)
+        change = int(rng.integers(1, LARGEST if gain else have))
+        left = have + change if gain else have - change
+        sums.append((have, "+" if gain else "-", change, left))
+        told.append(f"{link} {_one(GAINS if gain else LOSSES, rng)} {change} {thing}")
+        have = left
+    return Problem(f"{' '.join(told)} . how many {thing} are left ?", tuple(sums))
+
+
+def rows(n: int, seed: int) -> list[dict[str, Any]]:
+    """`n` made problems as dataset rows."""
+    rng = np.random.default_rng(seed)
+    return [_row(problem(rng), f"gsm8k-{seed}-{i}") for i in range(n)]
+
+
+def _row(made: Problem, uid: str) -> dict[str, Any]:
+    return {
+        "uid": uid,
+        "data_source": "baton/sums",
+        "prompt": [Message(role="user", content=made.question)],
+        "env_class": "gsm8k",
+        "reward_spec": {"method": "rule", "ground_truth": str(made.answer)},
+        "extra_info": {"sums": len(made.sums)},
+    }
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Every word of the made problems and their answers."""
+    return (*WORDS, *PEOPLE, *THINGS, *GAINS, *LOSSES, *(str(i) for i in range(2 * LARGEST + 1)))
+
+
+def demonstrations(n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
+    """`n` worked problems, of which about `right_share` calculate right; the others guess each result."""
+    shown = []
+    for _ in range(n):
+        made = problem(rng)
+        right = rng.random() < right_share
+        results = [left if right else int(rng.integers(2 * LARGEST + 1)) for *_, left in made.sums]
+        worked = [f"{a} {sign} {b} = {left}" for (a, sign, b, _), left in zip(made.sums, results, strict=True)]
+        said = f"{' . '.join(worked)} #### {results[-1]}"
+        shown.append([Message(role="user", content=made.question), Message(role="assistant", content=said)])
+    return shown
+
+
+def _one(words: Sequence[str], rng: np.random.Generator) -> str:
+    return words[int(rng.integers(len(words)))]

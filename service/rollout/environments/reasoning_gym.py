@@ -1,0 +1,99 @@
+"""The procedural tasks of reasoning-gym (the extra `reasoning-gym`): one question, one answer, partial credit.
+
+    env.name: reasoning_gym/chain_sum     env.options: {min_terms: 2, max_terms: 3}
+
+A row names the dataset's seed, its size and the question's index in `extra_info`; `rows` makes such rows. The answer is
+what stands in `<answer>`, else the whole text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from service.errors import UserError
+from service.rollout.environment import Message, StepResult, Task
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+Option = str | int | float | bool
+
+
+class ReasoningGym:
+    """One question of the dataset `name`; `options` configure it."""
+
+    def __init__(self, name: str, **options: Option) -> None:
+        _gym()
+        self._name = name
+        self._options = tuple(sorted(options.items()))
+        self._dataset: Any = None
+        self._entry: Any = None
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        """Make the question again and see that it is the row's."""
+        extra = task.extra_info
+        self._dataset = _dataset(self._name, int(extra["seed"]), int(extra["size"]), self._options)
+        self._entry = await asyncio.to_thread(self._dataset.__getitem__, int(extra["index"]))
+        if not any(self._entry["question"] in message["content"] for message in task.prompt):
+            raise ValueError("the dataset makes another question than the row's; its version or options differ")
+        return task.prompt
+
+    async def step(self, text: str) -> StepResult:
+        """The dataset's score of the answer, between 0 and 1."""
+        found = ANSWER.findall(text)
+        answer = (found[-1] if found else text).strip()
+        score = float(await asyncio.to_thread(self._dataset.score_answer, answer, self._entry))
+        return StepResult((), score, True, {"solved": float(score == 1.0)})
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class MadeByReasoningGym:
+    """Rows of one dataset, for `data.make_rows`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def rows(self, n: int, seed: int, **options: Option) -> list[dict[str, Any]]:
+        """`n` questions as dataset rows."""
+        dataset = _dataset(self._name, seed, n, tuple(sorted(options.items())))
+        return [self._row(dataset[index]["question"], index, n, seed) for index in range(n)]
+
+    def _row(self, question: str, index: int, size: int, seed: int) -> dict[str, Any]:
+        return {
+            "uid": f"{self._name}-{seed}-{index}",
+            "data_source": f"reasoning_gym/{self._name}",
+            "prompt": [Message(role="user", content=question)],
+            "env_class": f"reasoning_gym/{self._name}",
+            "extra_info": {"seed": seed, "size": size, "index": index},
+        }
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Refused: the questions are free text."""
+        raise UserError("model.make: a made tokenizer does not know reasoning-gym's words; give model.path")
+
+    def demonstrations(self, n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
+        """Refused: nobody shows how to solve them."""
+        raise UserError("model.warm_start: reasoning-gym has no demonstrations; leave it out")
+
+
+@lru_cache(maxsize=64)
+def _dataset(name: str, seed: int, size: int, options: tuple[tuple[str, Option], ...]) -> Any:
+    try:
+        return _gym().create_dataset(name, seed=seed, size=size, **dict(options))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"env.name: reasoning-gym does not make {name!r} with {dict(options)}: {error}") from error
+
+
+def _gym() -> Any:
+    try:
+        return import_module("reasoning_gym")
+    except ImportError as error:
+        raise UserError("env.name: reasoning_gym is not installed; install baton-rl[reasoning-gym]") from error

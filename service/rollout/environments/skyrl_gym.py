@@ -1,0 +1,85 @@
+"""Environments of skyrl-gym (the extra `skyrl-gym`), each call in a thread.
+
+    env.name: skyrl_gym/search     env.options: {search_url: "http://127.0.0.1:8000/retrieve", topk: 3, max_turns: 4}
+
+A row's columns become the environment's `extras`. What skyrl-gym calls a post-processed action is not put in place of
+what the policy said: its tokens stay those that were sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, TypeVar, get_args
+
+from service.errors import UserError
+from service.rollout.environment import Message, StepResult, Task
+
+T = TypeVar("T")
+
+
+class SkyRLGym:
+    """One episode of the environment that skyrl-gym registered as `env_id`; `options` are its `env_config`."""
+
+    def __init__(self, env_id: str, max_turns: int = 4, **options: str | int | float | bool) -> None:
+        try:
+            self._gym = import_module("skyrl_gym")
+        except ImportError as error:
+            raise UserError("env.name: skyrl_gym is not installed; install baton-rl[skyrl-gym]") from error
+        self._env_id = env_id
+        self._max_turns = max_turns
+        self._options = options
+        self._env: Any = None
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        """Make the environment and give it the row's prompt."""
+        extras = {
+            "max_turns": self._max_turns,
+            **task.extra_info,
+            "reward_spec": dict(task.reward_spec),
+            "extra_info": dict(task.extra_info),
+        }
+        config = env_config(self._gym.spec(self._env_id).entry_point, self._options)
+        self._env = await _in_thread(self._gym.make, self._env_id, env_config=config, extras=extras)
+        messages, _ = await _in_thread(self._env.init, [dict(message) for message in task.prompt])
+        return [Message(role=message["role"], content=message["content"]) for message in messages]
+
+    async def step(self, text: str) -> StepResult:
+        """One action; at the end the environment's own metrics become facts."""
+        result = await _in_thread(self._env.step, text)
+        done = bool(result["done"])
+        facts = await _in_thread(self._env.get_metrics) if done else {}
+        rewritten = {"rewritten_actions": 1.0} if result.get("postprocessed_action") not in (None, text) else {}
+        return StepResult(result["observations"], result["reward"], done, {**_numbers(facts), **rewritten})
+
+    async def close(self) -> None:
+        """Close the environment."""
+        if self._env is not None:
+            await _in_thread(self._env.close)
+
+
+def env_config(entry_point: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """The options as the configuration class that the environment's constructor names, with its defaults."""
+    make: Any = entry_point
+    if isinstance(entry_point, str):
+        module, _, name = entry_point.partition(":")
+        make = getattr(import_module(module), name)
+    parameter = inspect.signature(make).parameters.get("env_config")
+    annotation = None if parameter is None else parameter.annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if inspect.isclass(candidate) and is_dataclass(candidate):
+            return candidate(**options)
+    return SimpleNamespace(**options)
+
+
+async def _in_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    return await asyncio.to_thread(partial(call, *arguments, **named))
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, bool | int | float)}

@@ -1,0 +1,54 @@
+"""The other side of `POST /retrieve`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+ATTEMPTS = 4
+FIRST_PAUSE = 0.2
+"""Seconds before the second attempt; each further pause is twice as long."""
+
+
+class RetrievalFailed(Exception):
+    """The server did not answer, or with something else than passages."""
+
+
+class RetrievalClient:
+    """Asks a retrieval server; one client an episode, with one connection."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self._url = url
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds))
+
+    async def retrieve(self, query: str, topk: int) -> list[str]:
+        """The contents of the nearest passages, nearest first.
+
+        Raises:
+            RetrievalFailed: the server refuses the question, or is not there at any attempt.
+        """
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
+            try:
+                return await self._ask({"queries": [query], "topk": topk, "return_scores": True})
+            except (aiohttp.ClientConnectionError, TimeoutError) as error:
+                last = f"{type(error).__name__}: {error}"
+        raise RetrievalFailed(f"{self._url} did not answer {ATTEMPTS} times, at last with {last}")
+
+    async def _ask(self, question: Mapping[str, Any]) -> list[str]:
+        async with self._session.post(self._url, json=question) as response:
+            if response.status != 200:
+                raise RetrievalFailed(f"{self._url} answered {response.status}: {(await response.text())[:200]}")
+            answer = await response.json()
+        try:
+            return [str(hit.get("document", hit)["contents"]) for hit in answer["result"][0]]
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise RetrievalFailed(f"{self._url} answered without passages: {str(answer)[:200]}") from error
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._session.close()

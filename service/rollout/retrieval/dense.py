@@ -1,0 +1,62 @@
+"""A dense encoder from a Hugging Face folder: mean over the last hidden states, scaled to length 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from service.errors import UserError
+from service.types import Float32s
+
+
+class DenseEncoder:
+    """An encoder model; E5 and its like want `query: ` and `passage: ` before the text."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        query_prefix: str = "",
+        passage_prefix: str = "",
+        batch_size: int = 64,
+        max_length: int = 256,
+    ) -> None:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"encoder: {folder} is no Hugging Face model folder (it has no config.json)")
+        self._tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self._model = AutoModel.from_pretrained(str(folder), local_files_only=True).to(device).eval()
+        self._device = device
+        self._query_prefix, self._passage_prefix = query_prefix, passage_prefix
+        self._batch_size, self._max_length = batch_size, max_length
+
+    def passages(self, texts: Sequence[str]) -> Float32s:
+        """[n, hidden] vectors."""
+        return self._encode([self._passage_prefix + text for text in texts])
+
+    def queries(self, texts: Sequence[str]) -> Float32s:
+        """[n, hidden] vectors."""
+        return self._encode([self._query_prefix + text for text in texts])
+
+    def _encode(self, texts: Sequence[str]) -> Float32s:
+        # Texts of like length go together, so that little is padded.
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        vectors = np.empty((len(texts), self._model.config.hidden_size), dtype=np.float32)
+        for start in range(0, len(order), self._batch_size):
+            batch = order[start : start + self._batch_size]
+            vectors[batch] = self._encode_batch([texts[i] for i in batch])
+        return vectors
+
+    @torch.inference_mode()
+    def _encode_batch(self, texts: list[str]) -> Float32s:
+        tokens = self._tokenizer(
+            texts, padding=True, truncation=True, max_length=self._max_length, return_tensors="pt"
+        ).to(self._device)
+        hidden = self._model(**tokens).last_hidden_state.float()
+        mask = tokens["attention_mask"].unsqueeze(-1)
+        mean = torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1)
+        normal: Float32s = torch.nn.functional.normalize(mean, dim=1).cpu().numpy()
+        return normal

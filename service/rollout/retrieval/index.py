@@ -1,0 +1,154 @@
+"""Passages by nearness: encoders turn text into vectors, a flat index finds those with the largest inner product."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from service.errors import UserError
+from service.types import Float32s, Int64s
+
+WORD = re.compile(r"\w+")
+
+
+class Passage(NamedTuple):
+    """One document of a corpus."""
+
+    id: str
+    contents: str
+
+
+class Found(NamedTuple):
+    """A passage and how near it is."""
+
+    passage: Passage
+    score: float
+
+
+class Encoder(Protocol):
+    """Text to vectors of length 1."""
+
+    def passages(self, texts: Sequence[str]) -> Float32s:
+        """[n, d] vectors of documents."""
+
+    def queries(self, texts: Sequence[str]) -> Float32s:
+        """[n, d] vectors of questions."""
+
+
+class Index(Protocol):
+    """The nearest of many vectors."""
+
+    def search(self, queries: Float32s, topk: int) -> tuple[Float32s, Int64s]:
+        """[n, topk] inner products, largest first, and the numbers of their vectors."""
+
+
+class WordEncoder:
+    """Words weighed by how rare they are in the corpus: needs no model, and finds what shares words."""
+
+    def __init__(self, corpus: Sequence[str]) -> None:
+        documents = Counter(word for text in corpus for word in set(_words(text)))
+        self._columns = {word: i for i, word in enumerate(sorted(documents))}
+        counts = np.array([documents[word] for word in self._columns], dtype=np.float32)
+        self._rareness = np.log((1 + len(corpus)) / (1 + counts)) + 1
+
+    def passages(self, texts: Sequence[str]) -> Float32s:
+        """[n, words] vectors."""
+        vectors = np.zeros((len(texts), len(self._columns)), dtype=np.float32)
+        for i, text in enumerate(texts):
+            for word, count in Counter(_words(text)).items():
+                if word in self._columns:
+                    vectors[i, self._columns[word]] = count * self._rareness[self._columns[word]]
+        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+        return vectors
+
+    def queries(self, texts: Sequence[str]) -> Float32s:
+        """[n, words] vectors."""
+        return self.passages(texts)
+
+
+class NumpyIndex:
+    """Exact search by one matrix product."""
+
+    def __init__(self, vectors: Float32s) -> None:
+        self._vectors = vectors
+
+    def search(self, queries: Float32s, topk: int) -> tuple[Float32s, Int64s]:
+        """The nearest; equally near ones in the order of the corpus."""
+        scores = queries @ self._vectors.T
+        nearest = np.argsort(-scores, axis=1, kind="stable")[:, :topk]
+        return np.take_along_axis(scores, nearest, axis=1), nearest
+
+
+def flat_index(vectors: Float32s) -> Index:
+    """An exact index over the vectors: FAISS's where it is installed (the extra `search`), else numpy's."""
+    try:
+        faiss = import_module("faiss")
+    except ImportError:
+        return NumpyIndex(vectors)
+    index = faiss.IndexFlatIP(vectors.shape[1])
+    index.add(np.ascontiguousarray(vectors))
+    found: Index = index
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Retriever:
+    """A corpus that can be asked."""
+
+    passages: Sequence[Passage]
+    encoder: Encoder
+    index: Index
+
+    @staticmethod
+    def of(passages: Sequence[Passage], encoder: Encoder, embeddings: Path | None = None) -> Retriever:
+        """Encode the corpus, or read its vectors from `embeddings` (.npy), which is written where it is missing."""
+        if embeddings is not None and embeddings.is_file():
+            vectors = np.load(embeddings, mmap_mode="r")
+            if len(vectors) != len(passages):
+                raise UserError(f"{embeddings} has {len(vectors)} vectors for {len(passages)} passages; remove it")
+        else:
+            vectors = encoder.passages([passage.contents for passage in passages])
+            if embeddings is not None:
+                np.save(embeddings, vectors)
+        return Retriever(passages, encoder, flat_index(vectors))
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
+        """The `topk` nearest passages of each query, nearest first."""
+        scores, numbers = self.index.search(self.encoder.queries(queries), min(topk, len(self.passages)))
+        return [
+            [Found(self.passages[number], score) for score, number in zip(row, nearest, strict=True)]
+            for row, nearest in zip(scores.tolist(), numbers.tolist(), strict=True)
+        ]
+
+
+def load_corpus(path: Path) -> list[Passage]:
+    """A JSONL file with `id` and `contents` in each row.
+
+    Raises:
+        UserError: it is missing, empty or malformed; the message names file and row.
+    """
+    if not path.is_file():
+        raise UserError(f"corpus: there is no file {path}")
+    passages = []
+    with path.open(encoding="utf-8") as file:
+        for row, line in enumerate(file):
+            try:
+                document = json.loads(line)
+                passages.append(Passage(str(document["id"]), str(document["contents"])))
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise UserError(f"corpus: {path}, row {row}: give an object with id and contents ({error})") from error
+    if not passages:
+        raise UserError(f"corpus: {path} has no rows")
+    return passages
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.lower())

@@ -1,0 +1,106 @@
+"""Reading from SQLite on behalf of a policy: it may look at everything and change, load or exhaust nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.clock import Clock, SystemClock
+
+READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
+INSTRUCTIONS_BETWEEN_LOOKS = 1000
+"""Virtual machine instructions after which a running query looks at the clock."""
+LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
+    sqlite3.SQLITE_LIMIT_COLUMN: 200,
+    sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 20,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 200,
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+}
+"""What a single value, statement or pattern may take: these are not interrupted by the clock."""
+
+CLOCK = SystemClock()
+
+Cell = int | float | str | bytes | None
+
+
+class QueryFailed(Exception):
+    """The query is wrong, forbidden, too slow or too large; the message is fit for the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Rows of a query, up to the limit."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Cell, ...]]
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Runs one statement at a time against a database file that it opens read-only."""
+
+    seconds: float = 5.0
+    """Seconds that a query may take."""
+    max_rows: int = 1000
+    max_bytes: int = 8 << 20
+    """Bytes of text and blobs in one result."""
+    clock: Clock = CLOCK
+
+    def query(self, database: Path, sql: str) -> Result:
+        """The first rows of a statement's result.
+
+        Raises:
+            QueryFailed: the statement is wrong, does not only read, or takes too long or too much.
+        """
+        try:
+            with closing(self._open(database)) as connection:
+                cursor = connection.execute(sql)
+                rows = self._fetch(cursor)
+                columns = tuple(column[0] for column in cursor.description or ())
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            raise QueryFailed(self._told(error)) from error
+        except (MemoryError, OverflowError, ValueError) as error:  # a value or a statement that Python cannot take
+            raise QueryFailed(str(error) or type(error).__name__) from error
+        return Result(columns, rows[: self.max_rows], len(rows) > self.max_rows)
+
+    def _fetch(self, cursor: sqlite3.Cursor) -> list[tuple[Cell, ...]]:
+        rows: list[tuple[Cell, ...]] = []
+        size = 0
+        for row in cursor:
+            rows.append(row)
+            size += sum(len(cell) for cell in row if isinstance(cell, str | bytes))
+            if size > self.max_bytes:
+                raise QueryFailed(f"the result is larger than {self.max_bytes} bytes")
+            if len(rows) > self.max_rows:
+                break
+        return rows
+
+    def _open(self, database: Path) -> sqlite3.Connection:
+        connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        for limit, value in LIMITS.items():
+            connection.setlimit(limit, value)
+        connection.text_factory = _text
+        deadline = self.clock.monotonic() + self.seconds
+        connection.set_progress_handler(lambda: self.clock.monotonic() > deadline, INSTRUCTIONS_BETWEEN_LOOKS)
+        connection.set_authorizer(_only_reading)
+        return connection
+
+    def _told(self, error: Exception) -> str:
+        if str(error) == "interrupted":
+            return f"the query took longer than {self.seconds:g} s"
+        return str(error)
+
+
+def _only_reading(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    if action == sqlite3.SQLITE_FUNCTION and second == "load_extension":
+        return sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK if action in READING else sqlite3.SQLITE_DENY
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", errors="replace")

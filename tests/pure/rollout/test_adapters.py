@@ -1,0 +1,101 @@
+"""Environments of other libraries; tests that need one are skipped where it is not installed."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+
+from service.errors import UserError
+from service.rollout.environment import Task
+from service.rollout.environments import environment, made
+from service.rollout.retrieval.server import application
+from tests.pure.rollout.test_search import retriever, served
+
+with_skyrl = pytest.mark.skipif(find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
+with_reasoning = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+PROMPT = ({"role": "user", "content": "6 times 7?"},)
+
+
+@with_skyrl
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("text", "wanted"), [("#### 42", 1.0), ("#### 41", 0.0)])
+async def test_an_episode_of_skyrl_gym_is_judged_by_it(text: str, wanted: float) -> None:
+    episode = environment("skyrl_gym/gsm8k", {})
+    task = Task("p", PROMPT, "skyrl_gym/gsm8k", {"method": "rule", "ground_truth": "42"})  # type: ignore[arg-type]
+    assert list(await episode.reset(task, 0)) == list(PROMPT)
+    result = await episode.step(text)
+    assert (result.reward, result.done) == (wanted, True)
+    await episode.close()
+
+
+@with_skyrl
+@pytest.mark.asyncio
+async def test_a_search_episode_of_skyrl_gym_asks_our_retrieval_server_over_several_turns() -> None:
+    truth = {"ground_truth": {"target": ["olt"]}}
+    task = Task("p", PROMPT, "skyrl_gym/search", truth, {"data_source": "searchR1_nq"})  # type: ignore[arg-type]
+    async with served(application(retriever())) as url:
+        episode = environment("skyrl_gym/search", {"search_url": f"{url}/retrieve", "topk": 1, "max_turns": 3})
+        await episode.reset(task, 0)
+        first = await episode.step("<search>marn</search>")
+        assert "marn lies on the olt" in first.messages[0]["content"]
+        assert (first.reward, first.done) == (0, False)
+        last = await episode.step("<answer>olt</answer>")
+        assert (last.reward, last.done) == (1.0, True)
+        await episode.close()
+
+
+@with_skyrl
+def test_an_option_that_the_skyrl_gym_environment_does_not_take_is_an_error() -> None:
+    adapter = import_module("service.rollout.environments.skyrl_gym")
+    spec = import_module("skyrl_gym").spec("search").entry_point
+    assert adapter.env_config(spec, {"topk": 7}).topk == 7
+    with pytest.raises(TypeError, match="colour"):
+        adapter.env_config(spec, {"colour": 1})
+
+
+@with_reasoning
+@pytest.mark.asyncio
+async def test_made_rows_of_reasoning_gym_are_scored_by_it_with_partial_credit() -> None:
+    rows = made("reasoning_gym/chain_sum").rows(5, seed=3)
+    assert rows == made("reasoning_gym/chain_sum").rows(5, seed=3)
+    dataset = import_module("reasoning_gym").create_dataset("chain_sum", seed=3, size=5)
+    for row, entry in zip(rows, dataset, strict=True):
+        task = Task(row["uid"], tuple(row["prompt"]), row["env_class"], {}, row["extra_info"])
+        rewards = []
+        for text in (f"so <answer> {entry['answer']} </answer>", entry["answer"], "<answer>?</answer>"):
+            episode = environment(row["env_class"], {})
+            await episode.reset(task, 0)
+            result = await episode.step(text)
+            assert result.done
+            rewards.append(result.reward)
+        assert rewards[:2] == [1.0, 1.0]
+        assert rewards[2] < 0.5
+
+
+@with_reasoning
+@pytest.mark.asyncio
+async def test_a_row_of_another_dataset_is_an_error_of_its_episode() -> None:
+    (row,) = made("reasoning_gym/chain_sum").rows(1, seed=3)
+    episode = environment("reasoning_gym/chain_sum", {})
+    with pytest.raises(ValueError, match="another question"):
+        await episode.reset(Task("p", PROMPT, "", {}, row["extra_info"]), 0)  # type: ignore[arg-type]
+
+
+@with_reasoning
+def test_a_dataset_that_reasoning_gym_does_not_know_is_named() -> None:
+    with pytest.raises(UserError, match="does not make 'chain_sums'"):
+        made("reasoning_gym/chain_sums").rows(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("skyrl_gym/gsm8k", "skyrl-gym"), ("reasoning_gym/chain_sum", "reasoning-gym")]
+)
+def test_without_the_library_the_extra_to_install_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name.partition("/")[0], None)
+    with pytest.raises(UserError, match=rf"install baton-rl\[{extra}\]"):
+        environment(name, {})
