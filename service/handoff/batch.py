@@ -63,7 +63,10 @@ class BatchSettings:
 def mini_batch_boundaries(rows: Sequence[Row], mini_batch_size: int) -> list[tuple[int, int]]:
     """The rows of each mini-batch of `mini_batch_size` whole prompts, as (start, stop).
 
-    Rows of prompts  a a b c c d  in mini-batches of 2:  [(0, 3), (3, 6)]
+    >>> from types import SimpleNamespace
+    >>> rows = [SimpleNamespace(prompt_uid=uid) for uid in "aabccd"]
+    >>> mini_batch_boundaries(rows, 2)
+    [(0, 3), (3, 6)]
     """
     if mini_batch_size < 1:
         raise ValueError(f"mini_batch_size must be at least 1, not {mini_batch_size}")

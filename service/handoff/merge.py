@@ -47,7 +47,17 @@ class Plan(NamedTuple):
 
 
 def merge_steps(steps: Sequence[Step], mode: Mode = "linear", drift: Drift = "fork") -> list[Row]:
-    """The rows of any number of trajectories, in order of each trajectory's first appearance, then of steps."""
+    """The rows of any number of trajectories, in order of each trajectory's first appearance, then of steps.
+
+    >>> from service.types import TrajectoryId
+    >>> def step(index, prompt, response):
+    ...     ids = np.array(response, np.int32)
+    ...     sampled, versions = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.int64)
+    ...     return Step(TrajectoryId(0, 0), "a", index, np.array(prompt, np.int32), ids, None, sampled, versions)
+    >>> [row] = merge_steps([step(0, [10, 20, 30], [40, 50]), step(1, [10, 20, 30, 40, 50, 60, 70], [80, 90])])
+    >>> row.prompt_ids.tolist(), row.response_ids.tolist(), row.loss_mask.astype(int).tolist()
+    ([10, 20, 30], [40, 50, 60, 70, 80, 90], [1, 1, 0, 0, 1, 1])
+    """
     if not steps:
         return []
     table = steps_table(steps)

@@ -5,6 +5,7 @@ import pytest
 
 from service.handoff import merge_steps, mini_batch_boundaries
 from service.handoff.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch, zero_variance
+from service.handoff.pack import place
 from service.handoff.tables import ends_table, steps_table
 from service.handoff.versions import VersionHistory
 from service.handoff.wire import decode_mini_batch, encode_mini_batch
@@ -107,3 +108,26 @@ def test_mini_batch_boundaries_never_split_a_prompt() -> None:
         mini_batch_boundaries(rows, 3)
     with pytest.raises(ValueError, match="stand together"):
         mini_batch_boundaries([*rows, rows[0]], 1)
+
+
+def agents_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Row lengths with a long tail, up to 32k tokens."""
+    return np.clip(rng.lognormal(8.5, 0.9, count), 200, 32_768).astype(np.int64)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_carry_alike_and_need_few_micro_batches(ranks: int, seed: int) -> None:
+    length_R = agents_lengths(np.random.default_rng(seed), 256)
+    budget = 131_072
+    placement = place(length_R, np.arange(256, dtype=np.int32), ranks, budget)
+    heaviest = max(sum(int(length_R[list(chosen)].sum()) for chosen in rank) for rank in placement.ranks)
+    assert heaviest <= 1.02 * max(length_R.sum() / ranks, length_R.max())
+    assert len(placement.ranks[0]) <= -(-length_R.sum() // (ranks * budget)) + 1
+
+
+def test_a_padded_layout_counts_rows_times_the_longest() -> None:
+    length_R = np.array([10, 10, 90, 10])
+    placement = place(length_R, np.arange(4, dtype=np.int32), 1, 100, "padded")
+    for chosen in placement.ranks[0]:
+        assert length_R[list(chosen)].max() * len(chosen) <= 100
