@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -15,28 +17,51 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from service.errors import UserError
+from service.learn.experts import names_on_disk
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
+class Stored:
+    """The weights of a folder, by name; files are opened as they are asked for."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._file_of = _files_of(folder)
+        self._open: dict[Path, Any] = {}
+
+    def read(self, name: str, rows: slice, into: Tensor, shape: Sequence[int]) -> None:
+        """Fill `into` with some rows of a weight that must have this shape."""
+        if name not in self._file_of and names_on_disk(name, 0):
+            for row, expert in enumerate(range(*rows.indices(shape[0]))):
+                parts = names_on_disk(name, expert)
+                for part, values in zip(parts, into[row].chunk(len(parts)), strict=True):
+                    values.copy_(self._slice(part, values.shape)[:])
+        else:
+            into.copy_(self._slice(name, shape)[rows])
+
+    def _slice(self, name: str, shape: Sequence[int]) -> Any:
+        file = self._file_of.get(name)
+        if file is None:
+            raise UserError(f"model.path: {self._folder} has no weight {name!r}, which its config.json asks for")
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        stored = self._open[file].get_slice(name)
+        found, wanted = tuple(stored.get_shape()), tuple(shape)
+        if found != wanted:
+            raise UserError(f"model.path: {name} in {file} has shape {found}, config.json asks for {wanted}")
+        return stored
+
+
 @torch.no_grad()
 def load_weights(folder: Path, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
     """Fill each master with its part of the weights on disk; reads only that part."""
-    by_file: dict[Path, list[str]] = {}
-    where = _files_of(folder)
-    for name in masters:
-        if name not in where:
-            raise UserError(f"model.path: {folder} has no weight {name!r}, which its config.json asks for")
-        by_file.setdefault(where[name], []).append(name)
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt") as weights:
-            for name in names:
-                stored = weights.get_slice(name)
-                shape, wanted = tuple(stored.get_shape()), tuple(parameters[name].shape)
-                if shape != wanted:
-                    raise UserError(f"model.path: {name} in {file} has shape {shape}, config.json asks for {wanted}")
-                masters[name].copy_(stored[_own_part(parameters[name])])
+    with ExitStack() as stack:
+        stored = Stored(folder, stack)
+        for name, parameter in parameters.items():
+            stored.read(name, _own_part(parameter), masters[name], parameter.shape)
 
 
 def _files_of(folder: Path) -> dict[str, Path]:

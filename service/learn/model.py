@@ -17,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from service.config.tree import TrainerConfig
 from service.errors import UserError
 from service.learn import attention
+from service.learn.experts import RouterReplay
 from service.learn.logprob import CHUNK_ENTRIES, token_logprobs
 from service.learn.place import Placed
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose packed forward pass is proven equal to the row-by-row one."""
 
 
@@ -32,9 +33,11 @@ class PolicyModel(nn.Module):
         self.model: Any = backbone
         self.lm_head = lm_head
         self.chunk_entries = CHUNK_ENTRIES
+        self._replay = RouterReplay(self.layers)
 
     def forward(self, placed: Placed) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities of the tokens that carry loss, and entropies of the distributions they came from."""
+        self._replay.set(placed.routed_experts())
         # a token is predicted at the position before it
         hidden_MD = self._hidden(placed, placed.loss_token_M - 1)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
@@ -92,6 +95,8 @@ def _unsupported(config: PretrainedConfig) -> str | None:
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig) -> PolicyModel:
     """The model without memory for its parameters (meta device)."""
     implementation = attention.NAME if trainer.layout == "packed" else "sdpa"
+    if dtype == torch.float64 and hasattr(config, "num_experts"):
+        config._experts_implementation = "eager"  # the default, grouped products, knows no float64
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     if trainer.fused_kernels:

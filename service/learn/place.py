@@ -13,7 +13,7 @@ from service.learn.attention import Packing
 from service.learn.broadcast import NO_TRAJECTORY, broadcast, row_of_token
 from service.learn.padded import Padding
 from service.learn.reduction import row_shares
-from service.types import Int64s, MicroBatch
+from service.types import ROUTE_NATIVELY, Int64s, MicroBatch
 
 
 class Placed(NamedTuple):
@@ -31,6 +31,7 @@ class Placed(NamedTuple):
     temperature_R: Tensor
     trajectory_of_row_R: Tensor
     share_R: Tensor
+    routed_experts_NLK: Tensor | None
     packing: Packing | None
     """None in the padded layout."""
     padding: Padding | None
@@ -40,6 +41,14 @@ class Placed(NamedTuple):
         """[G] -> [M]: each loss token takes its trajectory's value."""
         value_N = broadcast(value_G, self.trajectory_of_row_R, self.row_of_token_N, self.loss_mask_N)
         return value_N.index_select(0, self.loss_token_M)
+
+    def routed_experts(self) -> Tensor | None:
+        """[tokens or slots, layers, topk] what the routers are to choose, in the order of the model's input."""
+        if self.routed_experts_NLK is None or self.padding is None:
+            return self.routed_experts_NLK
+        slots = self.padding.token_ids_RW.numel()
+        natively = self.routed_experts_NLK.new_full((slots, *self.routed_experts_NLK.shape[1:]), ROUTE_NATIVELY)
+        return natively.index_copy(0, self.padding.slot_N, self.routed_experts_NLK)
 
     @property
     def trajectory_M(self) -> Tensor:
@@ -61,6 +70,7 @@ def place(
     """Copy a micro-batch to the device; `dtype` is the type of log-probabilities and weights."""
     if len(micro.token_ids_N) == 0:
         micro = _dummy(micro)
+    experts_NLK = micro.routed_experts_N
     loss_token_M = np.flatnonzero(micro.loss_mask_N)
     offsets_R = micro.offsets_R.astype(np.int64)
     _refuse_unpredictable(micro, offsets_R)
@@ -79,6 +89,7 @@ def place(
         temperature_R=there(micro.temperature_R, dtype),
         trajectory_of_row_R=there(micro.trajectory_of_row_R, torch.int64),
         share_R=there(row_shares(micro, reduction), dtype),
+        routed_experts_NLK=None if experts_NLK is None else there(experts_NLK, torch.int64),
         packing=Packing.of(offsets_R, device) if layout == "packed" else None,
         padding=Padding.of(micro, offsets_R, device) if layout == "padded" else None,
     )

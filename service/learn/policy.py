@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from service.config.tree import Config
+from service.learn.experts import as_on_disk
 from service.learn.files import load_weights, write_folder
 from service.learn.logprob import wide
 from service.learn.masters import Masters
@@ -51,7 +52,7 @@ class Policy:
     def weights(self) -> dict[str, Tensor] | None:
         """All weights under their Hugging Face names, on the CPU, in the model's type; None on ranks other than 0."""
         whole = {name: self._whole(parameter) for name, parameter in self.masters.parameters.items()}
-        return whole if self.rank == 0 else None
+        return as_on_disk(whole) if self.rank == 0 else None
 
     def _whole(self, parameter: Tensor) -> Tensor:
         part = parameter.detach().to(self.device, self.dtype)
