@@ -1,20 +1,29 @@
-"""The actor that serves /metrics, /status and /healthz on one port, whatever becomes of the other actors."""
+"""The actor that serves /metrics, /status and a page for people on one port, whatever becomes of the others."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+from pathlib import Path
 from typing import Any
 
 import ray
 from aiohttp import web
 
+import service
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.hub import Hub
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+PAGE = Path(service.__file__).parent / "status_page.html"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class MetricsHub:
@@ -82,11 +91,23 @@ class MetricsHub:
 
     def _app(self) -> web.Application:
         app = web.Application()
+        app.router.add_get("/", self._get_page)
+        app.router.add_get("/history", self._get_history)
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/status", self._get_status)
         app.router.add_get("/healthz", self._get_health)
         app.router.add_get("/sd", self._get_targets)
         return app
+
+    async def _get_page(self, request: web.Request) -> web.Response:
+        return web.Response(text=PAGE.read_text(encoding="utf-8"), content_type="text/html", headers=PAGE_HEADERS)
+
+    async def _get_history(self, request: web.Request) -> web.Response:
+        try:
+            after = int(request.query.get("after", "-1"))
+        except ValueError:
+            raise web.HTTPBadRequest(text="after must be a number") from None
+        return web.json_response(self._hub.history(after))
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._hub.page(), headers={"Content-Type": TEXT})

@@ -27,6 +27,10 @@ class RunTelemetry:
             "folder": folder,
             "started": time.time(),
             "max_steps": config.run.max_steps,
+            "generators": config.generator.engines,
+            "mini_batch_size": config.trainer.mini_batch_size,
+            "lookahead": config.buffer.lookahead,
+            "max_staleness": config.buffer.max_staleness,
         }
         measure_run(self._reporter.metrics, config, baton_version())
 

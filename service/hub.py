@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,19 @@ from service.status import Status, compose
 
 SILENT_SECONDS = 10.0
 """An actor that has pushed nothing for this long counts as down; its gauges are no longer served."""
+
+HISTORY_STEPS = 5000
+"""Optimizer steps that the status page can look back on."""
+
+HISTORY_KEYS = (
+    "reward/avg_raw_reward",
+    "generate/batch_padded_seq_len",
+    "generate/avg_num_tokens",
+    "async/staleness_mean",
+    "async/staleness_max",
+    "timing/step",
+    "timing/wait_for_generation_buffer",
+)
 
 MAX_SNAPSHOT_BYTES = 4 << 20
 
@@ -36,6 +51,7 @@ class Hub:
         self._clock = clock
         self._sources: dict[str, _Pushed] = {}
         self._parts: dict[str, dict[str, Any]] = {}
+        self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
 
     def push(self, source: str, snapshot: bytes) -> None:
         """Take the numbers of `role/ident`, in place of those it pushed before."""
@@ -50,6 +66,8 @@ class Hub:
     def put_status(self, part: str, report: Mapping[str, Any]) -> None:
         """Take the report of a part: `run`, `buffer`, `step`, or an actor's `role/ident`."""
         self._parts[part] = dict(report)
+        if part == "step" and "trainer/global_step" in report:
+            self._steps.append(self._parts[part])
 
     def page(self) -> bytes:
         """Everything as Prometheus text; families in the order of the table."""
@@ -85,6 +103,14 @@ class Hub:
         ]
         return compose(self._parts, actors, self._clock.wall())
 
+    def history(self, after: int) -> dict[str, Any]:
+        """The steps after `after` as columns, for charts."""
+        steps = [step for step in self._steps if step["trainer/global_step"] > after]
+        return {
+            "steps": [step["trainer/global_step"] for step in steps],
+            "columns": {key: [_finite(step.get(key)) for step in steps] for key in HISTORY_KEYS},
+        }
+
     def silent(self) -> list[str]:
         """The sources that have pushed nothing for too long."""
         now = self._clock.monotonic()
@@ -101,6 +127,11 @@ def _families(snapshot: bytes) -> dict[str, bytes]:
     if unknown := families.keys() - BY_NAME.keys():
         raise ValueError(f"not in the table of metrics: {sorted(unknown)}")
     return families
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN; browsers refuse it."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _is_up(pushed: _Pushed, now: float) -> bool:

@@ -210,3 +210,14 @@ def test_the_status_document_joins_what_the_parts_reported() -> None:
     assert (status["state"], status["policy_version"]) == ("training", {"epoch": 1, "step": 3})
     assert (status["tokens"], status["waits"], status["buffer"]) == ({"open": 9}, [wait], {"groups": {"open": 3}})
     assert status["run"] == {"name": "r"} and status["step"] == {"reward/avg_raw_reward": 0.5}
+
+
+def test_the_history_gives_the_steps_after_a_step_as_columns_without_nan() -> None:
+    hub = Hub(FakeClock())
+    for step in (1, 2, 3):
+        hub.put_status("step", {"trainer/global_step": step, "reward/avg_raw_reward": step / 10})
+    hub.put_status("step", {"trainer/global_step": 4, "reward/avg_raw_reward": float("nan")})
+    history = hub.history(2)
+    assert history["steps"] == [3, 4]
+    assert history["columns"]["reward/avg_raw_reward"] == [0.3, None]
+    assert history["columns"]["timing/step"] == [None, None]
