@@ -40,8 +40,10 @@ def check_paths(config: Config) -> None:
     if folder is not None and not (folder / "config.json").is_file():
         found = "has no config.json" if folder.is_dir() else "does not exist"
         raise UserError(f"model.path: the model folder {folder} {found}; give a Hugging Face folder")
-    if train is not None and not train.is_file():
-        raise UserError(f"data.train: the dataset {train} does not exist; give a JSONL or parquet file")
+    files = {"train": train, **{f"mixture.{name}.path": part.path for name, part in config.data.mixture.items()}}
+    for name, path in {**files, **{f"eval.{name}": path for name, path in config.data.eval.items()}}.items():
+        if path is not None and not path.is_file():
+            raise UserError(f"data.{name}: the dataset {path} does not exist; give a JSONL or parquet file")
     if Path(config.run.dir).exists() and not Path(config.run.dir).is_dir():
         raise UserError(f"run.dir: {config.run.dir} is a file; give a folder")
 
@@ -72,11 +74,16 @@ def _one_model(config: Config) -> Iterator[Problem]:
 
 
 def _one_dataset(config: Config) -> Iterator[Problem]:
-    train, made = config.data.train, config.data.make_rows
-    if train is None and made is None:
+    data = config.data
+    given = {"train": data.train is not None, "make_rows": data.make_rows is not None, "mixture": bool(data.mixture)}
+    named = [name for name, is_given in given.items() if is_given]
+    if not named:
         yield Problem("data.train", "there are no prompts; give a JSONL or parquet file, or data.make_rows=N")
-    if train is not None and made is not None:
-        yield Problem("data.train", "data.make_rows is set too, so it is open which rows are meant; set one to null")
+    if len(named) > 1:
+        others = " and ".join(f"data.{name}" for name in named[1:])
+        yield Problem(f"data.{named[0]}", f"{others} is set too, so it is open which rows are meant; keep one of them")
+    if data.eval_every and not data.eval and data.eval_make_rows is None:
+        yield Problem("data.eval_every", "there is no evaluation set; give data.eval or data.eval_make_rows, or 0")
 
 
 def _sampling(config: Config) -> Iterator[Problem]:

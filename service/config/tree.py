@@ -75,6 +75,15 @@ class ModelConfig(Section):
     """Type of the parameters in forward passes, in engine and trainer."""
 
 
+class MixturePart(Section):
+    """One dataset of a mixture."""
+
+    path: Path
+    """A JSONL or parquet file with a row a prompt."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """The dataset's share of all prompts is its weight over the sum of weights."""
+
+
 class DataConfig(Section):
     """Where prompts come from."""
 
@@ -82,6 +91,17 @@ class DataConfig(Section):
     """A JSONL or parquet file with a row a prompt."""
     make_rows: Positive | None = None
     """Make this many rows with the environment's own generator instead of reading `train`."""
+    mixture: dict[str, MixturePart] = {}
+    """Several datasets by name, in the proportions of their weights, instead of `train`; an epoch has each row at least
+    once."""
+    eval: dict[str, Path] = {}
+    """Evaluation sets by name: JSONL or parquet files."""
+    eval_make_rows: Positive | None = None
+    """Make an evaluation set `made` of this many rows with the environment's own generator."""
+    eval_every: NotNegative = 0
+    """Optimizer steps between evaluations; 0: none while training."""
+    eval_samples: Positive = 1
+    """Trajectories of each evaluation prompt."""
     shuffle: bool = True
     """Shuffle each epoch with the run's seed."""
 

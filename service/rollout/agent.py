@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ async def run_trajectory(
     limits: AgentLimits,
     seed: int,
     observe: Callable[[Observed], None] | None = None,
-) -> AsyncIterator[Step | TrajectoryEnd]:
+) -> AsyncGenerator[Step | TrajectoryEnd, None]:
     """Play one episode: each finished turn as a `Step`, at last the `TrajectoryEnd`."""
     limits = limits.at(task.temperature)
     episode, script = Episode(trajectory, task, limits), _Script()

@@ -26,11 +26,19 @@ COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model"
 
 
 def load_tasks(path: Path) -> list[Task]:
-    """Every row of the file, in its order; an empty `env_class` means the configured environment."""
-    rows = _read(path)
+    """Every row of the file, in its order; an empty `env_class` means the configured environment.
+
+    Raises:
+        UserError: the file or a row is malformed; the message names row and column.
+    """
+    return tasks_of(read_rows(path), path)
+
+
+def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
+    """The rows of `path` as tasks; see `load_tasks`."""
     tasks = [_task(row, number, path) for number, row in enumerate(rows)]
     if not tasks:
-        raise UserError(f"data.train: {path} has no rows; give at least one prompt")
+        raise UserError(f"dataset {path}: there are no rows; give at least one prompt")
     seen: dict[str, int] = {}
     for number, task in enumerate(tasks):
         if task.uid in seen:
@@ -44,21 +52,33 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        file.writelines(f"{_line(row, number, path)}\n" for number, row in enumerate(rows))
     os.replace(partial, path)
 
 
-def _read(path: Path) -> list[Any]:
+def _line(row: Mapping[str, Any], number: int, path: Path) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False)
+    except TypeError as error:
+        raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
+
+
+def read_rows(path: Path) -> list[Any]:
+    """The rows of a JSONL or parquet file as they stand there.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read.
+    """
     if not path.is_file():
-        raise UserError(f"data.train: there is no file {path}")
+        raise UserError(f"dataset {path}: there is no such file")
     if path.suffix == ".parquet":
         try:
             return list(pq.read_table(path).to_pylist())
         except pa.ArrowException as error:
-            raise UserError(f"data.train: {path} is no parquet file: {error}") from error
+            raise UserError(f"dataset {path}: no parquet file: {error}") from error
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
-    raise UserError(f"data.train: {path} ends in {path.suffix!r}; give a .jsonl or a .parquet file")
+    raise UserError(f"dataset {path}: it ends in {path.suffix!r}; give a .jsonl or a .parquet file")
 
 
 def _read_jsonl(path: Path) -> list[Any]:
@@ -66,18 +86,18 @@ def _read_jsonl(path: Path) -> list[Any]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"data.train: {path} is not UTF-8: {error}") from error
+        raise UserError(f"dataset {path}: not UTF-8: {error}") from error
     for line in filter(str.strip, lines):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise UserError(f"data.train: {path}, row {len(rows)}: no JSON: {error}") from error
+            raise UserError(f"dataset {path}, row {len(rows)}: no JSON: {error}") from error
     return rows
 
 
 def _task(row: Any, number: int, path: Path) -> Task:
     if not isinstance(row, Mapping):
-        raise UserError(f"data.train: {path}, row {number}: a row is an object with columns, not {row!r:.80}")
+        raise UserError(f"dataset {path}, row {number}: a row is an object with columns, not {row!r:.80}")
     reward_spec = _mapping(row, "reward_spec", number, path) or _mapping(row, "reward_model", number, path)
     others = {column: value for column, value in row.items() if column not in COLUMNS}
     return Task(
@@ -137,4 +157,4 @@ def _text(row: Mapping[str, Any], column: str, number: int, path: Path) -> str:
 
 
 def _bad(path: Path, number: int, column: str, problem: str) -> UserError:
-    return UserError(f"data.train: {path}, row {number}, column {column}: {problem}")
+    return UserError(f"dataset {path}, row {number}, column {column}: {problem}")

@@ -1,0 +1,76 @@
+"""Evaluation: means per trajectory, pass@k, lost trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from itertools import combinations
+
+import pytest
+
+from service.rollout.agent import run_trajectory
+from service.rollout.chat import Chat
+from service.rollout.environment import Task
+from service.rollout.environments.lookup import Lookup
+from service.rollout.evaluate import Played, evaluate, pass_at, summary, table
+from service.types import Step, TrajectoryEnd, TrajectoryId
+from tests.pure.rollout.conftest import ScriptedEngine, limits
+from tests.pure.rollout.test_agent import lookup_task, optimal
+
+
+def test_pass_at_k_is_the_share_of_k_draws_with_a_pass() -> None:
+    outcomes = [True, False, False, True, False]
+    for k in range(1, 6):
+        draws = list(combinations(outcomes, k))
+        assert pass_at(k, 5, 2) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def played(uid: str, reward: float, stop_reason: str = "stop", n_turns: int = 2) -> Played:
+    return Played(uid, reward, n_turns, 8, stop_reason)
+
+
+def test_means_are_per_trajectory_and_passes_per_prompt() -> None:
+    found = summary("dev", [played("a", r) for r in (1, 0, 0, 1)] + [played("b", 0.0, n_turns=4) for _ in range(4)])
+    assert (found.avg_score, found.avg_turns, found.n_prompts, found.n_trajectories) == (0.25, 3.0, 2, 8)
+    assert found.pass_at == {1: 0.25, 2: pytest.approx(5 / 12), 4: 0.5}
+    assert found.metrics()["eval/dev/pass_at_4"] == 0.5
+
+
+def test_lost_trajectories_are_counted_and_left_out_of_the_means() -> None:
+    lost = [played("a", 0.0, "environment_error"), played("b", 0.0, "engine_timeout")]
+    found = summary("dev", [played("a", 1.0), played("a", 1.0, "max_turns"), *lost])
+    assert (found.avg_score, found.n_lost, found.n_prompts) == (1.0, 2, 2)
+    assert found.pass_at == {1: 1.0, 2: 1.0}
+    assert found.stop_reasons == {"stop": 1, "max_turns": 1, "environment_error": 1, "engine_timeout": 1}
+
+
+def test_a_set_of_which_everything_was_lost_still_has_a_line() -> None:
+    found = summary("dev", [played("a", 0.0, "environment_error")])
+    assert (found.avg_score, found.pass_at, found.n_lost) == (0.0, {}, 1)
+    head, line = table([found]).splitlines()
+    assert head.split() == ["set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "lost"]
+    assert line.split() == ["dev", "1", "1", "0.000", "-", "0.00", "0.0", "1"]
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than_allowed_at_once(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, optimal)
+    running, most = 0, 0
+    ids: list[TrajectoryId] = []
+
+    async def play(trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
+        nonlocal running, most
+        ids.append(trajectory)
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        async for item in run_trajectory(trajectory, task, Lookup(), engine, chat, limits(chat), seed=0):
+            if isinstance(item, TrajectoryEnd):
+                running -= 1
+            yield item
+
+    tasks = [lookup_task(seed) for seed in range(5)]
+    found = await evaluate("dev", tasks, n_samples=3, play=play, concurrency=4, first_ordinal=100)
+    assert (found.avg_score, found.pass_at, found.n_trajectories) == (1.0, {1: 1.0, 2: 1.0, 3: 1.0}, 15)
+    assert sorted(ids) == [TrajectoryId(100 + i, sample) for i in range(5) for sample in range(3)]
+    assert most == 4
