@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
+import pytest
+import xxhash
 
 from service.handoff.tables import end_objects, step_group
-from service.handoff.wire import decode, encode
+from service.handoff.validate import refusal, trajectory_refusal
+from service.handoff.wire import PREFIX, decode, encode
 from service.types import Refusal, RefusalReason, StepGroup, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, shared
 
@@ -65,14 +69,38 @@ def test_a_message_over_the_bound_is_refused_before_it_is_read() -> None:
     assert isinstance(found, Refusal) and found.reason == RefusalReason.TOO_LARGE
 
 
-def test_ten_thousand_random_byte_strings_are_refused() -> None:
+def test_ten_thousand_random_byte_strings_are_refused_and_leave_no_memory_behind() -> None:
     rng = np.random.default_rng(0)
     start = encode(GROUP)[:28]
-    for number in range(10_000):
-        data = rng.bytes(int(rng.integers(0, 400)))
-        if number % 2:
-            data = start + data
-        assert isinstance(decode(data, LIMITS), Refusal)
+    decode(start, LIMITS)
+    tracemalloc.start()
+    try:
+        for number in range(10_000):
+            data = rng.bytes(int(rng.integers(0, 400)))
+            assert isinstance(decode(start + data if number % 2 else data, LIMITS), Refusal)
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now < 100_000 and peak < 1_000_000
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of numbers that are none
+def test_damage_under_a_right_checksum_never_raises() -> None:
+    data = encode(GROUP)
+    head_bytes = PREFIX.unpack_from(data)[3]
+    rng = np.random.default_rng(1)
+    accepted = 0
+    for number in range(4_000):
+        body = bytearray(data[PREFIX.size :])
+        end_of_mischief = head_bytes if number % 2 else len(body)
+        for _ in range(int(rng.integers(1, 4))):
+            body[int(rng.integers(end_of_mischief))] = int(rng.choice([0, 1, 0x7F, 0x80, 0xFF, int(rng.integers(256))]))
+        prefix = PREFIX.pack(b"BATN", 1, 1, head_bytes, len(body) - head_bytes, xxhash.xxh3_64_intdigest(bytes(body)))
+        found = decode(prefix + bytes(body), LIMITS)
+        if isinstance(found, StepGroup) and refusal(found, LIMITS) is None:
+            accepted += 1
+            trajectory_refusal(found.steps, found.ends)
+    assert accepted > 100
 
 
 def test_an_empty_group_survives_its_bytes() -> None:
