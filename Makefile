@@ -1,13 +1,17 @@
-# `make help` says what there is. PYTHON=python3.12 names the Python, BATON_PROFILE=cpu|cuda the profile.
+# `make help` says what there is. PYTHON=python3.12 names the Python, PROFILE=cpu or cuda the profile.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest --import-mode=importlib
+PYTEST := $(BIN)/python -m pytest
 # What `make quickstart` is told beyond its configuration, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
+# cpu or cuda, where the machine's looks are to be overruled.
+PROFILE :=
+export PYTHON
+BOOTSTRAP := $(if $(PROFILE),BATON_PROFILE=$(PROFILE)) scripts/bootstrap --venv $(VENV)
 
 .PHONY: help
 help: ## what there is
@@ -15,12 +19,12 @@ help: ## what there is
 
 .PHONY: venv dev
 venv: ## build .venv from the lock files (CPU or CUDA), or do nothing
-	@scripts/bootstrap --venv $(VENV)
+	@$(BOOTSTRAP)
 dev: ## the same, with the tools for lint, types and tests
-	@scripts/bootstrap --venv $(VENV) --dev
+	@$(BOOTSTRAP) --dev
 
 .PHONY: quickstart
-quickstart: venv ## train a small model through vLLM, the buffer and FSDP (about two minutes)
+quickstart: venv ## train a small model through vLLM, the buffer and FSDP (minutes)
 	@echo "baton: training; configuration configs/quickstart.yaml"
 	@$(BIN)/baton run --config configs/quickstart.yaml $(SET)
 

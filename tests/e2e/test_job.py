@@ -1,0 +1,156 @@
+"""`ray job submit`, word for word as the README has it, against a Ray that was started as the README has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+ROOT = Path(__file__).parents[2]
+MARK = "BATON_TEST_CLUSTER"
+STARTING = ("No available agent", "Failed to connect to Ray")
+"""What Ray answers in the first seconds of a cluster."""
+TRIES = 20
+SHORT = "run.max_steps=3 model.warm_start.steps=10 metrics.port=0"
+ENDLESS = "run.max_steps=100000 model.warm_start.steps=10 metrics.port=0"
+
+LeftOver = Callable[[str, str, float], dict[int, str]]
+
+
+def readme_commands() -> list[str]:
+    """The lines of the README's block that starts a cluster and submits a job."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if "ray job submit" in block]
+    return str(block).splitlines()
+
+
+def plain_shell(home: Path, mark: str) -> dict[str, str]:
+    """The environment of somebody's terminal: none of the settings that this test session made."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "BATON_", "PYTEST_"))}
+    venv = Path(sys.prefix) / "bin"  # what `source .venv/bin/activate` puts first
+    session = {name: value for name, value in os.environ.items() if name == "BATON_TEST_SESSION"}
+    return {**kept, **session, MARK: mark, "HOME": str(home), "PATH": f"{venv}:{os.environ['PATH']}"}
+
+
+@dataclass
+class Cluster:
+    """A Ray head, started in a shell of its own."""
+
+    home: Path
+    environment: dict[str, str]
+    set_up: list[str]
+    submit_command: str
+
+    def shell(self, command: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+        """Run a command as the README's block does, after what stands above it."""
+        script = "\n".join(["set -e", *self.set_up, command])
+        return subprocess.run(
+            ["bash", "-c", script],
+            cwd=ROOT,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+
+    def submit(self, options: str, settings: str) -> subprocess.CompletedProcess[str]:
+        """The README's submit command with more options and settings; again while the cluster is still starting."""
+        command = self.submit_command.replace("ray job submit", f"ray job submit {options}")
+        for _ in range(TRIES):
+            done = self.shell(f"{command} {settings}")
+            if not any(sign in done.stdout for sign in STARTING):
+                break
+            time.sleep(1)
+        return done
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+@pytest.fixture(scope="module")
+def cluster(left_over: LeftOver) -> Iterator[Cluster]:
+    """`ray start --head` with ports and folders of its own, so that it disturbs nobody and nobody disturbs it."""
+    lines = readme_commands()
+    head = next(line for line in lines if line.startswith("ray start"))
+    submit = next(line for line in lines if line.startswith("ray job submit"))
+    # Not the activation: the environment under test may lie elsewhere than in the checkout.
+    set_up = [line for line in lines if line not in (head, submit) and not line.startswith("source ")]
+    with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as folder:
+        environment = plain_shell(Path(folder), mark := secrets.token_hex(8))
+        dashboard = free_port()
+        options = {
+            "port": free_port(),
+            "dashboard-port": dashboard,
+            "dashboard-agent-listen-port": free_port(),
+            "ray-client-server-port": free_port(),
+            "metrics-export-port": free_port(),
+            "num-cpus": 4,
+            "temp-dir": f"{folder}/ray",
+        }
+        own = " ".join(f"--{name}={value}" for name, value in options.items())
+        blocked = "\n".join(["set -e", *set_up, f"exec {head} {own} --block"])
+        with Path(folder, "head.log").open("w") as log:
+            ray = subprocess.Popen(
+                ["bash", "-c", blocked], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
+        yield Cluster(Path(folder), environment, set_up, submit)
+        ray.terminate()
+        ray.wait(timeout=30)
+        assert left_over(MARK, mark, 30) == {}
+
+
+def test_a_job_trains_and_leaves_its_run_folder_where_it_lasts(cluster: Cluster) -> None:
+    done = cluster.submit("", SHORT)
+    assert done.returncode == 0, done.stdout
+    assert "finished after 3 optimizer steps" in done.stdout
+    run = cluster.home / "runs" / "quickstart"
+    assert json.loads((run / "summary.json").read_text())["state"] == "finished"
+    assert (run / "final" / "model.safetensors").is_file()
+    token = cluster.home / ".ray" / "auth_token"
+    assert token.stat().st_mode & 0o077 == 0, "others can read the cluster's token"
+
+
+def test_a_stopped_job_writes_its_final_weights(cluster: Cluster, left_over: LeftOver) -> None:
+    done = cluster.submit("--no-wait --submission-id=to-stop", f"{ENDLESS} run.name=stopped")
+    assert done.returncode == 0, done.stdout
+    run = cluster.home / "runs" / "stopped"
+    deadline = time.monotonic() + 240
+    while not (run / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline, cluster.shell("ray job logs to-stop").stdout
+        time.sleep(0.5)
+
+    stopped = cluster.shell("ray job stop to-stop", seconds=60)
+    assert stopped.returncode == 0, stopped.stdout
+    assert "was stopped" in stopped.stdout
+    assert json.loads((run / "summary.json").read_text())["state"] == "stopped"
+    assert (run / "final" / "model.safetensors").is_file()
+    assert not list(run.glob("final?*")), "a half-written folder was left beside the final weights"
+
+
+def test_a_client_without_the_token_is_refused(cluster: Cluster) -> None:
+    stranger = {**cluster.environment, "HOME": "/nonexistent", "RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"}
+    command = ["bash", "-c", "ray job list"]
+    done = subprocess.run(command, env=stranger, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "uthenticat" in done.stdout + done.stderr
