@@ -178,10 +178,11 @@ class Generator:
         del self._playing[trajectory]
 
     def _episode(self, trajectory: TrajectoryId, task: Task) -> AsyncIterator[Step | TrajectoryEnd]:
+        env = self._config.env
         return run_trajectory(
             trajectory,
             task,
-            environment(task.env_class or self._config.env.name, self._config.env.options),
+            environment(task.env_class or env.name, env.options, env.trusted_modules),
             self._engine,
             self._chat,
             self._limits,
