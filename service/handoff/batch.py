@@ -14,7 +14,7 @@ from service.handoff.branches import Drift, Mode
 from service.handoff.merge import merge
 from service.handoff.pack import Layout, Placement, in_packing_order, micro_batches, place
 from service.handoff.score import ReturnRule, advantages, returns
-from service.handoff.tables import concat_ends, concat_steps, select_ends, trajectories
+from service.handoff.tables import concat_ends, concat_steps, lengths_of, select_ends, trajectories
 from service.handoff.versions import VersionHistory
 from service.types import Ends, Float64s, Int32s, Int64s, MiniBatch, Row, Rows, Steps
 
@@ -92,7 +92,7 @@ def form_mini_batch(
     steps = concat_steps([group.steps for group in groups])
     ends, prompt_G = _ends_in_order(groups)
     merged = merge(steps, settings.mode, settings.drift, settings.max_drift_tokens)
-    length_R, trajectory_R = np.diff(merged.rows.offsets_R), _trajectory_of_rows(merged.rows, ends)
+    length_R, trajectory_R = lengths_of(merged.rows.offsets_R), _trajectory_of_rows(merged.rows, ends)
     placement = place(length_R, trajectory_R, settings.ranks, settings.token_budget, settings.layout)
     packed, order_R = in_packing_order(merged.rows, placement)
     trajectory_R = trajectory_R[order_R]

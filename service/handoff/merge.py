@@ -21,7 +21,7 @@ import numpy as np
 
 from service.handoff.branches import Drift, Mode, Rule, branching_rows
 from service.handoff.prefix import assembled, check_chain, in_order, total_lengths, whole_prompts
-from service.handoff.tables import offsets_of, row_objects, steps_table, with_token_rewards
+from service.handoff.tables import lengths_of, offsets_of, row_objects, steps_table, with_token_rewards
 from service.types import ROUTE_NATIVELY, Bools, Int16s, Int64s, Row, Rows, Step, Steps
 
 
@@ -161,7 +161,7 @@ def _rows(steps: Steps, plan: Plan) -> Rows:
     begins_S[1:] = plan.row_S[1:] != plan.row_S[:-1]
     first_R, begin_R = plan.row_S[begins_S], np.flatnonzero(begins_S)
     last_R = plan.last_K[first_R]
-    response_K = np.diff(steps.offsets_K) - steps.prompt_length_K
+    response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     columns = assembled(steps, plan.start_S, plan.stop_S, plan.live_S)
     if steps.routed_experts_N is not None:
         columns["routed_experts_N"] = _observations_routed_natively(steps, plan, columns["routed_experts_N"])

@@ -18,6 +18,7 @@ from service.handoff.tables import (
     TOKEN_COLUMNS,
     concat_steps,
     copy_segments,
+    lengths_of,
     offsets_of,
     same_step,
     select_steps,
@@ -97,7 +98,7 @@ def common_prefix(a: Int32s, b: Int32s) -> int:
 
 def total_lengths(steps: Steps) -> Int64s:
     """Tokens of each step's whole prompt and response."""
-    return np.where(steps.extends_K < 0, 0, steps.extends_length_K) + np.diff(steps.offsets_K)
+    return np.where(steps.extends_K < 0, np.int64(0), steps.extends_length_K) + lengths_of(steps.offsets_K)
 
 
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
@@ -201,7 +202,7 @@ def whole_prompts(steps: Steps) -> Steps:
     start_S, stop_S, live_S = np.array(segments, np.int64).T
     return replace(
         steps,
-        prompt_length_K=(steps.prompt_length_K + length_K - np.diff(steps.offsets_K)).astype(np.int32),
+        prompt_length_K=(steps.prompt_length_K + length_K - lengths_of(steps.offsets_K)).astype(np.int32),
         extends_K=np.full(len(steps), -1, np.int32),
         extends_length_K=np.zeros(len(steps), np.int32),
         extends_digest_K=np.zeros(len(steps), np.uint64),

@@ -136,7 +136,7 @@ def concat_steps(tables: Sequence[Steps]) -> Steps:
     return Steps(
         uids=uids,
         stop_reasons=stop_reasons,
-        offsets_K=offsets_of(np.concatenate([np.diff(t.offsets_K) for t in tables])),
+        offsets_K=offsets_of(np.concatenate([lengths_of(t.offsets_K) for t in tables])),
         token_rewards_N=_joined_token_rewards(tables),
         routed_experts_N=_joined_experts(tables),
         **columns,
@@ -223,6 +223,11 @@ def offsets_of(length_X: NDArray[np.integer[Any]]) -> Int64s:
     offsets_X = np.zeros(len(length_X) + 1, np.int64)
     np.cumsum(length_X, out=offsets_X[1:])
     return offsets_X
+
+
+def lengths_of(offsets_X: Int64s) -> Int64s:
+    """The items' lengths behind their offsets: [0 3 5] -> [3 2]."""
+    return offsets_X[1:] - offsets_X[:-1]
 
 
 def copy_segments(column_N: NDArray[Column], start_S: Int64s, stop_S: Int64s) -> NDArray[Column]:
@@ -352,7 +357,7 @@ def _routed_experts(steps: Sequence[Step]) -> Int16s | None:
 
 def _rewards_on_last_token(steps: Steps) -> Float32s:
     rewards_N = np.zeros(len(steps.token_ids_N), np.float32)
-    answered = np.diff(steps.offsets_K) > steps.prompt_length_K
+    answered = lengths_of(steps.offsets_K) > steps.prompt_length_K
     rewards_N[steps.offsets_K[1:][answered] - 1] = steps.reward_K[answered]
     return rewards_N
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from service.config.tree import Config
 from service.handoff.prefix import PrefixError, check_references, in_order, total_lengths
+from service.handoff.tables import lengths_of
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
@@ -97,7 +98,7 @@ def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
         check_references(steps)
     except PrefixError as error:
         return Refusal(RefusalReason.PREFIX, str(error))
-    sampled_N = steps.loss_mask_N & np.repeat(steps.has_logprobs_K, np.diff(steps.offsets_K))
+    sampled_N = steps.loss_mask_N & np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
     bad = int(np.count_nonzero(sampled_N & ~np.isfinite(steps.logprobs_N)))
     if bad > max(1, MAX_SHARE_NOT_FINITE * np.count_nonzero(sampled_N)):
         return Refusal(RefusalReason.LOGPROB, "logprobs_N", bad)
@@ -107,7 +108,7 @@ def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
 def _table(group: StepGroup, limits: Limits) -> Refusal | None:
     """Offsets and indices of strings that point outside; the lengths of columns are right by construction."""
     steps, ends = group.steps, group.ends
-    own_K = np.diff(steps.offsets_K)
+    own_K = lengths_of(steps.offsets_K)
     if steps.offsets_K[0] != 0 or steps.offsets_K[-1] != len(steps.token_ids_N) or own_K.min(initial=0) < 0:
         return Refusal(RefusalReason.LENGTH_MISMATCH, "offsets_K", len(steps.token_ids_N))
     if (k := _outside(steps.prompt_length_K, 0, own_K + 1)) is not None:
@@ -169,7 +170,7 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
 
 def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
     steps = group.steps
-    response_K = np.diff(steps.offsets_K) - steps.prompt_length_K
+    response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     prompt_K = total_lengths(steps) - response_K
     return _first_outside(
         RefusalReason.EMPTY, ("response_length_K", response_K, 1, MAX_ORDINAL), ("prompt_K", prompt_K, 1, MAX_ORDINAL)
@@ -194,7 +195,12 @@ def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
     ):  # fmt: skip
         if column is not None and not (finite_X := np.isfinite(column)).all():
             return Refusal(RefusalReason.REWARD, f"{name}[{finite_X.argmin()}]")
-    return _first_outside(RefusalReason.TEMPERATURE, ("temperature_K", steps.temperature_K, *TEMPERATURES))
+    coldest, hottest = TEMPERATURES
+    fine_K = (steps.temperature_K >= coldest) & (steps.temperature_K <= hottest)
+    if not fine_K.all():
+        k = int(fine_K.argmin())
+        return Refusal(RefusalReason.TEMPERATURE, f"temperature_K[{k}]", float(steps.temperature_K[k]))
+    return None
 
 
 def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -255,18 +261,16 @@ _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
 )  # fmt: skip
 
 
-def _outside(column_X: NDArray[Any], low: float, high: Any) -> int | None:
-    """The first item that is not in [low, high)."""
-    if not len(column_X):
+def _outside(column_X: NDArray[Any], low: int, high: Any) -> int | None:
+    """The first integer that is not in [low, high)."""
+    above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # below low becomes huge
+    if not isinstance(high, np.ndarray) and np.maximum.reduce(above_X, initial=0) < high - low:
         return None
-    if low == 0 and column_X.dtype.kind == "i":
-        fine_X = column_X.view(f"u{column_X.dtype.itemsize}") < high
-    else:
-        fine_X = (column_X >= low) & (column_X < high)
+    fine_X = above_X < high - low
     return None if fine_X.all() else int(fine_X.argmin())
 
 
-def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], float, Any]) -> Refusal | None:
+def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:
     for name, column_X, low, high in ranges:
         if (x := _outside(column_X, low, high)) is not None:
             return Refusal(reason, f"{name}[{x}]", float(column_X[x]))
