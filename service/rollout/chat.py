@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from service.config.tree import GeneratorConfig
 from service.errors import UserError
 from service.rollout.environment import Message
+from service.rollout.tokenizer import load_tokenizer
 from service.types import Int32s
 
 MARK = "baton-marks-the-response"
@@ -99,6 +102,11 @@ class Chat:
         if len(following) and int(following[0]) in special:
             return int(following[0])
         return int(self._tokenizer.eos_token_id)
+
+
+def load_chat(folder: Path, config: GeneratorConfig) -> Chat:
+    """The chat of the model in `folder`, with the configured options of its template."""
+    return Chat(load_tokenizer(folder), config.chat_template_options)
 
 
 def _cached(cache: OrderedDict[Key, Int32s], messages: Sequence[Message], make: Callable[[], Int32s]) -> Int32s:

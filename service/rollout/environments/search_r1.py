@@ -8,6 +8,9 @@
 The reward is 1 where the answer, without case, articles and punctuation, is one of those in the row's
 `reward_spec.ground_truth` (a text, a list, or SkyRL's `{"target": ...}`). Passages come from the retrieval server at
 `url`; without one, from `corpus` (JSONL, by words) in this process.
+
+With `calls: tools` the policy searches by tool calls instead (`{"name": "search", "arguments": {"query": ...}}`), and a
+response without a call ends the episode; the row's `tools` column tells the template about the tool.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import string
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from service.rollout.data import CORPUS
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.retrieval.client import RetrievalClient
 from service.rollout.retrieval.index import Retriever, WordEncoder, load_corpus
+from service.rollout.tools import answer, tool_calls
 
 SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -34,7 +38,17 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 class SearchR1:
     """One question."""
 
-    def __init__(self, url: str = "", corpus: str = str(CORPUS), topk: int = TOPK, seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str = "",
+        corpus: str = str(CORPUS),
+        topk: int = TOPK,
+        seconds: float = 30.0,
+        calls: Literal["tags", "tools"] = "tags",
+    ) -> None:
+        if calls not in ("tags", "tools"):
+            raise TypeError(f"calls is tags or tools, not {calls!r}")
+        self._calls = calls
         self._url = url
         self._corpus = Path(corpus)
         self._topk = topk
@@ -51,12 +65,17 @@ class SearchR1:
 
     async def step(self, text: str) -> StepResult:
         """Search, or judge an answer."""
+        called = tool_calls(text) if self._calls == "tools" else []
+        if called:
+            return await answer(called, {"search": self._search})
         answers = ANSWER.findall(text)
         if answers:
             right = float(normal(answers[-1]) in self._truths)
             return StepResult((), right, True, {"right": right})
+        if self._calls == "tools":
+            return StepResult((), 0.0, True, {"right": 0.0})
         searches = SEARCH.findall(text)
-        told = numbered(await self._retrieve(searches[-1].strip())) if searches else "give <search> or <answer>"
+        told = await self._search(searches[-1].strip()) if searches else "give <search> or <answer>"
         observation = Message(role="user", content=f"<information> {told} </information>")
         return StepResult([observation], 0.0, False, {"searches": 1.0 if searches else 0.0})
 
@@ -64,6 +83,9 @@ class SearchR1:
         """Close the connection to the server."""
         if self._client is not None:
             await self._client.close()
+
+    async def _search(self, query: str) -> str:
+        return numbered(await self._retrieve(str(query)))
 
     async def _retrieve(self, query: str) -> Sequence[str]:
         if self._client is not None:

