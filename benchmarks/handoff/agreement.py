@@ -1,0 +1,103 @@
+"""Do Baton and SkyRL say the same? Random episodes with forks, resets and empty observations through both."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from benchmarks.handoff import peers
+from benchmarks.handoff.peers import TrajectoryID, compute_prompt_mini_batch_boundaries, ppo_utils
+from service.handoff import advantages, merge_steps, mini_batch_boundaries
+from service.interop.skyrl import rows_to_generator_output, steps_from_generator_output
+
+TOLERANCE = 1e-5
+LISTS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards")
+
+
+def check(rounds: int = 300) -> int:
+    """Raise AssertionError on the first difference; returns how many comparisons were made."""
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        output = random_output(rng, per_token=bool(rng.integers(2)))
+        check_merge(output)
+        check_scores(rng)
+    return rounds
+
+
+def random_output(rng: np.random.Generator, per_token: bool) -> dict[str, Any]:
+    """Up to four prompts of up to three samples of up to five steps."""
+    entries = [
+        entry
+        for prompt in range(int(rng.integers(1, 5)))
+        for sample in range(int(rng.integers(1, 4)))
+        for entry in _trajectory(rng, TrajectoryID(f"p{prompt}", sample), per_token)
+    ]
+    names = (*LISTS, "stop_reasons", "trajectory_ids", "is_last_step")
+    columns = {name: [entry[name] for entry in entries] for name in names}
+    return columns | {"rollout_expert_indices": None, "rollout_metrics": None}
+
+
+def _trajectory(rng: np.random.Generator, identity: TrajectoryID, per_token: bool) -> list[dict[str, Any]]:
+    history, entries = rng.integers(0, 9, rng.integers(1, 6)).tolist(), []
+    turns = int(rng.integers(1, 6))
+    for turn in range(turns):
+        response = rng.integers(0, 9, rng.integers(1, 5)).tolist()
+        entries.append(
+            {
+                "prompt_token_ids": list(history),
+                "response_ids": response,
+                "loss_masks": rng.integers(0, 2, len(response)).tolist(),
+                "rollout_logprobs": (-rng.random(len(response))).tolist(),
+                "rewards": rng.random(len(response)).tolist() if per_token else float(rng.random()),
+                "stop_reasons": str(rng.choice(["stop", "length"])),
+                "trajectory_ids": identity,
+                "is_last_step": turn == turns - 1,
+            }
+        )
+        history = history + response + rng.integers(0, 9, rng.integers(0, 4)).tolist()
+        if rng.random() < 0.3:
+            history[int(rng.integers(len(history)))] = int(rng.integers(0, 9))
+        if rng.random() < 0.1:
+            history = history[: int(rng.integers(1, len(history) + 1))]
+    return entries
+
+
+def check_merge(output: dict[str, Any]) -> None:
+    """The same rows, and the same mini-batches of them."""
+    rows = merge_steps(steps_from_generator_output(output))
+    ours, theirs = rows_to_generator_output(rows), peers.merge(output)
+    for name in LISTS:
+        for r, (a, b) in enumerate(zip(ours[name], theirs[name], strict=True)):
+            np.testing.assert_allclose(a, b, atol=TOLERANCE, err_msg=f"{name}[{r}]")
+    for name in ("stop_reasons", "is_last_step"):
+        np.testing.assert_equal(ours[name], theirs[name])
+    assert [(t.instance_id, t.repetition_id) for t in theirs["trajectory_ids"]] == ours["trajectory_ids"]
+    uids = [row.prompt_uid for row in rows]
+    count = len(set(uids))
+    for size in (size for size in range(1, count + 1) if count % size == 0):
+        assert mini_batch_boundaries(rows, size) == compute_prompt_mini_batch_boundaries(uids, size, count, True, 1)
+
+
+def check_scores(rng: np.random.Generator) -> None:
+    """The same advantages, of the estimators that both have."""
+    returns_G = rng.integers(0, 3, 12).astype(np.float64)
+    uids = rng.integers(0, 4, 12)
+    rewards, mask = torch.tensor(returns_G, dtype=torch.float32)[:, None], torch.ones(12, 1)
+    peer: dict[str, Any] = {
+        "grpo": ppo_utils.compute_grpo_outcome_advantage,
+        "rloo": ppo_utils.compute_rloo_outcome_advantage,
+        "maxrl": ppo_utils.compute_maxrl_advantage,
+    }
+    for name, function in peer.items():
+        theirs = function(token_level_rewards=rewards.clone(), response_mask=mask, index=uids)[0][:, 0].numpy()
+        _compare(name, returns_G, uids, theirs)
+    theirs = peer["grpo"](token_level_rewards=rewards.clone(), response_mask=mask, index=uids, grpo_norm_by_std=False)
+    _compare("grpo_no_std", returns_G, uids, theirs[0][:, 0].numpy())
+
+
+def _compare(name: str, returns_G: Any, uids: Any, theirs: Any) -> None:
+    ours = cast(Any, advantages(name, returns_G, uids))
+    scale = np.maximum(1, np.abs(theirs))  # MaxRL divides by a mean of 0 + 1e-6
+    np.testing.assert_allclose(ours / scale, theirs / scale, atol=TOLERANCE, err_msg=name)

@@ -1,0 +1,223 @@
+"""What is measured, over which input, and what the clock includes."""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.handoff import peers
+from benchmarks.handoff.workloads import SAMPLES, VOCAB_SIZE, Workload, engineering, long_tail, search, shared, turns
+from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.merge import merge
+from service.handoff.prefix import check_chain, share_prefixes
+from service.handoff.tables import TOKEN_COLUMNS, step_group, steps_table
+from service.handoff.validate import Limits, refusal
+from service.handoff.versions import VersionHistory
+from service.handoff.wire import decode, encode
+from service.interop.skyrl import steps_from_generator_output
+from service.types import Sender, StepGroup, Steps
+
+LIMITS = Limits(
+    vocab_size=VOCAB_SIZE, max_input_length=40_000, max_generate_length=4096, max_turns=64,
+    n_samples_per_prompt=SAMPLES, max_attempts=3, max_group_bytes=1 << 30,
+)  # fmt: skip
+SETTINGS = BatchSettings(ranks=8, token_budget=131_072, max_staleness=8)
+
+
+PEER_MERGE = "SkyRL merge"
+PEER_ROAD = "SkyRL merge, batch tensors"
+PEER_CODEC = "TransferQueue codec"
+ROAD = "decode, validate, merge, score, mini-batch, pack"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured function on one workload."""
+
+    workload: str
+    function: str
+    input_form: str
+    clock: str
+    """What the clock includes."""
+    new_tokens: int
+    cpu_ms: float
+    """Median processor time of the runs, which other processes of the machine disturb least."""
+    best_ms: float
+    tokens_per_second: float
+    """Of new tokens, from the median."""
+    peak_mib: float
+    """Memory that the function took at its peak, by tracemalloc, in a run of its own."""
+    share_of_copy: float | None
+    """Time over that of one memory copy of the prefix-shared columns."""
+    ratio: float | None
+    """Tokens per second over the reference named in `against`."""
+    against: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function to measure, and what its tokens per second are compared with."""
+
+    function: str
+    input_form: str
+    clock: str
+    run: Callable[[], Any]
+    against: str = ""
+
+
+def figures(repeats: int) -> list[Figure]:
+    """Every figure of every workload, in one run."""
+    found: list[Figure] = []
+    for workload in (search(), engineering(), long_tail()):
+        found += measured(workload, tasks(workload), repeats)
+    return found + turn_scaling(repeats)
+
+
+def tasks(workload: Workload) -> list[Task]:
+    """All functions over one workload; conversions between input forms are tasks of their own."""
+    sender = Sender("generator-0", 1, 0)
+    full_steps = [step for episode in workload.episodes for step in episode]
+    shared_steps = [step for episode in workload.episodes for step in shared(episode)]
+    full, small = steps_table(full_steps), steps_table(shared_steps)
+    full_group = step_group(sender, full_steps, workload.ends())
+    small_group = step_group(sender, shared_steps, workload.ends())
+    lists, nested = peers.generator_output(workload), peers.tensordict(workload)
+    messages = [encode(group) for group in _groups(workload)]
+    full_form, small_form, list_form = "arrays with full prompts", "prefix-shared step groups", "Python lists"
+    return [
+        Task(PEER_MERGE, list_form, "merge_stepwise_output", lambda: peers.merge(lists)),
+        Task(PEER_ROAD, list_form, "merge, left-padded tensors", lambda: _peer_road(lists)),
+        Task(PEER_CODEC, "nested tensors, full prompts", "encode, join, decode", lambda: peers.transfer_queue(nested)),
+        Task("memory copy", small_form, "one copy of each token column", lambda: _copied(small)),
+        Task("merge", small_form, "merge, digest checks", lambda: merge(small), PEER_MERGE),
+        Task("merge", full_form, "prefix comparison, merge", lambda: merge(full), PEER_MERGE),
+        Task("bytes to mini-batch", "messages, one a group", ROAD, lambda: _road(messages), PEER_ROAD),
+        Task("codec", small_form, "encode, decode, validate, checksums", lambda: _coded(small_group), PEER_CODEC),
+        Task("codec", full_form, "encode, decode, validate, checksums", lambda: _coded(full_group), PEER_CODEC),
+        Task("digest checks alone", small_form, "one pass of check_chain", lambda: _digested(small)),
+        Task("conversion to columns", "prefix-shared Step objects", "steps_table", lambda: steps_table(shared_steps)),
+        Task("conversion to shared form", full_form, "share_prefixes, digests", lambda: share_prefixes(full)),
+        Task("conversion to Step objects", list_form, "SkyRL lists", lambda: steps_from_generator_output(lists)),
+    ]
+
+
+def measured(workload: Workload, work: list[Task], repeats: int) -> list[Figure]:
+    """The figures of one workload; the runs of all tasks interleave, so that drift of the machine hits all alike."""
+    seconds: list[list[float]] = [[] for _ in work]
+    for _ in range(repeats):
+        for task, times in zip(work, seconds, strict=True):
+            gc.collect()
+            start = time.process_time()
+            task.run()
+            times.append(time.process_time() - start)
+    medians = [float(np.median(times)) for times in seconds]
+    reference = {task.function: median for task, median in zip(work, medians, strict=True)}
+    return [
+        Figure(
+            workload=workload.name, function=task.function, input_form=task.input_form, clock=task.clock,
+            new_tokens=workload.new_tokens, cpu_ms=1000 * median, best_ms=1000 * min(times),
+            tokens_per_second=workload.new_tokens / median, peak_mib=_peak(task.run),
+            share_of_copy=median / reference["memory copy"] if "memory copy" in reference else None,
+            ratio=reference[task.against] / median if task.against else None, against=task.against,
+        )
+        for task, median, times in zip(work, medians, seconds, strict=True)
+    ]  # fmt: skip
+
+
+def turn_scaling(repeats: int) -> list[Figure]:
+    """Cost per new token of 50-turn episodes over 5-turn ones, with parts of the same size and as many new tokens."""
+    workloads = (turns(5, groups=40), turns(50, groups=4))
+    seconds: list[list[float]] = [[], []]
+    tables = [steps_table([step for episode in w.episodes for step in shared(episode)]) for w in workloads]
+    for _ in range(5 * repeats):
+        for steps, times in zip(tables, seconds, strict=True):
+            start = time.process_time()
+            merge(steps)
+            times.append(time.process_time() - start)
+    rates = [w.new_tokens / float(np.median(times)) for w, times in zip(workloads, seconds, strict=True)]
+    return [
+        Figure(
+            workload=w.name, function="merge", input_form="prefix-shared step groups", clock="merge, digest checks",
+            new_tokens=w.new_tokens, cpu_ms=1000 * w.new_tokens / rate, best_ms=1000 * min(times),
+            tokens_per_second=rate, peak_mib=_peak(lambda s=steps: merge(s)), share_of_copy=None,  # type: ignore[misc]
+            ratio=rate / rates[0], against="tokens/s of 5 turns",
+        )
+        for w, rate, times, steps in zip(workloads, rates, seconds, tables, strict=True)
+    ]  # fmt: skip
+
+
+def table(found: list[Figure]) -> str:
+    """The figures, aligned."""
+    lines, workload = [], ""
+    for figure in found:
+        if figure.workload != workload:
+            workload = figure.workload
+            lines.append(f"\n{workload}: {figure.new_tokens:,} new tokens")
+        ratio = f"{figure.ratio:8.1f}x {figure.against}" if figure.ratio else ""
+        copy = f"{figure.share_of_copy:6.2f} copies" if figure.share_of_copy else " " * 13
+        lines.append(
+            f"  {figure.function:27} {figure.input_form:29} {figure.clock:49} {figure.cpu_ms:9.2f} ms "
+            f"{figure.tokens_per_second / 1e6:9.1f} M tokens/s {figure.peak_mib:8.1f} MiB {copy} {ratio}"
+        )
+    return "\n".join(lines)
+
+
+def _groups(workload: Workload) -> list[StepGroup]:
+    """One message a group, prefix-shared."""
+    ends = workload.ends()
+    return [
+        step_group(
+            Sender("generator-0", 1, start),
+            [step for episode in workload.episodes[start : start + SAMPLES] for step in shared(episode)],
+            ends[start : start + SAMPLES],
+        )
+        for start in range(0, len(workload.episodes), SAMPLES)
+    ]
+
+
+def _road(messages: list[bytes]) -> Any:
+    groups = []
+    for message in messages:
+        group = decode(message, LIMITS)
+        if not isinstance(group, StepGroup) or (found := refusal(group, LIMITS)) is not None:
+            raise ValueError(f"a message of the benchmark was refused: {group if group else found}")
+        groups.append(CompleteGroup(int(group.ends.ordinal_E[0]), group.ends.uids[0], group.steps, group.ends))
+    return form_mini_batch(1, groups, VersionHistory(), SETTINGS)
+
+
+def _peer_road(lists: dict[str, Any]) -> Any:
+    merged = peers.merge(lists)
+    merged["token_rewards"] = peers.token_rewards(merged)
+    return peers.batch_tensors(merged)
+
+
+def _coded(group: StepGroup) -> Any:
+    again = decode(encode(group), LIMITS)
+    if not isinstance(again, StepGroup) or refusal(again, LIMITS) is not None:
+        raise ValueError("a message of the benchmark was refused")
+    return again
+
+
+def _digested(steps: Steps) -> bool:
+    first_K = steps.index_K == 0
+    check_chain(steps, first_K, np.ones(len(steps), np.bool_))
+    return True
+
+
+def _copied(steps: Steps) -> list[Any]:
+    return [column.copy() for name in TOKEN_COLUMNS if (column := getattr(steps, name)) is not None]
+
+
+def _peak(run: Callable[[], Any]) -> float:
+    tracemalloc.start()
+    try:
+        kept = run()
+        return tracemalloc.get_traced_memory()[1] / 2**20 if kept is not None else 0.0
+    finally:
+        tracemalloc.stop()
