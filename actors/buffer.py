@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -16,6 +16,8 @@ from service.handoff.buffer import Buffer
 from service.handoff.journal import Journal
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.wire import encode_mini_batch
+from service.rollout.dataset import load_tasks
+from service.trajectories import trajectory_records
 from service.types import MiniBatch, PolicyVersion, Refusal
 
 Answer = TypeVar("Answer")
@@ -30,17 +32,18 @@ class Leased(NamedTuple):
     facts: dict[str, float]
     parts: tuple[bytes, ...]
     """The encoded mini-batch of each rank."""
+    trajectories: list[dict[str, Any]]
+    """Some of its trajectories, for people to look at."""
 
 
 class BufferActor:
     """One per run; asyncio, because Ray may deliver calls late and out of order: nothing here relies on order."""
 
-    def __init__(
-        self, config_json: str, vocab_size: int, prompt_uids: Sequence[str], journal_folder: str, hub: Any
-    ) -> None:
+    def __init__(self, config_json: str, vocab_size: int, tasks_file: str, journal_folder: str, hub: Any) -> None:
         self._config = Config.model_validate_json(config_json)
         self._clock = SystemClock()
         self._journal = Journal(Path(journal_folder), self._clock)
+        prompt_uids = [task.uid for task in load_tasks(Path(tasks_file))]
         self._buffer = Buffer(self._config, vocab_size, prompt_uids, self._journal, self._clock, self._config.run.seed)
         self._telemetry = BufferTelemetry(self._config, hub, self._buffer)
         self._telemetry.start()
@@ -83,7 +86,9 @@ class BufferActor:
             return answer
         self._telemetry.batches.leased(answer)
         parts = tuple(encode_mini_batch(batch_of_rank(answer, rank)) for rank in range(len(answer.ranks)))
-        return Leased(answer.lease, answer.facts, parts)
+        groups = [self._buffer.complete_group(ordinal) for ordinal in answer.groups]
+        records = trajectory_records(answer, groups, self._buffer.version, self._config)
+        return Leased(answer.lease, answer.facts, parts, records)
 
     async def commit(self, trainer_epoch: int, lease: int, version: PolicyVersion) -> Refusal | None:
         """The optimizer step of a lease was applied and made `version`."""
@@ -100,9 +105,9 @@ class BufferActor:
         await self._settled()
         return answer
 
-    async def covered(self, step: int) -> None:
-        """A durable checkpoint covers the optimizer steps up to `step`."""
-        self._buffer.covered(step)
+    async def covered(self, step: int, oldest_kept: int) -> None:
+        """A durable checkpoint covers the optimizer steps up to `step`; none older than `oldest_kept` is kept."""
+        self._buffer.covered(step, oldest_kept)
         await self._settled()
 
     async def drain(self, reason: str) -> None:

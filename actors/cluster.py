@@ -71,11 +71,11 @@ class Cluster:
 def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     """Create every actor of the run; they load models and join each other when they are told to start."""
     config_json = config.model_dump_json()
-    hub = ray.remote(MetricsHub).options(name="metrics-hub", num_cpus=0).remote(config_json)
+    hub = ray.remote(MetricsHub).options(name="metrics-hub", num_cpus=0, max_restarts=-1).remote(config_json)
     buffer = (
         ray.remote(BufferActor)
-        .options(name="buffer", num_cpus=0, max_concurrency=1000)
-        .remote(config_json, prepared.vocab_size, [task.uid for task in prepared.tasks], str(journal), hub)
+        .options(name="buffer", num_cpus=0, max_concurrency=1000, max_restarts=-1, max_task_retries=-1)
+        .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), hub)
     )
     gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
     generators = tuple(
@@ -85,6 +85,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
             num_cpus=1,
             num_gpus=gpus * config.generator.tensor_parallel_size,
             max_concurrency=1000,
+            max_restarts=-1,
             runtime_env={"env_vars": engine_env(config)},
         )
         .remote(f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), buffer, hub)
@@ -92,8 +93,14 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     )
     ranks = [
         ray.remote(TrainerRank)
-        .options(name=f"trainer-{i}", num_cpus=1, num_gpus=gpus, accelerator_type=config.trainer.accelerator)
+        .options(
+            name=f"trainer-{i}",
+            num_cpus=1,
+            num_gpus=gpus,
+            accelerator_type=config.trainer.accelerator,
+            max_restarts=-1,
+        )
         .remote(config_json, i)
         for i in range(config.trainer.ranks)
     ]
-    return Cluster(hub, buffer, generators, TrainerGroup(ranks))
+    return Cluster(hub, buffer, generators, TrainerGroup(config, ranks))

@@ -4,44 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import ray.exceptions
 
 from actors.buffer import Leased
+from actors.calls import call, in_a_line
 from actors.cluster import Cluster
+from actors.fleet import Fleet
+from actors.keeper import CheckpointKeeper
 from actors.telemetry import RunTelemetry
+from actors.trainer import TrainerLost
+from service.checkpoints import Manifest
 from service.config import Config
-from service.errors import BatonError, RunFailed
+from service.errors import RunFailed
 from service.handoff.verbs import Wait
 from service.prepare import Prepared, demonstrations
 from service.progress import Progress
 from service.runfolder import RunFolder
+from service.trajectories import trained
 from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0
 """Length of one long poll for a mini-batch; between two of them the driver looks whether it was stopped."""
-STOP_SECONDS = 10.0
-"""Seconds that a generator may take to stop before its process is ended."""
 
 
 class Coordinator:
     """Drives one run; `stop` ends it in order."""
 
     def __init__(
-        self, config: Config, cluster: Cluster, folder: RunFolder, prepared: Prepared, say: Callable[[str], None]
+        self,
+        config: Config,
+        cluster: Cluster,
+        folder: RunFolder,
+        prepared: Prepared,
+        say: Callable[[str], None],
+        resume_from: Manifest | None,
     ) -> None:
         self._config = config
-        self._cluster = cluster
+        self._hub, self._buffer, self._trainer = cluster.hub, cluster.buffer, cluster.trainer
         self._folder = folder
         self._prepared = prepared
         self._say = say
+        self._resume_from = resume_from
         self._progress = Progress(config, folder, say)
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
-        self._trainer_epoch = 0
+        self._fleet = Fleet(config, cluster.generators, self._telemetry, say)
+        self._checkpoints = CheckpointKeeper(config, folder.path, cluster)
         self._version = PolicyVersion(0, 0)
-        self._sync: asyncio.Task[float] | None = None
+        self._bad_steps = 0
+        self._trainer_failures = 0
         self._starting: asyncio.Task[None] | None = None
         self._stopping = False
         self.stopped_by: int | None = None
@@ -60,24 +72,25 @@ class Coordinator:
         """Start everything, train, write the final weights and the summary.
 
         Raises:
-            RunFailed: an actor died, or the run cannot make progress.
+            RunFailed: something failed too often, or the run cannot make progress.
         """
         try:
             if not await self._started():
                 return
-            generators = [asyncio.ensure_future(_call(g.run)) for g in self._cluster.generators]
+            generating = asyncio.ensure_future(self._fleet.run())
             training = asyncio.ensure_future(self._train())
-            await asyncio.wait([training, *generators], return_when=asyncio.FIRST_COMPLETED)
-            if not training.done():
-                for generator in generators:
-                    if generator.done():
-                        generator.result()
+            await asyncio.wait([training, generating], return_when=asyncio.FIRST_COMPLETED)
+            if generating.done():
+                generating.result()
             await training
             await self._finish()
+            await generating
         except ray.exceptions.RayError as error:
             log = self._folder.path / "logs" / "failure.txt"
             log.write_text(str(error))
-            raise RunFailed(f"an actor failed: {_last_line(error)} (all of it: {log})") from error
+            raise RunFailed(f"an actor failed: {in_a_line(error)} (all of it: {log})") from error
+
+    # -- start --------------------------------------------------------------------------------------------------------
 
     async def _started(self) -> bool:
         """Start everything; False when the run was stopped meanwhile."""
@@ -94,143 +107,132 @@ class Coordinator:
         self._telemetry.start()
         self._telemetry.state("starting")
         self._say("loading the model: engines and trainer ranks start ...")
-        trainer = self._cluster.trainer
         url, *_ = await asyncio.gather(
-            _call(self._cluster.hub.start),
-            trainer.load(self._prepared.model_folder),
-            *(_call(generator.start) for generator in self._cluster.generators),
+            call(self._hub.start), self._trainer.load(self._prepared.model_folder), self._fleet.start()
         )
         self._folder.write_address(url)
         self._say(f"metrics and status: {url}/metrics, {url}/status")
-        self._trainer_epoch = await _call(self._cluster.buffer.join, "trainer", "trainer", 0)
-        self._version = PolicyVersion(self._trainer_epoch, 0)
-        await self._warm_start()
+        if self._resume_from is not None:
+            await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
+            await self._go_on_from(self._resume_from.step)
+            self._say(f"resuming after step {self._resume_from.step}")
+        else:
+            await self._start_anew()
         self._progress.begin()
         self._telemetry.state("training")
 
-    async def _warm_start(self) -> None:
-        """Supervised steps, then the success they left, measured by the engines that will generate."""
+    async def _start_anew(self) -> None:
+        """Supervised steps first, where configured; then the success they left, measured by the engines."""
         settings = self._config.model.warm_start
         if settings is not None:
             self._telemetry.state("warm_start")
             self._say(f"warm start: {settings.steps} supervised steps on demonstrations of mixed habits ...")
-            loss = await self._cluster.trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
+            loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
             self._say(f"warm start: cross-entropy {loss:.3f} per token")
-        await self._publish()
-        await self._published()
+        await self._go_on_from(0)
+        if self._config.trainer.checkpoint_every:
+            await self._checkpoints.begin(self._version)
         if settings is not None and settings.probe_prompts:
-            rows = list(range(min(settings.probe_prompts, len(self._prepared.tasks))))
-            n = self._config.algorithm.n_samples_per_prompt
-            rewards = await _call(self._cluster.generators[0].evaluate, rows, n)
+            await self._fleet.published()
+            rows = range(min(settings.probe_prompts, len(self._prepared.tasks)))
+            rewards = await self._fleet.evaluate(rows, self._config.algorithm.n_samples_per_prompt)
             self._progress.probed(sum(rewards) / len(rewards), settings.expected_success)
 
+    async def _go_on_from(self, step: int) -> None:
+        """Tell the buffer where the trainer stands, and the engines what it knows."""
+        epoch = await call(self._buffer.join, "trainer", "trainer", step)
+        self._version = PolicyVersion(epoch, step)
+        self._progress.go_on_from(step)
+        await self._fleet.publish(self._version, await self._trainer.weights())
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
     async def _train(self) -> None:
-        """One turn of the loop is one optimizer step; what is not applied is released and leased again."""
-        bad_steps = 0
         while self._version.step < self._config.run.max_steps and not self._stopping:
-            leased = await self._lease()
-            if leased is None:
-                return
-            report = await self._cluster.trainer.step(leased.parts)
-            if not report.applied:
-                bad_steps += 1
-                await self._release(leased, report.reason or "not applied", bad_steps)
-                continue
-            bad_steps = 0
-            self._version = PolicyVersion(self._trainer_epoch, self._version.step + 1)
-            _accepted(await _call(self._cluster.buffer.commit, self._trainer_epoch, leased.lease, self._version))
-            if self._version.step % self._config.weights.sync_every == 0:
-                await self._publish()
-            line = self._progress.stepped(self._version, leased.facts, report.metrics, await self._statuses())
-            self._telemetry.stepped(self._version, line)
+            try:
+                await self._step()
+            except TrainerLost as error:
+                await self._start_trainer_again(error)
+
+    async def _step(self) -> None:
+        """One optimizer step; what is not applied is released and leased again."""
+        leased = await self._lease()
+        if leased is None:
+            return
+        report = await self._trainer.step(leased.parts)
+        if not report.applied:
+            await self._release(leased, report.reason or "not applied")
+            return
+        self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
+        _accepted(await call(self._buffer.commit, self._version.epoch, leased.lease, self._version))
+        self._bad_steps = self._trainer_failures = 0
+        self._fleet.progressed()
+        if self._version.step % self._config.weights.sync_every == 0:
+            self._progress.synced(await self._fleet.published())
+            await self._fleet.publish(self._version, await self._trainer.weights())
+        await self._checkpoints.settle()
+        every = self._config.trainer.checkpoint_every
+        if every and self._version.step % every == 0:
+            await self._checkpoints.begin(self._version)
+        buffer, generators = await asyncio.gather(call(self._buffer.status), self._fleet.statuses())
+        self._folder.append_trajectories(trained(leased.trajectories, self._version))
+        line = self._progress.stepped(self._version, leased.facts, report.metrics, buffer, generators)
+        self._telemetry.stepped(self._version, line)
 
     async def _lease(self) -> Leased | None:
         """Wait for the next mini-batch; None when the run was stopped meanwhile."""
         start = time.monotonic()
         while not self._stopping:
-            answer = await _call(self._cluster.buffer.lease, self._trainer_epoch, POLL_SECONDS)
+            answer = await call(self._buffer.lease, self._version.epoch, POLL_SECONDS)
             if isinstance(answer, Leased):
                 self._progress.waited(time.monotonic() - start)
                 return answer
             _accepted(answer)
-            await self._look_after_sync()
             if time.monotonic() - start > self._config.run.stall_deadline:
                 raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")
         return None
 
-    async def _release(self, leased: Leased, reason: str, bad_steps: int) -> None:
+    async def _release(self, leased: Leased, reason: str) -> None:
+        self._bad_steps += 1
         self._telemetry.aborted()
         self._say(f"step {self._version.step + 1} was not applied: {reason}")
-        _accepted(await _call(self._cluster.buffer.release, self._trainer_epoch, leased.lease, reason))
-        if bad_steps >= self._config.trainer.max_bad_steps:
-            raise RunFailed(f"{bad_steps} optimizer steps in a row were not applied; the last one: {reason}")
+        _accepted(await call(self._buffer.release, self._version.epoch, leased.lease, reason))
+        if self._bad_steps >= self._config.trainer.max_bad_steps:
+            raise RunFailed(f"{self._bad_steps} optimizer steps in a row were not applied; the last one: {reason}")
 
-    async def _publish(self) -> None:
-        """Gather the weights and send them to every engine in the background; one update is under way at a time."""
-        await self._published()
-        weights = await self._cluster.trainer.weights()
-        updates = [
-            _call(generator.update_weights, self._version.pack(), weights.data, weights.checksum)
-            for generator in self._cluster.generators
-        ]
-        self._sync = asyncio.ensure_future(_timed(asyncio.gather(*updates)))
+    async def _start_trainer_again(self, error: TrainerLost) -> None:
+        """All ranks start anew from the newest checkpoint; what was trained after it is given out again."""
+        self._trainer_failures += 1
+        manifest = self._checkpoints.newest()
+        if manifest is None:
+            raise RunFailed(f"{error}; there is no checkpoint to go on from (trainer.checkpoint_every)") from error
+        if self._trainer_failures > self._config.run.max_restarts:
+            raise RunFailed(f"the trainer failed {self._trainer_failures} times; the last time: {error}") from error
+        self._say(f"{error}; the trainer starts again from step {manifest.step}")
+        self._checkpoints.forget()
+        await self._trainer.restart(self._prepared.model_folder)
+        await self._trainer.restore(self._checkpoints.path(manifest.step))
+        await self._go_on_from(manifest.step)
 
-    async def _published(self) -> None:
-        """Wait until every engine serves the weights that were sent last."""
-        if self._sync is not None:
-            async with asyncio.timeout(self._config.weights.sync_deadline):
-                self._progress.synced(await self._sync)
-            self._sync = None
-
-    async def _look_after_sync(self) -> None:
-        """A failed update of an engine ends the run instead of starving it."""
-        if self._sync is not None and self._sync.done():
-            await self._published()
-
-    async def _statuses(self) -> dict[str, Any]:
-        buffer, *generators = await asyncio.gather(
-            _call(self._cluster.buffer.status), *(_call(g.status) for g in self._cluster.generators)
-        )
-        return {"buffer": buffer, "generators": generators}
+    # -- end ----------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Issue no more work, write the final weights, then let the generators go."""
+        """Write the final weights, then let the generators go; a stopped run keeps its open work for a resumption."""
         self._telemetry.state("stopping")
-        await _call(self._cluster.buffer.drain, "run_end")
-        await self._cluster.trainer.export(self._folder.path / "final")
-        await _call(self._cluster.buffer.covered, self._version.step)
-        await _call(self._cluster.buffer.end)
-        statuses = await self._statuses()
-        await asyncio.wait(
-            [asyncio.ensure_future(_call(generator.stop)) for generator in self._cluster.generators],
-            timeout=STOP_SECONDS,
-        )
+        await self._trainer.export(self._folder.path / "final")
+        await self._checkpoints.settle()
+        if self._config.trainer.checkpoint_every:
+            await self._checkpoints.begin(self._version)
+            await self._checkpoints.settle()
+        else:
+            await call(self._buffer.covered, self._version.step, self._version.step)
+        if not self._stopping:
+            await call(self._buffer.end)
+        generators = await self._fleet.statuses()
+        await self._fleet.stop()
         state = "stopped" if self._stopping else "finished"
         self._telemetry.stop(state)
-        self._progress.end(state, statuses)
-
-
-async def _call(method: Any, *arguments: Any) -> Any:
-    """Call an actor's method and wait for the answer; an error that Baton raised there is raised here as itself."""
-    try:
-        return await method.remote(*arguments)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, BatonError):
-            raise error.cause from None
-        raise
-
-
-def _last_line(error: ray.exceptions.RayError) -> str:
-    """What went wrong, without the way there."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0]
-    return str(error).strip().splitlines()[-1].strip()
-
-
-async def _timed(work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> float:
-    start = time.monotonic()
-    await work
-    return time.monotonic() - start
+        self._progress.end(state, await call(self._buffer.status), generators)
 
 
 def _accepted(answer: object) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from actors.cluster import place_actors, ray_session
 from actors.coordinator import Coordinator
+from service.checkpoints import Checkpoints, Manifest
 from service.config import Config, check
 from service.errors import UserError
 from service.prepare import prepare
@@ -22,29 +23,44 @@ IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(config: Config) -> int:
+def run(config: Config, resume: Path | None = None) -> int:
     """Run to the end, to a stop signal or to a failure; returns the exit code.
 
-    A stop signal writes the final weights and returns 128 + its number.
+    `resume` is the folder of a run that goes on from its newest checkpoint. A stop signal writes the final weights and
+    returns 128 + its number.
 
     Raises:
         UserError: the configuration or a file that it names is wrong.
         RunFailed: progress is impossible.
     """
     check(config)
-    path = new_run_folder(runs_folder(config), config.run.name)
+    path = resume or new_run_folder(runs_folder(config), config.run.name)
     say(f"run folder: {path}")
     folder = RunFolder(path)
-    folder.write_config(config)
-    prepared = prepare(config, path)
-    if len(prepared.tasks) == 0:
-        raise UserError(f"{prepared.tasks_file}: no prompts")
-    mark = uuid.uuid4().hex[:12]
-    say("starting Ray ...")
-    with ray_session(config, mark, path / "logs"):
-        cluster = place_actors(config, prepared, path / "journal")
-        coordinator = Coordinator(config, cluster, folder, prepared, say)
-        return asyncio.run(_until_stopped(coordinator))
+    with folder.locked():
+        manifest = None if resume is None else newest_checkpoint(config, path)
+        folder.write_config(config)
+        prepared = prepare(config, path)
+        mark = uuid.uuid4().hex[:12]
+        say("starting Ray ...")
+        with ray_session(config, mark, path / "logs"):
+            cluster = place_actors(config, prepared, path / "journal")
+            coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
+            return asyncio.run(_until_stopped(coordinator))
+
+
+def newest_checkpoint(config: Config, path: Path) -> Manifest:
+    """The checkpoint that a run goes on from.
+
+    Raises:
+        UserError: there is none, or the run has nothing left to do.
+    """
+    manifest = Checkpoints(path / "checkpoints", config.trainer.keep_checkpoints).newest()
+    if manifest is None:
+        raise UserError(f"{path}: no whole checkpoint to resume from (was trainer.checkpoint_every 0?)")
+    if manifest.step >= config.run.max_steps:
+        raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to go on")
+    return manifest
 
 
 def runs_folder(config: Config) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,16 +14,22 @@ from typing import Any
 
 import numpy as np
 import ray
+import ray.exceptions
 import torch
 import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 from safetensors.torch import save
 
+from actors.calls import call, in_a_line
 from service.config import Config
+from service.errors import RunFailed
 from service.handoff.wire import decode_mini_batch
 from service.learn.learner import Learner, StepReport
 from service.types import Bools, Int32s
+
+RETRY_SECONDS = 0.5
+"""Pause before ranks that are not up yet are called again."""
 
 
 class TrainerRank:
@@ -36,6 +44,10 @@ class TrainerRank:
 
     def __repr__(self) -> str:
         return f"TrainerRank(rank={self._rank}/{self._world})"
+
+    def process(self) -> int:
+        """The id of this rank's process."""
+        return os.getpid()
 
     def meeting_point(self) -> tuple[str, int]:
         """An address of this rank's node with a free port, where the process group can meet."""
@@ -84,6 +96,18 @@ class TrainerRank:
         # Ray hands a numpy array over without a copy, and copies bytes.
         return np.frombuffer(data, dtype=np.uint8), xxhash.xxh3_64_intdigest(data)
 
+    def save(self, folder: str) -> None:
+        """Copy this rank's part of a checkpoint and begin to write it."""
+        self.learner.save(Path(folder), background=True)
+
+    def finish_save(self) -> None:
+        """Wait until this rank's part of the last checkpoint is on disk."""
+        self.learner.finish_save()
+
+    def restore(self, folder: str) -> None:
+        """Go on from a checkpoint, which another number of ranks may have written."""
+        self.learner.load(Path(folder))
+
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder; every rank must call."""
         self.learner.export(Path(folder))
@@ -96,6 +120,10 @@ class TrainerRank:
         return self._learner
 
 
+class TrainerLost(Exception):
+    """A rank died or raised; the group it was in can do nothing more."""
+
+
 @dataclass(frozen=True)
 class PublishedWeights:
     """Weights on their way to the engines: an object reference to safetensors bytes, and their checksum."""
@@ -105,34 +133,83 @@ class PublishedWeights:
 
 
 class TrainerGroup:
-    """All ranks, called as one; a rank's death is everyone's."""
+    """All ranks, called as one; what befalls a rank befalls the group, as `TrainerLost`."""
 
-    def __init__(self, ranks: Sequence[Any]) -> None:
+    def __init__(self, config: Config, ranks: Sequence[Any]) -> None:
+        self._deadline = config.trainer.start_deadline
         self._ranks = list(ranks)
+        self._processes: list[int] = []
 
     async def load(self, model_folder: Path) -> None:
         """Form the process group and load the policy."""
-        meeting_point = await self._ranks[0].meeting_point.remote()
-        await asyncio.gather(*(rank.load.remote(meeting_point, str(model_folder)) for rank in self._ranks))
+        self._processes = await asyncio.gather(*(call(rank.process) for rank in self._ranks))
+        meeting_point = await call(self._ranks[0].meeting_point)
+        await asyncio.gather(*(call(rank.load, meeting_point, str(model_folder)) for rank in self._ranks))
+
+    async def restart(self, model_folder: Path) -> None:
+        """End every rank's process and form a new group.
+
+        Raises:
+            RunFailed: the ranks did not come back in time.
+        """
+        for rank in self._ranks:
+            ray.kill(rank, no_restart=False)
+        ended = list(self._processes)
+        deadline = time.monotonic() + self._deadline
+        while time.monotonic() < deadline:
+            try:
+                processes = await asyncio.gather(*(call(rank.process) for rank in self._ranks))
+            except ray.exceptions.RayActorError:
+                processes = ended
+            if all(new != old for new, old in zip(processes, ended, strict=True)):
+                return await self.load(model_folder)
+            await asyncio.sleep(RETRY_SECONDS)
+        raise RunFailed(f"the trainer ranks did not come back within {self._deadline:.0f} s")
 
     async def warm_start(self, demonstrations: Sequence[tuple[Int32s, Bools]]) -> float:
         """Supervised steps on every rank; returns the last loss."""
         shared = ray.put(list(demonstrations))
-        losses = await asyncio.gather(*(rank.warm_start.remote(shared) for rank in self._ranks))
+        losses = await self._all("warm_start", [(shared,)] * len(self._ranks))
         return float(losses[0])
 
     async def step(self, batches: Sequence[bytes]) -> StepReport:
         """One optimizer step; `batches` has a part for each rank."""
-        calls = [rank.step.remote(batch) for rank, batch in zip(self._ranks, batches, strict=True)]
-        reports: list[StepReport] = await asyncio.gather(*calls)
+        reports: list[StepReport] = await self._all("step", [(batch,) for batch in batches])
         return reports[0]
 
     async def weights(self) -> PublishedWeights:
         """Gather the full policy on rank 0."""
         pairs = [rank.weights.remote() for rank in self._ranks]
-        checksums = await asyncio.gather(*(checksum for _, checksum in pairs))
+        try:
+            checksums = await asyncio.gather(*(checksum for _, checksum in pairs))
+        except ray.exceptions.RayError as error:
+            raise _lost(error) from error
         return PublishedWeights(pairs[0][0], int(checksums[0]))
+
+    async def save(self, folder: Path) -> None:
+        """Begin a checkpoint: every rank copies its part and writes it in the background."""
+        await self._all("save", [(str(folder),)] * len(self._ranks))
+
+    async def finish_save(self) -> None:
+        """Wait until every rank's part of the last checkpoint is on disk."""
+        await self._all("finish_save", [()] * len(self._ranks))
+
+    async def restore(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        await self._all("restore", [(str(folder),)] * len(self._ranks))
 
     async def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        await asyncio.gather(*(rank.export.remote(str(folder)) for rank in self._ranks))
+        await self._all("export", [(str(folder),)] * len(self._ranks))
+
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of every rank; an error that Baton raised on purpose is raised as itself."""
+        calls = [call(getattr(rank, method), *given) for rank, given in zip(self._ranks, arguments, strict=True)]
+        try:
+            return list(await asyncio.gather(*calls))
+        except ray.exceptions.RayError as error:
+            raise _lost(error) from error
+
+
+def _lost(error: ray.exceptions.RayError) -> TrainerLost:
+    return TrainerLost(f"the trainer failed ({in_a_line(error)})")

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from service.config import Config, check, check_paths, load, resolved_yaml
@@ -32,6 +32,7 @@ examples:
   baton config show --config mine.yaml buffer.lookahead=0
   baton config schema > config.schema.json               # for completion in an editor
   baton status runs/quickstart                           # what a run is doing now
+  baton trajectories list runs/quickstart                # what the rollouts say
 
 `baton COMMAND --help` says more about a command. A setting is written section.key=value, in any number.
 """
@@ -45,6 +46,7 @@ examples:
   baton run --config configs/quickstart.yaml
   baton run --config configs/quickstart.yaml buffer.lookahead=0        # strictly on-policy
   baton run --config mine.yaml model.path=models/qwen3-0.6b data.train=data/train.jsonl
+  baton run --resume runs/quickstart                                   # go on where it was stopped or killed
 
 exit code: 0 finished, 2 the input is wrong (one line says what), 1 the run failed, 128 + n stopped by signal n.
 """
@@ -105,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         "run", help="run a training", description=RUN_ABOUT, epilog=RUN_EXAMPLES, formatter_class=raw
     )
     _add_config(run)
+    run.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on from the newest checkpoint of a run folder, with its configuration",
+    )
     run.set_defaults(command=_run)
 
     config = commands.add_parser("config", help="show or check a configuration, or print its schema")
@@ -122,7 +130,24 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run", metavar="URL-OR-RUN", help="http://host:port, a run folder, or the name of a run")
     status.add_argument("--json", action="store_true", help="the /status document as it is served")
     status.set_defaults(command=_status)
+    _add_trajectories(commands.add_parser("trajectories", help="look at what a run's rollouts said"))
     return parser
+
+
+def _add_trajectories(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    listed = actions.add_parser("list", help="a line for each kept trajectory")
+    listed.set_defaults(command=_trajectories_list)
+    shown = actions.add_parser("show", help="one trajectory, with what carries loss in colour")
+    shown.set_defaults(command=_trajectories_show)
+    exported = actions.add_parser("export-html", help="one self-contained page of trajectories")
+    exported.set_defaults(command=_trajectories_export)
+    for action in (listed, shown, exported):
+        action.add_argument("run", metavar="RUN", help="a run folder, or the name of a run")
+    shown.add_argument("id", metavar="ID", help="such as ordinal=812/sample=3/attempt=0, or 812")
+    exported.add_argument("--output", type=Path, default=Path("trajectories.html"), metavar="FILE")
+    for action in (listed, exported):
+        action.add_argument("--last", type=int, default=50, metavar="N", help="the last N kept ones (default 50)")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -150,12 +175,17 @@ def _no_more_words(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    resume: Path | None = arguments.resume
+    if resume is not None:
+        if not (resume / "config.yaml").is_file():
+            raise UserError(f"--resume {resume}: not a run folder (it has no config.yaml)")
+        arguments.config.insert(0, resume / "config.yaml")
     config = _load(arguments, overrides)
     check_paths(config)
     # Only this command needs Ray, which takes seconds to import.
     from actors.run import run
 
-    return run(config)
+    return run(config, None if resume is None else resume.resolve())
 
 
 def _config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -179,3 +209,45 @@ def _status(arguments: argparse.Namespace, overrides: list[str]) -> int:
     status = fetch_status(status_address(arguments.run))
     print(json.dumps(status, indent=2) if arguments.json else "\n".join(status_lines(status)))
     return 0
+
+
+def _trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from rich.console import Console
+
+    from service.trajectories import find_run, load_records
+    from service.trajectory_views import print_list
+
+    print_list(Console(), load_records(find_run(arguments.run))[-arguments.last :])
+    return 0
+
+
+def _trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from rich.console import Console
+
+    from service.trajectories import find_record, find_run, load_records
+    from service.trajectory_views import print_record
+
+    folder = find_run(arguments.run)
+    record = find_record(load_records(folder), arguments.id)
+    print_record(Console(), record, *_how_to_show(folder))
+    return 0
+
+
+def _trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from service.trajectories import find_run, load_records
+    from service.trajectory_views import html_page
+
+    folder = find_run(arguments.run)
+    records = load_records(folder)[-arguments.last :]
+    arguments.output.write_text(html_page(f"Trajectories of {folder.name}", records, *_how_to_show(folder)), "utf-8")
+    print(f"{len(records)} trajectories written to {arguments.output}")
+    return 0
+
+
+def _how_to_show(folder: Path) -> tuple[int, Callable[[int], str]]:
+    """The staleness bound of a run, and its tokenizer's words."""
+    from service.rollout.tokenizer import load_tokenizer
+
+    config = load([folder / "config.yaml"], []).config
+    tokenizer = load_tokenizer(config.model.path or folder / "model")
+    return config.buffer.max_staleness, lambda token: str(tokenizer.decode([token]))

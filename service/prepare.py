@@ -38,7 +38,8 @@ def prepare(config: Config, folder: Path) -> Prepared:
     if config.data.make_rows is not None:
         tasks_file = folder / "data" / "train.jsonl"
         tasks_file.parent.mkdir(parents=True, exist_ok=True)
-        write_rows(tasks_file, made(config.env.name).rows(config.data.make_rows, config.run.seed))
+        if not tasks_file.exists():
+            write_rows(tasks_file, made(config.env.name).rows(config.data.make_rows, config.run.seed))
     elif config.data.train is not None:
         tasks_file = config.data.train
     else:
@@ -61,7 +62,9 @@ def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
 
 
 def _make_policy(config: Config, folder: Path) -> Path:
-    """Write a small untrained model with a tokenizer for the environment's words."""
+    """Write a small untrained model with a tokenizer for the environment's words, unless a resumed run has it."""
+    if (folder / "config.json").exists():
+        return folder
     if config.model.make is None:
         raise UserError("model: neither path nor make is set; name a Hugging Face folder in model.path")
     make_tokenizer(folder, made(config.env.name).vocabulary())

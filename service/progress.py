@@ -43,21 +43,28 @@ class Progress:
         verdict = "as expected" if low <= success <= high else "OUTSIDE what was expected"
         self._say(f"warm start: {success:.2f} of sampled tasks solved, {verdict} ({low:.2f} to {high:.2f})")
 
+    def go_on_from(self, step: int) -> None:
+        """The trainer stands at this step; what was measured after it will be measured again."""
+        lines = self._folder.cut_after(step)
+        self._rewards = [line["reward/avg_raw_reward"] for line in lines]
+        self._staleness = [line["async/staleness_mean"] for line in lines]
+
     def waited(self, seconds: float) -> None:
         """The trainer waited for a mini-batch."""
         self._waited += seconds
         self._waited_this_step = seconds
 
-    def synced(self, seconds: float) -> None:
-        """The engines took new weights, this long after they were sent."""
-        self._synced = seconds
+    def synced(self, seconds: float | None) -> None:
+        """The engines took new weights, this long after they were sent; None when none were under way."""
+        self._synced = seconds or 0.0
 
     def stepped(
         self,
         version: PolicyVersion,
         facts: Mapping[str, float],
         metrics: Mapping[str, float],
-        statuses: Mapping[str, Any],
+        buffer: Mapping[str, Any],
+        generators: Sequence[Mapping[str, Any]],
     ) -> dict[str, float]:
         """An optimizer step was committed; returns its line of `metrics.jsonl`."""
         now = time.monotonic()
@@ -70,7 +77,7 @@ class Progress:
             "timing/wait_for_generation_buffer": self._waited_this_step,
             "timing/sync_weights": self._synced,
             "async/trainer_wait_share": self._waited / (now - self._began),
-            "async/generator_wait_share": generator_wait_share(statuses["generators"]),
+            "async/generator_wait_share": generator_wait_share(generators),
         }
         self._folder.log_step(line)
         self._last = now
@@ -83,7 +90,7 @@ class Progress:
             self._plotted = time.monotonic()
         return line
 
-    def end(self, state: str, statuses: Mapping[str, Any]) -> None:
+    def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
         """The run is over: draw the curve, write and print the summary."""
         now = time.monotonic()
         first, last = tenths(self._rewards)
@@ -98,8 +105,8 @@ class Progress:
             "reward_gain": None if first is None or last is None else last - first,
             "staleness_mean": sum(self._staleness) / len(self._staleness) if self._staleness else None,
             "trainer_wait_share": self._waited / (now - self._began),
-            "generator_wait_share": generator_wait_share(statuses["generators"]),
-            "tokens": statuses["buffer"]["tokens"],
+            "generator_wait_share": generator_wait_share(generators),
+            "tokens": buffer["tokens"],
         }
         self._folder.write_summary(summary)
         if self._rewards:

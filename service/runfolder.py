@@ -11,10 +11,12 @@ summary.json        how it ended
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,6 +55,20 @@ class RunFolder:
         self._tensorboard: TensorBoard | None = None
         self._trajectories_full = False
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one run.
+
+        Raises:
+            UserError: another process runs in it.
+        """
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{self.path}: a run is going on in this folder; stop it first") from None
+            yield
+
     def write_config(self, config: Config) -> None:
         """Keep the resolved configuration; `baton run --config <it>` repeats the run."""
         write_whole(self.path / "config.yaml", resolved_yaml(config))
@@ -77,6 +93,15 @@ class RunFolder:
         self._metrics.flush()
         if self._tensorboard is not None:
             self._tensorboard.log(int(numbers["trainer/global_step"]), numbers)
+
+    def cut_after(self, step: int) -> list[dict[str, Any]]:
+        """Drop the lines of steps after `step`, which a trainer that went back will take again; returns the others."""
+        lines = list(read_lines(self.path / "metrics.jsonl"))
+        kept = [line for line in lines if line["trainer/global_step"] <= step]
+        if len(kept) < len(lines):
+            self.close()
+            write_whole(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+        return kept
 
     def append_trajectories(self, trajectories: Sequence[Mapping[str, Any]]) -> int:
         """Append completed trajectories, a line each, until the file is full; returns how many were kept."""

@@ -30,6 +30,10 @@ class RunConfig(Section):
     """Seed of everything random in the run."""
     max_steps: Positive = 100
     """Optimizer steps after which the run ends."""
+    max_restarts: NotNegative = 3
+    """Failures of a generator, or of the trainer, without an optimizer step in between that a run survives."""
+    trajectories_per_step: NotNegative = 2
+    """Completed trajectories of each mini-batch that are kept in `trajectories.jsonl`, until that file is full."""
     stop_grace: Seconds = 20.0
     """Seconds that a stopped run may take to write its final weights."""
     stall_deadline: Seconds = 600.0
@@ -281,10 +285,15 @@ class TrainerConfig(Section):
     """Keep only the layers' inputs, and compute the rest again in the backward pass."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory."""
+    compile: bool = False
+    """Compile the decoder layers: the first steps take minutes, the others less time and memory."""
     fused_kernels: bool = False
     """Use Liger kernels for norms, rotary embeddings and MLPs; needs the package liger-kernel and a GPU."""
     checkpoint_every: NotNegative = 0
     """Optimizer steps between checkpoints; 0: only the final weights are written."""
+    keep_checkpoints: Positive = 2
+    start_deadline: Seconds = 600.0
+    """Seconds that the ranks may take to come back after a failure."""
     max_bad_steps: Positive = 10
     """Aborted optimizer steps in a row after which the run ends with the reason."""
     accelerator: str | None = None

@@ -19,6 +19,7 @@ from service.config.tree import Config
 from service.handoff import events
 from service.handoff.accept import plan
 from service.handoff.admission import Admission
+from service.handoff.batch import CompleteGroup
 from service.handoff.form import Former
 from service.handoff.journal import Journal
 from service.handoff.lifecycle import USED, GroupState
@@ -210,6 +211,10 @@ class Buffer:
     def version(self) -> PolicyVersion:
         """The newest published version."""
         return self.ledger.history.current
+
+    def complete_group(self, ordinal: int) -> CompleteGroup:
+        """The steps and ends of a group that is complete or leased."""
+        return self._record.complete_group(ordinal)
 
     def digest(self) -> str:
         """A fingerprint of the ledger."""

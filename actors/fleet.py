@@ -1,0 +1,170 @@
+"""All generators: kept running, and given new weights while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ray
+import ray.exceptions
+
+from actors.calls import call, in_a_line
+from actors.telemetry import RunTelemetry
+from actors.trainer import PublishedWeights
+from service.config import Config
+from service.errors import BatonError, RunFailed, UserError
+from service.types import PolicyVersion
+
+STOP_SECONDS = 10.0
+"""Seconds that a generator may take to stop before its process is ended."""
+RETRY_SECONDS = 0.5
+"""Pause before a generator that is not up yet is called again."""
+
+GENERATOR_FAILED = (ray.exceptions.RayActorError, BatonError)
+"""What a call of a generator raises when it, its engine or its node died; anything else is a bug."""
+
+
+class Published(NamedTuple):
+    """The newest weights that were sent to the engines."""
+
+    version: PolicyVersion
+    weights: PublishedWeights
+
+
+class Fleet:
+    """The generators of a run, called as one; each may fail and start again on its own."""
+
+    def __init__(
+        self, config: Config, generators: Sequence[Any], telemetry: RunTelemetry, say: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
+        self._telemetry = telemetry
+        self._say = say
+        self._failures: Counter[str] = Counter()
+        self._latest: Published | None = None
+        self._sync: asyncio.Task[float] | None = None
+        self._locks = {name: asyncio.Lock() for name in self._generators}
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Bring every engine up."""
+        await asyncio.gather(*(call(generator.start) for generator in self._generators.values()))
+
+    async def run(self) -> None:
+        """Generate until the buffer is drained; a generator that fails starts again.
+
+        Raises:
+            RunFailed: one failed more than `run.max_restarts` times without an optimizer step in between.
+        """
+        await asyncio.gather(*(self._keep(name) for name in self._generators))
+
+    async def _keep(self, name: str) -> None:
+        while True:
+            try:
+                await call(self._generators[name].run)
+                return
+            except GENERATOR_FAILED as error:
+                if self._stopping:
+                    return
+                await self._start_again(name, error)
+
+    async def _start_again(self, name: str, error: BaseException) -> None:
+        """Bring a new process up for a generator that failed, with the newest weights."""
+        self._failures[name] += 1
+        if self._failures[name] > self._config.run.max_restarts or isinstance(error, UserError):
+            raise RunFailed(f"{name} failed {self._failures[name]} times; the last time: {in_a_line(error)}") from error
+        self._say(f"{name} failed ({in_a_line(error)}); it starts again")
+        generator = self._generators[name]
+        ray.kill(generator, no_restart=False)
+        deadline = time.monotonic() + self._config.generator.start_deadline
+        while True:
+            try:
+                await call(generator.start)
+                break
+            except ray.exceptions.RayActorError as down:
+                if time.monotonic() > deadline:
+                    raise RunFailed(f"{name} did not come back: {in_a_line(down)}") from down
+                await asyncio.sleep(RETRY_SECONDS)
+        await self._update(name)
+        self._say(f"{name} is back")
+
+    def progressed(self) -> None:
+        """An optimizer step was taken: earlier failures are forgiven."""
+        self._failures.clear()
+
+    async def publish(self, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Send weights to every engine in the background, once the ones before have arrived."""
+        await self.published()
+        self._latest = Published(version, weights)
+        self._sync = asyncio.ensure_future(self._update_all())
+
+    async def published(self) -> float | None:
+        """Wait until the weights that were sent last are served everywhere; returns the seconds that it took.
+
+        Raises:
+            RunFailed: it took longer than `weights.sync_deadline`.
+        """
+        if self._sync is None:
+            return None
+        deadline = self._config.weights.sync_deadline
+        try:
+            async with asyncio.timeout(deadline):
+                seconds = await self._sync
+        except TimeoutError as error:
+            raise RunFailed(f"the engines did not take new weights within {deadline:.0f} s") from error
+        self._sync = None
+        return seconds
+
+    async def _update_all(self) -> float:
+        start = time.monotonic()
+        await asyncio.gather(*(self._update(name) for name in self._generators))
+        return time.monotonic() - start
+
+    async def _update(self, name: str) -> None:
+        """Give one engine the newest weights; one that fails meanwhile gets them when it is back."""
+        async with self._locks[name]:
+            if self._latest is None:
+                return
+            version, weights = self._latest
+            try:
+                await call(self._generators[name].update_weights, version.pack(), weights.data, weights.checksum)
+            except GENERATOR_FAILED as error:
+                self._telemetry.sync_failed()
+                self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
+
+    async def evaluate(self, rows: Sequence[int], n: int) -> list[float]:
+        """Final rewards of `n` sampled trajectories of each row; the buffer sees none of them."""
+        generators = list(self._generators.values())
+        parts = [list(rows[number :: len(generators)]) for number in range(len(generators))]
+        answers = await asyncio.gather(
+            *(call(generator.evaluate, part, n) for generator, part in zip(generators, parts, strict=True))
+        )
+        return [reward for answer in answers for reward in answer]
+
+    async def statuses(self) -> list[dict[str, Any]]:
+        """What each generator says about itself; one that is down says nothing."""
+        answers = await asyncio.gather(*(self._status(g) for g in self._generators.values()))
+        return [answer for answer in answers if answer is not None]
+
+    async def _status(self, generator: Any) -> dict[str, Any] | None:
+        try:
+            status: dict[str, Any] = await call(generator.status)
+        except ray.exceptions.RayActorError:
+            return None
+        return status
+
+    async def stop(self) -> None:
+        """End what is being generated, and the engines."""
+        self._stopping = True
+        stops = [asyncio.ensure_future(self._stop(generator)) for generator in self._generators.values()]
+        await asyncio.wait(stops, timeout=STOP_SECONDS)
+
+    async def _stop(self, generator: Any) -> None:
+        try:
+            await call(generator.stop)
+        except ray.exceptions.RayActorError:
+            return

@@ -1,0 +1,139 @@
+"""Completed trajectories as JSON, for people to look at: `trajectories.jsonl`, a bounded sample of every mini-batch.
+
+    {"id": "ordinal=812/sample=3/attempt=0", "prompt_uid": "7", "optimizer_step": 37, "trained_at": "1.36",
+     "return": 1.0, "advantage": 0.93, "stop_reason": "stop", "fate": "trained", "loss_tokens": 11, "stale_tokens": 0,
+     "steps": [{"index": 0, "prompt_ids": [..], "response_ids": [..], "logprobs": [..], "loss_mask": [1, 1, 0],
+                "versions": [[2, "1.35"], [1, null]], "reward": 0.0, "stop_reason": "stop", "row": 0}, ..]}
+
+`prompt_ids` of a step that extends its predecessor are the new ones only. `versions` are runs of (tokens, version).
+`row` is the training row that the step became part of; steps of one row were merged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.config import Config
+from service.errors import UserError
+from service.handoff.batch import CompleteGroup
+from service.handoff.merge import merge_steps
+from service.handoff.tables import end_objects, step_objects
+from service.runfolder import read_lines
+from service.types import NO_VERSION, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd
+
+Record = dict[str, Any]
+
+
+def trajectory_records(
+    batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, config: Config
+) -> list[Record]:
+    """Evenly spread trajectories of a mini-batch that is trained at version `at`, as many as the configuration says."""
+    count = min(config.run.trajectories_per_step, len(batch.return_G))
+    chosen = sorted({round(g) for g in np.linspace(0, len(batch.return_G) - 1, count)}) if count else []
+    first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
+    records = []
+    for g in chosen:
+        p = int(batch.prompt_of_trajectory_G[g])
+        ends = sorted(end_objects(groups[p].ends), key=lambda end: end.trajectory.sample)
+        end = ends[g - int(first_of_group[p])]
+        steps = [step for step in step_objects(groups[p].steps) if step.trajectory == end.trajectory]
+        records.append(_record(batch, g, end, sorted(steps, key=lambda step: step.index), at, config))
+    return records
+
+
+def _record(
+    batch: MiniBatch, g: int, end: TrajectoryEnd, steps: Sequence[Step], at: PolicyVersion, config: Config
+) -> Record:
+    rows = merge_steps(steps, config.buffer.merge, config.buffer.drift)
+    row_of_step = {index: r for r, row in enumerate(rows) for index in range(row.first_step, row.last_step + 1)}
+    sampled = sum(int(np.count_nonzero(step.loss_mask)) for step in steps)
+    loss = int(batch.loss_tokens_G[g])
+    return {
+        "id": str(end.trajectory),
+        "prompt_uid": end.prompt_uid,
+        "trained_at": str(at),
+        "reward": end.reward,
+        "return": float(batch.return_G[g]),
+        "advantage": float(batch.advantage_G[g]),
+        "stop_reason": end.stop_reason,
+        "sampled_tokens": sampled,
+        "loss_tokens": loss,
+        "rows": len(rows),
+        "steps": [_step_record(step, row_of_step.get(step.index)) for step in steps],
+    }
+
+
+def _step_record(step: Step, row: int | None) -> Record:
+    reward = step.reward if isinstance(step.reward, float) else [float(r) for r in step.reward]
+    return {
+        "index": step.index,
+        "prompt_ids": step.prompt_ids.tolist(),
+        "extends": step.extends is not None,
+        "response_ids": step.response_ids.tolist(),
+        "logprobs": None if step.logprobs is None else [round(float(value), 4) for value in step.logprobs],
+        "loss_mask": step.loss_mask.astype(int).tolist(),
+        "versions": _runs(step.versions),
+        "temperature": step.temperature,
+        "reward": reward,
+        "stop_reason": step.stop_reason,
+        "row": row,
+    }
+
+
+def _runs(versions: Int64s) -> list[tuple[int, str | None]]:
+    """Equal versions side by side, counted: [5, 5, -1] -> [(2, "0.5"), (1, None)]."""
+    return [
+        (len(list(same)), None if packed == NO_VERSION else str(PolicyVersion.unpack(packed)))
+        for packed, same in groupby(versions.tolist())
+    ]
+
+
+def trained(records: Sequence[Mapping[str, Any]], version: PolicyVersion) -> list[Record]:
+    """The records after the optimizer step that made `version` was committed."""
+    return [{**record, "fate": "trained", "optimizer_step": version.step} for record in records]
+
+
+def find_run(run: str, runs: Path = Path("runs")) -> Path:
+    """The folder of a run that was named by its folder or by its name.
+
+    Raises:
+        UserError: there is no such run, or it kept no trajectories.
+    """
+    for folder in (Path(run), runs / run):
+        if (folder / "trajectories.jsonl").is_file():
+            return folder
+        if (folder / "config.yaml").is_file():
+            raise UserError(f"{folder}: this run has kept no trajectories (run.trajectories_per_step, or no step yet)")
+    raise UserError(f"{run}: neither a run folder nor the name of a run in {runs}/")
+
+
+def load_records(folder: Path) -> list[Record]:
+    """The records of a run folder, oldest first.
+
+    Raises:
+        UserError: a line is not a record.
+    """
+    try:
+        return list(read_lines(folder / "trajectories.jsonl"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{folder}/trajectories.jsonl: not JSON: {error}") from None
+
+
+def find_record(records: Sequence[Record], wanted: str) -> Record:
+    """The record of an id, or of the start of one (`812` or `ordinal=812` is the first sample of that group).
+
+    Raises:
+        UserError: none has that id.
+    """
+    start = wanted if wanted.startswith("ordinal=") else f"ordinal={wanted}"
+    for record in records:
+        if record["id"] == start or record["id"].startswith(f"{start}/"):
+            return record
+    shown = ", ".join(record["id"] for record in records[:3])
+    raise UserError(f"{wanted}: not among the {len(records)} kept trajectories (such as {shown})")

@@ -1,0 +1,168 @@
+"""Trajectories for people: a list, one in the terminal, and one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from service.trajectories import Record
+
+Words = Callable[[int], str]
+"""A token id as text."""
+
+PROMPT, LOSS, STALE, MASKED = "prompt", "loss", "stale", "masked"
+
+STYLES = {PROMPT: "dim", LOSS: "green", STALE: "yellow", MASKED: "magenta"}
+
+LEGEND = {
+    PROMPT: "prompt or observation",
+    LOSS: "sampled, carries loss",
+    STALE: "sampled, too stale for loss",
+    MASKED: "in the response, no loss (appended by code)",
+}
+
+
+class Token(NamedTuple):
+    """One token of a trajectory, as the trainer treats it."""
+
+    text: str
+    kind: str
+    logprob: float | None
+    version: str | None
+
+
+def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) -> Iterator[Token]:
+    """The tokens that a step adds: its prompt, or what is new of it, then its response."""
+    for token in step["prompt_ids"]:
+        yield Token(words(token), PROMPT, None, None)
+    versions = [version for count, version in step["versions"] for _ in range(count)]
+    logprobs = step["logprobs"] or [None] * len(versions)
+    for token, mask, logprob, version in zip(step["response_ids"], step["loss_mask"], logprobs, versions, strict=True):
+        yield Token(words(token), _kind(mask, version, record["trained_at"], max_staleness), logprob, version)
+
+
+def _kind(mask: int, version: str | None, trained_at: str, max_staleness: int) -> str:
+    if not mask or version is None:
+        return MASKED
+    return STALE if _step(trained_at) - _step(version) > max_staleness else LOSS
+
+
+def _step(version: str) -> int:
+    return int(version.partition(".")[2])
+
+
+def print_list(console: Console, records: Sequence[Record]) -> None:
+    """A line a trajectory."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("id", no_wrap=True)
+    for name in ("step", "return", "advantage", "turns", "rows", "loss tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ended by")
+    for record in records:
+        table.add_row(
+            record["id"],
+            str(record["optimizer_step"]),
+            f"{record['return']:.2f}",
+            f"{record['advantage']:+.2f}",
+            str(len(record["steps"])),
+            str(record["rows"]),
+            f"{record['loss_tokens']}/{record['sampled_tokens']}",
+            record["stop_reason"],
+        )
+    console.print(table)
+
+
+def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
+    """One trajectory, step by step; what carries loss is coloured."""
+    console.print(Text(record["id"], style="bold"))
+    console.print(Text(headline(record)))
+    for kind, meaning in LEGEND.items():
+        console.print(Text("  \u25a0 ", style=STYLES[kind]) + Text(meaning, style="dim"))
+    for step in record["steps"]:
+        console.print(Text(f"\nstep {step['index']}  {step_line(step)}", style="bold"))
+        line = Text()
+        for token in tokens_of(step, record, max_staleness, words):
+            line.append(token.text, style=STYLES[token.kind])
+        console.print(line)
+
+
+def headline(record: Record) -> str:
+    """What became of a trajectory, in a line."""
+    return (
+        f"{record['fate']} in optimizer step {record['optimizer_step']} (at policy {record['trained_at']}), "
+        f"return {record['return']:g}, advantage {record['advantage']:+.3f}, {len(record['steps'])} turns in "
+        f"{record['rows']} rows, {record['loss_tokens']} of {record['sampled_tokens']} sampled tokens carry loss, "
+        f"ended by {record['stop_reason']}"
+    )
+
+
+def step_line(step: Record) -> str:
+    """What is known of a step, in a line."""
+    reward = step["reward"] if isinstance(step["reward"], int | float) else sum(step["reward"])
+    versions = ", ".join(dict.fromkeys(version for _, version in step["versions"] if version)) or "none"
+    return f"row {step['row']}, policy {versions}, reward {reward:g}, {step['stop_reason']}"
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ --ink: #1f2430; --soft: #667085; --line: #dfe3ea; --page: #f5f6f8; --card: #fff;
+  --loss: #d8f0e0; --stale: #fbe6c8; --masked: #ecdff5; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ef; --soft: #9aa4b5; --line: #323947; --page: #14171d;
+  --card: #1c2029; --loss: #1f4a33; --stale: #553a12; --masked: #43305a; }} }}
+body {{ margin: 0 auto; max-width: 980px; padding: 20px 14px 60px; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }}
+h1 {{ font-size: 20px; }} h2 {{ font-size: 15px; margin: 0; overflow-wrap: anywhere; }}
+details {{ background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: 10px 14px; margin: 10px 0; }}
+summary {{ cursor: pointer; display: flex; flex-wrap: wrap; gap: 2px 14px; align-items: baseline; }}
+summary span, p, .step {{ color: var(--soft); font-size: 13px; }}
+.step {{ margin: 12px 0 2px; }}
+.tokens {{ white-space: pre-wrap; overflow-wrap: anywhere;
+  font: 13px/1.7 ui-monospace, "DejaVu Sans Mono", monospace; }}
+.tokens span {{ border-radius: 3px; }}
+.prompt {{ color: var(--soft); }}
+.loss {{ background: var(--loss); }} .stale {{ background: var(--stale); }} .masked {{ background: var(--masked); }}
+.legend span {{ padding: 1px 6px; margin-right: 8px; border-radius: 3px; }}
+</style></head><body>
+<h1>{title}</h1>
+<p class="legend">{legend}</p>
+{body}
+</body></html>
+"""
+
+
+def html_page(title: str, records: Sequence[Record], max_staleness: int, words: Words) -> str:
+    """All records on one page without external parts; everything from outside is escaped."""
+    legend = "".join(f'<span class="{kind}">{escape(meaning)}</span>' for kind, meaning in LEGEND.items())
+    body = "\n".join(_html_record(record, max_staleness, words) for record in records)
+    return PAGE.format(title=escape(title), legend=legend, body=body)
+
+
+def _html_record(record: Record, max_staleness: int, words: Words) -> str:
+    parts = [
+        f"<details><summary><h2>{escape(record['id'])}</h2>"
+        f"<span>step {record['optimizer_step']}, return {record['return']:g}</span></summary>",
+        f"<p>{escape(headline(record))}</p>",
+    ]
+    for step in record["steps"]:
+        parts.append(f'<div class="step">step {step["index"]}: {escape(step_line(step))}</div><div class="tokens">')
+        parts += [_html_token(token) for token in tokens_of(step, record, max_staleness, words)]
+        parts.append("</div>")
+    return "".join([*parts, "</details>"])
+
+
+def _html_token(token: Token) -> str:
+    facts: list[Any] = []
+    if token.logprob is not None and token.kind != MASKED:
+        facts.append(f"log-probability {token.logprob:.3f}")
+    if token.version is not None:
+        facts.append(f"policy {token.version}")
+    title = f' title="{escape(", ".join(facts))}"' if facts else ""
+    return f'<span class="{token.kind}"{title}>{escape(token.text)}</span>'
