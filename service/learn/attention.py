@@ -1,7 +1,7 @@
 """Causal attention inside the rows of a packed micro-batch, registered with Hugging Face models as `baton_packed`.
 
-Rows lie one after another on the token axis; no token sees another row. On CUDA one variable-length kernel does it.
-On CPU rows of similar length are padded together, because a kernel call costs more than a few padded slots:
+Rows lie one after another on the token axis; no token sees another row. On CUDA in bfloat16 one variable-length kernel
+does it. Elsewhere rows of similar length are padded together, as a kernel call costs more than a few padded slots:
 
     cu_seqlens [0 3 5 9]  ->  lengths 3 2 4  ->  one bucket of 3 rows, 4 wide
     slots (row * 4 + position): 4 5 6 | 8 9 | 0 1 2 3      (rows by falling length: 4, 3, 2)
@@ -16,19 +16,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
+from service.learn.device import to_device
 from service.types import Int64s
 
 NAME = "baton_packed"
 
 CALL_COST = 256 * 256
-"""Score entries that cost about as much as one more call of the CPU kernel."""
+"""Score entries that cost about as much as one more call of the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows that one padded CPU kernel call computes."""
+    """Rows that one padded kernel call computes."""
 
     rows: int
     width: int
@@ -45,25 +46,25 @@ class Packing:
     cu_seqlens: Tensor
     max_length: int
     buckets: tuple[Bucket, ...]
-    """For CPU; empty on CUDA."""
+    """Empty where the variable-length kernel computes."""
     order_N: Tensor | None
     """From bucket order back to the packed order; None where they agree."""
 
     @staticmethod
-    def of(offsets_R: Int64s, device: torch.device) -> Packing:
+    def of(offsets_R: Int64s, device: torch.device, variable_length: bool = False) -> Packing:
         """Plan the attention of rows with these bounds; rows without tokens are left out."""
         lengths_R = np.diff(offsets_R)
         kept_R = np.flatnonzero(lengths_R)
         bounds = np.concatenate([offsets_R[:1], offsets_R[1:][kept_R]]).astype(np.int32)
-        cu_seqlens = torch.from_numpy(bounds).to(device, non_blocking=True)
+        cu_seqlens = to_device(bounds, device)
         max_length = int(lengths_R.max(initial=0))
-        if device.type != "cpu":
+        if variable_length:
             return Packing(cu_seqlens, max_length, (), None)
-        buckets, order_N = _buckets(bounds.astype(np.int64))
+        buckets, order_N = _buckets(bounds.astype(np.int64), device)
         return Packing(cu_seqlens, max_length, buckets, order_N)
 
 
-def _buckets(bounds: Int64s) -> tuple[tuple[Bucket, ...], Tensor | None]:
+def _buckets(bounds: Int64s, device: torch.device) -> tuple[tuple[Bucket, ...], Tensor | None]:
     lengths_R = np.diff(bounds)
     by_length = np.argsort(-lengths_R, kind="stable")
     groups: list[list[int]] = []
@@ -76,20 +77,20 @@ def _buckets(bounds: Int64s) -> tuple[tuple[Bucket, ...], Tensor | None]:
             width, wasted = length, 0
         groups[-1].append(row)
     if len(groups) == 1:
-        return (_bucket(bounds, np.arange(len(lengths_R)), whole=True),), None
-    buckets = tuple(_bucket(bounds, np.asarray(rows), whole=False) for rows in groups)
+        return (_bucket(bounds, np.arange(len(lengths_R)), device, whole=True),), None
+    buckets = tuple(_bucket(bounds, np.asarray(rows), device, whole=False) for rows in groups)
     taken = torch.cat([bucket.token_N for bucket in buckets if bucket.token_N is not None])
     return buckets, torch.argsort(taken)
 
 
-def _bucket(bounds: Int64s, rows: Int64s, whole: bool) -> Bucket:
+def _bucket(bounds: Int64s, rows: Int64s, device: torch.device, whole: bool) -> Bucket:
     lengths = (bounds[1:] - bounds[:-1])[rows]
     width = int(lengths.max())
     ends = np.cumsum(lengths)
     position = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
     slot = np.repeat(np.arange(len(rows)) * width, lengths) + position
-    token = None if whole else torch.from_numpy(np.repeat(bounds[:-1][rows], lengths) + position)
-    return Bucket(len(rows), width, token, torch.from_numpy(slot))
+    token = None if whole else to_device(np.repeat(bounds[:-1][rows], lengths) + position, device)
+    return Bucket(len(rows), width, token, to_device(slot, device))
 
 
 def packed_attention(
@@ -104,7 +105,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one packed batch: [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    if query.is_cuda:
+    if not packing.buckets:
         return _variable_length(query, key, value, packing, scaling).unsqueeze(0), None
     parts = [_padded(query, key, value, bucket, scaling) for bucket in packing.buckets]
     if packing.order_N is None:
@@ -134,5 +135,5 @@ def _spread(x: Tensor, bucket: Bucket) -> Tensor:
     return slots.view(bucket.rows, bucket.width, *x.shape[1:]).transpose(1, 2)
 
 
+# without a mask function of the same name Hugging Face makes no mask, and does not look for packed rows by itself
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)

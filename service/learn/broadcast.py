@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from service.learn.fuse import fused_on_gpu
+
 NO_TRAJECTORY = -1
 """The trajectory of a dummy row."""
 
@@ -30,7 +32,8 @@ def of_rows(value_G: Tensor, trajectory_of_row_R: Tensor) -> Tensor:
     return torch.where(trajectory_of_row_R >= 0, value_R, 0)
 
 
+@fused_on_gpu
 def broadcast(value_G: Tensor, trajectory_of_row_R: Tensor, row_of_token_N: Tensor, loss_mask_N: Tensor) -> Tensor:
     """[G] -> [N]: each token takes its row's trajectory's value where the row's own mask is set, else 0."""
-    value_N = of_rows(value_G, trajectory_of_row_R).index_select(0, row_of_token_N)
+    value_N = of_rows(value_G, trajectory_of_row_R)[row_of_token_N]
     return torch.where(loss_mask_N, value_N, 0)

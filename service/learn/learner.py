@@ -23,14 +23,14 @@ from service.learn.frozen import FrozenPolicies
 from service.learn.measure import not_finite, step_metrics
 from service.learn.objective import Known, Objective, Output
 from service.learn.optimizer import Optimizer, square_norm
-from service.learn.place import Placed, place
+from service.learn.place import Placed, Placing, place
 from service.learn.policy import Policy
 from service.learn.reduction import loss_tokens
 from service.learn.schedule import learning_rate
 from service.learn.sharding import reduce_gradients
 from service.learn.sums import Sums
 from service.learn.supervised import SupervisedRow, empty_micro_batch, supervised_micro_batches
-from service.types import MicroBatch, MiniBatch
+from service.types import MiniBatch
 
 WARM_START_BETAS = (0.9, 0.999)
 
@@ -47,9 +47,25 @@ class StepReport(NamedTuple):
 class Learner:
     """A policy in training on one rank."""
 
-    def __init__(self, config: Config, model_folder: Path, device: torch.device, rank: int, world: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_folder: Path,
+        device: torch.device,
+        rank: int,
+        world: int,
+        policy: Policy | None = None,
+    ) -> None:
+        """`policy`: one that is there already, instead of the one in the folder."""
         self._config = config
-        self.policy = Policy(config, model_folder, device, rank, world)
+        self.policy = policy or Policy(config, model_folder, device, rank, world)
+        self._placing = Placing(
+            device,
+            self.policy.wide,
+            config.algorithm.reduction,
+            config.trainer.layout,
+            variable_length=device.type == "cuda" and self.policy.dtype == torch.bfloat16,
+        )
         self._objective = Objective(config, device, self.policy.wide)
         self._frozen = FrozenPolicies(config.algorithm, self.policy)
         self._optimizer = Optimizer(self.policy.masters, config.trainer.betas, config.trainer.weight_decay)
@@ -69,7 +85,7 @@ class Learner:
         """The gradient of the mini-batch's loss, added to the parameters' gradients; what was measured on the way."""
         policy, sums = self.policy, Sums(self.policy.device, self.policy.world)
         micros = batch.ranks[policy.rank if len(batch.ranks) > 1 else 0]
-        placed = [self._place(micro) for micro in micros]
+        placed = [place(micro, self._placing) for micro in micros]
         known = self._known(placed)
         prepared = self._objective.prepare(batch, placed, known)
         for i, micro in enumerate(placed):
@@ -78,10 +94,6 @@ class Learner:
             loss = self._objective.loss(micro, known[i], prepared, output, sums)
             loss.backward()  # type: ignore[no-untyped-call]
         return sums
-
-    def _place(self, micro: MicroBatch) -> Placed:
-        reduction, layout = self._config.algorithm.reduction, self._config.trainer.layout
-        return place(micro, self.policy.device, self.policy.wide, reduction, layout)
 
     def _known(self, placed: Sequence[Placed]) -> list[Known]:
         own: Sequence[Tensor | None] = [None] * len(placed)
@@ -116,7 +128,7 @@ class Learner:
         sums = Sums(policy.device, policy.world)
         for number, micro in enumerate(micros, start=1):
             reduce_gradients(policy.model, now=number == n_micros)
-            logprob_M, _ = policy.model(self._place(micro))
+            logprob_M, _ = policy.model(place(micro, self._placing))
             loss = -logprob_M.sum() / n_tokens
             loss.backward()
             sums.add("loss", loss)

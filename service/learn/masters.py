@@ -67,6 +67,12 @@ class Masters:
             self.tensors[name].grad = None
 
     @torch.no_grad()
+    def draw(self) -> None:
+        """Random weights: vectors (norms, biases) of ones, matrices with the customary small deviation."""
+        for master in self.tensors.values():
+            master.fill_(1.0) if master.ndim == 1 else master.normal_(std=0.02)
+
+    @torch.no_grad()
     def write_back(self) -> None:
         """Carry changed masters into the parameters that compute."""
         if self._copied:

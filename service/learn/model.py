@@ -18,7 +18,7 @@ from service.config.tree import TrainerConfig
 from service.errors import UserError
 from service.learn import attention
 from service.learn.experts import RouterReplay
-from service.learn.logprob import CHUNK_ENTRIES, token_logprobs
+from service.learn.logprob import token_logprobs
 from service.learn.place import Placed
 
 FAMILIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -32,7 +32,6 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model: Any = backbone
         self.lm_head = lm_head
-        self.chunk_entries = CHUNK_ENTRIES
         self._replay = RouterReplay(self.layers)
 
     def forward(self, placed: Placed) -> tuple[Tensor, Tensor]:
@@ -42,9 +41,7 @@ class PolicyModel(nn.Module):
         hidden_MD = self._hidden(placed, placed.loss_token_M - 1)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         token_ids_M = placed.token_ids_N.index_select(0, placed.loss_token_M)
-        return token_logprobs(
-            hidden_MD, head.weight, token_ids_M, placed.of_row(placed.temperature_R), self.chunk_entries
-        )
+        return token_logprobs(hidden_MD, head.weight, token_ids_M, placed.of_row(placed.temperature_R))
 
     def _hidden(self, placed: Placed, token_M: Tensor) -> Tensor:
         if placed.padding is not None:
@@ -101,6 +98,9 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerCo
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     if trainer.fused_kernels:
         _fuse(whole)
+    if trainer.compile:
+        for layer in whole.model.layers:
+            layer.compile(dynamic=True)
     if trainer.gradient_checkpointing:
         whole.gradient_checkpointing_enable({"use_reentrant": False})
     model = PolicyModel(whole.model, None if config.tie_word_embeddings else whole.lm_head)

@@ -18,9 +18,10 @@ from torch import Tensor
 from service.config.tree import Config
 from service.learn.advantage import Whitening, token_advantages, whitening
 from service.learn.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
+from service.learn.device import to_device
 from service.learn.loss import Terms, Tokens, kl_term, loss_named
 from service.learn.measure import Measure
-from service.learn.place import Placed, to_device
+from service.learn.place import Placed
 from service.learn.reduction import trajectory_weights
 from service.learn.sums import Sums
 from service.types import MiniBatch

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from service.learn.device import to_device
 from service.types import Int64s, MicroBatch
 
 
@@ -37,5 +38,5 @@ class Padding(NamedTuple):
         slot_N = row_N * width + (width - lengths_R[row_N]) + position_N
         lines = np.zeros((3, len(lengths_R) * width), np.int64)
         lines[0, slot_N], lines[1, slot_N], lines[2, slot_N] = micro.token_ids_N, position_N, 1
-        on_device = torch.from_numpy(lines).to(device).view(3, len(lengths_R), width)
-        return Padding(on_device[0], on_device[1], on_device[2], torch.from_numpy(slot_N).to(device))
+        on_device = to_device(lines, device).view(3, len(lengths_R), width)
+        return Padding(on_device[0], on_device[1], on_device[2], to_device(slot_N, device))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from service.learn.attention import Packing
 from service.learn.broadcast import NO_TRAJECTORY, broadcast, row_of_token
+from service.learn.device import to_device
 from service.learn.padded import Padding
 from service.learn.reduction import row_shares
 from service.types import ROUTE_NATIVELY, Int64s, MicroBatch
@@ -60,14 +61,21 @@ class Placed(NamedTuple):
         return value_R.index_select(0, self.row_of_token_N.index_select(0, self.loss_token_M))
 
 
-def place(
-    micro: MicroBatch,
-    device: torch.device,
-    dtype: torch.dtype,
-    reduction: str = "token_mean",
-    layout: str = "packed",
-) -> Placed:
-    """Copy a micro-batch to the device; `dtype` is the type of log-probabilities and weights."""
+class Placing(NamedTuple):
+    """Where micro-batches go and how they are computed there."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Type of log-probabilities and weights."""
+    reduction: str = "token_mean"
+    layout: str = "packed"
+    variable_length: bool = False
+    """Whether the variable-length attention kernel computes packed rows."""
+
+
+def place(micro: MicroBatch, how: Placing) -> Placed:
+    """Copy a micro-batch to the device."""
+    device = how.device
     if len(micro.token_ids_N) == 0:
         micro = _dummy(micro)
     experts_NLK = micro.routed_experts_N
@@ -84,22 +92,15 @@ def place(
         row_of_token_N=row_of_token(to_device(offsets_R, device), len(micro.token_ids_N)),
         loss_mask_N=to_device(micro.loss_mask_N, device),
         loss_token_M=to_device(loss_token_M, device),
-        rollout_M=there(micro.logprobs_N[loss_token_M], dtype),
+        rollout_M=there(micro.logprobs_N[loss_token_M], how.dtype),
         staleness_M=there(micro.staleness_N[loss_token_M], torch.int64),
-        temperature_R=there(micro.temperature_R, dtype),
+        temperature_R=there(micro.temperature_R, how.dtype),
         trajectory_of_row_R=there(micro.trajectory_of_row_R, torch.int64),
-        share_R=there(row_shares(micro, reduction), dtype),
+        share_R=there(row_shares(micro, how.reduction), how.dtype),
         routed_experts_NLK=None if experts_NLK is None else there(experts_NLK, torch.int64),
-        packing=Packing.of(offsets_R, device) if layout == "packed" else None,
-        padding=Padding.of(micro, offsets_R, device) if layout == "padded" else None,
+        packing=Packing.of(offsets_R, device, how.variable_length) if how.layout == "packed" else None,
+        padding=Padding.of(micro, offsets_R, device) if how.layout == "padded" else None,
     )
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of an array on the device; the host does not wait for it."""
-    # a copy: arrays out of shared memory are read-only, and torch does not know that
-    host = torch.from_numpy(array.copy())
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _positions(offsets_R: Int64s) -> Int64s:

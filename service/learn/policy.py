@@ -23,7 +23,16 @@ from service.learn.sharding import forget_gathered, shard
 class Policy:
     """A model from a Hugging Face folder; every rank calls the same methods in the same order."""
 
-    def __init__(self, config: Config, folder: Path, device: torch.device, rank: int, world: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        device: torch.device,
+        rank: int,
+        world: int,
+        random_weights: bool = False,
+    ) -> None:
+        """`random_weights`: draw them instead of reading them, where only the model's shape matters."""
         self.device = device
         self.rank = rank
         self.world = world
@@ -38,7 +47,10 @@ class Policy:
             shard(self.model, device, world, self.dtype, trainer.cpu_offload)
         allocate(self.model, hf_config, device, trainer.cpu_offload and world > 1)
         self.masters = Masters(self.model, self.dtype, world, trainer.cpu_offload)
-        load_weights(folder, self.masters.tensors, self.masters.parameters)
+        if random_weights:
+            self.masters.draw()
+        else:
+            load_weights(folder, self.masters.tensors, self.masters.parameters)
         self.masters.write_back()
 
     @torch.no_grad()

@@ -12,13 +12,13 @@ from service.learn import attention
 from service.learn.attention import Packing
 from service.learn.learner import Learner
 from service.learn.logprob import token_logprobs
-from service.learn.place import place
+from service.learn.place import Placing, place
 from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_batch, settings
 
 
 def together(folder: Path, rows: list[MadeRow], layout: str = "packed") -> tuple[torch.Tensor, torch.Tensor]:
     learner = Learner(settings(trainer={"layout": layout}), folder, CPU, 0, 1)
-    return learner.policy.model(place(micro_batch(rows), CPU, torch.float32, layout=layout))
+    return learner.policy.model(place(micro_batch(rows), Placing(CPU, torch.float32, layout=layout)))
 
 
 def row_by_row(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,7 @@ def test_a_row_whose_first_token_carries_loss_is_refused() -> None:
     row = made_row(0, 8, np.random.default_rng(0))
     row.loss_mask[0] = True
     with pytest.raises(ValueError, match="first token carries loss"):
-        place(micro_batch([row]), CPU, torch.float32)
+        place(micro_batch([row]), Placing(CPU, torch.float32))
 
 
 def test_a_model_that_needs_more_than_full_attention_fails_at_load_with_the_reason(

@@ -17,7 +17,7 @@ from service.errors import ConfigError
 from service.learn.learner import Learner
 from service.learn.loss import Terms, Tokens, kl_term, loss_named
 from service.learn.objective import Known, Objective, Output
-from service.learn.place import place
+from service.learn.place import Placing, place
 from service.learn.sums import Sums
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, settings
@@ -34,7 +34,7 @@ def own_logprobs(rows: list[MadeRow]) -> list[np.ndarray]:
 def ours(rows: list[MadeRow], batch: MiniBatch, algorithm: dict[str, Any]) -> tuple[float, np.ndarray]:
     """Loss and its derivative by each loss token's log-probability."""
     objective = Objective(settings(algorithm), CPU, torch.float64)
-    placed = place(batch.ranks[0][0], CPU, torch.float64, algorithm.get("reduction", "token_mean"))
+    placed = place(batch.ranks[0][0], Placing(CPU, torch.float64, algorithm.get("reduction", "token_mean")))
     own = torch.from_numpy(np.concatenate(own_logprobs(rows)))[placed.loss_token_M].requires_grad_()
     known = Known(own_M=own.detach())
     prepared = objective.prepare(batch, [placed], [known])
