@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "requirements"
 GIB = 1 << 30
-DISK_NEEDED = {"cpu": 5 * GIB, "cuda": 20 * GIB}
+DISK_NEEDED = {"cpu": 6 * GIB, "cuda": 20 * GIB}
 UNREACHABLE = (
     "ConnectTimeoutError",
     "NameResolutionError",

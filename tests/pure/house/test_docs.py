@@ -1,0 +1,42 @@
+"""The pages about formats name everything that the code can say."""
+
+import dataclasses
+import re
+from enum import StrEnum
+from pathlib import Path
+
+import pytest
+
+from service.handoff.lifecycle import Fate, GroupState
+from service.handoff.verbs import WaitReason
+from service.handoff.wire import ALIGNMENT, MAGIC, MINI_BATCH, PREFIX, STEP_GROUP, VERSION
+from service.status import SCHEMA
+from service.types import RefusalReason, Step, TrajectoryEnd
+
+FORMATS = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
+
+
+@pytest.mark.parametrize("words", [Fate, GroupState, RefusalReason, WaitReason])
+def test_every_word_of_a_state_is_explained(words: type[StrEnum]) -> None:
+    assert [str(word) for word in words if f"`{word}`" not in FORMATS] == []
+
+
+def test_every_field_of_a_step_and_of_an_end_is_explained() -> None:
+    fields = [field.name for field in dataclasses.fields(Step)] + list(TrajectoryEnd._fields)
+    assert [name for name in fields if f"`{name}`" not in FORMATS] == []
+
+
+def test_the_layout_of_a_message_is_the_documented_one() -> None:
+    assert f"magic `{MAGIC.decode()}`" in FORMATS
+    assert f"{STEP_GROUP} step group, {MINI_BATCH} mini-batch" in FORMATS
+    assert f"format version, u16: {VERSION} " in FORMATS
+    assert f"| {PREFIX.size}.. | header" in FORMATS and f"multiple of {ALIGNMENT} bytes" in FORMATS
+    assert f'"schema": {SCHEMA},' in FORMATS
+
+
+def test_every_file_of_the_run_folder_is_explained() -> None:
+    import service.runfolder
+
+    named = re.findall(r"^([\w.]+/?) {2,}\S", service.runfolder.__doc__ or "", re.MULTILINE)
+    assert len(named) >= 7
+    assert [name for name in named if f"`{name}`" not in FORMATS] == []

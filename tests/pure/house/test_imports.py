@@ -1,0 +1,79 @@
+"""Who may import whom."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PLAIN = sorted((ROOT / "service").rglob("*.py"))
+SHELLS = sorted((ROOT / "actors").rglob("*.py"))
+KEPT_OUT = ("ray", "vllm", "actors")
+ALLOWED = {("service/cli.py", "_run", "actors.run")}
+"""The one lazy import: the command that needs Ray."""
+
+
+def module_name(path: Path) -> str:
+    """`service/handoff/__init__.py` -> `service.handoff`."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path) for path in [*PLAIN, *SHELLS]}
+
+
+def imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The modules that a statement names; of `from a import b` both `a` and, where that is a module, `a.b`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    assert node.level == 0 and node.module, "imports are absolute"
+    inner = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in inner if name in MODULES] or [node.module]
+
+
+def all_imports(path: Path) -> Iterator[tuple[str, str]]:
+    """(function or '', module) of every import in a file, wherever it stands."""
+    tree = ast.parse(path.read_text())
+    owners = {
+        id(inner): outer.name
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name in imported(node):
+                yield owners.get(id(node), ""), name
+
+
+def top_imports(path: Path) -> set[str]:
+    """The modules of Baton that are imported when this one is; not those that only a type checker reads."""
+    body = ast.parse(path.read_text()).body
+    statements = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {name for node in statements for name in imported(node)} & MODULES
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=module_name)
+def test_service_imports_neither_ray_nor_vllm_nor_actors(path: Path) -> None:
+    file = str(path.relative_to(ROOT))
+    wrong = [
+        (function, name)
+        for function, name in all_imports(path)
+        if name.split(".")[0] in KEPT_OUT and (file, function, name) not in ALLOWED
+    ]
+    assert wrong == []
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    graph = {module_name(path): top_imports(path) - {module_name(path)} for path in [*PLAIN, *SHELLS]}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path, name])
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())

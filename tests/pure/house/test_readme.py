@@ -1,0 +1,97 @@
+"""What the README shows works: its commands parse, its files are read, its links lead somewhere.
+
+The block that submits a Ray job runs, word for word, in `tests/e2e/test_job.py`.
+"""
+
+import asyncio
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.cli import main
+from service.config import Config, load
+from service.config.checks import problems
+from service.rollout.dataset import load_tasks
+from service.rollout.environments import environment
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Every command line in the pages' shell blocks, without its comment."""
+    lines = [line for page in PAGES for block in blocks(page.read_text(), "bash") for line in block.splitlines()]
+    return [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith("make ")])
+def test_every_make_command_is_a_target(command: str) -> None:
+    words = [word for word in shlex.split(command)[1:] if "=" not in word]
+    assert words and set(words) <= targets()
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if re.match(r"baton (run|config)", line)])
+def test_every_baton_command_is_accepted(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)[1:]
+    assert main(["config", "validate", *words[1:]] if words[0] == "run" else words) == 0
+
+
+def test_the_configuration_of_ones_own_is_right(tmp_path: Path) -> None:
+    (text,) = blocks(README, "yaml")
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    config = load([file]).config
+    assert problems(config) == []
+    assert config.env.name == "my_envs:Guess" != Config().env.name
+
+
+def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = [block for block in blocks(README, "python") if "my_envs.py" in block]
+    (row,) = blocks(README, "json")
+    (tmp_path / "my_envs.py").write_text(code)
+    (tmp_path / "train.jsonl").write_text(row)
+    monkeypatch.syspath_prepend(tmp_path)
+    (task,) = load_tasks(tmp_path / "train.jsonl")
+
+    async def play() -> list[tuple[float, bool, str]]:
+        episode = environment("my_envs:Guess", {}, ["my_envs"])
+        first = await episode.reset(task, seed=0)
+        assert first[0]["content"] == json.loads(row)["prompt"][0]["content"]
+        results = [await episode.step(text) for text in ("is it 40?", "then 43", "it is 42")]
+        await episode.close()
+        return [(each.reward, each.done, "".join(m["content"] for m in each.messages)) for each in results]
+
+    try:
+        assert asyncio.run(play()) == [(0.0, False, "higher"), (0.0, False, "lower"), (1.0, True, "")]
+    finally:
+        sys.modules.pop("my_envs", None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_every_file_that_the_readme_names_exists() -> None:
+    named = re.findall(r"`((?:service|actors|configs|docs|tests|deploy)/[\w/.-]+)`", README)
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []

@@ -1,0 +1,42 @@
+"""Nothing grows too large to be read at once."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CODE = sorted(path for folder in ("service", "actors", "scripts") for path in (ROOT / folder).rglob("*.py"))
+FILE_LINES = 500
+FUNCTION_LINES = 60
+FUNCTION_LINES_P90 = 40
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(path: Path) -> list[tuple[int, str]]:
+    """(lines, name) of every function in a file."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, Function)]
+    return [((node.end_lineno or 0) - node.lineno + 1, f"{path.relative_to(ROOT)}: {node.name}") for node in nodes]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_and_its_functions_can_be_read_at_once(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= FILE_LINES
+    assert [name for lines, name in functions(path) if lines > FUNCTION_LINES] == []
+
+
+def test_nine_of_ten_functions_are_short() -> None:
+    lines = sorted(lines for path in CODE for lines, _ in functions(path))
+    assert lines[len(lines) * 9 // 10] <= FUNCTION_LINES_P90
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_public_says_what_it_is(path: Path) -> None:
+    """Modules, and public classes and functions at their top."""
+    tree = ast.parse(path.read_text())
+    if path.name == "__init__.py" and not tree.body:
+        return
+    assert ast.get_docstring(tree), "the module"
+    public = [node for node in tree.body if isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_")]
+    assert [node.name for node in public if not ast.get_docstring(node)] == []
