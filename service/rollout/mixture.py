@@ -16,6 +16,8 @@ from service.errors import UserError
 from service.rollout.dataset import read_rows, tasks_of, write_rows
 from service.rollout.environments import made
 
+EVAL_SEED = 1 << 32
+"""Keeps the seeds of made evaluation rows apart from those of training rows."""
 MOST_REPEATED = 100
 """Times the rows of all datasets together that an epoch may have; beyond that the weights are a mistake."""
 
@@ -23,18 +25,19 @@ MOST_REPEATED = 100
 def train_file(data: DataConfig, env_name: str, folder: Path, seed: int) -> Path:
     """The one file of training prompts, made or mixed into `folder` where the configuration says so.
 
+    A file that is there already stays: a resumed run goes on with the same prompts.
+
     Raises:
         UserError: nothing is configured, or a dataset is malformed.
     """
-    path = folder / "train.jsonl"
-    if data.make_rows is not None:
-        write_rows(path, made(env_name).rows(data.make_rows, seed))
-    elif data.mixture:
-        write_rows(path, mixed_rows(data.mixture))
-    elif data.train is not None:
+    if data.train is not None:
         return data.train
-    else:
+    if data.make_rows is None and not data.mixture:
         raise UserError("data: none of train, make_rows and mixture is set; name a JSONL or parquet file in data.train")
+    path = folder / "train.jsonl"
+    if not path.exists():
+        rows = mixed_rows(data.mixture) if data.make_rows is None else made(env_name).rows(data.make_rows, seed)
+        write_rows(path, rows)
     return path
 
 
@@ -43,7 +46,8 @@ def eval_files(data: DataConfig, env_name: str, folder: Path, seed: int) -> dict
     files = dict(data.eval)
     if data.eval_make_rows is not None:
         files["made"] = folder / "eval.jsonl"
-        write_rows(files["made"], made(env_name).rows(data.eval_make_rows, seed + (1 << 32)))
+        if not files["made"].exists():
+            write_rows(files["made"], made(env_name).rows(data.eval_make_rows, seed + EVAL_SEED))
     return files
 
 

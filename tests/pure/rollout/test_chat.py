@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -118,6 +118,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(la
 turns = st.lists(st.tuples(texts, st.sampled_from(["user", "tool"]), texts), min_size=1, max_size=3)
 
 
+@settings(max_examples=60, deadline=None)
 @given(question=texts, turns=turns)
 def test_an_append_only_history_has_the_tokens_of_the_whole_conversation(
     byte_level_chat: Chat, question: str, turns: list[tuple[str, str, str]]

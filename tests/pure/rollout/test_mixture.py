@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.config.tree import DataConfig, MixturePart
@@ -40,6 +40,7 @@ def test_datasets_are_evenly_interleaved_for_those_who_do_not_shuffle(tmp_path: 
         assert sets(rows[start : start + 4]) == {"a": 1, "b": 3}
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     weights=st.lists(st.floats(0.5, 8), min_size=4, max_size=4),
@@ -73,10 +74,12 @@ def test_a_bad_row_of_a_mixture_is_named_with_its_file(tmp_path: Path) -> None:
 def test_the_training_file_is_the_given_one_or_made_or_mixed(tmp_path: Path) -> None:
     given_part = part(tmp_path, "a", 3)
     assert train_file(DataConfig(train=given_part.path), "lookup", tmp_path, 0) == given_part.path
-    mixed = train_file(DataConfig(mixture={"a": given_part}), "lookup", tmp_path / "run", 0)
+    mixed = train_file(DataConfig(mixture={"a": given_part}), "lookup", tmp_path / "mixed", 0)
     assert [task.uid for task in load_tasks(mixed)] == ["a/a-0", "a/a-1", "a/a-2"]
-    made = train_file(DataConfig(make_rows=5), "lookup", tmp_path / "run", 0)
+    made = train_file(DataConfig(make_rows=5), "lookup", tmp_path / "made", 0)
     assert len(load_tasks(made)) == 5
+    again = train_file(DataConfig(make_rows=6), "lookup", tmp_path / "made", 0)
+    assert len(load_tasks(again)) == 5  # a resumed run goes on with the same prompts
     with pytest.raises(UserError, match="none of train, make_rows and mixture is set"):
         train_file(DataConfig(), "lookup", tmp_path, 0)
 
