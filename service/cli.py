@@ -7,11 +7,15 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from service.config import Config, check, check_paths, load, resolved_yaml
 from service.errors import BatonError, UserError
 from service.status import fetch_status, status_address, status_lines
+
+PIPED_WIDTH = 120
+"""Columns of a table when nothing says how wide the terminal is."""
 
 _OVERRIDE = re.compile(r"(--)?[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 _OVERRIDE_KEY = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")
@@ -217,7 +221,8 @@ def _trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> i
     from service.trajectories import find_run, load_records
     from service.trajectory_views import print_list
 
-    print_list(Console(), load_records(find_run(arguments.run))[-arguments.last :])
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    print_list(console, load_records(find_run(arguments.run))[-arguments.last :])
     return 0
 
 
@@ -244,10 +249,11 @@ def _trajectories_export(arguments: argparse.Namespace, overrides: list[str]) ->
     return 0
 
 
-def _how_to_show(folder: Path) -> tuple[int, Callable[[int], str]]:
+def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
     """The staleness bound of a run, and its tokenizer's words."""
     from service.rollout.tokenizer import load_tokenizer
+    from service.trajectory_views import pieces
 
     config = load([folder / "config.yaml"], []).config
     tokenizer = load_tokenizer(config.model.path or folder / "model")
-    return config.buffer.max_staleness, lambda token: str(tokenizer.decode([token]))
+    return config.buffer.max_staleness, partial(pieces, lambda ids: str(tokenizer.decode(ids)))

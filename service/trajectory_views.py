@@ -12,8 +12,11 @@ from rich.text import Text
 
 from service.trajectories import Record
 
-Words = Callable[[int], str]
-"""A token id as text."""
+Words = Callable[[Sequence[int]], list[str]]
+"""The text that each of some token ids adds."""
+
+CONTEXT_TOKENS = 4
+"""Tokens before one that decide how it is written."""
 
 PROMPT, LOSS, STALE, MASKED = "prompt", "loss", "stale", "masked"
 
@@ -36,14 +39,30 @@ class Token(NamedTuple):
     version: str | None
 
 
+def pieces(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text of the tokens before it; a lone decode would lose spaces.
+
+    >>> pieces(lambda ids: " ".join("abc"[i] for i in ids), [0, 2])
+    ['a', ' c']
+    """
+    texts = []
+    for i in range(len(token_ids)):
+        start = max(0, i - CONTEXT_TOKENS)
+        before, after = decode(token_ids[start:i]), decode(token_ids[start : i + 1])
+        texts.append(after[len(before) :] if after.startswith(before) else decode([token_ids[i]]))
+    return texts
+
+
 def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) -> Iterator[Token]:
     """The tokens that a step adds: its prompt, or what is new of it, then its response."""
-    for token in step["prompt_ids"]:
-        yield Token(words(token), PROMPT, None, None)
+    texts = words([*step["prompt_ids"], *step["response_ids"]])
+    n_prompt = len(step["prompt_ids"])
+    for text in texts[:n_prompt]:
+        yield Token(text, PROMPT, None, None)
     versions = [version for count, version in step["versions"] for _ in range(count)]
     logprobs = step["logprobs"] or [None] * len(versions)
-    for token, mask, logprob, version in zip(step["response_ids"], step["loss_mask"], logprobs, versions, strict=True):
-        yield Token(words(token), _kind(mask, version, record["trained_at"], max_staleness), logprob, version)
+    for text, mask, logprob, version in zip(texts[n_prompt:], step["loss_mask"], logprobs, versions, strict=True):
+        yield Token(text, _kind(mask, version, record["trained_at"], max_staleness), logprob, version)
 
 
 def _kind(mask: int, version: str | None, trained_at: str, max_staleness: int) -> str:

@@ -80,7 +80,7 @@ def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.Captu
     assert len(examples) >= 6
     for words in examples:
         split, _ = split_overrides(words[1:])
-        assert split[0] in ("run", "config", "status")
+        assert split[0] in ("run", "config", "status", "trajectories")
 
 
 def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""Completed trajectories as records and as something to look at."""
+
+import json
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from service.cli import main
+from service.config import Config, load_config
+from service.errors import UserError
+from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.tables import ends_table, steps_table
+from service.handoff.versions import VersionHistory
+from service.runfolder import RunFolder
+from service.trajectories import find_record, find_run, load_records, trained, trajectory_records
+from service.trajectory_views import LOSS, MASKED, PROMPT, STALE, html_page, pieces, print_list, print_record, tokens_of
+from service.types import NO_VERSION, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+
+
+def step(trajectory: TrajectoryId, index: int, prompt: list[int], response: list[int], version: int) -> Step:
+    """A step whose last response token was appended by code."""
+    n = len(response)
+    sampled = np.arange(n) < n - 1
+    return Step(
+        trajectory=trajectory,
+        prompt_uid=f"p{trajectory.ordinal}",
+        index=index,
+        prompt_ids=np.array(prompt, np.int32),
+        response_ids=np.array(response, np.int32),
+        logprobs=np.where(sampled, np.float32(-0.5), np.float32(0)),
+        loss_mask=sampled,
+        versions=np.where(sampled, PolicyVersion(1, version).pack(), NO_VERSION),
+        reward=0.0,
+    )
+
+
+def group(ordinal: int, n: int = 2) -> CompleteGroup:
+    """Sample s of the group: two merging steps, and return s."""
+    steps, ends = [], []
+    for sample in range(n):
+        one = TrajectoryId(ordinal, sample)
+        steps += [step(one, 0, [1, 2], [10, 11, 3], 0), step(one, 1, [1, 2, 10, 11, 3, 4], [20 + sample, 3], 1)]
+        ends.append(TrajectoryEnd(one, f"p{ordinal}", 2, "stop", float(sample)))
+    return CompleteGroup(ordinal, f"p{ordinal}", steps_table(steps), ends_table(ends))
+
+
+CONFIG = load_config(
+    [],
+    [
+        "algorithm.n_samples_per_prompt=2",
+        "trainer.mini_batch_size=2",
+        "trainer.ranks=1",
+        "buffer.max_staleness=8",
+        "run.trajectories_per_step=3",
+    ],
+)
+
+
+def formed(config: Config = CONFIG) -> tuple[MiniBatch, list[CompleteGroup]]:
+    history = VersionHistory()
+    for number in range(2):
+        history.publish(PolicyVersion(1, number))
+    groups = [group(7), group(5)]
+    return form_mini_batch(1, groups, history, BatchSettings.of(config)), groups
+
+
+def records(config: Config = CONFIG) -> list[dict[str, object]]:
+    batch, groups = formed(config)
+    return trained(trajectory_records(batch, groups, PolicyVersion(1, 1), config), PolicyVersion(1, 2))
+
+
+def test_a_record_says_what_was_generated_and_what_became_of_it() -> None:
+    first, *_, last = records()
+    assert (first["id"], last["id"]) == ("ordinal=7/sample=0/attempt=0", "ordinal=5/sample=1/attempt=0")
+    assert (last["return"], last["fate"], last["optimizer_step"], last["trained_at"]) == (1.0, "trained", 2, "1.1")
+    assert last["advantage"] > 0 > first["advantage"]
+    assert (last["rows"], last["sampled_tokens"], last["loss_tokens"]) == (1, 3, 3)
+    one, two = last["steps"]
+    assert (one["response_ids"], one["loss_mask"], one["versions"]) == ([10, 11, 3], [1, 1, 0], [(2, "1.0"), (1, None)])
+    assert (two["row"], two["versions"][0]) == (0, (1, "1.1"))
+    assert json.loads(json.dumps(last)) == json.loads(json.dumps(last, allow_nan=False))
+
+
+@pytest.mark.parametrize(("per_step", "kept"), [(0, 0), (1, 1), (3, 3), (50, 4)])
+def test_as_many_are_kept_as_the_configuration_says(per_step: int, kept: int) -> None:
+    config = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"trajectories_per_step": per_step})})
+    assert len({record["id"] for record in records(config)}) == kept
+
+
+def test_steps_that_do_not_merge_are_shown_as_rows_of_their_own() -> None:
+    config = CONFIG.model_copy(update={"buffer": CONFIG.buffer.model_copy(update={"merge": "off"})})
+    record = records(config)[0]
+    assert record["rows"] == 2 and [one["row"] for one in record["steps"]] == [0, 1]
+
+
+def letters(token_ids: Sequence[int]) -> list[str]:
+    return [f"<{token}>" for token in token_ids]
+
+
+def test_every_token_is_shown_as_the_trainer_treats_it() -> None:
+    record = json.loads(json.dumps(records()[0]))
+    kinds = [token.kind for token in tokens_of(record["steps"][0], record, 8, letters)]
+    assert kinds == [PROMPT, PROMPT, LOSS, LOSS, MASKED]
+    kinds = [token.kind for token in tokens_of(record["steps"][0], record, 0, letters)]
+    assert kinds == [PROMPT, PROMPT, STALE, STALE, MASKED]
+
+
+def test_what_a_token_adds_keeps_its_spaces() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return " ".join(["look", "up", "ant", "age", "now", "then"][i] for i in ids)
+
+    assert "".join(pieces(decode, [0, 1, 2, 3, 4, 5])) == "look up ant age now then"
+
+
+def test_the_terminal_shows_a_list_and_one_trajectory() -> None:
+    console = Console(file=StringIO(), width=120, force_terminal=False)
+    print_list(console, records())
+    print_record(console, json.loads(json.dumps(records()[0])), 8, letters)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count("ordinal=7/sample=0/attempt=0") == 2
+    assert "<1><2><10><11><3>" in shown and "step 1  row 0, policy 1.1" in shown
+
+
+def test_the_page_needs_nothing_from_outside_and_escapes_what_models_say() -> None:
+    page = html_page(
+        "<run>", json.loads(json.dumps(records())), 8, lambda ids: ["<script>alert(1)</script>"] * len(ids)
+    )
+    assert "<script" not in page and "&lt;script&gt;" in page and "<h1>&lt;run&gt;</h1>" in page
+    assert "http" not in page and 'class="loss" title="log-probability -0.500, policy 1.0"' in page
+
+
+def test_records_are_found_by_id_by_group_and_by_the_start_of_an_id() -> None:
+    kept = records()
+    for wanted in ("ordinal=7/sample=0/attempt=0", "7", "ordinal=7", "7/sample=0"):
+        assert find_record(kept, wanted)["id"] == "ordinal=7/sample=0/attempt=0"
+    with pytest.raises(UserError, match="70: not among the 3 kept trajectories"):
+        find_record(kept, "70")
+
+
+def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a run folder nor the name of a run"):
+        find_run("nobody", tmp_path)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.yaml").write_text("")
+    with pytest.raises(UserError, match="has kept no trajectories"):
+        find_run("r", tmp_path)
+
+
+def test_the_commands_read_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / "r")
+    assert folder.append_trajectories(records()) == 3
+    assert [record["id"] for record in load_records(find_run("r", tmp_path))] == [record["id"] for record in records()]
+    assert main(["trajectories", "list", str(tmp_path / "r"), "--last", "2"]) == 0
+    assert capsys.readouterr().out.count("ordinal=") == 2
+    assert main(["trajectories", "list", str(tmp_path / "none")]) == 2
+    assert "neither a run folder" in capsys.readouterr().err
+    (tmp_path / "r" / "trajectories.jsonl").write_text("{broken}\n")
+    assert main(["trajectories", "list", str(tmp_path / "r")]) == 2
