@@ -1,12 +1,24 @@
-"""One Ray for all end-to-end tests of a session; it and everything on it ends with the session."""
+"""One Ray for all end-to-end tests of a session, and runs as a user starts them."""
+
+from __future__ import annotations
 
 import os
+import secrets
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from actors import RAY_ENV
+
+ROOT = Path(__file__).parents[2]
+MARK = "BATON_TEST_RUN"
+START_SECONDS = 240
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +38,58 @@ def local_ray() -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+@dataclass
+class Driver:
+    """A run under way."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    folder: Path
+    said: list[str]
+
+    def until(self, words: str) -> None:
+        """Read what the run prints up to the line that contains `words`."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + START_SECONDS
+        for line in self.process.stdout:
+            self.said.append(line)
+            if words in line:
+                return
+            assert time.monotonic() < deadline, "".join(self.said)
+        raise AssertionError(f"the run ended before it said {words!r}:\n" + "".join(self.said))
+
+    def end(self, seconds: float) -> int:
+        """Read on to the end; the exit code."""
+        assert self.process.stdout is not None
+        self.said += self.process.stdout.readlines()
+        return self.process.wait(timeout=seconds)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Callable[[list[str]], Driver]]:
+    """Starts runs, each with a mark of its own in its environment; ends what a failed test left running."""
+    drivers: list[Driver] = []
+
+    def start(settings: list[str]) -> Driver:
+        mark = secrets.token_hex(8)
+        how = [] if "--resume" in settings else ["--config", "configs/quickstart.yaml", f"run.dir={tmp_path}"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service", "run", *how, *settings],
+            cwd=ROOT,
+            env={**os.environ, MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        drivers.append(Driver(process, mark, tmp_path / "quickstart", []))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.process.kill()
+        driver.process.wait(timeout=10)
+        if driver.process.stdout is not None:
+            driver.process.stdout.close()

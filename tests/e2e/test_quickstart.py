@@ -3,85 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
-ROOT = Path(__file__).parents[2]
 MARK = "BATON_TEST_RUN"
-START_SECONDS = 240
 END_SECONDS = 15
 SHORT = ["run.max_steps=6", "model.warm_start.steps=30", "metrics.port=0"]
 ENDLESS = ["run.max_steps=100000", "model.warm_start.steps=10", "metrics.port=0"]
 
+Drive = Callable[[list[str]], Any]
+"""Starts a run; see the fixture `drive`."""
 LeftOver = Callable[[str, str, float], dict[int, str]]
-
-
-@dataclass
-class Driver:
-    """A run under way."""
-
-    process: subprocess.Popen[str]
-    mark: str
-    folder: Path
-    said: list[str]
-
-    def until(self, words: str) -> None:
-        """Read what the run prints up to the line that contains `words`."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + START_SECONDS
-        for line in self.process.stdout:
-            self.said.append(line)
-            if words in line:
-                return
-            assert time.monotonic() < deadline, "".join(self.said)
-        raise AssertionError(f"the run ended before it said {words!r}:\n" + "".join(self.said))
-
-    def end(self, seconds: float) -> int:
-        """Read on to the end; the exit code."""
-        assert self.process.stdout is not None
-        self.said += self.process.stdout.readlines()
-        return self.process.wait(timeout=seconds)
-
-
-@pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Callable[[list[str]], Driver]]:
-    """Starts runs, each with a mark of its own in its environment; ends what a failed test left running."""
-    drivers: list[Driver] = []
-
-    def start(settings: list[str]) -> Driver:
-        mark = secrets.token_hex(8)
-        command = [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml"]
-        process = subprocess.Popen(
-            [*command, f"run.dir={tmp_path}", *settings],
-            cwd=ROOT,
-            env={**os.environ, MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        drivers.append(Driver(process, mark, tmp_path / "quickstart", []))
-        return drivers[-1]
-
-    yield start
-    for driver in drivers:
-        driver.process.kill()
-        driver.process.wait(timeout=10)
-        if driver.process.stdout is not None:
-            driver.process.stdout.close()
 
 
 def get(folder: Path, page: str) -> bytes:
@@ -92,9 +33,7 @@ def get(folder: Path, page: str) -> bytes:
     return body
 
 
-def test_a_short_run_trains_serves_metrics_and_leaves_its_folder(
-    drive: Callable[[list[str]], Driver], left_over: LeftOver
-) -> None:
+def test_a_short_run_trains_serves_metrics_and_leaves_its_folder(drive: Drive, left_over: LeftOver) -> None:
     run = drive(SHORT)
     run.until("step    2/6")
     page = get(run.folder, "/metrics").decode()
@@ -134,9 +73,7 @@ def assert_final_weights_load_and_differ(folder: Path) -> None:
     assert any(not before[name].equal(after[name]) for name in before)
 
 
-def test_a_terminated_run_writes_its_final_weights_and_leaves_no_process(
-    drive: Callable[[list[str]], Driver], left_over: LeftOver
-) -> None:
+def test_a_terminated_run_writes_its_final_weights_and_leaves_no_process(drive: Drive, left_over: LeftOver) -> None:
     run = drive(ENDLESS)
     run.until("training:")
     time.sleep(2)  # somewhere in the middle of a step
@@ -147,7 +84,7 @@ def test_a_terminated_run_writes_its_final_weights_and_leaves_no_process(
     assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
 
 
-def test_a_killed_run_leaves_no_process(drive: Callable[[list[str]], Driver], left_over: LeftOver) -> None:
+def test_a_killed_run_leaves_no_process(drive: Drive, left_over: LeftOver) -> None:
     run = drive(ENDLESS)
     run.until("training:")
     run.process.kill()
@@ -158,7 +95,7 @@ def test_a_killed_run_leaves_no_process(drive: Callable[[list[str]], Driver], le
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_quickstart_learns(drive: Callable[[list[str]], Driver], seed: int) -> None:
+def test_the_quickstart_learns(drive: Drive, seed: int) -> None:
     run = drive([f"run.seed={seed}", "metrics.port=0"])
     assert run.end(480) == 0, "".join(run.said)
     summary = json.loads((run.folder / "summary.json").read_text())
