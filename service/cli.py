@@ -12,7 +12,8 @@ from pathlib import Path
 
 from service.config import Config, check, check_paths, load, resolved_yaml
 from service.errors import BatonError, UserError
-from service.status import fetch_status, status_address, status_lines
+from service.status import fetch_status, status_address
+from service.status_view import status_lines
 
 PIPED_WIDTH = 120
 """Columns of a table when nothing says how wide the terminal is."""

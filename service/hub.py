@@ -16,6 +16,9 @@ from service.status import Status, compose
 SILENT_SECONDS = 10.0
 """An actor that has pushed nothing for this long counts as down; its gauges are no longer served."""
 
+RATE_REPORTS = 10
+"""Reports of the buffer, one a second, over which its rate is taken."""
+
 HISTORY_STEPS = 5000
 """Optimizer steps that the status page can look back on."""
 
@@ -51,6 +54,7 @@ class Hub:
         self._clock = clock
         self._sources: dict[str, _Pushed] = {}
         self._parts: dict[str, dict[str, Any]] = {}
+        self._accepted: deque[tuple[float, float]] = deque(maxlen=RATE_REPORTS)
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
 
     def push(self, source: str, snapshot: bytes) -> None:
@@ -66,8 +70,15 @@ class Hub:
     def put_status(self, part: str, report: Mapping[str, Any]) -> None:
         """Take the report of a part: `run`, `buffer`, `step`, or an actor's `role/ident`."""
         self._parts[part] = dict(report)
+        if part == "buffer" and "accepted_tokens" in report:
+            self._accepted.append((self._clock.monotonic(), report["accepted_tokens"]))
+            self._parts[part]["tokens_per_second"] = self._tokens_per_second()
         if part == "step" and "trainer/global_step" in report:
             self._steps.append(self._parts[part])
+
+    def _tokens_per_second(self) -> float:
+        (start, before), (now, accepted) = self._accepted[0], self._accepted[-1]
+        return max(0.0, accepted - before) / (now - start) if now > start else 0.0
 
     def page(self) -> bytes:
         """Everything as Prometheus text; families in the order of the table."""

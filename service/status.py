@@ -100,37 +100,3 @@ def fetch_status(address: str) -> Status:
     if not isinstance(status, dict) or status.get("schema") != SCHEMA:
         raise UserError(f"{address}: something answers there, but not with a run's status of schema {SCHEMA}")
     return status
-
-
-def status_lines(status: Status) -> list[str]:
-    """The document for a terminal."""
-    run, version = status["run"], status["policy_version"]
-    steps = f"{version['step']}/{run['max_steps']}" if "max_steps" in run else f"{version['step']}"
-    lines = [f"{run.get('name', 'run')}: {status['state']}, step {steps} (policy {version['epoch']}.{version['step']})"]
-    lines += [f"  {label:<16}{text}" for label, text in _step_facts(status["step"])]
-    lines += _counts("groups", status["buffer"].get("groups", {}))
-    lines += _counts("tokens", status["tokens"])
-    for wait in status["waits"]:
-        seconds = max(0.0, status["time"] - wait["since"])
-        lines.append(f"  {'waits':<16}{wait['who']} for {wait['reason']} ({wait['detail']}), {seconds:.1f} s")
-    for actor in status["actors"]:
-        lines.append(f"  {'actor':<16}{actor['ident']}: {actor['state']}, heard {actor['age_seconds']:.1f} s ago")
-    return lines
-
-
-_STEP_FACTS = {
-    "reward": ("reward/avg_raw_reward", "{:.3f}"),
-    "staleness": ("async/staleness_mean", "{:.2f} versions"),
-    "padded length": ("generate/batch_padded_seq_len", "{:.0f} tokens"),
-    "trainer waited": ("async/trainer_wait_share", "{:.0%} of the time"),
-    "gens. waited": ("async/generator_wait_share", "{:.0%} of the time"),
-}
-
-
-def _step_facts(step: Mapping[str, float]) -> list[tuple[str, str]]:
-    return [(label, form.format(step[key])) for label, (key, form) in _STEP_FACTS.items() if step.get(key) is not None]
-
-
-def _counts(label: str, counts: Mapping[str, int]) -> list[str]:
-    shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return [f"  {label:<16}{shown}"] if shown else []

@@ -13,6 +13,7 @@ from service.cli import main, split_overrides
 from service.clock import SystemClock
 from service.config import load_config
 from service.hub import Hub
+from service.status_view import road_lines, status_lines
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -107,8 +108,9 @@ def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_
         for target in (url, f"{url}/status", str(tmp_path), f"127.0.0.1:{server.server_port}"):
             assert main(["status", target]) == 0
             shown = capsys.readouterr().out
-            assert shown.startswith("r: training, step 3/9 (policy 1.3)\n")
-            assert "3 open\n" in shown and "9 open\n" in shown and "trainer for groups (3 of 16), 2." in shown
+            assert shown.startswith("r: training, step 3 of 9, policy 1.3\n")
+            assert "  groups    3 open\n  tokens    9 open\n" in shown
+            assert "  waits     trainer for groups: 3 of 16, 2 s\n" in shown
         assert main(["status", url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["schema"] == 1
         assert main(["status", f"{url}/other"]) == 2
@@ -131,3 +133,21 @@ def test_the_module_is_the_command_and_imports_neither_ray_nor_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     done = subprocess.run([sys.executable, "-m", "service", "status", "nobody"], capture_output=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith(b"baton: nobody: neither")
+
+
+def test_the_road_is_drawn_with_its_stations_above_their_numbers() -> None:
+    lines = road_lines(
+        [("prompts", ("1,203 issued",)), ("GENERATORS", ("1 of 1 up", "2,310 tokens/s")), ("BUFFER", ("14 open",))]
+    )
+    assert lines == [
+        "prompts --claim--> GENERATORS --submit--> BUFFER",
+        "1,203 issued       1 of 1 up              14 open",
+        "                   2,310 tokens/s",
+    ]
+    wide = road_lines([("prompts", ("a line that is longer than the way",)), ("GENERATORS", ("up",))])
+    assert wide[0].index("GENERATORS") == wide[1].index("up") and "--claim---" in wide[0]
+
+
+def test_a_run_that_has_just_begun_has_a_status_too() -> None:
+    lines = status_lines(Hub(SystemClock()).status())
+    assert lines[0] == "run: starting, step 0, policy 0.0" and any("GENERATORS" in line for line in lines)

@@ -221,3 +221,12 @@ def test_the_history_gives_the_steps_after_a_step_as_columns_without_nan() -> No
     assert history["steps"] == [3, 4]
     assert history["columns"]["reward/avg_raw_reward"] == [0.3, None]
     assert history["columns"]["timing/step"] == [None, None]
+
+
+def test_the_hub_takes_the_buffers_rate_over_its_last_reports() -> None:
+    clock = FakeClock()
+    hub = Hub(clock)
+    for second in range(20):
+        hub.put_status("buffer", {"accepted_tokens": 100 * second})
+        clock.now += 1
+    assert hub.status()["buffer"]["tokens_per_second"] == 100
