@@ -51,7 +51,7 @@ def mini_batch(seed: int) -> MiniBatch:
     micros = []
     for start in range(0, ROWS, ROWS_A_MICRO_BATCH):
         mine = range(start, start + ROWS_A_MICRO_BATCH)
-        micros.append(_micro_batch([token_ids[i] for i in mine], list(mine)))
+        micros.append(micro_batch_of([token_ids[i] for i in mine], list(mine)))
     loss_tokens = np.array([length - length // 3 for length in row_lengths], np.int64)
     return MiniBatch(
         lease=0,
@@ -66,8 +66,9 @@ def mini_batch(seed: int) -> MiniBatch:
     )
 
 
-def _micro_batch(token_ids: list[np.ndarray], trajectories: list[int]) -> MicroBatch:
-    mask = [np.arange(len(ids)) >= len(ids) // 3 for ids in token_ids]
+def micro_batch_of(token_ids: list[np.ndarray], trajectories: list[int]) -> MicroBatch:
+    """Rows packed in this order; the first third of each, at least a token, is its prompt."""
+    mask = [np.arange(len(ids)) >= max(1, len(ids) // 3) for ids in token_ids]
     mask_N = np.concatenate(mask)
     return MicroBatch(
         token_ids_N=np.concatenate(token_ids),
@@ -97,7 +98,7 @@ def measure(layout: str, folder: Path, seed: int) -> dict[str, float]:
 
 def _first_row(batch: MiniBatch) -> MiniBatch:
     """A short batch that loads and warms whatever the first step needs."""
-    micro = _micro_batch([np.arange(32, dtype=np.int32)], [0])
+    micro = micro_batch_of([np.arange(32, dtype=np.int32)], [0])
     tokens = np.zeros_like(batch.loss_tokens_G)
     tokens[0] = micro.loss_mask_N.sum()
     return replace(batch, ranks=((micro,),), loss_tokens_G=tokens)

@@ -10,18 +10,23 @@ does it. Elsewhere rows of similar length are padded together, as a kernel call 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from service.learn.device import to_device
 from service.types import Int64s
 
 NAME = "baton_packed"
+
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Older torch takes fewer key heads than query heads without being told."""
 
 CALL_COST = 256 * 256
 """Score entries that cost about as much as one more call of the kernel."""
@@ -114,11 +119,9 @@ def packed_attention(
 
 
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # CUDA builds only
-
     cu, longest = packing.cu_seqlens, packing.max_length
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0), **_GROUPED)
     return cast(Tensor, out)
 
 

@@ -1,0 +1,142 @@
+"""The learner on a CUDA GPU: the same numbers as on CPU, and no hidden waits for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from service.config.tree import MakeModelConfig
+from service.learn import logprob
+from service.learn.attention import Packing, packed_attention
+from service.learn.broadcast import broadcast, row_of_token
+from service.learn.learner import Learner
+from service.learn.make import make_model
+from service.learn.place import Placing, place
+from tests.pure.learn.builders import CPU, VOCABULARY, made_rows, mini_batch, settings
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+CUDA = torch.device("cuda")
+SHAPE = MakeModelConfig(hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "policy"
+    make_model(folder, SHAPE, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=0)
+    return folder
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16, generator=torch.Generator(CUDA).manual_seed(0))
+
+
+def test_the_variable_length_kernel_is_causal_attention_in_each_row() -> None:
+    lengths = [5, 130, 1, 64, 0, 33]
+    packing = Packing.of(np.cumsum([0, *lengths], dtype=np.int64), CUDA, variable_length=True)
+    inputs = [drawn(1, heads, sum(lengths), 64).requires_grad_() for heads in (8, 2, 2)]
+    out, _ = packed_attention(torch.nn.Identity(), *inputs, None, packing, scaling=64**-0.5)
+
+    rows = [x.detach().float().requires_grad_() for x in inputs]
+    parts = []
+    at = 0
+    for length in lengths:
+        query, key, value = (x[:, :, at : at + length] for x in rows)
+        parts.append(F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
+        at += length
+    expected = torch.cat(parts, 2).transpose(1, 2)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+    weight = drawn(*out.shape).float()
+    (out.float() * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for ours, reference in zip(inputs, rows, strict=True):
+        assert ours.grad is not None and reference.grad is not None
+        torch.testing.assert_close(ours.grad.float(), reference.grad, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("function", [logprob.statistics, logprob.logit_gradient])
+def test_a_fused_function_is_the_plain_one(function: Any) -> None:
+    generator = torch.Generator(CUDA).manual_seed(1)
+    logits = torch.randn(33, 5003, device=CUDA, generator=generator) * 4
+    tokens = torch.randint(0, 5003, (33,), device=CUDA, generator=generator)
+    inverse = torch.linspace(0.5, 2.0, 33, device=CUDA)
+    plain = logprob.statistics.__wrapped__(logits, tokens, inverse)
+    arguments = (logits, tokens, inverse)
+    if function is logprob.logit_gradient:
+        arguments += (plain[2], plain[1], *torch.randn(2, 33, device=CUDA, generator=generator))
+    torch.testing.assert_close(function(*arguments), function.__wrapped__(*arguments), atol=1e-5, rtol=1e-5)
+
+
+def test_the_broadcast_is_the_one_on_cpu() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 50, 200)
+    bounds = torch.from_numpy(np.cumsum([0, *lengths]))
+    value_G = torch.from_numpy(rng.normal(size=40).astype(np.float32))
+    trajectory_R = torch.from_numpy(rng.integers(-1, 40, 200))
+    mask_N = torch.from_numpy(rng.random(lengths.sum()) < 0.5)
+    results = []
+    for device in (CPU, CUDA):
+        row_N = row_of_token(bounds.to(device), int(lengths.sum()))
+        results.append(broadcast(value_G.to(device), trajectory_R.to(device), row_N, mask_N.to(device)).cpu())
+    assert torch.equal(*results)
+
+
+def outcome(folder: Path, device: torch.device, dtype: str, **trainer: Any) -> tuple[float, torch.Tensor]:
+    learner = Learner(settings(trainer=trainer, dtype=dtype), folder, device, 0, 1)
+    totals = learner.accumulate(mini_batch([[made_rows(6, seed=1)], []][:1], trajectories=6)).totals()
+    gradients = learner.policy.masters.gradients()
+    return totals["loss"], torch.cat([gradient.flatten().float().cpu() for gradient in gradients])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainer", "tolerance"),
+    [
+        ("float32", {}, 1e-4),
+        ("float32", {"layout": "padded"}, 1e-4),
+        ("float32", {"cpu_offload": True}, 1e-4),
+        ("bfloat16", {}, 5e-2),
+        ("bfloat16", {"gradient_checkpointing": True}, 5e-2),
+        ("bfloat16", {"compile": True}, 5e-2),
+    ],
+)
+def test_loss_and_gradient_are_those_on_cpu(
+    folder: Path, dtype: str, trainer: dict[str, Any], tolerance: float
+) -> None:
+    loss, gradient = outcome(folder, CUDA, dtype, **trainer)
+    expected_loss, expected = outcome(folder, CPU, "float32")
+    assert loss == pytest.approx(expected_loss, abs=tolerance)
+    assert (gradient - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_waits_for_the_device_before_the_sums_are_read(folder: Path, dtype: str) -> None:
+    learner = Learner(settings(dtype=dtype), folder, CUDA, 0, 1)
+    rows = made_rows(6, seed=2)
+    batch = mini_batch([[rows[:3], rows[3:]]], trajectories=6)
+    learner.step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = learner.accumulate(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert np.isfinite(sums.totals()["loss"])
+
+
+def test_steps_on_the_gpu_lower_the_loss(folder: Path) -> None:
+    learner = Learner(settings(dtype="bfloat16"), folder, CUDA, 0, 1)
+    batch = mini_batch([[made_rows(6, seed=3)]], trajectories=6)
+    losses = [learner.step(batch).metrics["policy/policy_loss"] for _ in range(10)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_micro_batch_is_placed_without_its_padding() -> None:
+    micro = mini_batch([[made_rows(4, seed=4)]], trajectories=4).ranks[0][0]
+    placed = place(micro, Placing(CUDA, torch.float32, variable_length=True))
+    assert placed.packing is not None and not placed.packing.buckets
+    assert placed.token_ids_N.device.type == "cuda"
