@@ -11,10 +11,11 @@ import numpy as np
 
 from service.config.tree import Config
 from service.handoff.branches import Drift, Mode
+from service.handoff.columns import lengths_of, trajectories
 from service.handoff.merge import merge
 from service.handoff.pack import Layout, Placement, in_packing_order, micro_batches, place
 from service.handoff.score import ReturnRule, advantages, returns
-from service.handoff.tables import concat_ends, concat_steps, lengths_of, select_ends, trajectories
+from service.handoff.tables import concat_ends, concat_steps, select_ends
 from service.handoff.versions import VersionHistory
 from service.types import Ends, Float64s, Int32s, Int64s, MiniBatch, Row, Rows, Steps
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.handoff.branches import Drift, Mode, Rule, branching_rows
+from service.handoff.columns import lengths_of, offsets_of
 from service.handoff.prefix import assembled, check_chain, in_order, total_lengths, whole_prompts
-from service.handoff.tables import lengths_of, offsets_of, row_objects, steps_table, with_token_rewards
+from service.handoff.tables import row_objects, steps_table, with_token_rewards
 from service.types import ROUTE_NATIVELY, Bools, Int16s, Int64s, Row, Rows, Step, Steps
 
 

@@ -13,17 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from service.handoff.columns import copy_segments, lengths_of, offsets_of, trajectories
 from service.handoff.digest import digest, token_bytes
-from service.handoff.tables import (
-    TOKEN_COLUMNS,
-    concat_steps,
-    copy_segments,
-    lengths_of,
-    offsets_of,
-    same_step,
-    select_steps,
-    trajectories,
-)
+from service.handoff.tables import TOKEN_COLUMNS, concat_steps, same_step, select_steps
 from service.types import NO_VERSION, Bools, Int32s, Int64s, Steps, TrajectoryId, Uint64s
 
 CONTEXT_FILL = {"logprobs_N": 0, "loss_mask_N": False, "versions_N": NO_VERSION, "token_rewards_N": 0}

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from service.errors import UserError
-from service.handoff.tables import trajectories
+from service.handoff.columns import trajectories
 from service.types import Ends, Float64s, Int64s, Steps
 
 EPSILON = 1e-6

@@ -1,28 +1,22 @@
-"""Steps and ends: objects to columns, columns to objects, and selecting and joining columns.
-
-A table is cut and joined by token segments. Segments that lie side by side and stay side by side are copied as one:
-
-    select [0 1 3] of steps with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
-"""
+"""Steps, ends and rows: objects to tables, tables to objects, and selecting and joining tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from service.handoff.columns import Column, codes_of, copy_segments, joined_codes, lengths_of, offsets_of, used_codes
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
-    Bools,
     Ends,
     Extension,
     Float32s,
     Int16s,
-    Int32s,
     Int64s,
     Row,
     Rows,
@@ -64,8 +58,6 @@ ROW_COLUMNS = (
 END_COLUMNS = ("ordinal_E", "sample_E", "attempt_E", "uid_E", "n_steps_E", "stop_reason_E", "reward_E")
 TOKEN_COLUMNS = ("token_ids_N", "logprobs_N", "loss_mask_N", "versions_N", "token_rewards_N", "routed_experts_N")
 
-Column = TypeVar("Column", bound=np.generic)
-
 
 def step_group(sender: Sender, steps: Sequence[Step], ends: Sequence[TrajectoryEnd]) -> StepGroup:
     """One message out of step and end objects."""
@@ -74,8 +66,8 @@ def step_group(sender: Sender, steps: Sequence[Step], ends: Sequence[TrajectoryE
 
 def steps_table(steps: Sequence[Step]) -> Steps:
     """Step objects as columns."""
-    uid_K, uids = _codes([step.prompt_uid for step in steps])
-    stop_reason_K, stop_reasons = _codes([step.stop_reason for step in steps])
+    uid_K, uids = codes_of([step.prompt_uid for step in steps])
+    stop_reason_K, stop_reasons = codes_of([step.stop_reason for step in steps])
     prompt_length_K = np.array([len(step.prompt_ids) for step in steps], np.int32)
     length_K = prompt_length_K + np.array([len(step.response_ids) for step in steps], np.int64)
     extends = [step.extends or Extension(-1, 0, 0) for step in steps]
@@ -107,8 +99,8 @@ def steps_table(steps: Sequence[Step]) -> Steps:
 
 def ends_table(ends: Sequence[TrajectoryEnd]) -> Ends:
     """Trajectory ends as columns."""
-    uid_E, uids = _codes([end.prompt_uid for end in ends])
-    stop_reason_E, stop_reasons = _codes([end.stop_reason for end in ends])
+    uid_E, uids = codes_of([end.prompt_uid for end in ends])
+    stop_reason_E, stop_reasons = codes_of([end.stop_reason for end in ends])
     return Ends(
         uids=uids,
         stop_reasons=stop_reasons,
@@ -126,8 +118,8 @@ def concat_steps(tables: Sequence[Steps]) -> Steps:
     """The steps of several tables, in order, as one table."""
     if len(tables) == 1:
         return tables[0]
-    uids, uid_K = _joined_codes([(t.uids, t.uid_K) for t in tables])
-    stop_reasons, stop_reason_K = _joined_codes([(t.stop_reasons, t.stop_reason_K) for t in tables])
+    uids, uid_K = joined_codes([(t.uids, t.uid_K) for t in tables])
+    stop_reasons, stop_reason_K = joined_codes([(t.stop_reasons, t.stop_reason_K) for t in tables])
     columns = {
         name: np.concatenate([getattr(t, name) for t in tables])
         for name in (*STEP_COLUMNS, "token_ids_N", "logprobs_N", "loss_mask_N", "versions_N")
@@ -145,8 +137,8 @@ def concat_steps(tables: Sequence[Steps]) -> Steps:
 
 def concat_ends(tables: Sequence[Ends]) -> Ends:
     """The ends of several tables, in order, as one table."""
-    uids, uid_E = _joined_codes([(t.uids, t.uid_E) for t in tables])
-    stop_reasons, stop_reason_E = _joined_codes([(t.stop_reasons, t.stop_reason_E) for t in tables])
+    uids, uid_E = joined_codes([(t.uids, t.uid_E) for t in tables])
+    stop_reasons, stop_reason_E = joined_codes([(t.stop_reasons, t.stop_reason_E) for t in tables])
     columns = {name: np.concatenate([getattr(t, name) for t in tables]) for name in END_COLUMNS}
     return Ends(uids, stop_reasons, **(columns | {"uid_E": uid_E, "stop_reason_E": stop_reason_E}))
 
@@ -159,7 +151,7 @@ def select_steps(steps: Steps, index_K: Int64s) -> Steps:
         for name in TOKEN_COLUMNS
     }
     columns = {name: getattr(steps, name)[index_K] for name in STEP_COLUMNS}
-    uids, columns["uid_K"] = _used_codes(steps.uids, columns["uid_K"])
+    uids, columns["uid_K"] = used_codes(steps.uids, columns["uid_K"])
     return Steps(
         uids=uids, stop_reasons=steps.stop_reasons, offsets_K=offsets_of(stop_K - start_K), **columns, **tokens
     )
@@ -168,7 +160,7 @@ def select_steps(steps: Steps, index_K: Int64s) -> Steps:
 def select_ends(ends: Ends, index_E: Int64s) -> Ends:
     """The ends at these positions, in this order."""
     columns = {name: getattr(ends, name)[index_E] for name in END_COLUMNS}
-    uids, columns["uid_E"] = _used_codes(ends.uids, columns["uid_E"])
+    uids, columns["uid_E"] = used_codes(ends.uids, columns["uid_E"])
     return Ends(uids, ends.stop_reasons, **columns)
 
 
@@ -218,61 +210,6 @@ def with_token_rewards(steps: Steps) -> Steps:
     return replace(steps, token_rewards_N=_rewards_on_last_token(steps))
 
 
-def offsets_of(length_X: NDArray[np.integer[Any]]) -> Int64s:
-    """Offsets of an axis from its items' lengths: [3 2] -> [0 3 5]."""
-    offsets_X = np.zeros(len(length_X) + 1, np.int64)
-    np.cumsum(length_X, out=offsets_X[1:])
-    return offsets_X
-
-
-def lengths_of(offsets_X: Int64s) -> Int64s:
-    """The items' lengths behind their offsets: [0 3 5] -> [3 2]."""
-    return offsets_X[1:] - offsets_X[:-1]
-
-
-def copy_segments(column_N: NDArray[Column], start_S: Int64s, stop_S: Int64s) -> NDArray[Column]:
-    """The segments `start:stop` of a token column, one after the other; a view where they are one piece."""
-    if len(start_S) == 0:
-        return column_N[:0]
-    breaks = np.flatnonzero(start_S[1:] != stop_S[:-1])
-    starts = start_S[np.concatenate(([0], breaks + 1))].tolist()
-    stops = stop_S[np.concatenate((breaks, [len(stop_S) - 1]))].tolist()
-    if len(starts) == 1:
-        return column_N[starts[0] : stops[0]]
-    return np.concatenate([column_N[start:stop] for start, stop in zip(starts, stops, strict=True)])
-
-
-def trajectories(ordinal_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tuple[Int64s, Int64s]:
-    """Number the trajectories of a table in order of their first appearance: (number of each item, first items).
-
-    >>> number_K, first_G = trajectories(np.array([7, 3, 7]), np.array([0, 0, 0]), np.array([0, 0, 0]))
-    >>> number_K.tolist(), first_G.tolist()
-    ([0, 1, 0], [0, 1])
-    """
-    columns = (ordinal_X, sample_X, attempt_X)
-    head_G = np.flatnonzero(_changes(columns))
-    heads = list(zip(*(column[head_G].tolist() for column in columns), strict=True))
-    if len(set(heads)) == len(heads):  # each trajectory stands together
-        length_G = np.diff(head_G, append=len(ordinal_X))
-        return np.repeat(np.arange(len(head_G)), length_G), head_G
-    order = np.lexsort((attempt_X, sample_X, ordinal_X))
-    new = _changes(tuple(column[order] for column in columns))
-    first_G = order[new]
-    appearance = np.argsort(first_G, kind="stable")
-    rank = np.empty(len(first_G), np.int64)
-    rank[appearance] = np.arange(len(first_G))
-    number_X = np.empty(len(order), np.int64)
-    number_X[order] = rank[np.cumsum(new) - 1]
-    return number_X, first_G[appearance]
-
-
-def _changes(columns: Sequence[NDArray[Any]]) -> Bools:
-    """[X] True where an item differs from the one before it."""
-    new = np.ones(len(columns[0]), np.bool_)
-    new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
-    return new
-
-
 def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
     """Whether two items are the same step, byte for byte."""
     if any(
@@ -287,30 +224,6 @@ def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
 def _item_bytes(steps: Steps, name: str, k: int) -> bytes:
     column = getattr(steps, name)
     return b"" if column is None else bytes(column[steps.offsets_K[k] : steps.offsets_K[k + 1]].tobytes())
-
-
-def _codes(strings: Sequence[str]) -> tuple[Int32s, tuple[str, ...]]:
-    code: dict[str, int] = {}
-    codes = [code.setdefault(string, len(code)) for string in strings]
-    return np.array(codes, np.int32), tuple(code)
-
-
-def _joined_codes(parts: Sequence[tuple[tuple[str, ...], Int32s]]) -> tuple[tuple[str, ...], Int32s]:
-    """The strings of several tables, each once, and everybody's index into them."""
-    code: dict[str, int] = {}
-    renumbered = np.array([code.setdefault(string, len(code)) for strings, _ in parts for string in strings], np.int32)
-    if not parts:
-        return (), renumbered
-    start_P = offsets_of(np.array([len(strings) for strings, _ in parts]))[:-1]
-    start_X = np.repeat(start_P, [len(code_X) for _, code_X in parts])
-    return tuple(code), renumbered[np.concatenate([code_X for _, code_X in parts]) + start_X]
-
-
-def _used_codes(strings: tuple[str, ...], code_X: Int32s) -> tuple[tuple[str, ...], Int32s]:
-    if len(strings) <= 1:
-        return strings, code_X
-    used, renumbered_X = np.unique(code_X, return_inverse=True)
-    return tuple(strings[code] for code in used), renumbered_X.astype(np.int32)
 
 
 def _joined(parts: Iterable[NDArray[Any]], dtype: type[Column]) -> NDArray[Column]:

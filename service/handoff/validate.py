@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.config.tree import Config
+from service.handoff.columns import lengths_of
 from service.handoff.prefix import PrefixError, check_references, in_order, total_lengths
-from service.handoff.tables import lengths_of
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,

@@ -7,7 +7,20 @@ import importlib
 
 import pytest
 
-MODULES = ("batch", "branches", "digest", "merge", "pack", "prefix", "score", "tables", "validate", "versions", "wire")
+MODULES = (
+    "batch",
+    "branches",
+    "columns",
+    "digest",
+    "merge",
+    "pack",
+    "prefix",
+    "score",
+    "tables",
+    "validate",
+    "versions",
+    "wire",
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -16,5 +29,5 @@ def test_the_examples_of_a_module_hold(name: str) -> None:
 
 
 def test_every_module_that_changes_the_shape_of_data_has_an_example() -> None:
-    for name in ("batch", "branches", "merge", "pack", "prefix", "score", "tables"):
+    for name in ("batch", "branches", "merge", "pack", "prefix", "score", "columns"):
         assert doctest.testmod(importlib.import_module(f"service.handoff.{name}")).attempted > 0, name
