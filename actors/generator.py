@@ -20,6 +20,7 @@ import ray.exceptions
 import xxhash
 
 from actors.engine import VllmEngine
+from actors.load import GroupLimit
 from actors.outbox import Outbox, Unreachable
 from actors.reporting import Reporter
 from actors.weights_file import WeightBytes
@@ -39,7 +40,7 @@ from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
-HEALTH_SECONDS = 5.0
+LOOK_SECONDS = 1.0
 """Seconds between two looks at the engine."""
 EXIT_SECONDS = 1.0
 """Seconds that a failure has to reach the callers before this process ends."""
@@ -67,7 +68,7 @@ class Generator:
         self._chat = Chat(load_tokenizer(Path(model_folder)))
         self._limits = AgentLimits.of(self._config, self._chat)
         self._engine = VllmEngine(self._config, Path(model_folder))
-        self._max_groups = -(-self._config.generator.concurrent_groups // self._config.generator.engines)
+        self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.engines))
         self._groups = 0
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
@@ -140,7 +141,7 @@ class Generator:
                 task.cancel()
 
     async def _until_room(self) -> None:
-        while self._groups >= self._max_groups:
+        while self._groups >= self._limit.groups:
             self._room.clear()
             await self._room.wait()
 
@@ -245,6 +246,7 @@ class Generator:
             "epoch": joined.epoch if joined is not None else 0,
             "policy_version": str(self._engine.serving),
             "groups": self._groups,
+            "group_limit": self._limit.groups,
             "trajectories": len(self._playing),
             "elapsed_seconds": elapsed,
             "wait_seconds": self._idle.seconds,
@@ -283,14 +285,23 @@ class Generator:
     def _measure_now(self, metrics: Metrics) -> None:
         metrics.set("baton_generator_running_requests", self._engine.running)
         metrics.set("baton_generator_policy_version", self._engine.serving.step)
+        metrics.set("baton_generator_group_limit", self._limit.groups)
+        metrics.count_to("baton_prefix_cached_tokens_total", self._engine.counts["cached_tokens"])
+        if (load := self._engine.load) is not None:
+            metrics.set("baton_generator_waiting_requests", load.waiting)
+            metrics.set("baton_generator_kv_cache_ratio", load.kv_cache_ratio)
+            metrics.count_to("baton_generator_preemptions_total", load.preemptions)
 
     def _serving(self) -> PolicyVersion:
         return self._engine.serving
 
     async def _watch_engine(self) -> None:
+        """Fail when the engine does; open fewer groups while its KV cache overflows."""
         while True:
-            await asyncio.sleep(HEALTH_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
             await self._engine.check(self._config.generator.request_deadline)
+            if (load := self._engine.load) is not None and self._limit.observe(load, self._groups) > self._groups:
+                self._room.set()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
         """Call the buffer.

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from actors.engine import FILE_BACKEND, OWNER_PID
+from actors.engine_arguments import FILE_BACKEND, OWNER_PID
 
 
 def allow_amx() -> None:

@@ -181,6 +181,11 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("baton_generated_tokens_total", "counter", "Tokens that the engines sampled."),
     Metric("baton_generator_running_requests", "gauge", "Turns that an engine is generating."),
+    Metric("baton_generator_waiting_requests", "gauge", "Turns that wait inside an engine for a place in its batch."),
+    Metric("baton_generator_kv_cache_ratio", "gauge", "Share of an engine's KV cache in use."),
+    Metric("baton_generator_preemptions_total", "counter", "Turns that a full KV cache pushed out of the batch."),
+    Metric("baton_generator_group_limit", "gauge", "Groups that may be open; fewer while the KV cache overflows."),
+    Metric("baton_prefix_cached_tokens_total", "counter", "Prompt tokens that an engine found in its KV cache."),
     Metric("baton_generator_policy_version", "gauge", "Optimizer steps of the policy that an engine serves."),
     Metric("baton_generators_expected", "gauge", "Generators that the run was told to have."),
     Metric(

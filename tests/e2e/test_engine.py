@@ -19,6 +19,7 @@ from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.engine import VllmEngine, engine_env
+from actors.load import EngineLoad
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
@@ -97,12 +98,19 @@ def difference(model: PreTrainedModel, prompt_ids: np.ndarray, generation: Gener
     return float(np.abs(expected - generation.logprobs).max())
 
 
-def started(folder: Path, model: PreTrainedModel) -> Any:
+class Observed(VllmEngine):
+    """Shows the engine's load to other processes."""
+
+    async def look(self) -> EngineLoad | None:
+        return self.load
+
+
+def started(folder: Path, model: PreTrainedModel, config: Config = CONFIG) -> Any:
     model.save_pretrained(folder)
     engine = (
-        ray.remote(VllmEngine)
-        .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(CONFIG)})
-        .remote(CONFIG, folder)
+        ray.remote(Observed)
+        .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(config)})
+        .remote(config, folder)
     )
     ray.get(engine.start.remote(PolicyVersion(1, 0)))
     return engine
@@ -203,7 +211,7 @@ def test_bytes_that_are_not_the_policy_are_refused_and_the_old_weights_go_on(eng
 def test_an_engine_never_resumes_on_weights_that_were_loaded_in_part(engine: Any) -> None:
     weights = weights_of(dense(1))
     renamed = {name.replace("layers.1.mlp", "layers.1.lost"): tensor for name, tensor in weights.items()}
-    with pytest.raises(RunFailed, match="not loaded after 2 tries"):
+    with pytest.raises(RunFailed, match="not loaded in 2 tries"):
         ray.get(update(engine, 62, renamed))
     request = engine.generate.remote(prompt(1), Sampling(max_tokens=20), "r")
     assert ray.wait([request], timeout=1.0)[0] == []
@@ -213,15 +221,42 @@ def test_an_engine_never_resumes_on_weights_that_were_loaded_in_part(engine: Any
     assert set(generation.versions.tolist()) == {PolicyVersion(1, 63).pack()}
 
 
-def test_after_an_update_a_mixture_of_experts_computes_with_the_new_weights(local_ray: None, tmp_path: Path) -> None:
-    engine = started(tmp_path / "mixture", mixture(0))
-    before = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=40), "r"))
+@pytest.fixture(scope="module")
+def small_engine(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A mixture of experts, whose KV cache holds hardly more than its longest request and is kept over updates."""
+    generator = CONFIG.generator.model_copy(update={"kv_cache_bytes": 13 * 32 * 1024})
+    config = CONFIG.model_copy(update={"generator": generator, "weights": WeightsConfig(kv_cache="keep")})
+    engine = started(tmp_path_factory.mktemp("mixture"), mixture(0), config)
+    yield engine
+    ray.kill(engine)
+
+
+def test_after_an_update_a_mixture_of_experts_computes_with_the_new_weights(small_engine: Any) -> None:
+    before = ray.get(small_engine.generate.remote(prompt(0), Sampling(max_tokens=40), "r"))
     assert difference(mixture(0), prompt(0), before, 1.0) < ATOL
-    ray.get(update(engine, 1, weights_of(mixture(1))))
-    after = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=40), "r"))
+    ray.get(update(small_engine, 1, weights_of(mixture(1))))
+    after = ray.get(small_engine.generate.remote(prompt(0), Sampling(max_tokens=40), "r"))
     assert difference(mixture(1), prompt(0), after, 1.0) < ATOL
     assert difference(mixture(0), prompt(0), after, 1.0) > 0.1
-    ray.kill(engine)
+
+
+def test_with_a_kept_cache_no_new_prompt_continues_on_another_versions_prefix(small_engine: Any) -> None:
+    ray.get(update(small_engine, 2, weights_of(mixture(0))))
+    long_prompt = np.concatenate([prompt(seed) for seed in range(5)])
+    ray.get(small_engine.generate.remote(long_prompt, Sampling(max_tokens=2), "r"))
+    ray.get(update(small_engine, 3, weights_of(mixture(1))))
+    generation = ray.get(small_engine.generate.remote(long_prompt, Sampling(max_tokens=30), "r"))
+    assert difference(mixture(1), long_prompt, generation, 1.0) < ATOL
+
+
+def test_a_kv_cache_that_overflows_is_seen_and_loses_no_request(small_engine: Any) -> None:
+    sampling = Sampling(max_tokens=200)
+    requests = [small_engine.generate.remote(prompt(seed), sampling, f"r{seed}") for seed in range(16)]
+    generations = ray.get(requests)
+    assert ray.get(small_engine.look.remote()).preemptions > 0
+    for seed, generation in enumerate(generations):
+        assert len(generation.token_ids) == 200 or generation.token_ids[-1] == END
+        assert difference(mixture(1), prompt(seed), generation, 1.0) < ATOL
 
 
 OWNER = """
