@@ -7,7 +7,7 @@ Needs torch with CUDA and this project's own dependencies; neither Ray nor vLLM.
 
 Model FLOPs utilisation = model FLOPs / time / the GPU's dense bfloat16 peak. Model FLOPs of a step are 6 per token and
 parameter of the layers' matrices, 6 per *loss* token and parameter of the output head, and causal attention counted
-half: 6 * layers * heads * head_dim * length^2 a row. Recomputation and padding are not counted. A step is everything from the
+half: 6 * layers * heads * head_dim * length^2 a row. Neither recomputation nor padding counts. A step is all from the
 micro-batch in host memory to the new weights, one micro-batch a step, so the optimizer weighs more than in training.
 """
 
