@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -16,6 +17,8 @@ from service.config.tree import Config
 from service.dashboards import dashboards_page, grafana_json
 from service.metrics_table import TABLE, Metric
 from service.panels import DASHBOARDS
+
+ROOT = Path(__file__).parent.parent
 
 TABLE_HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
 
@@ -114,24 +117,38 @@ def _schema_type(schema: dict[str, Any]) -> str:
     return f"{schema.get('type', 'value')} {bounds}".strip()
 
 
+def prometheus_rule() -> str:
+    """The alert rules as the Prometheus operator wants them."""
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text(encoding="utf-8"))
+    document = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "baton", "labels": {"app.kubernetes.io/name": "baton"}},
+        "spec": {"groups": rules["groups"]},
+    }
+    head = "# Made from deploy/prometheus/rules.yaml by `python -m service.docs`.\n"
+    text: str = yaml.safe_dump(document, sort_keys=False, width=120)
+    return head + text
+
+
 FILES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
     "docs/configuration.md": configuration_page,
     "docs/dashboards.md": dashboards_page,
+    "deploy/kuberay/base/prometheusrule.yaml": prometheus_rule,
     **{f"deploy/grafana/dashboards/{d.uid}.json": partial(grafana_json, d) for d in DASHBOARDS},
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the files, or with `--check` say which are not current."""
-    folder = Path(__file__).parent.parent
-    old = [name for name, made in FILES.items() if not _is(folder / name, made())]
+    old = [name for name, made in FILES.items() if not _is(ROOT / name, made())]
     if "--check" in argv:
         for name in old:
             print(f"{name} is not current: run python -m service.docs")
         return 1 if old else 0
     for name in old:
-        (folder / name).write_text(FILES[name](), encoding="utf-8")
+        (ROOT / name).write_text(FILES[name](), encoding="utf-8")
         print(f"wrote {name}")
     return 0
 

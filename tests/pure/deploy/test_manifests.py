@@ -1,0 +1,294 @@
+"""Every deploy file is valid, strictly: a misspelt field in any of them is found before a cluster sees it.
+
+Kubernetes' own kinds are held against its published schemas. Of the operators' kinds, KINDS below lists the fields that
+are used here; what they hold of Kubernetes (pod templates, selectors) is held against the published schemas too.
+"""
+
+import copy
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from service.config import check, load_config
+
+FOLDER = Path("deploy/kuberay")
+VERSION = "1.34"
+Document = dict[str, Any]
+
+TEXT = {"type": "string"}
+NUMBER = {"type": "integer", "minimum": 0}
+FLAG = {"type": "boolean"}
+WORDS = {"type": "object", "additionalProperties": TEXT}
+ANY = {"type": "object"}
+
+
+def strict(required: str = "", **properties: Any) -> Document:
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "required": required.split(),
+    }
+
+
+META = strict("name", name=TEXT, namespace=TEXT, labels=WORDS, annotations=WORDS)
+SECRET = strict("valueFrom", valueFrom=strict("secretKeyRef", secretKeyRef=strict("name key", name=TEXT, key=TEXT)))
+HEAD = strict(
+    "rayStartParams template",
+    serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    rayStartParams=WORDS,
+    template=ANY,
+)
+WORKERS = strict(
+    "groupName replicas minReplicas maxReplicas rayStartParams template",
+    groupName=TEXT,
+    replicas=NUMBER,
+    minReplicas=NUMBER,
+    maxReplicas=NUMBER,
+    numOfHosts=NUMBER,
+    rayStartParams=WORDS,
+    template=ANY,
+)
+CLUSTER = strict(
+    "rayVersion headGroupSpec workerGroupSpecs authOptions",
+    rayVersion=TEXT,
+    authOptions=strict("mode", mode={"enum": ["token", "disabled"]}),
+    gcsFaultToleranceOptions=strict(
+        "redisAddress", redisAddress=TEXT, redisPassword=SECRET, externalStorageNamespace=TEXT
+    ),
+    enableInTreeAutoscaling=FLAG,
+    headGroupSpec=HEAD,
+    workerGroupSpecs={"type": "array", "items": WORKERS},
+)
+JOB = strict(
+    "entrypoint rayClusterSpec",
+    entrypoint=TEXT,
+    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
+    backoffLimit=NUMBER,
+    shutdownAfterJobFinishes=FLAG,
+    ttlSecondsAfterFinished=NUMBER,
+    activeDeadlineSeconds=NUMBER,
+    runtimeEnvYAML=TEXT,
+    rayClusterSpec=CLUSTER,
+)
+RELABEL = strict(
+    "",
+    sourceLabels={"type": "array", "items": TEXT},
+    targetLabel=TEXT,
+    replacement=TEXT,
+    regex=TEXT,
+    action={"enum": ["replace", "keep", "drop", "labelmap"]},
+)
+ENDPOINT = strict(
+    "port", port=TEXT, path=TEXT, interval=TEXT, scrapeTimeout=TEXT, relabelings={"type": "array", "items": RELABEL}
+)
+MONITOR = strict(
+    "selector podMetricsEndpoints",
+    selector=strict("matchLabels", matchLabels=WORDS),
+    podMetricsEndpoints={"type": "array", "items": ENDPOINT, "minItems": 1},
+)
+RULE = strict(
+    "expr",
+    alert=TEXT,
+    record=TEXT,
+    expr=TEXT,
+    labels=WORDS,
+    annotations=WORDS,
+    **{"for": TEXT},
+)
+RULES = strict(
+    "groups",
+    groups={
+        "type": "array",
+        "items": strict("name rules", name=TEXT, rules={"type": "array", "items": RULE}),
+    },
+)
+KINDS = {
+    ("ray.io/v1", "RayCluster"): CLUSTER,
+    ("ray.io/v1", "RayJob"): JOB,
+    ("monitoring.coreos.com/v1", "PodMonitor"): MONITOR,
+    ("monitoring.coreos.com/v1", "PrometheusRule"): RULES,
+}
+FREE = {
+    "labels", "annotations", "matchLabels", "rayStartParams", "nodeSelector", "data", "limits", "requests",
+}  # fmt: skip
+"""Mappings whose keys are anybody's choice."""
+
+
+def documents(folder: Path) -> list[Document]:
+    """What `kubectl apply -k` would send; without kubectl, the files as they are."""
+    if shutil.which("kubectl"):
+        built = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+        assert built.returncode == 0, built.stderr
+        return list(yaml.safe_load_all(built.stdout))
+    files = [file for file in sorted(FOLDER.glob("base/*.yaml")) if file.name != "kustomization.yaml"]
+    return [document for file in files for document in yaml.safe_load_all(file.read_text())]
+
+
+BASE = documents(FOLDER / "base")
+MADE = [*BASE, *[document for document in documents(FOLDER / "job") if document["kind"] in ("RayJob", "PodMonitor")]]
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+
+
+def validate(document: Document) -> None:
+    """Raises where the document is not valid."""
+    schema = KINDS.get((document["apiVersion"], document["kind"]))
+    if schema is None:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+        return
+    whole = strict("apiVersion kind metadata spec", apiVersion=TEXT, kind=TEXT, metadata=META, spec=schema)
+    jsonschema.validate(document, whole)
+    for template in pod_templates(document):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
+        kubernetes_validate.validate(pod, VERSION, strict=True)
+
+
+def pod_templates(document: Document) -> list[Document]:
+    spec = document.get("spec", {})
+    cluster = spec.get("rayClusterSpec", spec)
+    if document["kind"] in ("RayCluster", "RayJob"):
+        groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        return [group["template"] for group in groups]
+    return [spec["template"]] if document["kind"] == "StatefulSet" else []
+
+
+def name_of(document: Document) -> str:
+    return f"{document['kind']}-{document['metadata']['name']}"
+
+
+@pytest.mark.parametrize("document", MADE, ids=name_of)
+def test_the_document_is_valid(document: Document) -> None:
+    validate(document)
+
+
+def mappings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all mappings whose keys mean something."""
+    if isinstance(value, dict):
+        if path and path != ("spec", "selector"):
+            yield path
+        for key, child in value.items():
+            if key not in FREE:
+                yield from mappings(child, (*path, key))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from mappings(child, (*path, index))
+
+
+@pytest.mark.parametrize("document", MADE, ids=name_of)
+def test_a_misspelt_field_anywhere_in_it_is_found(document: Document) -> None:
+    paths = list(mappings(document))
+    assert paths
+    for path in paths if len(paths) <= 25 else paths[:: len(paths) // 25]:
+        wrong = copy.deepcopy(document)
+        place = wrong
+        for key in path:
+            place = place[key]
+        place["misspelt"] = "x"
+        with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+            validate(wrong)
+
+
+@pytest.mark.parametrize("document", [d for d in MADE if pod_templates(d)], ids=name_of)
+def test_pods_are_locked_down(document: Document) -> None:
+    for template in pod_templates(document):
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        for container in pod["containers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True and security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"]["drop"] == ["ALL"]
+            assert set(security["capabilities"].get("add", [])) <= {"IPC_LOCK"}
+            assert {"cpu", "memory"} <= set(container["resources"]["limits"])
+
+
+def ray_clusters() -> list[Document]:
+    return [d["spec"].get("rayClusterSpec", d["spec"]) for d in MADE if d["kind"] in ("RayCluster", "RayJob")]
+
+
+def test_ray_asks_for_a_token_and_keeps_its_state() -> None:
+    for cluster in ray_clusters():
+        assert cluster["authOptions"] == {"mode": "token"}
+        assert cluster["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]["secretKeyRef"]
+        for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+            env = {e["name"]: e.get("value") for e in group["template"]["spec"]["containers"][0]["env"]}
+            assert env["RAY_AUTH_MODE"] == "token"
+
+
+def test_gpu_workers_have_rdma_shared_memory_and_a_fixed_number() -> None:
+    for cluster in ray_clusters():
+        assert {group["groupName"] for group in cluster["workerGroupSpecs"]} == {"trainer", "generator"}
+        for group in cluster["workerGroupSpecs"]:
+            assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
+            pod = group["template"]["spec"]
+            limits = pod["containers"][0]["resources"]["limits"]
+            assert limits["nvidia.com/gpu"] == "8" and limits["rdma/ib"] == "1"
+            assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+            shared = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+            assert shared["emptyDir"]["medium"] == "Memory"
+            assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
+
+
+def test_monitors_and_policies_name_ports_that_containers_have() -> None:
+    head = ray_clusters()[0]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    ports = {port["name"] for port in head["ports"]}
+    monitored = {e["port"] for d in MADE if d["kind"] == "PodMonitor" for e in d["spec"]["podMetricsEndpoints"]}
+    policy = next(d for d in BASE if name_of(d) == "NetworkPolicy-baton")
+    allowed = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])}
+    assert monitored <= allowed <= ports and "baton" in monitored
+
+
+def test_strangers_reach_neither_ray_nor_redis() -> None:
+    policies = {name_of(d): d["spec"] for d in BASE if d["kind"] == "NetworkPolicy"}
+    for spec in policies.values():
+        assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+        assert all(rule.get("from") for rule in spec["ingress"])
+    open_ports = [rule for rule in policies["NetworkPolicy-baton"]["ingress"] if "ports" not in rule]
+    assert [rule["from"] for rule in open_ports] == [
+        [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "baton"}}}]
+    ]
+
+
+@needs_kubectl
+def test_the_job_brings_the_same_cluster_with_its_configuration_and_no_second_one() -> None:
+    made = {name_of(document): document for document in documents(FOLDER / "job")}
+    assert "RayCluster-baton" not in made
+    cluster = made["RayJob-baton"]["spec"]["rayClusterSpec"]
+    base = next(d for d in BASE if d["kind"] == "RayCluster")["spec"]
+    assert cluster["workerGroupSpecs"] == base["workerGroupSpecs"]
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    assert {"name": "run", "configMap": {"name": "baton-run"}} in head["volumes"]
+    assert made["ConfigMap-baton-run"]["data"]["run.yaml"] == (FOLDER / "job/run.yaml").read_text()
+
+
+def test_the_jobs_configuration_passes_and_fits_the_cluster() -> None:
+    config = load_config([FOLDER / "job/run.yaml"], ["run.dir=/runs", "metrics.host=0.0.0.0"])
+    check(config)
+    groups = {group["groupName"]: group["replicas"] for group in ray_clusters()[0]["workerGroupSpecs"]}
+    assert config.trainer.ranks == 8 * groups["trainer"]
+    assert config.generator.engines * config.generator.tensor_parallel_size == 8 * groups["generator"]
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None and not Path(".venv/bin/hadolint").exists(), reason="no hadolint")
+def test_the_dockerfile_passes_hadolint() -> None:
+    hadolint = shutil.which("hadolint") or ".venv/bin/hadolint"
+    done = subprocess.run([hadolint, "deploy/container/Dockerfile"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_holds_what_the_dockerfile_copies_and_runs_as_nobody_special() -> None:
+    lines = Path("deploy/container/Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    ignored = Path(".dockerignore").read_text()
+    for name in copied:
+        assert Path(name).exists() and f"!{name}\n" in ignored, name
+    assert "USER 1000" in lines and json.dumps(["baton", "run"])[1:-1] in lines[-1]
