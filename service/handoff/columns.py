@@ -50,11 +50,11 @@ def trajectories(ordinal_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tupl
     ([0, 1, 0], [0, 1])
     """
     columns = (ordinal_X, sample_X, attempt_X)
-    head_G = np.flatnonzero(_changes(columns))
+    new = _changes(columns)
+    head_G = new.nonzero()[0]
     heads = list(zip(*(column[head_G].tolist() for column in columns), strict=True))
     if len(set(heads)) == len(heads):  # each trajectory stands together
-        length_G = np.diff(head_G, append=len(ordinal_X))
-        return np.repeat(np.arange(len(head_G)), length_G), head_G
+        return np.cumsum(new) - 1, head_G
     order = np.lexsort((attempt_X, sample_X, ordinal_X))
     new = _changes(tuple(column[order] for column in columns))
     first_G = order[new]
@@ -69,7 +69,10 @@ def trajectories(ordinal_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tupl
 def _changes(columns: Sequence[NDArray[Any]]) -> Bools:
     """[X] True where an item differs from the one before it."""
     new = np.ones(len(columns[0]), np.bool_)
-    new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    changes = new[1:]
+    changes[:] = False
+    for column in columns:
+        changes |= column[1:] != column[:-1]
     return new
 
 

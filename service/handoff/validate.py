@@ -158,12 +158,16 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
         RefusalReason.STEP_ORDER,
         ("index_K", steps.index_K, 0, turns),
         ("n_steps_E", group.ends.n_steps_E, 0, turns + 1),
-    ) or _first_outside(RefusalReason.PREFIX, ("extends_K", steps.extends_K, -1, np.maximum(steps.index_K, 0)))
+    )
     if found is not None:
         return found
+    if ((steps.extends_K >= steps.index_K) | (steps.extends_K < -1)).any():
+        return Refusal(RefusalReason.PREFIX, "extends_K")
     full_K = steps.extends_K < 0
-    named_K = (steps.extends_length_K != 0) | (steps.extends_digest_K != 0)
-    if (full_K & named_K | ~full_K & (steps.extends_length_K < 1)).any():
+    if (
+        np.where(full_K, steps.extends_length_K != 0, steps.extends_length_K < 1).any()
+        or steps.extends_digest_K[full_K].any()
+    ):
         return Refusal(RefusalReason.PREFIX, "extends_length_K")
     return None
 
