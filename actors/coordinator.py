@@ -15,6 +15,7 @@ from actors.fleet import Fleet
 from actors.keeper import CheckpointKeeper
 from actors.telemetry import RunTelemetry
 from actors.trainer import TrainerLost
+from service.agreement import disagreement
 from service.checkpoints import Manifest
 from service.config import Config
 from service.errors import RunFailed
@@ -163,6 +164,8 @@ class Coordinator:
         if not report.applied:
             await self._release(leased, report.reason or "not applied")
             return
+        if (why := disagreement(report.metrics, self._config.weights)) is not None:
+            raise RunFailed(why)
         self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
         _accepted(await call(self._buffer.commit, self._version.epoch, leased.lease, self._version))
         self._bad_steps = self._trainer_failures = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ def check_paths(config: Config) -> None:
     for name, path in {**files, **{f"eval.{name}": path for name, path in config.data.eval.items()}}.items():
         if path is not None and not path.is_file():
             raise UserError(f"data.{name}: the dataset {path} does not exist; give a JSONL or parquet file")
+    if config.metrics.wandb is not None and find_spec("wandb") is None:
+        raise UserError("metrics.wandb: the package wandb is not installed; install it, or remove metrics.wandb")
     if Path(config.run.dir).exists() and not Path(config.run.dir).is_dir():
         raise UserError(f"run.dir: {config.run.dir} is a file; give a folder")
 
@@ -243,6 +246,15 @@ def _packing(config: Config) -> Iterator[Problem]:
         )
 
 
+def _verification(config: Config) -> Iterator[Problem]:
+    if config.weights.verify and config.weights.kv_cache == "keep":
+        yield Problem(
+            "weights.verify",
+            "tokens that continue on a kept KV cache come from two policies at once, which no trainer can compute; "
+            "set weights.kv_cache=recompute",
+        )
+
+
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _one_model,
     _one_dataset,
@@ -256,4 +268,5 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _correction,
     _kl,
     _packing,
+    _verification,
 )

@@ -310,6 +310,18 @@ class WeightsConfig(Section):
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """What becomes of the running requests' KV cache at an update."""
     sync_deadline: Seconds = 300.0
+    verify: bool = False
+    """End the run when engine and trainer disagree about tokens that the newest policy sampled."""
+    verify_tolerance: Annotated[float, Field(gt=0)] = 1e-3
+    """Nats by which a token's two log-probabilities may differ, root mean square; bfloat16 needs about 0.1."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases, besides `metrics.jsonl` and TensorBoard; needs the package wandb."""
+
+    project: str = "baton"
+    offline: bool = True
+    """Write to the run folder only; `wandb sync` sends it when you want it to."""
 
 
 class MetricsConfig(Section):
@@ -320,6 +332,7 @@ class MetricsConfig(Section):
     """Port of /metrics and /status; 0 takes a free one."""
     long_batch_tokens: Positive | None = None
     """Padded length above which the alert counts a mini-batch as long; None: three quarters of the longest row."""
+    wandb: WandbConfig | None = None
 
 
 class Config(Section):
