@@ -16,6 +16,7 @@ import numpy as np
 
 from service.clock import Clock
 from service.config.tree import Config
+from service.errors import RunFailed
 from service.handoff import events
 from service.handoff.accept import plan
 from service.handoff.admission import Admission
@@ -147,6 +148,11 @@ class Buffer:
         """
         state = self.ledger.state
         if role == "trainer":
+            if step is not None and step != state.step and not self._config.trainer.checkpoint_every:
+                raise RunFailed(
+                    f"a trainer wants to go on from step {step}, but step {state.step} was made and what was trained "
+                    "since is not kept: set trainer.checkpoint_every to survive the loss of a trainer"
+                )
             for lease in list(state.leases):
                 self._release(lease, "a new trainer joined")
             epoch = state.trainer_epoch + 1

@@ -178,11 +178,12 @@ class Record:
         self._accept(message, made, frame.position, frame.end)
 
     def _read_back(self) -> None:
-        """Fetch the steps of all complete groups that are no longer in memory."""
+        """Fetch the steps of all complete or leased groups that had been used and are not in memory."""
+        whole = (GroupState.COMPLETE, GroupState.LEASED)
         groups = self.ledger.state.groups
-        complete = [ordinal for ordinal, group in groups.items() if group.state is GroupState.COMPLETE]
         self.journal.sync()
-        self._fetch([ordinal for ordinal in complete if ordinal not in self.store], self.journal.synced)
+        missing = [ordinal for ordinal, group in groups.items() if group.state in whole and ordinal not in self.store]
+        self._fetch(missing, self.journal.synced)
 
     def _fetch(self, ordinals: Sequence[int], stop: int) -> None:
         """Put the current attempts' steps and ends of some groups into the store, from the journal before `stop`."""

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from service.errors import RunFailed
 from service.handoff import wire
 from service.handoff.ledger import violations
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
@@ -371,7 +372,8 @@ def test_tokens_beyond_the_bound_are_stale_and_the_ledger_closes(tmp_path: Path)
     assert consistent(world)
 
 
-def test_after_going_back_the_groups_trained_since_are_given_out_again(world: World) -> None:
+def test_after_going_back_the_groups_trained_since_are_given_out_again(tmp_path: Path) -> None:
+    world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
     trained = []
     for n in range(3):
         for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
@@ -387,6 +389,14 @@ def test_after_going_back_the_groups_trained_since_are_given_out_again(world: Wo
     assert (again[0].loss_tokens_G == trained[1].loss_tokens_G).all()
     assert world.buffer.status().tokens["rolled_back"] == 0
     assert consistent(world)
+
+
+def test_going_back_without_checkpoints_is_impossible_and_says_so(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    world.train()
+    with pytest.raises(RunFailed, match=r"set trainer\.checkpoint_every"):
+        world.buffer.join("trainer", "trainer", step=0)
 
 
 # -- the end ------------------------------------------------------------------------------------------------------

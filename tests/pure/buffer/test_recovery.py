@@ -116,6 +116,8 @@ def test_groups_given_out_again_after_going_back_come_from_the_journal(tmp_path:
     world.crash()
     world.trainer_epoch = world.buffer.join("trainer", "trainer", step=0)
     world.crash()
+    world.batch()
+    world.crash()
     again = world.train()
     assert again.groups == first.groups == (0, other.ordinal)
     assert (again.ranks[0][0].token_ids_N == first.ranks[0][0].token_ids_N).all()

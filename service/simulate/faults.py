@@ -1,0 +1,120 @@
+"""What goes wrong in a simulated world, and when; drawn from the world's seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from service.simulate.generator import SimulatedGenerator
+from service.simulate.scenario import Faults
+
+if TYPE_CHECKING:
+    from service.simulate.world import World
+
+RESTART_SECONDS = 2.0
+FREEZE_SECONDS = 15.0
+FULL_SECONDS = 8.0
+NOTICE_SECONDS = 3.0
+
+
+class FaultPlan:
+    """Independent streams of faults until `Faults.until`; everything that died comes back."""
+
+    def __init__(self, world: World, faults: Faults) -> None:
+        self._world = world
+        self._faults = faults
+        self._rng = world.rng
+        self._streams: tuple[tuple[float, Callable[[], None]], ...] = (
+            (faults.buffer_deaths, self._kill_buffer),
+            (faults.generator_deaths, self._kill_generator),
+            (faults.generator_freezes, self._freeze_generator),
+            (faults.trainer_deaths, self._kill_trainer),
+            (faults.disk_full, self._fill_disk),
+            (faults.clock_jumps, self._jump_clock),
+        )
+        self.count = 0
+        """Faults so far."""
+
+    def begin(self) -> None:
+        """Schedule every stream, and the end of all faults."""
+        self._world.host.on_death = lambda: self._soon(RESTART_SECONDS, self._restart_buffer)
+        for rate, fault in self._streams:
+            if rate:
+                self._next(rate, fault)
+        self._world.loop.after(self._faults.until, self._heal)
+
+    def over(self) -> bool:
+        """Whether nothing fails any more and the buffer is back."""
+        return self._world.loop.now >= self._faults.until and self._world.host.alive and not self._world.host.doom
+
+    def _next(self, rate: float, fault: Callable[[], None]) -> None:
+        def strike() -> None:
+            if self._world.loop.now < self._faults.until:
+                self.count += 1
+                fault()
+                self._next(rate, fault)
+
+        self._soon(1.0 / rate, strike)
+
+    def _soon(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._world.loop.after(float(self._rng.exponential(seconds)), callback)
+
+    def _heal(self) -> None:
+        self._world.network.heal()
+        self._world.disk.room = 1 << 40
+        self._world.host.doom = None
+
+    def _kill_buffer(self) -> None:
+        """Now, or at the next passes of a named seam."""
+        if not self._world.host.alive:
+            return
+        seam = self._rng.integers(3)
+        if seam == 0:
+            self._world.host.die()
+        else:
+            self._world.host.doom = ("before_sync" if seam == 1 else "after_sync", int(self._rng.integers(8)))
+
+    def _restart_buffer(self) -> None:
+        if not self._world.host.alive:
+            self._world.host.start()
+
+    def _kill_generator(self) -> None:
+        generator = self._generator()
+        generator.die()
+        self._notice(generator.name)
+        self._soon(RESTART_SECONDS, generator.start)
+
+    def _freeze_generator(self) -> None:
+        generator = self._generator()
+        generator.freeze(float(self._rng.exponential(FREEZE_SECONDS)))
+        self._notice(generator.name)
+
+    def _notice(self, name: str) -> None:
+        """A supervisor notices every other time; else only the deadlines do."""
+
+        def leave() -> None:
+            host = self._world.host
+            if host.alive and (member := host.buffer.ledger.state.generators.get(name)) is not None:
+                host.buffer.leave(name, member.epoch, "no heartbeat")
+
+        if self._rng.random() < 0.5:
+            self._soon(NOTICE_SECONDS, leave)
+
+    def _generator(self) -> SimulatedGenerator:
+        return self._world.generators[int(self._rng.integers(len(self._world.generators)))]
+
+    def _kill_trainer(self) -> None:
+        self._world.trainer.die()
+        self._soon(RESTART_SECONDS, self._world.trainer.start)
+
+    def _fill_disk(self) -> None:
+        disk = self._world.disk
+        disk.room = disk.used() + int(self._rng.integers(4096))
+
+        def empty() -> None:
+            disk.room = 1 << 40
+
+        self._soon(FULL_SECONDS, empty)
+
+    def _jump_clock(self) -> None:
+        self._world.host.clock.wall_error += float(self._rng.choice([-86400.0, -3600.0, 3600.0]))

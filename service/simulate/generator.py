@@ -1,0 +1,207 @@
+"""A simulated generator: claims groups, plays their trajectories token by token in time, streams the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
+from service.simulate.host import Host
+from service.simulate.loop import Loop
+from service.simulate.messages import Tokens, message
+from service.simulate.network import Call, Network
+from service.simulate.scenario import Scenario
+from service.simulate.witness import Witness
+from service.types import Int64s, PolicyVersion, Refusal, RefusalReason, Sender, Steps, TrajectoryEnd, TrajectoryId
+
+POLL_SECONDS = 5.0
+PATIENCE_SECONDS = 8.0
+
+
+class Item(NamedTuple):
+    """A finished step on its way."""
+
+    of: TrajectoryId
+    step: int
+    steps: Steps
+    end: TrajectoryEnd | None
+
+
+class SimulatedGenerator:
+    """One generator actor with its engine; `slots` groups at once."""
+
+    def __init__(
+        self,
+        name: str,
+        slots: int,
+        longest_turn: int,
+        scenario: Scenario,
+        host: Host,
+        network: Network,
+        witness: Witness,
+        rng: np.random.Generator,
+    ) -> None:
+        self.name = name
+        self.wait_seconds = 0.0
+        """Slot-seconds without work."""
+        self._slots = slots
+        self._longest_turn = longest_turn
+        self._scenario = scenario
+        self._host = host
+        self._loop: Loop = host.loop
+        self._network = network
+        self._witness = witness
+        self._rng = rng
+        self._life = 0
+        """Counts deaths and rejoins; what an earlier life scheduled is void."""
+        self._frozen_until = 0.0
+        self._epoch = 0
+        self._sequence = 0
+        self._outbox: list[Item] = []
+        self._served_from: list[float] = [0.0]
+        self._served: list[int] = [PolicyVersion(0, 0).pack()]
+
+    @property
+    def serving(self) -> PolicyVersion:
+        """The version that the engine serves."""
+        return PolicyVersion.unpack(self._served[-1])
+
+    def start(self) -> None:
+        """Join, then keep every slot busy."""
+        self._life += 1
+        self._call(lambda reply: self._host.ask(lambda b: b.join("generator", self.name), reply), self._joined)
+
+    def die(self) -> None:
+        """End as by kill -9; `start` begins the next life."""
+        self._life += 1
+
+    def freeze(self, seconds: float) -> None:
+        """Stand still, as by SIGSTOP, and go on afterwards as if nothing had been."""
+        self._frozen_until = max(self._frozen_until, self._loop.now + seconds)
+
+    def update(self, version: PolicyVersion) -> None:
+        """New weights, in flight: tokens from now on are of this version."""
+        if version.pack() > self._served[-1]:
+            self._served_from.append(self._loop.now)
+            self._served.append(version.pack())
+            self._host.look_soon()
+
+    def _joined(self, epoch: int) -> None:
+        self._epoch, self._sequence, self._outbox = epoch, 0, []
+        for _ in range(self._slots):
+            self._claim(self._loop.now)
+
+    def _claim(self, since: float) -> None:
+        def answered(answer: Assignment | Wait | Refusal) -> None:
+            if isinstance(answer, Assignment):
+                self.wait_seconds += self._loop.now - since
+                self._play_group(answer)
+            elif isinstance(answer, Refusal):
+                self._refused(answer)
+            elif answer.reason is not WaitReason.DRAINED:
+                self._claim(since)
+
+        def request(reply: Callable[[Any], None]) -> None:
+            epoch = self._epoch
+            self._host.poll(
+                lambda buffer: buffer.claim(Claim(self.name, epoch, self.serving)),
+                POLL_SECONDS,
+                reply,
+                lambda: self.serving,
+            )
+
+        self._call(request, answered)
+
+    def _play_group(self, work: Assignment) -> None:
+        left = len(work.samples)
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self._claim(self._loop.now)
+
+        lengths = np.minimum(self._scenario.lengths(self._rng, left), self._scenario.turns * self._longest_turn)
+        for sample, attempt, length in zip(work.samples, work.attempts, lengths.tolist(), strict=True):
+            tokens = Tokens(TrajectoryId(work.ordinal, sample, attempt), work.prompt_uid)
+            self._witness.began(tokens.of, length)
+            self._play(tokens, length, ended)
+
+    def _play(self, tokens: Tokens, left: int, ended: Callable[[], None]) -> None:
+        """One turn; the trajectory's tokens spread evenly over its turns."""
+        turns_left = self._scenario.turns - tokens.steps
+        count = max(left // turns_left, 1)
+        began = self._loop.now
+        if self._rng.random() < self._scenario.faults.silent and self._loop.now < self._scenario.faults.until:
+            self._later(self._scenario.faults.until, ended)
+            return
+
+        def finished() -> None:
+            reward = float(self._rng.random() < self._scenario.success)
+            steps = tokens.step(self._versions(began, count), reward)
+            if turns_left > 1:
+                self._put(Item(tokens.of, tokens.steps - 1, steps, None))
+                self._play(tokens, left - count, ended)
+            else:
+                end = TrajectoryEnd(tokens.of, tokens.uid, tokens.steps, "stop", reward)
+                self._put(Item(tokens.of, tokens.steps - 1, steps, end))
+                ended()
+
+        self._later(count * self._scenario.token_seconds, finished)
+
+    def _versions(self, began: float, count: int) -> Int64s:
+        """The version that was served when each token was sampled."""
+        at_T = began + (np.arange(count) + 0.5) * self._scenario.token_seconds
+        place_T = np.searchsorted(self._served_from, at_T, side="right") - 1
+        return np.array(self._served, np.int64)[place_T]
+
+    def _put(self, item: Item) -> None:
+        """Send a step, together with what else finishes soon."""
+        self._outbox.append(item)
+        if len(self._outbox) == 1:
+            self._later(self._scenario.linger_seconds, self._send)
+
+    def _send(self) -> None:
+        items, self._outbox = self._outbox, []
+        sender = Sender(self.name, self._epoch, self._sequence)
+        self._sequence += 1
+        ends = [item.end for item in items if item.end is not None]
+        data = message(sender, [item.steps for item in items], ends)
+
+        def answered(answer: Receipt | Refusal) -> None:
+            if isinstance(answer, Refusal):
+                self._refused(answer)
+                return
+            for item in items:
+                if item.of.ordinal not in answer.superseded:
+                    self._witness.acknowledged(item.of, item.step)
+
+        self._call(lambda reply: self._host.ask(lambda buffer: buffer.submit(data), reply), answered)
+
+    def _refused(self, refusal: Refusal) -> None:
+        """An old incarnation begins a new one; whatever else is refused, the buffer hands to another attempt."""
+        if refusal.reason is RefusalReason.FENCED:
+            self.start()
+        else:
+            self._witness.refused(refusal)
+
+    def _call(self, request: Callable[[Callable[[Any], None]], None], answered: Callable[[Any], None]) -> None:
+        life = self._life
+        Call(self._network, request, PATIENCE_SECONDS).start(
+            lambda answer: self._when_awake(lambda: answered(answer), life), lambda: self._life == life
+        )
+
+    def _later(self, seconds: float, callback: Callable[[], None]) -> None:
+        life = self._life
+        self._loop.after(seconds, lambda: self._when_awake(callback, life))
+
+    def _when_awake(self, callback: Callable[[], None], life: int) -> None:
+        """Run a callback of this life, after the freeze that there may be."""
+        if self._life != life:
+            return
+        if self._loop.now < self._frozen_until:
+            self._loop.after(self._frozen_until - self._loop.now, lambda: self._when_awake(callback, life))
+        else:
+            callback()

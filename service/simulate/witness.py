@@ -1,0 +1,122 @@
+"""Sees everything from outside the buffer and says what went wrong: the promises, and the measures."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from service.config import Config
+from service.handoff.ledger import violations
+from service.handoff.lifecycle import USED
+from service.simulate.host import Host
+from service.simulate.loop import Loop
+from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
+
+
+class Broken(Exception):
+    """A promise was broken; the message says which."""
+
+
+class Witness:
+    """Notes what generators and the trainer saw, and compares it with what the buffer says."""
+
+    def __init__(self, config: Config, loop: Loop) -> None:
+        self.committed_at: list[float] = []
+        """When each optimizer step was committed, in the order of commits."""
+        self.wait_seconds: list[float] = []
+        """How long the trainer waited for each mini-batch."""
+        self.staleness: Counter[int] = Counter()
+        """Sampled tokens of trained mini-batches by staleness."""
+        self.generated: dict[TrajectoryId, int] = {}
+        """Tokens of every trajectory that was begun."""
+        self.refusals: Counter[str] = Counter()
+        self._config = config
+        self._loop = loop
+        self._acknowledged: dict[int, set[tuple[int, int, int]]] = {}
+        """By ordinal the (sample, attempt, step index) that the buffer acknowledged."""
+        self._trained: dict[int, int] = {}
+        """On the committed history, the optimizer step that used each ordinal."""
+        self._undone = 0
+        """Optimizer steps that trainers lost; tokens of the abandoned history count from the common checkpoint."""
+
+    @property
+    def trained(self) -> set[int]:
+        """Ordinals that were used on the committed history."""
+        return set(self._trained)
+
+    def began(self, of: TrajectoryId, tokens: int) -> None:
+        """A generator begins a trajectory."""
+        self.generated[of] = tokens
+
+    def acknowledged(self, of: TrajectoryId, index: int) -> None:
+        """A generator read the receipt of a step."""
+        self._acknowledged.setdefault(of.ordinal, set()).add((of.sample, of.attempt, index))
+
+    def refused(self, refusal: Refusal) -> None:
+        """A generator's message was refused."""
+        self.refusals[str(refusal.reason)] += 1
+
+    def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
+        """The trainer has a mini-batch to train on top of `version`."""
+        self.wait_seconds.append(waited)
+        again = [ordinal for ordinal in batch.groups if ordinal in self._trained]
+        if again:
+            raise Broken(
+                f"ordinals {again} are to be trained again; steps {[self._trained[o] for o in again]} used them"
+            )
+        if len(set(batch.groups)) != self._config.trainer.mini_batch_size:
+            raise Broken(f"a mini-batch of groups {batch.groups}")
+        oldest = self._config.buffer.lookahead + self._config.weights.sync_every - 1 + self._undone
+        for micro_batch in (m for rank in batch.ranks for m in rank):
+            ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]
+            self.staleness.update(dict(zip(*(a.tolist() for a in np.unique(ages_N, return_counts=True)), strict=True)))
+            with_loss_N = micro_batch.staleness_N[micro_batch.loss_mask_N]
+            if len(with_loss_N) and with_loss_N.max() > self._config.buffer.max_staleness:
+                raise Broken(f"a token {with_loss_N.max()} versions old carries loss")
+            if self._config.buffer.order == "strict" and len(ages_N) and ages_N.max() > oldest:
+                raise Broken(
+                    f"a token is {ages_N.max()} versions old in strict order, {self._undone} steps were undone"
+                )
+
+    def committed(self, version: PolicyVersion, batch: MiniBatch) -> None:
+        """The trainer read that its step was committed."""
+        self.committed_at.append(self._loop.now)
+        self._trained.update(dict.fromkeys(batch.groups, version.step))
+
+    def went_back(self, step: int) -> None:
+        """A trainer joined at an earlier step."""
+        reached = max(self._trained.values(), default=0)
+        self._undone += max(reached - step, 0)
+        self._trained = {ordinal: used for ordinal, used in self._trained.items() if used <= step}
+
+    def look(self, host: Host) -> None:
+        """Compare with the buffer: nothing acknowledged is missing, and the ledger is consistent."""
+        ledger = host.buffer.ledger
+        if found := violations(ledger):
+            raise Broken("; ".join(found))
+        for ordinal, steps in list(self._acknowledged.items()):
+            group = ledger.state.groups.get(ordinal)
+            if group is None:
+                if ordinal < ledger.state.next_ordinal:
+                    del self._acknowledged[ordinal]
+                    continue
+                raise Broken(f"ordinal {ordinal} was acknowledged and is unknown")
+            if group.state in USED:
+                continue
+            for sample, attempt, index in steps:
+                trajectory = group.trajectories[sample] if group.trajectories else None
+                if trajectory and trajectory.attempt == attempt and index not in trajectory.indices:
+                    raise Broken(
+                        f"step {index} of {TrajectoryId(ordinal, sample, attempt)} was acknowledged and is gone"
+                    )
+
+    def check_the_end(self, host: Host) -> None:
+        """After everything was drained: every group that was issued ended, with a reason, and the tokens add up."""
+        status = host.buffer.status()
+        if sum(status.ended.values()) != status.issued or status.frontier != status.issued:
+            raise Broken(f"{status.issued} groups were issued, ended are {status.ended}")
+        if status.accepted_tokens != sum(status.tokens.values()) or status.tokens["open"]:
+            raise Broken(f"{status.accepted_tokens} tokens were accepted, their fates are {status.tokens}")
+        if status.ended.get("trained", 0) != len(self._trained):
+            raise Broken(f"the trainer used {len(self._trained)} groups, the buffer counts {status.ended}")

@@ -1,0 +1,105 @@
+"""One simulated run from a seed: the work, the faults, the drain, and the promises checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from service.config import Config
+from service.simulate.disk import MemoryDisk
+from service.simulate.faults import FaultPlan
+from service.simulate.generator import SimulatedGenerator
+from service.simulate.host import Host
+from service.simulate.loop import Loop
+from service.simulate.network import Network
+from service.simulate.scenario import Scenario
+from service.simulate.trainer import SimulatedTrainer
+from service.simulate.witness import Broken, Witness
+
+PROMPTS = 1000
+LOOK_SECONDS = 7.0
+PATIENCE_SECONDS = 600.0
+"""Simulated seconds without an optimizer step, once nothing fails any more, after which the world hangs."""
+
+
+class World:
+    """Generators, buffer and trainer of one seed."""
+
+    def __init__(self, config: Config, scenario: Scenario, seed: int, segment_bytes: int = 64 << 20) -> None:
+        self.config, self.scenario, self.seed = config, scenario, seed
+        rngs = [np.random.default_rng((seed, part)) for part in range(5)]
+        faults = scenario.faults
+        self.rng = rngs[0]
+        self.loop = Loop()
+        self.disk = MemoryDisk()
+        uids = [f"prompt-{row}" for row in range(PROMPTS)]
+        self.host = Host(config, uids, self.loop, self.disk, rngs[1], segment_bytes)
+        self.network = Network(self.loop, rngs[2], faults.delay, faults.lost, faults.doubled)
+        self.witness = Witness(config, self.loop)
+        longest = config.generator.max_generate_length
+        slots = max(config.generator.concurrent_groups // scenario.generators, 1)
+        self.generators = [
+            SimulatedGenerator(f"g{i}", slots, longest, scenario, self.host, self.network, self.witness, rngs[3])
+            for i in range(scenario.generators)
+        ]
+        seconds = scenario.trainer_seconds or scenario.balanced_trainer_seconds(
+            config.trainer.mini_batch_size, config.algorithm.n_samples_per_prompt, slots * scenario.generators
+        )
+        self.trainer = SimulatedTrainer(
+            config, scenario, seconds, self.host, self.network, self.generators, self.witness, rngs[4]
+        )
+        self._faults = FaultPlan(self, scenario.faults)
+        self.host.on_restart = lambda: self.witness.look(self.host)
+
+    def run(self) -> None:
+        """Train as many steps as wanted, heal everything, drain, and check.
+
+        Raises:
+            Broken: a promise was broken; the seed is in the message.
+        """
+        try:
+            self._run()
+        except Broken as broken:
+            raise Broken(f"seed {self.seed}: {broken}") from broken
+
+    def _run(self) -> None:
+        self.trainer.start()
+        for generator in self.generators:
+            generator.start()
+        self._faults.begin()
+        self._look()
+        self._until(lambda: self.trainer.version.step >= self.scenario.steps)
+        self._until(self._faults.over)
+        self.host.buffer.drain("max_steps")
+        self.host.look_soon()
+        self._until(lambda: self.trainer.drained)
+        self.trainer.save()
+        self._until(lambda: self.host.buffer.ledger.state.covered == self.trainer.version.step)
+        self.host.buffer.end()
+        self.witness.look(self.host)
+        self.witness.check_the_end(self.host)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Let time pass until `done()`; long without an optimizer step, while nothing fails, is a hang."""
+        begun = self.loop.now
+
+        def stuck() -> bool:
+            last = max(begun, self.scenario.faults.until, *self.witness.committed_at[-1:])
+            return self.loop.now - last > PATIENCE_SECONDS
+
+        if not self.loop.run(lambda: done() or stuck()):
+            raise Broken(f"nothing happens any more at {self.loop.now:.0f} s; {self._where()}")
+        if not done():
+            raise Broken(f"no optimizer step for {PATIENCE_SECONDS:.0f} s; {self._where()}")
+
+    def _where(self) -> str:
+        status = self.host.buffer.status()
+        waits = "; ".join(f"{wait.who} waits: {wait.detail}" for wait in status.waits)
+        return f"version {status.policy_version}, groups {status.groups}, {waits}"
+
+    def _look(self) -> None:
+        """Compare buffer and witness from time to time."""
+        if self.host.alive:
+            self.witness.look(self.host)
+        self.loop.after(LOOK_SECONDS, self._look)
