@@ -45,6 +45,8 @@ class OpenRow:
     """Items of the table, in order."""
     tip: Int32s
     prompt_length: int
+    first_sampled: int
+    """Where the first response stands, in the row's prompt if the row is a fork."""
     segments: list[Segment] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)
     """Where in the row steps end."""
@@ -63,11 +65,12 @@ def _place(steps: Steps, k: int, history: History, rows: list[OpenRow], rule: Ru
     index, response_start = int(steps.index_K[k]), int(steps.offsets_K[k] + steps.prompt_length_K[k])
     tokens, pieces = history.tokens[index], history.pieces[index]
     prompt = tokens[: len(tokens) - (int(steps.offsets_K[k + 1]) - response_start)]
-    candidates = _candidates(rows, rule.mode)
+    candidates = rows if rule.mode == "tree" else rows[-1:]
     shared = [common_prefix(row.tip, prompt) for row in candidates]
     outcome, chosen, length = _outcome(steps, k, candidates, shared, prompt, rule)
     if outcome in ("forked", "reset", "first"):
-        row = OpenRow([], tokens, len(prompt))
+        first_sampled = candidates[chosen].first_sampled if outcome == "forked" else len(prompt)
+        row = OpenRow([], tokens, len(prompt), first_sampled)
         rows.append(row)
         length = 0
     else:
@@ -78,19 +81,18 @@ def _place(steps: Steps, k: int, history: History, rows: list[OpenRow], rule: Ru
     row.steps.append(k)
     row.tip = tokens
     row.ends.add(len(tokens))
-    if outcome != "first" and rule.mode != "off":
+    if outcome != "first":
         counts[outcome] += 1
-
-
-def _candidates(rows: list[OpenRow], mode: Mode) -> list[OpenRow]:
-    """The rows that a step may continue: none, that of the step before, or any."""
-    return {"off": [], "linear": rows[-1:], "tree": rows}[mode]
 
 
 def _outcome(
     steps: Steps, k: int, candidates: list[OpenRow], shared: list[int], prompt: Int32s, rule: Rule
 ) -> tuple[str, int, int]:
-    """What becomes of a step: the outcome, the row that it continues, and how many of the row's tokens it keeps."""
+    """What becomes of a step: the outcome, the nearest row, and how many of its tokens the step keeps when it goes on.
+
+    A step that shares sampled tokens with the nearest row but does not go on from its end is `forked`; one that shares
+    at most a first prompt is `reset`.
+    """
     if not candidates:
         return "first", -1, 0
     alike = [c for c, row in enumerate(candidates) if _alike(steps, row.steps[-1], k)]
@@ -101,8 +103,9 @@ def _outcome(
     near = max(alike, key=lambda c: shared[c], default=-1)
     if rule.drift == "realign" and near >= 0 and _drifted(candidates[near], prompt, shared[near], rule):
         return "realigned", near, shared[near]
-    sampled = any(length > row.prompt_length for length, row in zip(shared, candidates, strict=True))
-    return ("forked" if sampled else "reset"), -1, 0
+    nearest = max(range(len(candidates)), key=lambda c: shared[c])
+    sampled = shared[nearest] > candidates[nearest].first_sampled
+    return ("forked" if sampled else "reset"), nearest, 0
 
 
 def _alike(steps: Steps, a: int, b: int) -> bool:

@@ -69,6 +69,24 @@ def test_a_step_whose_prefix_differs_opens_a_new_row() -> None:
     assert merge(steps_table(steps)).counts["forked"] == 1
 
 
+def test_a_fork_of_a_fork_counts_as_a_fork_and_a_new_start_as_a_reset() -> None:
+    steps = [
+        step(0, [1, 2], [3, 4, 5]),
+        step(1, [1, 2, 3, 9], [6, 7]),  # the end of the first response is gone
+        step(2, [1, 2, 3, 8], [6]),  # again, inside what is now a prompt
+        step(3, [1, 2, 7], [6]),  # nothing sampled is left
+    ]
+    for table in (steps_table(steps), share_prefixes(steps_table(steps))):
+        counts = merge(table).counts
+        assert (counts["forked"], counts["reset"], counts["rows"]) == (2, 1, 4)
+
+
+def test_a_prompt_that_leaves_a_row_where_a_step_ends_is_a_branch_and_no_drift() -> None:
+    steps = [step(0, [1, 2], [3]), step(1, [1, 2, 3, 4], [5]), step(2, [1, 2, 3, 7], [8])]
+    counts = merge(steps_table(steps), drift="realign").counts
+    assert (counts["extended"], counts["forked"], counts["realigned"]) == (1, 1, 0)
+
+
 def test_a_tree_continues_any_row_and_trains_a_token_once() -> None:
     steps = [
         step(0, [1, 2], [3, 4]),
