@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 MARK = "BATON_TEST_RUN"
 END_SECONDS = 15
-SHORT = ["run.max_steps=6", "model.warm_start.steps=30", "metrics.port=0"]
+SHORT = ["run.max_steps=6", "model.warm_start.steps=30", "metrics.port=0", "weights.verify=true"]
 ENDLESS = ["run.max_steps=100000", "model.warm_start.steps=10", "metrics.port=0"]
 
 Drive = Callable[[list[str]], Any]
