@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer import BufferActor
 from actors.engine import engine_env
@@ -71,7 +72,13 @@ class Cluster:
 def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     """Create every actor of the run; they load models and join each other when they are told to start."""
     config_json = config.model_dump_json()
-    hub = ray.remote(MetricsHub).options(name="metrics-hub", num_cpus=0, max_restarts=-1).remote(config_json)
+    # Prometheus looks for the hub where the driver runs, also after a restart.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    hub = (
+        ray.remote(MetricsHub)
+        .options(name="metrics-hub", num_cpus=0, max_restarts=-1, scheduling_strategy=here)
+        .remote(config_json)
+    )
     buffer = (
         ray.remote(BufferActor)
         .options(name="buffer", num_cpus=0, max_concurrency=1000, max_restarts=-1, max_task_retries=-1)

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from service.config import Config, resolved_yaml
 from service.errors import UserError
 from service.plot import draw_learning_curve
-from service.tracking import TensorBoard
+from service.tracking import Tracker, open_trackers
 
 TRAJECTORIES_BYTES = 64 << 20
 """Where `trajectories.jsonl` stops growing."""
@@ -52,7 +52,8 @@ class RunFolder:
         self.path = Path(path)
         (self.path / "logs").mkdir(parents=True, exist_ok=True)
         self._metrics: TextIO | None = None
-        self._tensorboard: TensorBoard | None = None
+        self._trackers: list[Tracker] = []
+        self._config: Config | None = None
         self._trajectories_full = False
 
     @contextmanager
@@ -71,6 +72,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Keep the resolved configuration; `baton run --config <it>` repeats the run."""
+        self._config = config
         write_whole(self.path / "config.yaml", resolved_yaml(config))
 
     def write_address(self, url: str) -> None:
@@ -78,7 +80,7 @@ class RunFolder:
         write_whole(self.path / "address.json", json.dumps({"url": url}) + "\n")
 
     def log_step(self, numbers: Mapping[str, float]) -> None:
-        """One line of `metrics.jsonl` and one point per curve in TensorBoard.
+        """One line of `metrics.jsonl`, and one point per curve in TensorBoard and the other trackers.
 
         Raises:
             ValueError: `trainer/global_step` is missing.
@@ -87,12 +89,12 @@ class RunFolder:
             raise ValueError("a line of metrics.jsonl needs trainer/global_step")
         if self._metrics is None:
             self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self._tensorboard = TensorBoard(self.path / "tensorboard")
+            self._trackers = open_trackers(self._config, self.path)
         line = {key: _number(value) for key, value in numbers.items()}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.log(int(numbers["trainer/global_step"]), numbers)
+        for tracker in self._trackers:
+            tracker.log(int(numbers["trainer/global_step"]), numbers)
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
         """Drop the lines of steps after `step`, which a trainer that went back will take again; returns the others."""
@@ -133,9 +135,9 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
 
 
 def write_whole(path: Path, text: str) -> None:

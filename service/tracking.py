@@ -6,10 +6,31 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from service.config import Config, WandbConfig
+
+
+class Tracker(Protocol):
+    """Somewhere that shows a run's numbers."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """One optimizer step."""
+
+    def close(self) -> None:
+        """Write what is queued."""
+
+
+def open_trackers(config: Config | None, folder: Path) -> list[Tracker]:
+    """TensorBoard, and what the configuration asks for besides."""
+    trackers: list[Tracker] = [TensorBoard(folder / "tensorboard")]
+    if config is not None and config.metrics.wandb is not None:
+        trackers.append(Wandb(config.metrics.wandb, config, folder))
+    return trackers
 
 
 class TensorBoard:
@@ -28,3 +49,31 @@ class TensorBoard:
     def close(self) -> None:
         """Write what is queued and end the writer's thread."""
         self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases; a resumed run goes on under the same name."""
+
+    def __init__(self, settings: WandbConfig, config: Config, folder: Path) -> None:
+        # Imported here: it is optional, and few runs use it.
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=settings.project,
+            name=folder.name,
+            id=folder.name,
+            resume="allow",
+            dir=str(folder),
+            mode="offline" if settings.offline else "online",
+            config=config.model_dump(mode="json"),
+        )
+        # A trainer that goes back takes steps again, which wandb's own counter does not allow.
+        self._run.define_metric("*", step_metric="trainer/global_step")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """One point per curve."""
+        self._run.log(dict(numbers))
+
+    def close(self) -> None:
+        """Finish the run and write what is queued."""
+        self._run.finish()

@@ -14,6 +14,7 @@ from service.config.tree import (
     ModelConfig,
     RunConfig,
     TrainerConfig,
+    WandbConfig,
     WarmStartConfig,
     WeightsConfig,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "RunConfig",
     "TrainerConfig",
+    "WandbConfig",
     "WarmStartConfig",
     "WeightsConfig",
     "check",

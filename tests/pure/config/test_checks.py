@@ -116,3 +116,10 @@ def test_reinforce_plus_plus_passes_where_a_trajectory_is_one_sequence() -> None
 
 def test_truncation_passes_with_a_proximal_anchor() -> None:
     check(load_config([QUICKSTART], ["algorithm.anchor=proximal", "algorithm.correction.truncate=sequence"]))
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.config.checks.find_spec", lambda name: None)
+    check_paths(load_config([QUICKSTART]))
+    with pytest.raises(UserError, match=r"metrics\.wandb: the package wandb is not installed"):
+        check_paths(load_config([QUICKSTART], ["metrics.wandb={}"]))

@@ -109,3 +109,17 @@ def test_a_whole_file_is_replaced_at_once_and_leaves_no_parts(tmp_path: Path) ->
     assert json.loads((tmp_path / "summary.json").read_text())["state"] == "finished"
     assert json.loads((tmp_path / "address.json").read_text()) == {"url": "http://127.0.0.1:9400"}
     assert not list(tmp_path.glob(".*"))
+
+
+def test_wandb_takes_the_same_numbers_when_asked_and_works_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is optional and not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = RunFolder(tmp_path / "r")
+    folder.write_config(load_config([], ["metrics.wandb={project: p}"]))
+    folder.log_step(step(1))
+    folder.log_step(step(2))
+    folder.close()
+    wandb.teardown()
+    assert list((tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb"))
