@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from service.config.tree import Config
+from service.errors import RunFailed
 from service.learn.checkpoint import CheckpointWriter, read_facts, read_parts
 from service.learn.frozen import FrozenPolicies
 from service.learn.measure import not_finite, step_metrics
@@ -134,6 +135,11 @@ class Learner:
             sums.add("loss", loss)
         sums.add("grad_square", square_norm(policy.masters.gradients(), policy.device))
         totals = sums.totals()
+        if not math.isfinite(totals["loss"] + totals["grad_square"]):
+            raise RunFailed(
+                f"supervised step: the loss is {totals['loss']} and the squared gradient norm "
+                f"{totals['grad_square']}; lower model.warm_start.lr"
+            )
         self._warm_up.step(lr, math.sqrt(totals["grad_square"]), trainer.max_grad_norm)
         return totals["loss"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from service.learn.fuse import fused_on_gpu
 
-CHUNK_ENTRIES = {"cpu": 1 << 25, "cuda": 1 << 28}
-"""Logits held at once: 128 MiB in float32 on CPU, 1 GiB on a GPU, whose products need many rows to be fast."""
+CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
+"""Logits held at once: 32 MiB in float32 on CPU, 1 GiB on a GPU, whose products need many rows to be fast."""
 
 
 def token_logprobs(

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from service.config.tree import Config
 from service.learn.experts import as_on_disk
 from service.learn.files import load_weights, write_folder
+from service.learn.gathering import gather_whole
 from service.learn.logprob import wide
 from service.learn.masters import Masters
 from service.learn.model import allocate, empty_model, read_config
@@ -60,17 +60,10 @@ class Policy:
         forget_gathered(self.model)
         return logprobs
 
-    @torch.no_grad()
     def weights(self) -> dict[str, Tensor] | None:
         """All weights under their Hugging Face names, on the CPU, in the model's type; None on ranks other than 0."""
-        whole = {name: self._whole(parameter) for name, parameter in self.masters.parameters.items()}
-        return as_on_disk(whole) if self.rank == 0 else None
-
-    def _whole(self, parameter: Tensor) -> Tensor:
-        part = parameter.detach().to(self.device, self.dtype)
-        whole = part.full_tensor() if isinstance(part, DTensor) else part
-        # a copy: training goes on while the weights travel
-        return whole.to("cpu", copy=True) if self.rank == 0 else whole[:0]
+        whole = gather_whole(self.masters.parameters, self.dtype, self.device, self.rank, self.world)
+        return None if whole is None else as_on_disk(whole)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the weights, whole or not at all."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from service.errors import RunFailed
 from service.learn.learner import Learner
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
@@ -117,3 +118,10 @@ def test_an_exported_folder_loads_like_the_folder_it_came_from(model_folder: Pat
     assert mine is not None and mine.keys() == again.keys()
     assert "lm_head.weight" not in mine
     assert all(torch.equal(mine[name], again[name]) for name in mine)
+
+
+def test_a_supervised_loss_that_is_not_finite_ends_the_run(model_folder: Path) -> None:
+    learner = Learner(settings(), model_folder, CPU, 0, 1)
+    learner.policy.masters.tensors["model.norm.weight"].fill_(float("nan"))
+    with pytest.raises(RunFailed, match=r"lower model\.warm_start\.lr"):
+        learner.supervised_step([(row.token_ids, row.loss_mask) for row in made_rows(2, seed=13)], lr=1e-3)
