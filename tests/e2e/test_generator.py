@@ -104,12 +104,11 @@ def road(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder: Path = tmp_path_factory.mktemp("road")
     prepared = prepare(CONFIG, folder)
     config_json = CONFIG.model_dump_json()
-    uids = [task.uid for task in prepared.tasks]
     hub = ray.remote(MetricsHub).options(num_cpus=0).remote(config_json)
     buffer = (
         ray.remote(BufferActor)
         .options(num_cpus=0, max_concurrency=100)
-        .remote(config_json, prepared.vocab_size, uids, str(folder / "journal"), hub)
+        .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(folder / "journal"), hub)
     )
     generator = (
         ray.remote(Generator)
