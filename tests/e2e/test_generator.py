@@ -33,6 +33,7 @@ from service.config import (
     RunConfig,
     TrainerConfig,
 )
+from service.errors import RunFailed
 from service.handoff.wire import decode_mini_batch
 from service.prepare import prepare
 from service.types import MiniBatch, PolicyVersion
@@ -206,7 +207,7 @@ def test_a_dead_engine_fails_the_run_and_ends_the_actor(road: Road) -> None:
     actor = psutil.Process(road.status()["pid"])
     (core,) = [child for child in actor.children() if "EngineCore" in " ".join(child.cmdline())]
     core.kill()
-    with pytest.raises(ray.exceptions.RayError, match="Engine"):
+    with pytest.raises(RunFailed, match="the engine core died"):
         ray.get(road.work, timeout=30)
     with pytest.raises(ray.exceptions.RayActorError):
         for _ in range(100):
