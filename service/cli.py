@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from service.config import Config, check, check_paths, load, resolved_yaml
 from service.errors import BatonError, UserError
+from service.simulate import command as simulate
 from service.status import fetch_status, status_address
 from service.status_view import status_lines
 
@@ -33,6 +35,7 @@ examples:
   baton run --config configs/quickstart.yaml
   baton run --config configs/quickstart.yaml trainer.lr=1e-4 run.seed=1
   baton run --config base.yaml --config mine.yaml        # the second file is merged over the first
+  baton submit --config configs/quickstart.yaml          # the same as a job on a Ray cluster
   baton config validate --config mine.yaml               # what is wrong with it, without starting anything
   baton config show --config mine.yaml buffer.lookahead=0
   baton config schema > config.schema.json               # for completion in an editor
@@ -54,6 +57,13 @@ examples:
   baton run --resume runs/quickstart                                   # go on where it was stopped or killed
 
 exit code: 0 finished, 2 the input is wrong (one line says what), 1 the run failed, 128 + n stopped by signal n.
+"""
+
+
+SUBMIT_NOTES = """\
+The job works in a temporary copy of the current folder: configuration files must lie inside it, and run.dir should be
+an absolute path (else the runs lie in the home of the node that it runs on). The cluster's token is read from
+~/.ray/auth_token or RAY_AUTH_TOKEN. `ray job stop JOB` ends the run in order, with its final weights.
 """
 
 
@@ -120,6 +130,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(command=_run)
 
+    submit = commands.add_parser(
+        "submit", help="run a training as a job on a Ray cluster", epilog=SUBMIT_NOTES, formatter_class=raw
+    )
+    _add_config(submit)
+    submit.add_argument("--address", metavar="URL", help="of the cluster's dashboard (default: what Ray finds)")
+    submit.add_argument("--no-follow", action="store_true", help="return at once instead of showing the output")
+    submit.set_defaults(command=_submit)
+
     config = commands.add_parser("config", help="show or check a configuration, or print its schema")
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="the resolved configuration as YAML, defaults included")
@@ -135,6 +153,16 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run", metavar="URL-OR-RUN", help="http://host:port, a run folder, or the name of a run")
     status.add_argument("--json", action="store_true", help="the /status document as it is served")
     status.set_defaults(command=_status)
+    simulation = commands.add_parser(
+        "simulate",
+        help="what a configuration would do, without GPUs, under a virtual clock",
+        description=simulate.ABOUT,
+        epilog=simulate.EXAMPLES,
+        formatter_class=raw,
+    )
+    _add_config(simulation)
+    simulate.add_arguments(simulation)
+    simulation.set_defaults(command=_simulate)
     _add_trajectories(commands.add_parser("trajectories", help="look at what a run's rollouts said"))
     return parser
 
@@ -193,6 +221,15 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return run(config, None if resume is None else resume.resolve())
 
 
+def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    config = _load(arguments, overrides)
+    # Ray reads it when it is imported, and would otherwise come without its token.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from actors.submit import submit_run
+
+    return submit_run(config, arguments.config, overrides, arguments.address, not arguments.no_follow)
+
+
 def _config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _no_more_words(arguments)
     sys.stdout.write(resolved_yaml(load(arguments.config, overrides).config))
@@ -208,6 +245,12 @@ def _config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int
 def _config_schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
     print(json.dumps(Config.model_json_schema(), indent=2))
     return 0
+
+
+def _simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    _no_more_words(arguments)
+    preset = [] if arguments.config else simulate.PRESET
+    return simulate.run(load(arguments.config, [*preset, *overrides]).config, arguments)
 
 
 def _status(arguments: argparse.Namespace, overrides: list[str]) -> int:

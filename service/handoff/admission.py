@@ -8,8 +8,6 @@ belongs to mini-batch floor(s / B), and is admitted once the claiming engine ser
 
 from __future__ import annotations
 
-import numpy as np
-
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.ledger import Ledger
@@ -69,9 +67,8 @@ class Admission:
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:
-    """The version's step on the current history: after a rollback, at most the step that was gone back to."""
-    current = ledger.history.current
-    return current.step - int(ledger.history.staleness(np.array([version.pack()], np.int64), current)[0])
+    """The version's step on the current history: after a trainer went back, at most the step that it went on from."""
+    return min([version.step, *(went_on for _, went_on in ledger.state.branches[version.epoch :])])
 
 
 def worst_group_bytes(config: Config) -> int:

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import numpy as np
-
 from service.clock import Clock
 from service.config.tree import Config
 from service.errors import RunFailed
@@ -65,7 +63,7 @@ class Buffer:
         """A group for a generator: restarted trajectories first, then the next prompt if it is admitted."""
         if (fenced := self._fenced(claim.generator, claim.epoch)) is not None:
             return fenced
-        if not self.ledger.history.known(np.array([claim.serving.pack()], np.int64))[0]:
+        if not self.ledger.published(claim.serving):
             return self._refuse(Refusal(RefusalReason.VERSION, "serving", claim.serving.step))
         who = f"generator {claim.generator}"
         if (draining := self.ledger.state.draining) is not None:

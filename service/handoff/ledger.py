@@ -132,6 +132,15 @@ class Ledger:
         """The smallest ordinal that has not come to its end; everything below has."""
         return min(self.state.groups, default=self.state.next_ordinal)
 
+    def published(self, version: PolicyVersion) -> bool:
+        """Whether the version was ever made."""
+        branches = self.state.branches
+        if not 0 <= version.epoch <= len(branches):
+            return False
+        first = branches[version.epoch - 1][1] if version.epoch else 0
+        last = branches[version.epoch][0] if version.epoch < len(branches) else self.state.step
+        return first <= version.step <= last
+
     def digest(self) -> str:
         """A fingerprint of the whole state."""
         plain = msgspec.to_builtins(self.state, str_keys=True, order="deterministic")

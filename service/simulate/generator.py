@@ -46,7 +46,7 @@ class SimulatedGenerator:
         self.name = name
         self.wait_seconds = 0.0
         """Slot-seconds without work."""
-        self._slots = slots
+        self.slots = slots
         self._longest_turn = longest_turn
         self._scenario = scenario
         self._host = host
@@ -90,7 +90,7 @@ class SimulatedGenerator:
 
     def _joined(self, epoch: int) -> None:
         self._epoch, self._sequence, self._outbox = epoch, 0, []
-        for _ in range(self._slots):
+        for _ in range(self.slots):
             self._claim(self._loop.now)
 
     def _claim(self, since: float) -> None:

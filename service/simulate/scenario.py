@@ -53,8 +53,6 @@ class Scenario:
     """Share of trajectories with reward 1."""
     steps: int = 60
     """Optimizer steps to simulate."""
-    warm_up: int = 10
-    """Optimizer steps before measuring begins."""
     faults: Faults = field(default_factory=Faults)
 
     def lengths(self, rng: np.random.Generator, count: int) -> Int64s:

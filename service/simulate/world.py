@@ -49,7 +49,7 @@ class World:
         self.trainer = SimulatedTrainer(
             config, scenario, seconds, self.host, self.network, self.generators, self.witness, rngs[4]
         )
-        self._faults = FaultPlan(self, scenario.faults)
+        self.faults = FaultPlan(self, scenario.faults)
         self.host.on_restart = lambda: self.witness.look(self.host)
 
     def run(self) -> None:
@@ -67,10 +67,10 @@ class World:
         self.trainer.start()
         for generator in self.generators:
             generator.start()
-        self._faults.begin()
+        self.faults.begin()
         self._look()
         self._until(lambda: self.trainer.version.step >= self.scenario.steps)
-        self._until(self._faults.over)
+        self._until(self.faults.over)
         self.host.buffer.drain("max_steps")
         self.host.look_soon()
         self._until(lambda: self.trainer.drained)

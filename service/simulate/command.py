@@ -1,0 +1,123 @@
+"""`baton simulate`: what a configuration would do, and whether the promises hold, without any GPU."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+from service.config import Config
+from service.errors import RunFailed
+from service.simulate.report import Report, simulated
+from service.simulate.scenario import Scenario
+from service.simulate.witness import Broken
+from service.simulate.worlds import fault_world
+
+ABOUT = """\
+Run the real buffer under a virtual clock with simulated generators and a simulated trainer.
+
+Without --worlds: reports throughput, waiting and staleness for a configuration and for lengths, times and costs.
+With --worlds N: N seeded worlds full of deaths, freezes, lost, doubled and overtaken messages, full disks and jumping
+clocks, each checked against the promises; the seed of a failure is printed, and --worlds 1 --seed S repeats it.
+"""
+
+EXAMPLES = """\
+examples:
+  baton simulate --sigma 1.0 buffer.lookahead=4                     # long-tailed lengths
+  baton simulate --config mine.yaml --token-seconds 0.03 --trainer-seconds 40
+  baton simulate --generators 200 generator.concurrent_groups=800 trainer.mini_batch_size=256
+  baton simulate --worlds 5000
+"""
+
+PRESET = (
+    "env.max_turns=1",
+    "generator.concurrent_groups=64",
+    "generator.max_input_length=64",
+    "generator.max_generate_length=4096",
+    "buffer.lookahead=4",
+    "buffer.max_staleness=8",
+    "buffer.step_deadline=1e6",
+    "buffer.lease_deadline=1e6",
+    "buffer.max_bytes=1099511627776",
+    "trainer.mini_batch_size=32",
+    "trainer.ranks=1",
+    "trainer.max_tokens_per_micro_batch=131072",
+)
+"""Settings when no configuration is given: 64 groups of 8 at once, mini-batches of 32 groups."""
+
+_HELP = {
+    "generators": "generator actors that share generator.concurrent_groups",
+    "turns": "turns of a trajectory",
+    "median_tokens": "median of a trajectory's sampled tokens",
+    "sigma": "of the lognormal lengths: 0.5 moderate, 1.0 long tails",
+    "token_seconds": "seconds of one token of one trajectory",
+    "trainer_seconds": "seconds of one optimizer step; default: as long as the generators take for a mini-batch",
+    "sync_seconds": "seconds from an optimizer step to engines that serve it",
+    "steps": "optimizer steps to simulate",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments, beside configuration files and settings."""
+    kinds: dict[str, Callable[[str], float]] = {"generators": int, "turns": int, "steps": int}
+    defaults = {field.name: field.default for field in fields(Scenario)}
+    for name, text in _HELP.items():
+        default = defaults[name]
+        shown = text if default is None else f"{text} (default {default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kinds.get(name, float), metavar="X", help=shown)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run, or of the first world")
+    parser.add_argument("--worlds", type=int, metavar="N", help="check the promises in N worlds full of faults")
+
+
+def run(config: Config, arguments: argparse.Namespace) -> int:
+    """Run what the arguments say and print the findings."""
+    if arguments.worlds is not None:
+        return _worlds(arguments.seed, arguments.worlds)
+    given = {name: value for name in _HELP if (value := getattr(arguments, name)) is not None}
+    scenario = Scenario(**given)
+    report = simulated(config, scenario, arguments.seed)
+    on_policy = simulated(_on_policy(config), replace(scenario, steps=min(scenario.steps, 60)), arguments.seed)
+    print(f"seed {arguments.seed}, {scenario.steps} optimizer steps of {config.trainer.mini_batch_size} groups")
+    for line in _lines(report, on_policy, config):
+        print(line)
+    return 0
+
+
+def _on_policy(config: Config) -> Config:
+    return config.model_copy(update={"buffer": config.buffer.model_copy(update={"lookahead": 0})})
+
+
+def _lines(report: Report, on_policy: Report, config: Config) -> list[str]:
+    return [
+        f"speed over on-policy    {report.steps_per_second / on_policy.steps_per_second:.2f} x",
+        f"trained tokens          {report.tokens_per_second:.0f} /s",
+        f"trainer waits           {report.trainer_wait:.1%}   (on-policy {on_policy.trainer_wait:.1%})",
+        f"generator slots idle    {report.generator_wait:.1%}   (on-policy {on_policy.generator_wait:.1%})",
+        f"token staleness         mean {report.staleness_mean:.2f}, p99 {report.staleness_p99}, "
+        f"max {report.staleness_max} versions",
+        f"tokens beyond {config.buffer.max_staleness:<3}       {report.beyond:.2%} carried no loss",
+        f"length distance         {report.length_distance:.3f}   (generated against trained, 0 is none)",
+    ]
+
+
+def _worlds(first_seed: int, count: int) -> int:
+    """Check worlds one after the other; the first lines of the output are the failures."""
+    began, events, faults, failed = time.process_time(), 0, 0, []
+    for seed in range(first_seed, first_seed + count):
+        world = fault_world(seed)
+        try:
+            world.run()
+        except Broken as broken:
+            failed.append(seed)
+            print(f"FAILED {broken}\n  again: baton simulate --worlds 1 --seed {seed}", flush=True)
+        events += world.loop.events
+        faults += world.faults.count
+    seconds = time.process_time() - began
+    print(
+        f"{count} worlds from seed {first_seed}: {events} events, {faults} faults, {len(failed)} broke a promise "
+        f"({seconds:.0f} s of CPU)"
+    )
+    if failed:
+        raise RunFailed(f"{len(failed)} of {count} worlds broke a promise; seeds {failed[:10]}")
+    return 0

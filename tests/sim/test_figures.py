@@ -1,0 +1,92 @@
+"""What the simulation says about lookahead and order agrees with the table in the documentation."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from service.cli import main
+from service.config import Config, load
+from service.simulate.command import PRESET
+from service.simulate.report import Report, simulated
+from service.simulate.scenario import Scenario
+
+STEPS = 60
+
+
+def config(*settings: str) -> Config:
+    return load([], [*PRESET, *settings]).config
+
+
+@cache
+def on_policy(sigma: float) -> Report:
+    return simulated(config("buffer.lookahead=0"), Scenario(sigma=sigma, steps=STEPS), seed=0)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("sigma", "lookahead", "order", "speed", "wait", "staleness", "beyond"),
+    [
+        (0.5, 4, "finished_first", 4.8, 0.04, 2.7, 0.0),
+        (0.5, 4, "strict", 4.0, 0.20, 3.6, 0.0),
+        (1.0, 8, "finished_first", 8.2, 0.04, 3.2, 0.016),
+        (1.0, 8, "strict", 5.5, 0.35, 6.9, 0.0),
+    ],
+)
+def test_the_rows_of_the_table_come_out_within_a_tenth(
+    sigma: float, lookahead: int, order: str, speed: float, wait: float, staleness: float, beyond: float
+) -> None:
+    settings = config(f"buffer.lookahead={lookahead}", f"buffer.order={order}")
+    report = simulated(settings, Scenario(sigma=sigma, steps=STEPS), seed=0)
+    assert report.steps_per_second / on_policy(sigma).steps_per_second == pytest.approx(speed, rel=0.1)
+    assert report.trainer_wait == pytest.approx(wait, rel=0.1, abs=0.01)
+    assert report.staleness_mean == pytest.approx(staleness, rel=0.1)
+    assert report.beyond == pytest.approx(beyond, rel=0.1, abs=0.002)
+
+
+SMALL = ("generator.concurrent_groups=8", "trainer.mini_batch_size=4", "algorithm.n_samples_per_prompt=4")
+
+
+def small(lookahead: int, order: str = "finished_first") -> Report:
+    settings = config(*SMALL, f"buffer.lookahead={lookahead}", f"buffer.order={order}")
+    return simulated(settings, Scenario(generators=2, sigma=1.0, steps=40), seed=1)
+
+
+def test_on_policy_tokens_are_never_stale_and_everybody_waits() -> None:
+    report = small(0)
+    assert report.staleness_max == 0
+    assert report.trainer_wait > 0.5
+
+
+def test_strict_order_waits_more_and_is_staler_than_finished_first_but_never_beyond_the_bound() -> None:
+    first, strict = small(6), small(6, "strict")
+    assert strict.staleness_max <= 6
+    assert strict.trainer_wait > first.trainer_wait
+    assert strict.staleness_mean > first.staleness_mean
+    assert strict.beyond == 0.0
+
+
+def test_lookahead_buys_speed() -> None:
+    speeds = [small(lookahead).steps_per_second for lookahead in (0, 1, 4)]
+    assert speeds[0] < speeds[1] < speeds[2]
+
+
+def test_hundreds_of_generators_are_simulated() -> None:
+    settings = config("generator.concurrent_groups=400", "trainer.mini_batch_size=100", *SMALL[2:])
+    report = simulated(settings, Scenario(generators=200, steps=6), seed=0)
+    assert report.trainer_wait < 0.5
+    assert report.generator_wait < 0.1
+
+
+def test_the_command_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--steps", "15", "--generators", "2", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "speed over on-policy" in printed
+    assert "token staleness" in printed
+
+
+def test_the_command_checks_worlds_and_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--worlds", "2", "--seed", "5"]) == 0
+    assert "2 worlds from seed 5" in capsys.readouterr().out

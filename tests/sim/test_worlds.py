@@ -1,0 +1,106 @@
+"""Seeded worlds full of faults: nothing acknowledged is lost, nothing is trained twice, nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from service.errors import JournalError
+from service.handoff.buffer import Buffer
+from service.handoff.journal import Journal
+from service.handoff.ledger import Ledger
+from service.handoff.record import Record
+from service.handoff.store import Store
+from service.simulate.host import Host
+from service.simulate.witness import Broken
+from service.simulate.worlds import fault_world
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_every_promise_holds_in_worlds_full_of_faults(first: int) -> None:
+    faults = 0
+    for seed in range(first, first + 10):
+        world = fault_world(seed)
+        world.run()
+        faults += world.faults.count
+    assert faults > 20
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(10_000, 15_000, 500))
+def test_every_promise_holds_in_thousands_of_worlds(first: int) -> None:
+    for seed in range(first, first + 500):
+        fault_world(seed).run()
+
+
+def test_the_same_seed_makes_the_same_world() -> None:
+    first, second = fault_world(7), fault_world(7)
+    first.run()
+    second.run()
+    assert first.loop.events == second.loop.events
+    assert first.host.buffer.digest() == second.host.buffer.digest()
+
+
+def answers_before_the_sync(patch: Patch) -> None:
+    patch.setattr(Host, "_answer", lambda self, answer, reply: reply(answer) if self.alive else None)
+
+
+def forgets_what_a_full_disk_did_not_take(patch: Patch) -> None:
+    def forgetful(self: Journal) -> int:
+        if synced(self) != self.position:
+            self._queue, self.position = [], self.synced
+        return self.synced
+
+    synced = Journal.sync
+    patch.setattr(Journal, "sync", forgetful)
+
+
+def never_looks_at_deadlines(patch: Patch) -> None:
+    patch.setattr(Buffer, "tick", lambda self: None)
+
+
+def loses_the_groups_of_a_released_lease(patch: Patch) -> None:
+    patch.setattr(Ledger, "_wait_again", lambda self, ordinal, group: None)
+
+
+def keeps_superseded_steps(patch: Patch) -> None:
+    patch.setattr(Store, "drop_samples", lambda self, ordinal, samples: None)
+
+
+def leaves_the_leases_out_of_snapshots(patch: Patch) -> None:
+    def forgetful(self: Ledger) -> bytes:
+        leases, self.state.leases = self.state.leases, {}
+        taken = snapshot(self)
+        self.state.leases = leases
+        return taken
+
+    snapshot = Ledger.snapshot
+    patch.setattr(Ledger, "snapshot", forgetful)
+
+
+def gives_up_segments_that_are_needed(patch: Patch) -> None:
+    patch.setattr(Record, "_reclaim", lambda self: self.journal.reclaim(self._snapshot_position))
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        answers_before_the_sync,
+        forgets_what_a_full_disk_did_not_take,
+        never_looks_at_deadlines,
+        loses_the_groups_of_a_released_lease,
+        keeps_superseded_steps,
+        leaves_the_leases_out_of_snapshots,
+        gives_up_segments_that_are_needed,
+    ],
+    ids=lambda sabotage: sabotage.__name__,
+)
+def test_the_worlds_catch_a_buffer_that(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    sabotage(monkeypatch)
+    with pytest.raises((Broken, JournalError, KeyError, ValueError)):
+        for seed in range(60):
+            fault_world(seed).run()
