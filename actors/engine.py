@@ -264,6 +264,8 @@ def _versions(spans: list[Any] | None, length: int) -> Int64s:
 
     [("7", 0, 3), ("8", 3, 5)] -> [7 7 7 8 8]
     """
+    if spans is not None and len(spans) == 1:
+        return np.full(length, int(spans[0].version), np.int64)
     versions = np.full(length, NO_VERSION, np.int64)
     for span in spans or ():
         versions[span.start : span.end] = int(span.version)

@@ -77,6 +77,8 @@ class Generator:
         self._work: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
+        self._played: list[Step] = []
+        """Finished turns that are still to be measured."""
         self._paused_seconds = 0.0
         self._reporter = Reporter("generator", name, self._config, hub, self._measure_now)
         self._metrics = self._reporter.metrics
@@ -270,7 +272,7 @@ class Generator:
 
     def _measure(self, item: Step | TrajectoryEnd, env: str) -> None:
         if isinstance(item, Step):
-            measure_played(self._metrics, item)
+            self._played.append(item)
             return
         measure_ended(self._metrics, item)
         self._counts["trajectories"] += 1
@@ -283,6 +285,8 @@ class Generator:
             self._metrics.observe("baton_generator_wait_seconds", seconds, reason=reason)
 
     def _measure_now(self, metrics: Metrics) -> None:
+        played, self._played = self._played, []
+        measure_played(metrics, played)
         metrics.set("baton_generator_running_requests", self._engine.running)
         metrics.set("baton_generator_policy_version", self._engine.serving.step)
         metrics.set("baton_generator_group_limit", self._limit.groups)

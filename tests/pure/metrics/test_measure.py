@@ -92,8 +92,7 @@ def step(prompt: int, response: int, extends: Extension | None = None) -> Step:
 
 
 def test_a_turn_counts_its_whole_prompt_and_only_sampled_tokens(metrics: Metrics) -> None:
-    measure_played(metrics, step(30, 5))
-    measure_played(metrics, step(7, 5, Extension(0, 35, 0)))
+    measure_played(metrics, [step(30, 5), step(7, 5, Extension(0, 35, 0))])
     measure_ended(metrics, TrajectoryEnd(TrajectoryId(0, 0), "p", 2, "stop", 1.0))
     assert value(metrics, "baton_step_prompt_length_tokens_sum") == 30 + 42
     assert value(metrics, "baton_step_response_length_tokens_sum") == 10
