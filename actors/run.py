@@ -9,6 +9,7 @@ import sys
 import uuid
 from pathlib import Path
 
+from actors.authentication import refuse_open_ray
 from actors.cluster import place_actors, ray_session
 from actors.coordinator import Coordinator
 from service.checkpoints import Checkpoints, Manifest
@@ -34,6 +35,7 @@ def run(config: Config, resume: Path | None = None) -> int:
         RunFailed: progress is impossible.
     """
     check(config)
+    refuse_open_ray(os.environ, config.run.insecure_local)
     path = resume or new_run_folder(runs_folder(config), config.run.name)
     say(f"run folder: {path}")
     folder = RunFolder(path)

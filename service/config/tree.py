@@ -34,6 +34,8 @@ class RunConfig(Section):
     """Failures of a generator, or of the trainer, without an optimizer step in between that a run survives."""
     trajectories_per_step: NotNegative = 2
     """Completed trajectories of each mini-batch that are kept in `trajectories.jsonl`, until that file is full."""
+    insecure_local: bool = False
+    """Run on a Ray without authentication; only for a machine that nobody else reaches."""
     stop_grace: Seconds = 20.0
     """Seconds that a stopped run may take to write its final weights."""
     stall_deadline: Seconds = 600.0

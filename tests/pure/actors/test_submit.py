@@ -1,0 +1,100 @@
+"""A run as a Ray job: the command, the retries, and the refusals."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors import submit as submitting
+from actors.authentication import refuse_open_ray
+from actors.submit import entrypoint, submit
+from service.cli import main
+from service.errors import UserError
+
+
+class FakeClient:
+    """A cluster that is still starting for some calls, then runs the job to a status."""
+
+    def __init__(self, refusals: int, status: str = "SUCCEEDED") -> None:
+        self.refusals = refusals
+        self.status = status
+        self.jobs: list[dict[str, Any]] = []
+
+    def __call__(self, address: str | None) -> "FakeClient":
+        return self
+
+    def submit_job(self, **job: Any) -> str:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise RuntimeError("Request failed with status code 500: No available agent to submit job")
+        self.jobs.append(job)
+        return "job-1"
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        yield "step 1\n"
+        yield "step 2\n"
+
+    def get_job_status(self, job: str) -> str:
+        return self.status
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submitting, "RETRY_SECONDS", 0.0)
+
+
+def test_the_command_names_files_as_the_copy_has_them(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    command = entrypoint([tmp_path / "configs/a.yaml", Path("b.yaml")], ["run.name=a b", "--run.seed", "3"], tmp_path)
+    assert command == "python -m service run --config configs/a.yaml --config b.yaml 'run.name=a b' --run.seed 3"
+    with pytest.raises(UserError, match=r"outside\.yaml: not inside"):
+        entrypoint([tmp_path.parent / "outside.yaml"], [], tmp_path)
+
+
+def test_a_cluster_that_is_still_starting_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient(refusals=3)
+    assert submit("python -m service run", None, follow=True, connect=client) == 0
+    assert client.jobs[0]["entrypoint"] == "python -m service run"
+    assert ".venv" in client.jobs[0]["runtime_env"]["excludes"]
+    assert capsys.readouterr().out.endswith("step 1\nstep 2\njob-1: SUCCEEDED\n")
+
+
+def test_a_failed_job_is_exit_code_1_and_one_that_is_not_followed_is_0() -> None:
+    assert submit("x", None, follow=True, connect=FakeClient(0, "FAILED")) == 1
+    assert submit("x", None, follow=False, connect=FakeClient(0, "FAILED")) == 0
+
+
+def test_a_cluster_that_never_answers_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submitting, "START_SECONDS", 0.0)
+
+    def nobody(address: str | None) -> Any:
+        raise ConnectionError("Failed to connect to Ray at address: http://127.0.0.1:1.\nmore")
+
+    with pytest.raises(UserError, match=r"^--address: the cluster at http://127\.0\.0\.1:1: Failed to connect"):
+        submit("x", "http://127.0.0.1:1", follow=True, connect=nobody)
+
+
+def test_a_refused_job_is_not_tried_again() -> None:
+    class Refusing(FakeClient):
+        def submit_job(self, **job: Any) -> str:
+            self.jobs.append(job)
+            raise RuntimeError("working_dir is too large")
+
+    client = Refusing(0)
+    with pytest.raises(UserError, match="too large"):
+        submit("x", None, follow=True, connect=client)
+    assert len(client.jobs) == 1
+
+
+def test_an_open_ray_is_refused_unless_that_is_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse_open_ray({}, insecure_local=False)
+    refuse_open_ray({"RAY_AUTH_MODE": "token"}, insecure_local=False)
+    refuse_open_ray({"RAY_AUTH_MODE": "disabled"}, insecure_local=True)
+    with pytest.raises(UserError, match=r"RAY_AUTH_MODE=disabled: .*run\.insecure_local=true"):
+        refuse_open_ray({"RAY_AUTH_MODE": "disabled"}, insecure_local=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert main(["submit", "--config", "configs/quickstart.yaml"]) == 2
+    assert "whoever reaches this machine's ports" in capsys.readouterr().err
