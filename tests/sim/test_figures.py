@@ -75,9 +75,9 @@ def test_lookahead_buys_speed() -> None:
 
 def test_hundreds_of_generators_are_simulated() -> None:
     settings = config("generator.concurrent_groups=400", "trainer.mini_batch_size=100", *SMALL[2:])
-    report = simulated(settings, Scenario(generators=200, steps=6), seed=0)
-    assert report.trainer_wait < 0.5
-    assert report.generator_wait < 0.1
+    report = simulated(settings, Scenario(generators=200, steps=12), seed=0)
+    assert report.trainer_wait < 0.4
+    assert report.generator_wait < 0.2
 
 
 def test_the_command_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:
