@@ -331,6 +331,27 @@ def test_groups_that_used_up_their_leases_are_refused(world: World) -> None:
     assert consistent(world)
 
 
+def test_the_groups_of_a_released_lease_come_before_those_that_finished_later(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    lease = world.batch().lease
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    world.buffer.release(world.trainer_epoch, lease, "the loss was not finite")
+    assert world.batch().groups == (0, 1)
+
+
+def test_filtered_rewards_of_a_released_lease_count_in_the_next_one(tmp_path: Path) -> None:
+    world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
+    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    for _ in range(2):
+        world.generator.finish(world.generator.claimed(), rewards=(1.0, 0.0))
+    facts = world.batch().facts
+    world.buffer.release(world.trainer_epoch, 1, "the loss was not finite")
+    assert world.batch().facts == facts
+    assert facts["generate/filtered_groups"] == 1
+
+
 # -- training -----------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +410,29 @@ def test_after_going_back_the_groups_trained_since_are_given_out_again(tmp_path:
     assert (again[0].loss_tokens_G == trained[1].loss_tokens_G).all()
     assert world.buffer.status().tokens["rolled_back"] == 0
     assert consistent(world)
+
+
+def test_strict_order_holds_after_going_back(tmp_path: Path) -> None:
+    world = World(tmp_path, config(buffer={"order": "strict"}, trainer={"checkpoint_every": 1}))
+    for work in [world.generator.claimed() for _ in range(4)]:
+        world.generator.finish(work)
+    for _ in range(2):
+        world.train()
+    for work in [world.generator.claimed(PolicyVersion(1, 2)) for _ in range(2)]:
+        world.generator.finish(work, PolicyVersion(1, 2))
+    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=0)
+    assert [world.train().groups for _ in range(3)] == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_a_message_repeated_after_its_group_was_used_is_a_duplicate(world: World) -> None:
+    works = [world.generator.claimed() for _ in range(2)]
+    data = world.generator.message([step(TrajectoryId(0, 0), works[0].prompt_uid, 0)])
+    world.buffer.submit(data)
+    for work in works:
+        world.generator.finish(work)
+    world.train()
+    answer = world.buffer.submit(data)
+    assert isinstance(answer, Receipt) and answer.duplicate and not answer.superseded
 
 
 def test_going_back_without_checkpoints_is_impossible_and_says_so(world: World) -> None:

@@ -183,3 +183,29 @@ def test_the_journal_keeps_what_a_kept_checkpoint_needs(tmp_path: Path) -> None:
     world.crash()
     assert [world.train().groups for _ in range(8)] == [trained[step] for step in range(13, 21)]
     assert world.closes()
+
+
+def test_a_lease_that_is_open_at_a_crash_has_its_whole_deadline_again(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    world.batch()
+    world.clock.now += 99
+    world.crash()
+    world.clock.now += 99
+    world.buffer.tick()
+    assert world.buffer.status().groups["leased"] == 2
+    world.clock.now += 2
+    world.buffer.tick()
+    assert world.buffer.status().groups["leased"] == 0
+
+
+def test_a_step_that_two_messages_brought_is_there_once_after_a_crash(world: World) -> None:
+    work = world.generator.claimed()
+    of = TrajectoryId(work.ordinal, 0)
+    steps = [step(of, work.prompt_uid, index) for index in range(2)]
+    world.generator.send(steps[:1])
+    world.generator.send(steps, [TrajectoryEnd(of, work.prompt_uid, 2, "stop", 1.0)])
+    of = TrajectoryId(work.ordinal, 1)
+    world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 0.0)])
+    world.crash()
+    assert len(world.buffer.complete_group(work.ordinal).steps) == 3
