@@ -34,7 +34,7 @@ from service.rollout.agent import AgentLimits, StopReason, run_trajectory
 from service.rollout.chat import Chat
 from service.rollout.dataset import load_tasks
 from service.rollout.environment import Task
-from service.rollout.environments import environment
+from service.rollout.factory import Environments
 from service.rollout.tokenizer import load_tokenizer
 from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
@@ -67,6 +67,7 @@ class Generator:
         self._tasks = load_tasks(Path(tasks_file))
         self._chat = Chat(load_tokenizer(Path(model_folder)))
         self._limits = AgentLimits.of(self._config, self._chat)
+        self._environments = Environments(self._config.env)
         self._engine = VllmEngine(self._config, Path(model_folder))
         self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.engines))
         self._groups = 0
@@ -181,11 +182,10 @@ class Generator:
         del self._playing[trajectory]
 
     def _episode(self, trajectory: TrajectoryId, task: Task) -> AsyncIterator[Step | TrajectoryEnd]:
-        env = self._config.env
         return run_trajectory(
             trajectory,
             task,
-            environment(task.env_class or env.name, env.options, env.trusted_modules),
+            self._environments.make(task),
             self._engine,
             self._chat,
             self._limits,
@@ -268,6 +268,7 @@ class Generator:
             self._work.cancel()
             await asyncio.wait([self._work])
         self._reporter.stop()
+        await self._environments.close()
         await asyncio.to_thread(self._engine.stop)
 
     def _measure(self, item: Step | TrajectoryEnd, env: str) -> None:
