@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -63,6 +64,8 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # A journal that refuses to start is dropped with its files open; they go with it.
+        self._close = weakref.finalize(self, os.close, self._fd)
 
     def size(self) -> int:
         """Bytes that the file has, allocated ones included."""
@@ -121,7 +124,7 @@ class LocalFile:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        self._close()
 
 
 class LocalDisk:
