@@ -1,5 +1,7 @@
 """Resolve the dependencies and write the lock files: `make lock`.
 
+What is locked keeps its version, unless `--upgrade` is given.
+
 pyproject.toml + pins.in + vllm-cpu.in   -> cpu.txt
 pyproject.toml + pins.in + vllm-cuda.in  -> cuda.txt
 what builds the package                  -> build.txt
@@ -23,10 +25,12 @@ HEADER = "# Written by `make lock`: every package of {about}, exactly.\n"
 
 
 def main() -> int:
-    """Write the lock files; packages given as `name==version` arguments are held there."""
+    """Write the lock files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     base = [*project["project"]["dependencies"], *_lines("pins.in")]
-    held = sys.argv[1:]
+    upgrade = "--upgrade" in sys.argv
+    held = [line for name in ("cpu.txt", "build.txt", "dev.txt") for line in _lines(name) if not upgrade]
+    cuda_held = [line for line in _lines("cuda.txt") if not upgrade]
 
     cpu = _resolve([*base, *_lines("vllm-cpu.in")], held)
     # A torch that was built for GPUs brings its libraries itself, at the versions that it names.
@@ -43,7 +47,7 @@ def main() -> int:
     _write("dev.txt", dev, "lint, types and tests, on top of a profile")
 
     # The same versions on CPU and GPU, so that a test on one says something about the other.
-    cuda = _resolve([*base, *_lines("vllm-cuda.in")], _pins({**cpu, **build, **dev}), published_only=True)
+    cuda = _resolve([*base, *_lines("vllm-cuda.in")], _pins({**cpu, **build, **dev}) + cuda_held, published_only=True)
     _write("cuda.txt", cuda, "the CUDA profile")
     return 0
 
