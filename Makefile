@@ -15,7 +15,8 @@ BOOTSTRAP := $(if $(PROFILE),BATON_PROFILE=$(PROFILE)) scripts/bootstrap --venv 
 
 .PHONY: help
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^ifneq/ {split($$0, part, /[ )]/); skip = system("test -e " part[3])} /^endif/ {skip = 0} \
+	    /^[a-z-]+:.*## / && !skip {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: venv dev
 venv: ## build .venv from the lock files (CPU or CUDA), or do nothing
@@ -36,10 +37,14 @@ test-fast: dev ## only what needs no Ray and no vLLM
 	@$(PYTEST) -m "not slow and not full" tests/pure
 test-full: dev ## everything that runs on CPU
 	@$(PYTEST) tests
+ifneq ($(wildcard tests/chaos),)
 test-chaos: dev ## kill processes in the middle of real runs
 	@$(PYTEST) tests/chaos
+endif
+ifneq ($(wildcard benchmarks/soak.py),)
 soak: dev ## the buffer under load for twenty minutes
 	@$(BIN)/python -m benchmarks.soak
+endif
 
 .PHONY: lint types check format
 lint: dev ## ruff

@@ -44,13 +44,24 @@ def test_every_make_command_is_a_target(command: str) -> None:
     assert words and set(words) <= targets()
 
 
-@pytest.mark.parametrize("command", [line for line in commands() if re.match(r"baton (run|config)", line)])
+def test_every_baton_command_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    named = {word for page in PAGES for word in re.findall(r"(?:^|`)baton ([a-z]+)", page.read_text(), re.MULTILINE)}
+    assert {"run", "config", "status"} <= named
+    for word in sorted(named):
+        with pytest.raises(SystemExit) as ended:
+            main([word, "--help"])
+        assert ended.value.code == 0, word
+
+
+@pytest.mark.parametrize(
+    "command", [line for line in commands() if re.match(r"baton (run|submit|config) .*--config", line)]
+)
 def test_every_baton_command_is_accepted(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)[1:]
-    assert main(["config", "validate", *words[1:]] if words[0] == "run" else words) == 0
+    assert main(words if words[0] == "config" else ["config", "validate", *words[1:]]) == 0
 
 
 def test_the_configuration_of_ones_own_is_right(tmp_path: Path) -> None:
