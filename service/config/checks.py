@@ -126,6 +126,8 @@ def _concurrency(config: Config) -> Iterator[Problem]:
 
 def _staleness(config: Config) -> Iterator[Problem]:
     buffer, sync_every = config.buffer, config.weights.sync_every
+    if buffer.lookahead == "auto":
+        return
     if buffer.max_staleness < buffer.lookahead:
         yield Problem(
             "buffer.max_staleness",

@@ -173,20 +173,27 @@ class GeneratorConfig(Section):
 class BufferConfig(Section):
     """Admission, staleness, deadlines, bounds."""
 
-    lookahead: NotNegative = 2
-    """Mini-batches that may be open beyond the one that the serving version trains; 0 is strictly on-policy."""
+    lookahead: NotNegative | Literal["auto"] = 2
+    """Mini-batches that may be open beyond the one that the serving version trains; 0 is strictly on-policy;
+    auto: the smallest number that keeps the trainer's waiting under a twentieth, at most `max_staleness`."""
     max_staleness: NotNegative = 8
     """Versions after which a token carries no loss."""
     order: Literal["finished_first", "strict"] = "finished_first"
     step_deadline: Seconds = 300.0
     """Seconds without progress after which a trajectory starts anew as its next attempt."""
     max_attempts: Positive = 3
+    on_group_deadline: Literal["train_partial", "expire"] | None = None
+    """What becomes of a group at its deadline: its finished trajectories are trained, or none; None: it has none."""
+    group_deadline: Seconds = 3600.0
+    """Seconds from a group's claim to its deadline."""
     lease_deadline: Seconds = 1800.0
     max_lease_attempts: Positive = 3
     max_bytes: Positive = 4 << 30
     """Bytes of admitted groups at worst, in memory."""
     max_group_bytes: Positive = 256 << 20
     max_journal_bytes: Positive = 64 << 30
+    record: bool = False
+    """Keep what the journal no longer needs, so that every mini-batch can be formed again from it."""
     sync_interval: Seconds = 0.005
     """Seconds between two syncs of the journal while something is queued."""
     merge: Literal["off", "linear", "tree"] = "linear"

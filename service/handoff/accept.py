@@ -14,7 +14,7 @@ import xxhash
 from service.handoff.digest import token_bytes
 from service.handoff.events import Fresh
 from service.handoff.ledger import Ledger
-from service.handoff.lifecycle import USED, Group, Trajectory
+from service.handoff.lifecycle import Group, Trajectory
 from service.handoff.store import Chain, Store, bytes_per_token
 from service.handoff.tables import concat_steps, ends_table, select_steps, step_objects
 from service.handoff.validate import MAX_SHARE_NOT_FINITE, trajectory_refusal
@@ -127,19 +127,19 @@ def parts(message: StepGroup) -> dict[TrajectoryId, Part]:
 def _group(
     ledger: Ledger, message: StepGroup, of: TrajectoryId, part: Part, columns: _Columns
 ) -> Group | Refusal | None:
-    """The group that the items belong to; None when they came too late to be used."""
+    """The group that the items belong to; None when they came too late: it ended, or was used before."""
     if not 0 <= of.ordinal < ledger.state.next_ordinal:
         return Refusal(RefusalReason.UNKNOWN_GROUP, str(of), of.ordinal)
     if not 0 <= of.sample < ledger.state.n_samples:
         return Refusal(RefusalReason.IDENTITY, str(of), of.sample)
     group = ledger.state.groups.get(of.ordinal)
-    if group is None or group.state in USED:
+    if group is None or not group.trajectories:
         return None
     uids, codes = message.steps.uids, columns.uid
     if any(uids[codes[k]] != group.uid for k in part.steps) or any(end.prompt_uid != group.uid for end in part.ends):
         return Refusal(RefusalReason.IDENTITY, f"{of}/prompt_uid")
     trajectory = group.trajectories[of.sample]
-    if of.attempt < trajectory.attempt:
+    if trajectory.given_up or of.attempt < trajectory.attempt:
         return None
     holder = (trajectory.generator, trajectory.epoch)
     if of.attempt > trajectory.attempt or holder != (message.sender.generator, message.sender.epoch):

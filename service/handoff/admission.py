@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from service.config.tree import Config
 from service.errors import ConfigError
+from service.handoff.journal import Journal
 from service.handoff.ledger import Ledger
+from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import WaitReason
 from service.types import PolicyVersion
 
@@ -25,11 +27,12 @@ EVENT_BYTES = 1 << 20
 class Admission:
     """Whether the next slot may be issued."""
 
-    def __init__(self, config: Config) -> None:
-        self._lookahead = config.buffer.lookahead
+    def __init__(self, config: Config, lookahead: Lookahead) -> None:
+        self._lookahead = lookahead
         self._mini_batch_size = config.trainer.mini_batch_size
         self._n_samples = config.algorithm.n_samples_per_prompt
         self._max_bytes = config.buffer.max_bytes
+        self._max_journal_bytes = config.buffer.max_journal_bytes
         self.worst_group_bytes = worst_group_bytes(config)
         if self._mini_batch_size * self.worst_group_bytes > self._max_bytes:
             raise ConfigError(
@@ -42,16 +45,29 @@ class Admission:
         """Bytes of what is stored and of what open trajectories may still need at worst."""
         return stored_bytes + self._unfinished(ledger) * self.worst_group_bytes // self._n_samples
 
-    def worst_journal_bytes(self, ledger: Ledger) -> int:
+    def _worst_journal_bytes(self, ledger: Ledger) -> int:
         """Bytes that the journal may grow by when the next group is issued too."""
         return (self._unfinished(ledger) + self._n_samples) * self.worst_group_bytes // self._n_samples + EVENT_BYTES
+
+    def disk_wait(self, ledger: Ledger, journal: Journal) -> tuple[WaitReason, str] | None:
+        """Why the next slot has to wait for the disk; None when the group's steps have their place there."""
+        worst = self._worst_journal_bytes(ledger)
+        held = journal.position - journal.start
+        if held + worst > self._max_journal_bytes:
+            limit = f"buffer.max_journal_bytes is {self._max_journal_bytes}"
+            return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {limit}"
+        if not journal.reserve(worst):
+            return WaitReason.DISK, f"{journal.folder} has no room for {worst} more bytes"
+        return None
 
     def wait(self, ledger: Ledger, serving: PolicyVersion, stored_bytes: int) -> tuple[WaitReason, str] | None:
         """Why the next slot has to wait; None when it may go to an engine that serves `serving`."""
         batch = ledger.next_slot // self._mini_batch_size
-        if batch > effective_step(ledger, serving) + self._lookahead:
-            detail = f"slot {ledger.next_slot} is for version {batch}: with lookahead {self._lookahead} the engine has "
-            return WaitReason.LOOKAHEAD, f"{detail}to serve version {batch - self._lookahead}, it serves {serving}"
+        ahead = self._lookahead.value
+        if batch > effective_step(ledger, serving) + ahead:
+            self._lookahead.blocked()
+            detail = f"slot {ledger.next_slot} is for version {batch}: with lookahead {ahead} the engine has "
+            return WaitReason.LOOKAHEAD, f"{detail}to serve version {batch - ahead}, it serves {serving}"
         needed = self.reserved(ledger, stored_bytes) + self.worst_group_bytes
         if needed > self._max_bytes:
             return (

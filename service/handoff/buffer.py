@@ -21,7 +21,9 @@ from service.handoff.admission import Admission
 from service.handoff.batch import CompleteGroup
 from service.handoff.form import Former
 from service.handoff.journal import Journal
-from service.handoff.lifecycle import USED, GroupState
+from service.handoff.lengths import Lengths
+from service.handoff.lifecycle import UNFINISHED, USED, Group, GroupState
+from service.handoff.lookahead import Lookahead
 from service.handoff.prompts import Prompts
 from service.handoff.record import Record
 from service.handoff.score import returns
@@ -45,7 +47,9 @@ class Buffer:
         self._clock = clock
         self._limits = Limits.of(config, vocab_size)
         self._prompts = Prompts(prompt_uids, seed, config.data.shuffle)
-        self._admission = Admission(config)
+        self._lookahead = Lookahead(config, clock)
+        self._admission = Admission(config, self._lookahead)
+        journal.configure(config.buffer.max_journal_bytes // 8, config.buffer.record)
         n_samples = config.algorithm.n_samples_per_prompt
         opened = events.Opened(seed, self._prompts.digest(), n_samples, config.trainer.mini_batch_size)
         self._record = Record(opened, self._limits, journal, clock, config.trainer.checkpoint_every > 0)
@@ -108,7 +112,7 @@ class Buffer:
             return self._former.again(lease)
         if (why := self._waits.lease_wait()) is not None:
             return self._waits.begin("trainer", *why)
-        self._waits.end("trainer")
+        self._lookahead.trainer_waited(self._waits.end("trainer"))
         formed = self._former.form(self._next_groups())
         self._record.add(formed.leased(trainer_epoch))
         return formed.batch
@@ -125,6 +129,7 @@ class Buffer:
         if version != PolicyVersion(current.epoch, current.step + 1):
             return self._refuse(Refusal(RefusalReason.VERSION, "version", version.step))
         self._record.add(events.Committed(lease, version))
+        self._lookahead.committed()
         return None
 
     def release(self, trainer_epoch: int, lease: int, reason: str) -> Refusal | None:
@@ -205,6 +210,12 @@ class Buffer:
         for lease, since in list(self._record.leased_at.items()):
             if now - since >= settings.lease_deadline:
                 self._release(lease, "deadline")
+        self._end_overdue_groups(now)
+
+    @property
+    def lengths(self) -> Lengths:
+        """Lengths of generated and of trained trajectories."""
+        return self.ledger.state.lengths
 
     @property
     def revision(self) -> int:
@@ -237,6 +248,9 @@ class Buffer:
             issued=state.next_ordinal,
             frontier=ledger.frontier,
             next_slot=ledger.next_slot,
+            lookahead=self._lookahead.value,
+            length_distance=state.lengths.trajectory_distance(),
+            token_length_distance=state.lengths.token_distance(),
             n_bytes=record.store.n_bytes,
             reserved_bytes=self._admission.reserved(ledger, record.store.n_bytes),
             waits=self._waits.current(),
@@ -269,12 +283,10 @@ class Buffer:
         return None
 
     def _not_admitted(self, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        why = self._admission.wait(self.ledger, serving, self._record.store.n_bytes)
-        if why is None:
-            worst = self._admission.worst_journal_bytes(self.ledger)
-            if not self._record.journal.reserve(worst):
-                return WaitReason.DISK, f"{self._record.journal.folder} has no room for {worst} more bytes"
-        return why
+        waits = self._admission.wait(self.ledger, serving, self._record.store.n_bytes)
+        if waits is None and (waits := self._admission.disk_wait(self.ledger, self._record.journal)) is not None:
+            self._record.compact()
+        return waits
 
     def _issue(self, claim: Claim) -> Assignment:
         ordinal = self.ledger.state.next_ordinal
@@ -293,6 +305,31 @@ class Buffer:
             self._record.add(events.Refused(ordinal, str(RefusalReason.MAX_ATTEMPTS)))
         else:
             self._record.add(events.Restarted(ordinal, samples, reason))
+
+    def _end_overdue_groups(self, now: float) -> None:
+        """What the configuration wants done about groups that take too long; by default nothing."""
+        issued_at, settings = self._record.issued_at, self._config.buffer
+        while issued_at:
+            ordinal, since = next(iter(issued_at.items()))
+            group = self.ledger.state.groups.get(ordinal)
+            unfinished = group is not None and group.state in UNFINISHED
+            if unfinished and (settings.on_group_deadline is None or now - since < settings.group_deadline):
+                break
+            del issued_at[ordinal]
+            if group is not None and unfinished:
+                self._end_overdue_group(ordinal, group)
+
+    def _end_overdue_group(self, ordinal: int, group: Group) -> None:
+        open_samples = tuple(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
+        # One trajectory alone has no baseline.
+        partial = (
+            self._config.buffer.on_group_deadline == "train_partial" and len(group.trajectories) - len(open_samples) > 1
+        )
+        if partial:
+            self._record.add(events.Curtailed(ordinal, open_samples))
+            self._filter([ordinal])
+        else:
+            self._record.add(events.Expired(ordinal, "group_deadline"))
 
     def _restart_refused(self, message: StepGroup, refused: Refusal) -> None:
         """A trajectory whose own message is refused cannot become whole; it starts anew at once."""

@@ -90,6 +90,13 @@ class Filtered(Event, frozen=True):
     passed: bool
 
 
+class Curtailed(Event, frozen=True):
+    """A group goes on without the samples that its deadline found unfinished."""
+
+    ordinal: int
+    samples: tuple[int, ...]
+
+
 class Refused(Event, frozen=True):
     """A group is given up; it vacates its slot."""
 
@@ -105,13 +112,15 @@ class Expired(Event, frozen=True):
 
 
 class Leased(Event, frozen=True):
-    """Groups went to the trainer as a mini-batch; with each group's tokens by what becomes of them."""
+    """Groups went to the trainer as a mini-batch; with their tokens by what becomes of them."""
 
     lease: int
     trainer_epoch: int
     ordinals: tuple[int, ...]
-    loss_tokens: tuple[int, ...]
+    loss_tokens: tuple[tuple[int, ...], ...]
+    """Of each group, by sample: tokens that carry loss."""
     stale_tokens: tuple[int, ...]
+    """Of each group: tokens that are too old to."""
 
 
 class Committed(Event, frozen=True):
@@ -174,6 +183,7 @@ Journalled = (
     | Assigned
     | Restarted
     | Filtered
+    | Curtailed
     | Refused
     | Expired
     | Leased

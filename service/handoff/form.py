@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from service.handoff import events
 from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.lifecycle import Lost
 from service.handoff.record import Record
+from service.handoff.versions import VersionHistory
 from service.types import MiniBatch, Steps
 
 
@@ -19,8 +21,8 @@ class Formed(NamedTuple):
     """A mini-batch with each of its groups' tokens by what becomes of them."""
 
     batch: MiniBatch
-    loss_tokens: tuple[int, ...]
-    """[P] tokens that carry loss."""
+    loss_tokens: tuple[tuple[int, ...], ...]
+    """[P] by trajectory, tokens that carry loss."""
     stale_tokens: tuple[int, ...]
     """[P] tokens that are too old to."""
 
@@ -35,7 +37,6 @@ class Former:
     def __init__(self, config: Config, record: Record) -> None:
         self._record = record
         self._settings = BatchSettings.of(config)
-        self._n_samples = config.algorithm.n_samples_per_prompt
         self._max_staleness = config.buffer.max_staleness
         self._last: MiniBatch | None = None
 
@@ -44,9 +45,10 @@ class Former:
         state = self._record.ledger.state
         groups = [self._record.complete_group(ordinal) for ordinal in ordinals]
         self._last = self._formed(state.next_lease, groups, state.filtered)
-        loss_P = np.bincount(self._last.prompt_of_trajectory_G, self._last.loss_tokens_G, minlength=len(groups))
+        starts_P = np.searchsorted(self._last.prompt_of_trajectory_G, np.arange(1, len(groups)))
+        loss = tuple(tuple(loss_G.tolist()) for loss_G in np.split(self._last.loss_tokens_G, starts_P))
         stale = tuple(self._stale_tokens(group.steps) for group in groups)
-        return Formed(self._last, tuple(int(loss) for loss in loss_P), stale)
+        return Formed(self._last, loss, stale)
 
     def again(self, lease: int) -> MiniBatch:
         """The mini-batch of the open lease, which is formed anew after a restart."""
@@ -57,8 +59,7 @@ class Former:
         return self._last
 
     def _formed(self, lease: int, groups: list[CompleteGroup], lost: Lost) -> MiniBatch:
-        batch = form_mini_batch(lease, groups, self._record.ledger.history, self._settings)
-        return replace(batch, facts=with_lost(batch.facts, len(groups), self._n_samples, lost))
+        return formed(lease, groups, self._record.ledger.history, self._settings, lost)
 
     def _stale_tokens(self, steps: Steps) -> int:
         history = self._record.ledger.history
@@ -66,13 +67,24 @@ class Former:
         return int(np.count_nonzero(stale_N & steps.loss_mask_N & np.isfinite(steps.logprobs_N)))
 
 
-def with_lost(facts: dict[str, float], n_groups: int, n_samples: int, lost: Lost) -> dict[str, float]:
+def formed(
+    lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings, lost: Lost
+) -> MiniBatch:
+    """The mini-batch of these groups, whose facts also cover what filters removed before it."""
+    batch = form_mini_batch(lease, groups, history, settings)
+    return replace(batch, facts=with_lost(batch.facts, len(groups), sum(len(group.ends) for group in groups), lost))
+
+
+def with_lost(facts: dict[str, float], n_groups: int, n_trajectories: int, lost: Lost) -> dict[str, float]:
     """The batch's facts, with the rewards of the groups that filters removed since the batch before.
 
     A batch of 1 group of 2 with mean reward 0.5, and a filtered group with rewards 1 and 1: mean (1 + 2) / 4 = 0.75.
     """
-    n_trajectories = n_groups * n_samples
-    reward, passed = "reward/avg_raw_reward", f"reward/avg_pass_at_{n_samples}"
+    reward = "reward/avg_raw_reward"
     mean = (facts[reward] * n_trajectories + lost.reward_sum) / (n_trajectories + lost.trajectories)
-    share = (facts[passed] * n_groups + lost.passed) / (n_groups + lost.groups)
-    return facts | {reward: mean, passed: share, "generate/filtered_groups": float(lost.groups)}
+    shares = {
+        name: (share * n_groups + lost.passed) / (n_groups + lost.groups)
+        for name, share in facts.items()
+        if name.startswith("reward/avg_pass_at_")
+    }
+    return facts | shares | {reward: mean, "generate/filtered_groups": float(lost.groups)}

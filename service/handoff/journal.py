@@ -46,7 +46,6 @@ class Journal:
         clock: Clock,
         disk: Disk | None = None,
         segment_bytes: int = 64 << 20,
-        keep_reclaimed: bool = False,
     ) -> None:
         self.folder = folder
         self.synced = 0
@@ -58,7 +57,7 @@ class Journal:
         self._clock = clock
         self._disk: Disk = disk or LocalDisk()
         self._segment_bytes = segment_bytes
-        self._keep_reclaimed = keep_reclaimed
+        self._keep_reclaimed = False
         self._segment_position = 0
         """Where the segment of the next frame begins."""
         self._unneeded_below = 0
@@ -70,6 +69,11 @@ class Journal:
         self._allocated = 0
         """Bytes of the last segment that have their place on the disk."""
         self._ready = False
+
+    def configure(self, segment_bytes: int, keep_reclaimed: bool) -> None:
+        """Make segments at most so long; move those that nobody needs any more to a folder instead of removing them."""
+        self._segment_bytes = min(self._segment_bytes, segment_bytes)
+        self._keep_reclaimed = keep_reclaimed
 
     @property
     def start(self) -> int:

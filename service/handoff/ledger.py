@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,9 +16,7 @@ import xxhash
 from service.handoff import events
 from service.handoff.lifecycle import (
     NEXT_STATES,
-    UNFINISHED,
     USED,
-    VACATES,
     Fate,
     Group,
     GroupState,
@@ -28,43 +25,9 @@ from service.handoff.lifecycle import (
     Member,
     Trajectory,
 )
+from service.handoff.state import State
 from service.handoff.versions import VersionHistory
 from service.types import PolicyVersion
-
-
-@dataclass(slots=True)
-class State:
-    """Everything that the events determine; it can be written down and read back."""
-
-    n_samples: int
-    opened: events.Opened | None = None
-    groups: dict[int, Group] = field(default_factory=dict)
-    """All that may still change, by ordinal."""
-    next_ordinal: int = 0
-    vacated: int = 0
-    """Groups that gave their slot back."""
-    generators: dict[str, Member] = field(default_factory=dict)
-    trainer_epoch: int = 0
-    leases: dict[int, Lease] = field(default_factory=dict)
-    next_lease: int = 1
-    last_commit: int = 0
-    """The lease of the newest optimizer step."""
-    step: int = 0
-    branches: list[tuple[int, int]] = field(default_factory=list)
-    """Of each trainer that joined: (the step that had been reached, the step that it went on from)."""
-    covered: int = 0
-    next_finished: int = 1
-    filtered: Lost = field(default_factory=Lost)
-    accepted: int = 0
-    """Tokens accepted."""
-    fates: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
-    """Those tokens by fate."""
-    ended: dict[str, int] = field(default_factory=dict)
-    """Groups that ended, by `state/reason`."""
-    restarts: dict[str, int] = field(default_factory=dict)
-    """Trajectories that started anew, by reason."""
-    draining: str | None = None
-
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(State)
@@ -95,6 +58,7 @@ class Ledger:
             events.Assigned: self._assigned,
             events.StepsAccepted: self._accepted,
             events.Restarted: self._restarted,
+            events.Curtailed: self._curtailed,
             events.Filtered: self._filtered,
             events.Refused: lambda event: self._end(event.ordinal, GroupState.REFUSED, event.reason),
             events.Expired: lambda event: self._end(event.ordinal, GroupState.EXPIRED, event.reason),
@@ -197,12 +161,14 @@ class Ledger:
             if group.state is GroupState.ISSUED:
                 self._enter(group, GroupState.OPEN)
             if trajectory.complete:
+                self.state.lengths.note_generated(trajectory.tokens)
                 self.held[event.sender.generator].discard((fresh.ordinal, fresh.sample))
                 self._complete_when_all_are(fresh.ordinal, group)
 
     def _complete_when_all_are(self, ordinal: int, group: Group) -> None:
         if all(trajectory.complete for trajectory in group.trajectories):
-            group.attempts = tuple(trajectory.attempt for trajectory in group.trajectories)
+            group.attempts = group.current_attempts
+            group.lengths = tuple(t.tokens for t in group.trajectories if not t.given_up)
             group.finished = self.state.next_finished
             self.state.next_finished += 1
             self._enter(group, GroupState.COMPLETE)
@@ -220,6 +186,19 @@ class Ledger:
             self.unassigned.setdefault(event.ordinal, set()).add(sample)
         self.state.restarts[event.reason] = self.state.restarts.get(event.reason, 0) + len(event.samples)
 
+    def _curtailed(self, event: events.Curtailed) -> None:
+        group = self.state.groups[event.ordinal]
+        for sample in event.samples:
+            trajectory = group.trajectories[sample]
+            group.tokens -= trajectory.tokens
+            self._move_tokens(Fate.OPEN, Fate.EXPIRED, trajectory.tokens)
+            self.state.lengths.note_given_up(trajectory.tokens)
+            if trajectory.generator is not None:
+                self.held[trajectory.generator].discard((event.ordinal, sample))
+            group.trajectories[sample] = Trajectory(None, 0, trajectory.attempt, given_up=True)
+        self.unassigned.pop(event.ordinal, None)
+        self._complete_when_all_are(event.ordinal, group)
+
     # -- ends without training ----------------------------------------------------------------------------------------
 
     def _filtered(self, event: events.Filtered) -> None:
@@ -229,7 +208,7 @@ class Ledger:
     def _end(self, ordinal: int, state: GroupState, reason: str) -> None:
         group = self.state.groups.pop(ordinal)
         before = group.state
-        self._move_tokens(_waiting_fate(group), Fate(state), group.tokens)
+        self._move_tokens(group.waiting_fate, Fate(state), group.tokens)
         self._enter(group, state)
         if before is GroupState.COMPLETE:
             self.finished.remove((group.finished, ordinal))
@@ -249,7 +228,7 @@ class Ledger:
         self.state.next_lease = event.lease + 1
         for ordinal, loss, stale in zip(event.ordinals, event.loss_tokens, event.stale_tokens, strict=True):
             group = self.state.groups[ordinal]
-            group.loss_tokens, group.stale_tokens = loss, stale
+            group.losses, group.stale_tokens = loss, stale
             group.lives += 1
             self._enter(group, GroupState.LEASED)
         taken = set(event.ordinals)
@@ -267,10 +246,11 @@ class Ledger:
         self.state.step, self.state.last_commit = event.version.step, event.lease
         for ordinal in lease.ordinals:
             group = self.state.groups[ordinal]
-            waiting = _waiting_fate(group)
+            waiting = group.waiting_fate
             for fate, tokens in _used_fates(group, Fate.STEPPED):
                 self._move_tokens(waiting, fate, tokens)
             group.rolled_back, group.step, group.trajectories = False, event.version.step, []
+            self.state.lengths.note_trained(group.lengths, group.losses)
             self._enter(group, GroupState.STEPPED)
             self.slots.pop(ordinal)
         self.steps[event.version.step] = list(lease.ordinals)
@@ -299,6 +279,7 @@ class Ledger:
                 used = Fate.STEPPED if group.state is GroupState.STEPPED else Fate.TRAINED
                 for fate, tokens in _used_fates(group, used):
                     self._move_tokens(fate, Fate.ROLLED_BACK, tokens)
+                self.state.lengths.note_trained(group.lengths, group.losses, times=-1)
                 group.rolled_back, group.step, group.lives = True, 0, 0
                 self._wait_again(ordinal, group)
                 self.slots[ordinal] = None
@@ -341,7 +322,7 @@ class Ledger:
             self.history.publish(PolicyVersion(current.epoch, later))
 
     def _wait_again(self, ordinal: int, group: Group) -> None:
-        group.loss_tokens = group.stale_tokens = 0
+        group.losses, group.stale_tokens = (), 0
         self._enter(group, GroupState.COMPLETE)
         insort(self.finished, (group.finished, ordinal))
 
@@ -367,60 +348,6 @@ class Ledger:
             del self.unassigned[ordinal]
 
 
-def _waiting_fate(group: Group) -> Fate:
-    return Fate.ROLLED_BACK if group.rolled_back else Fate.OPEN
-
-
 def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
     """The fates of a group's tokens once an optimizer step used it."""
     return (loss, group.loss_tokens), (Fate.STALE, group.stale_tokens), (Fate.MASKED, group.masked_tokens)
-
-
-def violations(ledger: Ledger) -> list[str]:
-    """What is wrong with the ledger; empty, always. This is the invariant."""
-    state, found = ledger.state, []
-    if state.accepted != sum(state.fates.values()):
-        found.append(
-            f"accepted {state.accepted} tokens, but the fates sum to {sum(state.fates.values())}: {state.fates}"
-        )
-    if min(state.fates.values()) < 0:
-        found.append(f"a fate is negative: {state.fates}")
-    issued = sum(count for count in ledger.in_state.values())
-    if issued != state.next_ordinal:
-        found.append(f"issued {state.next_ordinal} groups, but the states sum to {issued}: {ledger.in_state}")
-    states = Counter(group.state for group in state.groups.values())
-    if any(states[s] != ledger.in_state[s] for s in GroupState if s not in (*VACATES, GroupState.TRAINED)):
-        found.append(f"groups are {states}, counted as {ledger.in_state}")
-    for fate in (Fate.OPEN, Fate.ROLLED_BACK):
-        waiting = sum(g.tokens for g in state.groups.values() if g.state not in USED and _waiting_fate(g) is fate)
-        if waiting != state.fates[fate]:
-            found.append(f"{waiting} tokens wait as {fate}, counted are {state.fates[fate]}")
-    vacated = sum(ledger.in_state[s] for s in VACATES)
-    if vacated != state.vacated:
-        found.append(f"{vacated} groups vacated their slots, counted are {state.vacated}")
-    leased = sorted(ordinal for lease in state.leases.values() for ordinal in lease.ordinals)
-    if leased != sorted(o for o, g in state.groups.items() if g.state is GroupState.LEASED):
-        found.append(f"leases hold {leased}, which are not the leased groups")
-    if [entry[1] for entry in ledger.finished] != sorted(
-        (o for o, g in state.groups.items() if g.state is GroupState.COMPLETE), key=lambda o: state.groups[o].finished
-    ):
-        found.append("the order of completion does not hold the complete groups")
-    if list(ledger.slots) != sorted(o for o, g in state.groups.items() if g.state not in USED):
-        found.append("the slots are not the unused groups in order of admission")
-    found += [
-        f"ordinal {o}: no one holds an unfinished sample" for o, g in state.groups.items() if _dropped(ledger, o, g)
-    ]
-    return found
-
-
-def _dropped(ledger: Ledger, ordinal: int, group: Group) -> bool:
-    """Whether an unfinished sample of the group is neither with a generator nor waiting for one."""
-    if group.state not in UNFINISHED:
-        return False
-    waiting = ledger.unassigned.get(ordinal, set())
-    return any(
-        not trajectory.complete
-        and sample not in waiting
-        and (ordinal, sample) not in ledger.held.get(trajectory.generator or "", ())
-        for sample, trajectory in enumerate(group.trajectories)
-    )

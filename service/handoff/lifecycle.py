@@ -73,6 +73,10 @@ class Fate(StrEnum):
     """The optimizer step that used it was undone; its group waits to be trained again."""
 
 
+GIVEN_UP = -1
+"""Instead of an attempt: the sample takes no part."""
+
+
 @dataclass(slots=True)
 class Trajectory:
     """The current attempt of one sample of a group."""
@@ -90,11 +94,13 @@ class Trajectory:
     bad_tokens: int = 0
     """Of those, the ones whose log-probability is not a finite number."""
     n_bytes: int = 0
+    given_up: bool = False
+    """Whether its group goes on without it."""
 
     @property
     def complete(self) -> bool:
-        """Whether its end and all its steps are here."""
-        return self.n_steps is not None and len(self.indices) == self.n_steps
+        """Whether its end and all its steps are here, or nobody waits for them any more."""
+        return self.given_up or (self.n_steps is not None and len(self.indices) == self.n_steps)
 
 
 @dataclass(slots=True)
@@ -108,7 +114,7 @@ class Group:
     trajectories: list[Trajectory]
     """By sample; empty once the group was used."""
     attempts: tuple[int, ...] = ()
-    """By sample the attempt that was completed, once all are."""
+    """By sample the attempt that was completed, once all are; GIVEN_UP where the group goes on without it."""
     state: GroupState = GroupState.ISSUED
     first_position: int | None = None
     """Journal position of the frame with its first step or end; None while there is none."""
@@ -121,8 +127,26 @@ class Group:
     """The optimizer step that used it, once it is STEPPED."""
     tokens: int = 0
     """Tokens of all current attempts."""
-    loss_tokens: int = 0
+    lengths: tuple[int, ...] = ()
+    """Of each trajectory that is trained: its tokens."""
+    losses: tuple[int, ...] = ()
+    """Of each trajectory that is trained: its tokens that carry loss."""
     stale_tokens: int = 0
+
+    @property
+    def waiting_fate(self) -> Fate:
+        """The fate of its tokens while no optimizer step uses it."""
+        return Fate.ROLLED_BACK if self.rolled_back else Fate.OPEN
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return sum(self.losses)
+
+    @property
+    def current_attempts(self) -> tuple[int, ...]:
+        """By sample the attempt that counts; GIVEN_UP where none does."""
+        return self.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in self.trajectories)
 
     @property
     def masked_tokens(self) -> int:

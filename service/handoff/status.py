@@ -36,6 +36,12 @@ class BufferStatus:
     frontier: int
     """Every ordinal below has come to its end."""
     next_slot: int
+    lookahead: int
+    """Mini-batches that may be open beyond the one that the served version trains."""
+    length_distance: float
+    """How far the lengths of trained trajectories are from those of generated ones, 0 to 1."""
+    token_length_distance: float
+    """The same over tokens that carried loss and tokens that were sampled."""
     n_bytes: int
     """Bytes of accepted steps in memory."""
     reserved_bytes: int

@@ -29,9 +29,10 @@ class Waits:
         self._waits[who] = Wait(reason, detail, since)
         return self._waits[who]
 
-    def end(self, who: str) -> None:
-        """Someone waits no longer."""
-        self._waits.pop(who, None)
+    def end(self, who: str) -> float:
+        """Someone waits no longer; returns for how many seconds it did."""
+        known = self._waits.pop(who, None)
+        return 0.0 if known is None else self._clock.monotonic() - known.since
 
     def current(self) -> tuple[Waiting, ...]:
         """All waits, and the trajectory that has been silent longest if that is long."""

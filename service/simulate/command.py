@@ -110,7 +110,7 @@ def _worlds(first_seed: int, count: int) -> int:
             world.run()
         except Broken as broken:
             failed.append(seed)
-            print(f"FAILED {broken}\n  again: baton simulate --worlds 1 --seed {seed}", flush=True)
+            print(f"FAILED seed {seed}: {broken}\n  again: baton simulate --worlds 1 --seed {seed}", flush=True)
         events += world.loop.events
         faults += world.faults.count
     seconds = time.process_time() - began

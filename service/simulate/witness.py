@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from service.config import Config
-from service.handoff.ledger import violations
+from service.handoff.invariant import violations
 from service.handoff.lifecycle import USED
 from service.simulate.host import Host
 from service.simulate.loop import Loop
@@ -67,7 +67,9 @@ class Witness:
             )
         if len(set(batch.groups)) != self._config.trainer.mini_batch_size:
             raise Broken(f"a mini-batch of groups {batch.groups}")
-        oldest = self._config.buffer.lookahead + self._config.weights.sync_every - 1 + self._undone
+        lookahead = self._config.buffer.lookahead
+        ahead = self._config.buffer.max_staleness if lookahead == "auto" else lookahead
+        oldest = ahead + self._config.weights.sync_every - 1 + self._undone
         for micro_batch in (m for rank in batch.ranks for m in rank):
             ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]
             self.staleness.update(dict(zip(*(a.tolist() for a in np.unique(ages_N, return_counts=True)), strict=True)))

@@ -56,12 +56,13 @@ class World:
         """Train as many steps as wanted, heal everything, drain, and check.
 
         Raises:
-            Broken: a promise was broken; the seed is in the message.
+            Broken: a promise was broken. This and whatever else is raised carries the seed as a note.
         """
         try:
             self._run()
-        except Broken as broken:
-            raise Broken(f"seed {self.seed}: {broken}") from broken
+        except BaseException as error:
+            error.add_note(f"seed {self.seed}")
+            raise
 
     def _run(self) -> None:
         self.trainer.start()

@@ -4,7 +4,7 @@ import pytest
 
 from service.errors import RunFailed
 from service.handoff import wire
-from service.handoff.ledger import violations
+from service.handoff.invariant import violations
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, Refusal, RefusalReason, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, Generator, World, config, step
@@ -433,6 +433,17 @@ def test_a_message_repeated_after_its_group_was_used_is_a_duplicate(world: World
     world.train()
     answer = world.buffer.submit(data)
     assert isinstance(answer, Receipt) and answer.duplicate and not answer.superseded
+
+
+def test_a_new_message_for_a_group_that_waits_to_be_trained_again_comes_too_late(tmp_path: Path) -> None:
+    world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
+    works = [world.generator.claimed() for _ in range(2)]
+    for work in works:
+        world.generator.finish(work)
+    world.train()
+    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=0)
+    answer = world.generator.send([step(TrajectoryId(0, 0), works[0].prompt_uid, 0)])
+    assert isinstance(answer, Receipt) and answer.superseded == (0,)
 
 
 def test_going_back_without_checkpoints_is_impossible_and_says_so(world: World) -> None:

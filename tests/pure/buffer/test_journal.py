@@ -202,7 +202,8 @@ def test_segments_that_nobody_needs_are_removed(tmp_path: Path) -> None:
 
 
 def test_segments_can_be_kept_for_replay(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, TurnedClock(), segment_bytes=500, keep_reclaimed=True)
+    journal = Journal(tmp_path, TurnedClock())
+    journal.configure(segment_bytes=500, keep_reclaimed=True)
     assert list(journal.replay()) == []
     for payload in HISTORY:
         journal.append(2, payload, begins_segment=journal.segment_is_full)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from service.errors import JournalError
-from service.handoff.ledger import violations
+from service.handoff.invariant import violations
 from service.handoff.verbs import Receipt
 from service.handoff.wire import encode_mini_batch
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId

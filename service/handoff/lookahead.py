@@ -1,0 +1,62 @@
+"""How many mini-batches may be open beyond the served version: a number, or the smallest that keeps the trainer busy.
+
+`auto` looks at windows of a few optimizer steps. While the trainer waits more than the target and claims wait for
+lookahead, it adds one; while the trainer waits far less, it tries one less, and remembers when that was too little.
+"""
+
+from __future__ import annotations
+
+from service.clock import Clock
+from service.config.tree import Config
+
+TARGET = 0.05
+"""Share of the time that the trainer may wait."""
+CALM = 0.5
+"""Share of the target under which one less is tried."""
+PATIENT_WINDOWS = 20
+"""Windows after which a number that was too little is tried again: the work may have changed."""
+
+
+class Lookahead:
+    """The number, as it is now."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        setting = config.buffer.lookahead
+        self._auto = setting == "auto"
+        self._least = max(config.weights.sync_every - 1, 1)
+        self._most = max(config.buffer.max_staleness, self._least)
+        self.value = self._least if setting == "auto" else setting
+        self._clock = clock
+        self._too_little = 0
+        """The largest number that is known to starve the trainer; 0 when none is."""
+        self._windows_since = 0
+        self._begin_window()
+
+    def blocked(self) -> None:
+        """A claim had to wait for the served version."""
+        self._was_blocked = True
+
+    def trainer_waited(self, seconds: float) -> None:
+        """The trainer waited so long for its mini-batch."""
+        self._waited += seconds
+
+    def committed(self) -> None:
+        """An optimizer step was made."""
+        self._steps += 1
+        if self._auto and self._steps >= 2 * (self.value + 1):
+            self._judge()
+            self._begin_window()
+
+    def _judge(self) -> None:
+        share = self._waited / max(self._clock.monotonic() - self._began, 1e-9)
+        self._windows_since += 1
+        if share > TARGET and self._was_blocked:
+            self._too_little, self._windows_since = self.value, 0
+            self.value = min(self.value + 1, self._most)
+        elif share < CALM * TARGET and self.value > self._least:
+            known = self.value - 1 <= self._too_little and self._windows_since < PATIENT_WINDOWS
+            self.value -= 0 if known else 1
+
+    def _begin_window(self) -> None:
+        self._began = self._clock.monotonic()
+        self._waited, self._steps, self._was_blocked = 0.0, 0, False

@@ -1,0 +1,184 @@
+from pathlib import Path
+
+import pytest
+
+from service.handoff.invariant import violations
+from service.handoff.lengths import Lengths, bucket, distance
+from service.handoff.lookahead import Lookahead
+from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
+from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
+from tests.pure.buffer.world import TurnedClock, World, config, step
+
+
+def half_finished(world: World, samples: int) -> Assignment:
+    """A group of three of which only some samples are finished; the last one has a step."""
+    work = world.generator.claimed()
+    for sample in range(samples):
+        of = TrajectoryId(work.ordinal, sample)
+        end = TrajectoryEnd(of, work.prompt_uid, 1, "stop", float(sample))
+        world.generator.send([step(of, work.prompt_uid, 0)], [end])
+    world.generator.send([step(TrajectoryId(work.ordinal, 2), work.prompt_uid, 0)])
+    return work
+
+
+def world_with(tmp_path: Path, action: str) -> World:
+    buffer = {"on_group_deadline": action, "group_deadline": 50.0, "step_deadline": 1000.0}
+    return World(tmp_path, config(buffer=buffer, algorithm={"n_samples_per_prompt": 3}))
+
+
+def test_at_its_deadline_a_group_is_trained_with_the_trajectories_that_finished(tmp_path: Path) -> None:
+    world = world_with(tmp_path, "train_partial")
+    for _ in range(2):
+        half_finished(world, samples=2)
+    world.clock.now += 49
+    world.buffer.tick()
+    assert world.buffer.status().groups["complete"] == 0
+    world.clock.now += 2
+    world.buffer.tick()
+    batch = world.train()
+    assert batch.prompt_of_trajectory_G.tolist() == [0, 0, 1, 1]
+    assert batch.facts["reward/avg_raw_reward"] == 0.5
+    status = world.buffer.status()
+    assert (status.tokens["stepped"], status.tokens["expired"]) == (8, 4)
+    assert world.buffer.lengths.given_up[bucket(2)] == 2
+    assert world.closes() and violations(world.buffer.ledger) == []
+
+
+def test_steps_of_a_trajectory_that_was_given_up_come_too_late_also_after_a_crash(tmp_path: Path) -> None:
+    world = world_with(tmp_path, "train_partial")
+    work = half_finished(world, samples=2)
+    world.clock.now += 51
+    world.buffer.tick()
+    world.crash()
+    answer = world.generator.send([step(TrajectoryId(work.ordinal, 2), work.prompt_uid, 1)])
+    assert isinstance(answer, Receipt) and answer.superseded == (work.ordinal,)
+    assert len(world.buffer.complete_group(work.ordinal).ends) == 2
+
+
+def test_one_trajectory_alone_has_no_baseline_and_its_group_expires(tmp_path: Path) -> None:
+    world = world_with(tmp_path, "train_partial")
+    half_finished(world, samples=1)
+    world.clock.now += 51
+    world.buffer.tick()
+    assert world.buffer.status().ended == {"expired/group_deadline": 1}
+
+
+def test_at_its_deadline_a_group_expires_when_that_is_wanted(tmp_path: Path) -> None:
+    world = world_with(tmp_path, "expire")
+    half_finished(world, samples=2)
+    world.clock.now += 51
+    world.buffer.tick()
+    assert world.buffer.status().ended == {"expired/group_deadline": 1}
+    assert world.buffer.status().tokens["expired"] == 6
+
+
+def test_by_default_a_group_has_no_deadline_for_being_long(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    work = world.generator.claimed()
+    for index in range(4):
+        world.clock.now += 9
+        for sample in range(2):
+            world.generator.send([step(TrajectoryId(work.ordinal, sample), work.prompt_uid, index)])
+        world.buffer.tick()
+    assert world.buffer.status().restarts == {} and world.buffer.status().ended == {}
+
+
+def test_a_journal_at_its_bound_admits_nothing_and_goes_on_when_groups_were_trained(tmp_path: Path) -> None:
+    bound = 2 * 4 * (80 * 21 + 4096) * 2 + (1 << 20) + 30_000
+    world = World(tmp_path, config(buffer={"max_journal_bytes": bound, "lookahead": 8}))
+    admitted = []
+    while isinstance(answer := world.generator.claim(), Assignment):
+        world.generator.finish(answer)
+        world.journal.sync()
+        admitted.append(answer)
+    assert isinstance(answer, Wait) and answer.reason is WaitReason.DISK
+    assert "max_journal_bytes" in answer.detail
+    world.train()
+    world.generator.claim(PolicyVersion(1, 1))
+    assert waits_for_disk(world), "the groups that were not trained keep the journal"
+    for _ in range(len(admitted) // 2 - 1):
+        world.train()
+    world.generator.claim(PolicyVersion(1, 1))
+    world.journal.sync()
+    assert isinstance(world.generator.claim(PolicyVersion(1, 1)), Assignment)
+    assert world.journal.start > 0
+
+
+def waits_for_disk(world: World) -> bool:
+    return any(wait.reason == "disk" for wait in world.buffer.status().waits)
+
+
+def test_trained_lengths_are_compared_with_generated_ones(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.generator.finish(world.generator.claimed(), turns=1)
+    world.generator.finish(world.generator.claimed(), turns=4)
+    world.generator.finish(world.generator.claimed(), turns=4)
+    world.train()
+    assert world.buffer.lengths.generated[bucket(2)] == 2
+    assert world.buffer.lengths.generated[bucket(8)] == 4
+    assert world.buffer.lengths.trained[bucket(8)] == 2
+    assert world.buffer.status().length_distance == pytest.approx(1 / 6)
+    assert world.buffer.status().token_length_distance == pytest.approx(4 / 20 - 4 / 36)
+
+
+def test_undone_training_no_longer_counts_in_the_trained_lengths(tmp_path: Path) -> None:
+    world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
+    for _ in range(2):
+        world.generator.finish(world.generator.claimed())
+    world.train()
+    world.buffer.join("trainer", "trainer", step=0)
+    assert sum(world.buffer.lengths.trained) == sum(world.buffer.lengths.loss_tokens) == 0
+
+
+def test_distances_of_lengths() -> None:
+    lengths = Lengths()
+    assert lengths.trajectory_distance() == 0
+    assert distance([1, 1, 2], [0, 1, 1]) == 0.25
+    assert distance([1, 0], [0, 1]) == 1
+    assert bucket(0) == 0 and bucket(1) == 1 and bucket(7) == 3 and bucket(1 << 60) == 32
+
+
+# -- lookahead: auto ------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Steps that take 10 s each, after so much waiting."""
+
+    def __init__(self) -> None:
+        self.clock = TurnedClock()
+        self.lookahead = Lookahead(config(buffer={"lookahead": "auto", "max_staleness": 4}), self.clock)
+
+    def steps(self, count: int, waiting: float, blocked: bool = True) -> int:
+        for _ in range(count):
+            self.clock.now += 10 + waiting
+            self.lookahead.trainer_waited(waiting)
+            if blocked:
+                self.lookahead.blocked()
+            self.lookahead.committed()
+        return self.lookahead.value
+
+
+def test_lookahead_grows_while_the_trainer_waits_for_blocked_claims_up_to_the_staleness_bound() -> None:
+    trainer = Trainer()
+    assert trainer.steps(3, waiting=5) == 1
+    assert trainer.steps(1, waiting=5) == 2
+    assert trainer.steps(100, waiting=5) == 4
+
+
+def test_lookahead_does_not_grow_when_more_work_would_not_help() -> None:
+    assert Trainer().steps(100, waiting=5, blocked=False) == 1
+
+
+def test_lookahead_shrinks_to_the_smallest_number_that_keeps_the_trainer_busy() -> None:
+    trainer = Trainer()
+    trainer.steps(4, waiting=5)
+    trainer.steps(6, waiting=5)
+    assert trainer.lookahead.value == 3
+    values = {trainer.steps(1, waiting=0.0 if trainer.lookahead.value >= 3 else 5.0) for _ in range(100)}
+    assert values == {3}, "2 was too little, and is not tried again soon"
+
+
+def test_a_window_without_much_waiting_or_calm_changes_nothing() -> None:
+    trainer = Trainer()
+    trainer.steps(4, waiting=5)
+    assert trainer.steps(60, waiting=0.4) == 2

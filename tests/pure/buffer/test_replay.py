@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+
+from service.config import Config
+from service.errors import UserError
+from service.handoff.replay import replayed
+from service.handoff.wire import encode_mini_batch
+from service.types import PolicyVersion
+from tests.pure.buffer.world import World, config
+
+
+def settings(record: bool = True) -> Config:
+    return config(buffer={"record": record}, trainer={"checkpoint_every": 2}, algorithm={"filter_zero_variance": True})
+
+
+def a_run(world: World, steps: int) -> dict[int, bytes]:
+    """Train with restarts and filtered groups; returns every mini-batch's bytes by step."""
+    trained = {}
+    for n in range(steps):
+        version = PolicyVersion(world.trainer_epoch, n)
+        world.generator.finish(world.generator.claimed(version), version, rewards=(1.0, 1.0))
+        for _ in range(2):
+            world.generator.claimed(version)
+            world.clock.now += 11
+            world.buffer.tick()
+            work = world.generator.claimed(version)
+            assert work.attempts == (1, 1)
+            world.generator.finish(work, version, turns=1 + n % 3)
+        batch = world.batch()
+        trained[n + 1] = encode_mini_batch(batch)
+        world.train()
+        if n % 2:
+            world.buffer.covered(n + 1)
+        world.journal.sync()
+    return trained
+
+
+@pytest.mark.parametrize("segment_bytes", [1 << 20, 10_000])
+def test_every_mini_batch_of_a_recorded_run_is_formed_again_bit_by_bit(tmp_path: Path, segment_bytes: int) -> None:
+    world = World(tmp_path, settings(), segment_bytes=segment_bytes)
+    trained = a_run(world, steps=6)
+    assert (tmp_path / "reclaimed").is_dir() == (segment_bytes < 1 << 20)
+    for step, batch in trained.items():
+        assert encode_mini_batch(replayed(world.settings, tmp_path, step)) == batch
+
+
+def test_replay_gives_the_last_try_of_a_step_that_was_done_again(tmp_path: Path) -> None:
+    world = World(tmp_path, settings())
+    first = a_run(world, steps=3)
+    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=2)
+    again = world.batch()
+    world.train()
+    world.journal.sync()
+    found = replayed(world.settings, tmp_path, 3)
+    assert encode_mini_batch(found) == encode_mini_batch(again) != first[3]
+
+
+def test_replay_changes_nothing_in_the_folder(tmp_path: Path) -> None:
+    world = World(tmp_path, settings())
+    a_run(world, steps=1)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    replayed(world.settings, tmp_path, 1)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_step_that_was_never_made_is_one_clear_line(tmp_path: Path) -> None:
+    world = World(tmp_path, settings())
+    a_run(world, steps=1)
+    with pytest.raises(UserError, match="no optimizer step 9"):
+        replayed(world.settings, tmp_path, 9)
+
+
+def test_a_run_that_was_not_recorded_says_what_to_set(tmp_path: Path) -> None:
+    world = World(tmp_path, settings(record=False), segment_bytes=10_000)
+    a_run(world, steps=6)
+    with pytest.raises(UserError, match="record: true"):
+        replayed(world.settings, tmp_path, 6)
