@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from service import replay
 from service.config import Config, check, check_paths, load, resolved_yaml
 from service.errors import BatonError, UserError
 from service.simulate import command as simulate
@@ -163,6 +164,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(simulation)
     simulate.add_arguments(simulation)
     simulation.set_defaults(command=_simulate)
+    again = commands.add_parser(
+        "replay",
+        help="one mini-batch of a run, formed again from its journal",
+        description=replay.ABOUT,
+        epilog=replay.EXAMPLES,
+        formatter_class=raw,
+    )
+    replay.add_arguments(again)
+    again.set_defaults(command=lambda arguments, overrides: replay.run(arguments))
     _add_trajectories(commands.add_parser("trajectories", help="look at what a run's rollouts said"))
     return parser
 

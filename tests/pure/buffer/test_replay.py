@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from service.config import Config
+from service.cli import main
+from service.config import Config, resolved_yaml
 from service.errors import UserError
 from service.handoff.replay import replayed
 from service.handoff.wire import encode_mini_batch
@@ -76,3 +77,22 @@ def test_a_run_that_was_not_recorded_says_what_to_set(tmp_path: Path) -> None:
     a_run(world, steps=6)
     with pytest.raises(UserError, match="record: true"):
         replayed(world.settings, tmp_path, 6)
+
+
+def test_the_command_prints_returns_and_facts_and_writes_the_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path / "journal", settings())
+    trained = a_run(world, steps=2)
+    (tmp_path / "config.yaml").write_text(resolved_yaml(world.settings))
+    out = tmp_path / "batch"
+    assert main(["replay", str(tmp_path), "--step", "2", "--out", str(out)]) == 0
+    assert out.read_bytes() == trained[2]
+    printed = capsys.readouterr().out
+    assert "step 2: 2 groups, 4 trajectories" in printed
+    assert "returns 1 0  advantages +0.71 -0.71" in printed
+    assert "reward/avg_raw_reward" in printed
+
+
+def test_a_folder_without_a_run_is_wrong_input(tmp_path: Path) -> None:
+    assert main(["replay", str(tmp_path), "--step", "1"]) == 2
