@@ -1,7 +1,7 @@
 """What the buffer's five verbs take and give: claim, submit, lease, commit, release.
 
-    prompts --claim--> GENERATOR --submit--> BUFFER --lease--> TRAINER --publish--> WEIGHTS
-                                               +--- commit / release ---+
+prompts --claim--> GENERATOR --submit--> BUFFER --lease--> TRAINER --publish--> WEIGHTS
+                                           +--- commit / release ---+
 """
 
 from enum import StrEnum
