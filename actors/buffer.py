@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from actors.calls import found
 from actors.telemetry import BufferTelemetry
 from service.clock import SystemClock
 from service.config import Config
@@ -45,7 +46,7 @@ class BufferActor:
         self._journal = Journal(Path(journal_folder), self._clock)
         prompt_uids = [task.uid for task in load_tasks(Path(tasks_file))]
         self._buffer = Buffer(self._config, vocab_size, prompt_uids, self._journal, self._clock, self._config.run.seed)
-        self._telemetry = BufferTelemetry(self._config, hub, self._buffer)
+        self._telemetry = BufferTelemetry(self._config, found(hub), self._buffer)
         self._telemetry.start()
         self._changed = asyncio.Condition()
         self._queued = asyncio.Event()

@@ -14,13 +14,18 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer import BufferActor
+from actors.calls import in_a_line
 from actors.engine import engine_env
 from actors.generator import Generator
 from actors.guardian import MARK, start_guardian
 from actors.metrics_hub import MetricsHub
 from actors.trainer import TrainerGroup, TrainerRank
 from service.config import Config
+from service.errors import RunFailed
 from service.prepare import Prepared
+
+HUB = "metrics-hub"
+BUFFER = "buffer"
 
 
 @contextmanager
@@ -30,6 +35,18 @@ def ray_session(config: Config, mark: str, logs: Path) -> Iterator[None]:
     Whatever the run starts carries `mark` in its environment, and ends with this process however that ends.
     """
     os.environ[MARK] = mark
+    try:
+        _connect(config, mark, logs)
+    except (RuntimeError, ConnectionError) as error:
+        (logs / "failure.txt").write_text(str(error))
+        raise RunFailed(f"Ray did not start: {in_a_line(error)} (all of it: {logs / 'failure.txt'})") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: Config, mark: str, logs: Path) -> None:
     runtime_env = {"env_vars": {MARK: mark}}
     namespace = f"baton-{config.run.name}-{mark}"
     if os.environ.get("RAY_ADDRESS"):
@@ -48,10 +65,6 @@ def ray_session(config: Config, mark: str, logs: Path) -> Iterator[None]:
             logging_level="error",
             _temp_dir=str(folder),
         )
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def needed_cpus(config: Config) -> int:
@@ -76,13 +89,13 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     hub = (
         ray.remote(MetricsHub)
-        .options(name="metrics-hub", num_cpus=0, max_restarts=-1, scheduling_strategy=here)
+        .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
         .remote(config_json)
     )
     buffer = (
         ray.remote(BufferActor)
-        .options(name="buffer", num_cpus=0, max_concurrency=1000, max_restarts=-1, max_task_retries=-1)
-        .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), hub)
+        .options(name=BUFFER, num_cpus=0, max_concurrency=1000, max_restarts=-1, max_task_retries=-1)
+        .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB)
     )
     gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
     generators = tuple(
@@ -95,7 +108,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
             max_restarts=-1,
             runtime_env={"env_vars": engine_env(config)},
         )
-        .remote(f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), buffer, hub)
+        .remote(f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), BUFFER, HUB)
         for i in range(config.generator.engines)
     )
     ranks = [

@@ -149,11 +149,17 @@ class Coordinator:
     # -- training -----------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
+        lost: TrainerLost | None = None
         while self._version.step < self._config.run.max_steps and not self._stopping:
             try:
+                if lost is not None:
+                    await self._start_trainer_again(lost)
+                lost = None
                 await self._step()
             except TrainerLost as error:
-                await self._start_trainer_again(error)
+                lost = error
+        if lost is not None:
+            raise lost
 
     async def _step(self) -> None:
         """One optimizer step; what is not applied is released and leased again."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import ray.exceptions
 import xxhash
 
+from actors.calls import found
 from actors.engine import VllmEngine
 from actors.load import GroupLimit
 from actors.outbox import Outbox, Unreachable
@@ -63,7 +64,7 @@ class Generator:
     def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
         self._name = name
         self._config = Config.model_validate_json(config_json)
-        self._buffer = buffer
+        self._buffer = found(buffer)
         self._tasks = load_tasks(Path(tasks_file))
         self._chat = Chat(load_tokenizer(Path(model_folder)))
         self._limits = AgentLimits.of(self._config, self._chat)
@@ -81,7 +82,7 @@ class Generator:
         self._played: list[Step] = []
         """Finished turns that are still to be measured."""
         self._paused_seconds = 0.0
-        self._reporter = Reporter("generator", name, self._config, hub, self._measure_now)
+        self._reporter = Reporter("generator", name, self._config, found(hub), self._measure_now)
         self._metrics = self._reporter.metrics
 
     def __repr__(self) -> str:

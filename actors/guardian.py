@@ -23,6 +23,8 @@ MARK = "BATON_RUN_MARK"
 
 GRACE = 2.0
 """Seconds between asking the processes to end and ending them."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the run's processes while it lives."""
 QUIET = 0.5
 """Seconds without any marked process after which all have ended."""
 DEADLINE = 15.0
@@ -71,13 +73,13 @@ def _marked(mark: str, known: set[tuple[int, str]]) -> set[tuple[int, str]]:
     return {(process, living[process][1]) for process in found}
 
 
-def end_processes(mark: str) -> None:
-    """Ask the marked processes to end, then kill what is left, until none remains or the deadline has passed.
+def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
+    """Ask the marked and the known processes to end, then kill what is left, until none remains or time is up.
 
     A process shows its mark only once it has replaced its parent's image, so none may be seen for a while.
     """
     start = seen = now = time.monotonic()
-    left: set[tuple[int, str]] = set()
+    left = known
     while now < start + DEADLINE:
         left = _marked(mark, left)
         now = time.monotonic()
@@ -94,19 +96,26 @@ def end_processes(mark: str) -> None:
 def keep_logs(ray_folder: Path, logs: Path) -> None:
     """Copy what the workers of a Ray printed."""
     for source in ray_folder.glob("session_2*/logs/worker-*.*"):
-        if source.stat().st_size:
-            shutil.copyfile(source, logs / source.name)
+        with contextlib.suppress(OSError):  # a full disk must not keep the rest from being cleaned up
+            if source.stat().st_size:
+                shutil.copyfile(source, logs / source.name)
 
 
-def wait_for_death(process: int) -> None:
-    """Block until the process is gone."""
+def wait_for_death(process: int, mark: str) -> set[tuple[int, str]]:
+    """Block until the process is gone; returns the marked processes and their descendants that were seen meanwhile.
+
+    One that has lost its mark and then its parent can be told to belong to the run only because it was seen before.
+    """
+    known: set[tuple[int, str]] = set()
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:
-        return
+        return known
     poll = select.poll()
     poll.register(handle, select.POLLIN)
-    poll.poll()
+    while not poll.poll(LOOK_SECONDS * 1000):
+        known = _marked(mark, known)
+    return known
 
 
 def main() -> None:
@@ -116,8 +125,7 @@ def main() -> None:
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    wait_for_death(owner)
-    end_processes(mark)
+    end_processes(mark, wait_for_death(owner, mark))
     if len(folders) == 2:
         keep_logs(*folders)
     if folders:

@@ -14,7 +14,7 @@ from actors.cluster import place_actors, ray_session
 from actors.coordinator import Coordinator
 from service.checkpoints import Checkpoints, Manifest
 from service.config import Config, check
-from service.errors import UserError
+from service.errors import RunFailed, UserError
 from service.prepare import prepare
 from service.runfolder import RunFolder, new_run_folder
 
@@ -45,10 +45,13 @@ def run(config: Config, resume: Path | None = None) -> int:
         prepared = prepare(config, path)
         mark = uuid.uuid4().hex[:12]
         say("starting Ray ...")
-        with ray_session(config, mark, path / "logs"):
-            cluster = place_actors(config, prepared, path / "journal")
-            coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
-            return asyncio.run(_until_stopped(coordinator))
+        try:
+            with ray_session(config, mark, path / "logs"):
+                cluster = place_actors(config, prepared, path / "journal")
+                coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
+                return asyncio.run(_until_stopped(coordinator))
+        except OSError as error:
+            raise RunFailed(f"{error.filename or path}: {error.strerror or error}") from error
 
 
 def newest_checkpoint(config: Config, path: Path) -> Manifest:
@@ -76,6 +79,10 @@ async def _until_stopped(coordinator: Coordinator) -> int:
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, coordinator.stop, number)
     await coordinator.run()
+    for number in STOP_SIGNALS:
+        # What follows ends by itself within seconds; a second signal would only cut it short.
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
     return 128 + coordinator.stopped_by if coordinator.stopped_by else 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from actors.reporting import Reporter
@@ -14,6 +13,7 @@ from service.measure import LeasedBatches, measure_buffer, measure_run, measure_
 from service.metrics import Metrics
 from service.status import buffer_status
 from service.types import PolicyVersion
+from service.version import installed_version
 
 
 class RunTelemetry:
@@ -32,7 +32,7 @@ class RunTelemetry:
             "lookahead": config.buffer.lookahead,
             "max_staleness": config.buffer.max_staleness,
         }
-        measure_run(self._reporter.metrics, config, baton_version())
+        measure_run(self._reporter.metrics, config, installed_version())
 
     def start(self) -> None:
         """Begin to push, in the running event loop."""
@@ -85,11 +85,3 @@ class BufferTelemetry:
         status = self._buffer.status()
         measure_buffer(metrics, status, self._config)
         self._hub.put_status.remote("buffer", buffer_status(status))
-
-
-def baton_version() -> str:
-    """The installed version, or `source` when run from a checkout that is not installed."""
-    try:
-        return version("baton-rl")
-    except PackageNotFoundError:
-        return "source"

@@ -23,7 +23,7 @@ from safetensors.torch import save
 
 from actors.calls import call, in_a_line
 from service.config import Config
-from service.errors import RunFailed
+from service.errors import BatonError, RunFailed
 from service.handoff.wire import decode_mini_batch
 from service.learn.learner import Learner, StepReport
 from service.types import Bools, Int32s
@@ -120,7 +120,7 @@ class TrainerRank:
         return self._learner
 
 
-class TrainerLost(Exception):
+class TrainerLost(BatonError):
     """A rank died or raised; the group it was in can do nothing more."""
 
 

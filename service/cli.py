@@ -17,10 +17,13 @@ from service.errors import BatonError, UserError
 from service.simulate import command as simulate
 from service.status import fetch_status, status_address
 from service.status_view import status_lines
+from service.version import installed_version
 
 PIPED_WIDTH = 120
 """Columns of a table when nothing says how wide the terminal is."""
 
+PLAIN = ("trajectories", "status")
+"""Commands without settings, where a word with = is a word like any other: `ordinal=812/sample=3/attempt=0`."""
 _OVERRIDE = re.compile(r"(--)?[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 _OVERRIDE_KEY = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")
 
@@ -94,6 +97,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     words: list[str] = []
     overrides: list[str] = []
+    if argv and argv[0] in PLAIN:
+        return list(argv), []
     rest = iter(argv)
     for word in rest:
         if word.startswith("--config="):
@@ -117,6 +122,7 @@ def _next(words: object) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=EXAMPLES, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     run = commands.add_parser(
@@ -150,10 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     schema = actions.add_parser("schema", help="the JSON schema of the configuration")
     schema.set_defaults(command=_config_schema)
 
-    status = commands.add_parser("status", help="what a run is doing now")
-    status.add_argument("run", metavar="URL-OR-RUN", help="http://host:port, a run folder, or the name of a run")
-    status.add_argument("--json", action="store_true", help="the /status document as it is served")
-    status.set_defaults(command=_status)
+    _add_status(commands.add_parser("status", help="what a run is doing now"))
     simulation = commands.add_parser(
         "simulate",
         help="what a configuration would do, without GPUs, under a virtual clock",
@@ -177,6 +180,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_status(status: argparse.ArgumentParser) -> None:
+    status.add_argument("run", metavar="URL-OR-RUN", help="http://host:port, a run folder, or the name of a run")
+    status.add_argument("--json", action="store_true", help="the /status document as it is served")
+    status.set_defaults(command=_status)
+
+
 def _add_trajectories(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listed = actions.add_parser("list", help="a line for each kept trajectory")
@@ -188,7 +197,7 @@ def _add_trajectories(parser: argparse.ArgumentParser) -> None:
     for action in (listed, shown, exported):
         action.add_argument("run", metavar="RUN", help="a run folder, or the name of a run")
     shown.add_argument("id", metavar="ID", help="such as ordinal=812/sample=3/attempt=0, or 812")
-    exported.add_argument("--output", type=Path, default=Path("trajectories.html"), metavar="FILE")
+    exported.add_argument("--output", type=Path, metavar="FILE", help="default: trajectories.html in the run folder")
     for action in (listed, exported):
         action.add_argument("--last", type=int, default=50, metavar="N", help="the last N kept ones (default 50)")
 
@@ -298,8 +307,9 @@ def _trajectories_export(arguments: argparse.Namespace, overrides: list[str]) ->
 
     folder = find_run(arguments.run)
     records = load_records(folder)[-arguments.last :]
-    arguments.output.write_text(html_page(f"Trajectories of {folder.name}", records, *_how_to_show(folder)), "utf-8")
-    print(f"{len(records)} trajectories written to {arguments.output}")
+    output = arguments.output or folder / "trajectories.html"
+    output.write_text(html_page(f"Trajectories of {folder.name}", records, *_how_to_show(folder)), "utf-8")
+    print(f"{len(records)} trajectories written to {output}")
     return 0
 
 

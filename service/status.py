@@ -76,7 +76,7 @@ def status_address(target: str, runs: Path = Path("runs")) -> str:
             address: str = json.loads(file.read_text(encoding="utf-8"))["url"]
             return address
         if (folder / "config.yaml").is_file():
-            raise UserError(f"{folder}: this run has not served its status; its metrics are in {folder}/metrics.jsonl")
+            raise UserError(f"{folder}: this run is still starting, or ended before it served its status")
     host, _, port = target.rpartition(":")
     if host and port.isdigit():
         return f"http://{target}"

@@ -26,7 +26,7 @@ class RunConfig(Section):
     """Name of the run and of its folder."""
     dir: Path = Path("runs")
     """Folder that holds the run folders; must outlast the process (a Ray job's working directory does not)."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random in the run."""
     max_steps: Positive = 100
     """Optimizer steps after which the run ends."""

@@ -46,13 +46,18 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
     needed = [max(1, -(-sum(lengths[row] for row in rows) // budget)) for rows in rows_of_rank]
     bins = [pack_bins(rows, lengths, budget, max(needed), layout) for rows in rows_of_rank]
     count = max(len(rank) for rank in bins)
-    bins = [
-        rank if len(rank) == count else pack_bins(rows, lengths, budget, count, layout)
-        for rank, rows in zip(bins, rows_of_rank, strict=True)
-    ]
+    bins = [_evened(rank, rows, lengths, budget, count, layout) for rank, rows in zip(bins, rows_of_rank, strict=True)]
     load = [sum(lengths[row] for row in rows) for rows in rows_of_rank]
     mean = sum(load) / ranks
     return Placement(tuple(tuple(tuple(b) for b in rank) for rank in bins), max(load) / mean if mean else 1.0)
+
+
+def _evened(
+    bins: list[list[int]], rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout
+) -> list[list[int]]:
+    """A rank's rows in exactly `count` bins: spread over all where that works, else with empty ones at the end."""
+    spread = bins if len(bins) == count else pack_bins(rows, lengths, budget, count, layout)
+    return spread if len(spread) == count else bins + [[] for _ in range(count - len(bins))]
 
 
 def partition(cost_G: Int64s, parts: int) -> Int64s:

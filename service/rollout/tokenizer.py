@@ -45,6 +45,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read a tokenizer with its chat template from a local folder; nothing is fetched."""
     if not folder.is_dir():
         raise UserError(f"model.path: {folder} is no folder; give a Hugging Face folder with tokenizer.json")
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"model.path: {folder} has no tokenizer.json; save the model's fast tokenizer there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -66,6 +66,11 @@ def test_wrong_input_is_one_line_and_code_2(argv: list[str], message: str, capsy
     assert out == "" and err.startswith("baton: ") and message in err and err.count("\n") == 1
 
 
+def test_the_name_of_a_trajectory_is_no_setting() -> None:
+    words = ["trajectories", "show", "runs/quickstart", "ordinal=812/sample=3/attempt=0"]
+    assert split_overrides(words) == (words, [])
+
+
 def test_an_unknown_command_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["runn"])
@@ -120,7 +125,7 @@ def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_run_that_serves_nothing_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     assert main(["status", str(tmp_path)]) == 2
-    assert "has not served its status" in capsys.readouterr().err
+    assert "still starting" in capsys.readouterr().err
 
 
 def test_the_module_is_the_command_and_imports_neither_ray_nor_torch() -> None:

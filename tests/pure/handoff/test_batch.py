@@ -5,7 +5,7 @@ import pytest
 
 from service.handoff import merge_steps, mini_batch_boundaries
 from service.handoff.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch, zero_variance
-from service.handoff.pack import place
+from service.handoff.pack import Layout, place
 from service.handoff.tables import ends_table, steps_table
 from service.handoff.versions import VersionHistory
 from service.handoff.wire import decode_mini_batch, encode_mini_batch
@@ -131,3 +131,14 @@ def test_a_padded_layout_counts_rows_times_the_longest() -> None:
     placement = place(length_R, np.arange(4, dtype=np.int32), 1, 100, "padded")
     for chosen in placement.ranks[0]:
         assert length_R[list(chosen)].max() * len(chosen) <= 100
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("budget", [136, 256, 512])
+def test_every_rank_gets_as_many_micro_batches_when_rows_hardly_fit(layout: Layout, budget: int) -> None:
+    rng = np.random.default_rng(budget)
+    for _ in range(40):
+        length_R = np.clip(rng.normal(60, 25, 128), 20, 136).astype(np.int64)
+        placed = place(length_R, np.arange(128, dtype=np.int32), ranks=2, budget=budget, layout=layout)
+        assert len({len(rank) for rank in placed.ranks}) == 1
+        assert sorted(row for rank in placed.ranks for micro in rank for row in micro) == list(range(128))
