@@ -132,6 +132,11 @@ class Journal:
                     return True
             return False
 
+    def freed_below(self, position: int) -> int:
+        """Bytes that `reclaim` of that position would free, if a new segment began now."""
+        ends = [*(segment.start for segment in self._segments[1:]), self.position]
+        return max((end for end in ends if end <= position), default=self.start) - self.start
+
     def reclaim(self, below: int) -> None:
         """Nothing before position `below` is needed any more; the next sync removes the segments before it."""
         self._unneeded_below = max(self._unneeded_below, below)

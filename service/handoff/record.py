@@ -34,15 +34,13 @@ class Record(Applied):
         self.journal = journal
         self._keeps_used = keeps_used
         """Whether used groups may be asked for again, so that their frames must stay."""
-        self._snapshot_position = self._snapshot_end = 0
+        self._snapshot_end = 0
         self._replay(opened)
 
     def add(self, event: events.Journalled) -> None:
         """Let something happen."""
         self.journal.append(events.EVENT, events.encode(event))
         self.apply(event)
-        if isinstance(event, events.Committed | events.Covered):
-            self._reclaim()
         self._rotate()
 
     def accept(self, data: bytes, message: StepGroup, made: Plan) -> int:
@@ -67,8 +65,8 @@ class Record(Applied):
     # -- the journal's size -------------------------------------------------------------------------------------------
 
     def compact(self) -> None:
-        """Begin a new segment early when that lets older ones go."""
-        if self.journal.position > self._snapshot_end and self._needed_from() > self._snapshot_position:
+        """Begin a new segment early when its snapshot lets older ones go."""
+        if self.journal.position > self._snapshot_end and self.journal.freed_below(self._needed_from()):
             self._begin_segment()
 
     def _rotate(self) -> None:
@@ -76,14 +74,13 @@ class Record(Applied):
             self._begin_segment()
 
     def _begin_segment(self) -> None:
-        """Go on in a new segment that begins with a snapshot."""
-        self._snapshot_position = self.journal.position
-        self._snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
-        self._reclaim()
+        """Go on in a new segment that begins with a snapshot.
 
-    def _reclaim(self) -> None:
-        """Give up what no group needs any more and a snapshot makes dispensable."""
-        self.journal.reclaim(min(self._needed_from(), self._snapshot_position))
+        What the groups need now is what a replay from this snapshot needs, however many of them end meanwhile.
+        """
+        needed = self._needed_from()
+        self._snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
+        self.journal.reclaim(needed)
 
     def _needed_from(self) -> int:
         """Position of the oldest step that a group still needs."""
@@ -115,7 +112,7 @@ class Record(Applied):
 
     def _restore(self, snapshot: Frame) -> None:
         self.ledger = Ledger.restored(snapshot.payload)
-        self._snapshot_position, self._snapshot_end = snapshot.position, snapshot.end
+        self._snapshot_end = snapshot.end
         now = self._clock.monotonic()
         for held in self.ledger.held.values():
             self.last_progress.update(dict.fromkeys(sorted(held), now))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 
 from service.config import Config
-from service.errors import RunFailed
+from service.errors import BatonError, RunFailed
 from service.simulate.report import Report, simulated
 from service.simulate.scenario import Scenario
 from service.simulate.witness import Broken
@@ -34,7 +34,7 @@ PRESET = (
     "env.max_turns=1",
     "generator.concurrent_groups=64",
     "generator.max_input_length=64",
-    "generator.max_generate_length=4096",
+    "generator.max_generate_length=2048",
     "buffer.lookahead=4",
     "buffer.max_staleness=8",
     "buffer.step_deadline=1e6",
@@ -108,7 +108,7 @@ def _worlds(first_seed: int, count: int) -> int:
         world = fault_world(seed)
         try:
             world.run()
-        except Broken as broken:
+        except (Broken, BatonError) as broken:
             failed.append(seed)
             print(f"FAILED seed {seed}: {broken}\n  again: baton simulate --worlds 1 --seed {seed}", flush=True)
         events += world.loop.events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -13,6 +14,7 @@ from service.simulate.report import Report, simulated
 from service.simulate.scenario import Scenario
 
 STEPS = 60
+SEEDS = 4
 
 
 def config(*settings: str) -> Config:
@@ -20,8 +22,13 @@ def config(*settings: str) -> Config:
 
 
 @cache
-def on_policy(sigma: float) -> Report:
-    return simulated(config("buffer.lookahead=0"), Scenario(sigma=sigma, steps=STEPS), seed=0)
+def measured(sigma: float, *settings: str) -> list[Report]:
+    """Of several seeds: the few longest trajectories decide much."""
+    return [simulated(config(*settings), Scenario(sigma=sigma, steps=STEPS), seed) for seed in range(SEEDS)]
+
+
+def mean(values: Iterable[float]) -> float:
+    return sum(values) / SEEDS
 
 
 @pytest.mark.full
@@ -38,12 +45,13 @@ def on_policy(sigma: float) -> Report:
 def test_the_rows_of_the_table_come_out_within_a_tenth(
     sigma: float, lookahead: int, order: str, speed: float, wait: float, staleness: float, beyond: float
 ) -> None:
-    settings = config(f"buffer.lookahead={lookahead}", f"buffer.order={order}")
-    report = simulated(settings, Scenario(sigma=sigma, steps=STEPS), seed=0)
-    assert report.steps_per_second / on_policy(sigma).steps_per_second == pytest.approx(speed, rel=0.1)
-    assert report.trainer_wait == pytest.approx(wait, rel=0.1, abs=0.01)
-    assert report.staleness_mean == pytest.approx(staleness, rel=0.1)
-    assert report.beyond == pytest.approx(beyond, rel=0.1, abs=0.002)
+    on_policy = measured(sigma, "buffer.lookahead=0")
+    reports = measured(sigma, f"buffer.lookahead={lookahead}", f"buffer.order={order}")
+    ratios = [r.steps_per_second / base.steps_per_second for r, base in zip(reports, on_policy, strict=True)]
+    assert mean(ratios) == pytest.approx(speed, rel=0.1)
+    assert mean(r.trainer_wait for r in reports) == pytest.approx(wait, rel=0.1, abs=0.01)
+    assert mean(r.staleness_mean for r in reports) == pytest.approx(staleness, rel=0.1)
+    assert mean(r.beyond for r in reports) == pytest.approx(beyond, rel=0.1, abs=0.002)
 
 
 SMALL = ("generator.concurrent_groups=8", "trainer.mini_batch_size=4", "algorithm.n_samples_per_prompt=4")

@@ -83,7 +83,7 @@ def leaves_the_leases_out_of_snapshots(patch: Patch) -> None:
 
 
 def gives_up_segments_that_are_needed(patch: Patch) -> None:
-    patch.setattr(Record, "_reclaim", lambda self: self.journal.reclaim(self._snapshot_position))
+    patch.setattr(Record, "_needed_from", lambda self: self.journal.position)
 
 
 @pytest.mark.parametrize(

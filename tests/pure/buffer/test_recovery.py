@@ -162,10 +162,31 @@ def test_the_journal_stays_small_when_nobody_can_go_back(tmp_path: Path) -> None
             world.generator.finish(work, PolicyVersion(1, n))
         world.train()
         world.journal.sync()
-        assert world.journal.position - world.journal.start < 80_000
+        assert world.journal.position - world.journal.start < 100_000
     assert world.journal.position > 400_000
     world.crash()
     assert world.buffer.version == PolicyVersion(1, 60)
+
+
+def test_the_journal_keeps_what_a_replay_of_its_newest_snapshot_needs(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    work = world.generator.claimed()
+    of = [TrajectoryId(work.ordinal, sample) for sample in range(2)]
+    world.generator.send([step(of[0], work.prompt_uid, 0), step(of[1], work.prompt_uid, 0)])
+    world.journal.sync()
+    world.segment_bytes = 1
+    world.crash()
+    world.generator.claimed()
+    world.segment_bytes = 1 << 20
+    world.crash()
+    for sample in range(2):
+        end = TrajectoryEnd(of[sample], work.prompt_uid, 2, "stop", float(sample))
+        world.generator.send([step(of[sample], work.prompt_uid, 1)], [end])
+    world.generator.finish(world.generator.claimed())
+    world.train()
+    world.journal.sync()
+    assert world.crash().digest() == world.buffer.digest()
+    assert world.buffer.version == PolicyVersion(1, 1)
 
 
 def test_the_journal_keeps_what_a_kept_checkpoint_needs(tmp_path: Path) -> None:
