@@ -52,7 +52,7 @@ class Buffer:
         journal.configure(config.buffer.max_journal_bytes // 8, config.buffer.record)
         n_samples = config.algorithm.n_samples_per_prompt
         opened = events.Opened(seed, self._prompts.digest(), n_samples, config.trainer.mini_batch_size)
-        self._record = Record(opened, self._limits, journal, clock, config.trainer.checkpoint_every > 0)
+        self._record = Record(opened, self._limits, journal, clock)
         self.ledger = self._record.ledger
         self._former = Former(config, self._record)
         self._waits = Waits(config, self._record, clock)
@@ -128,7 +128,7 @@ class Buffer:
             return self._refuse(Refusal(RefusalReason.LEASE, "lease", lease))
         if version != PolicyVersion(current.epoch, current.step + 1):
             return self._refuse(Refusal(RefusalReason.VERSION, "version", version.step))
-        self._record.add(events.Committed(lease, version))
+        self._record.add(events.Committed(lease, version, final=not self._config.trainer.checkpoint_every))
         self._lookahead.committed()
         return None
 

@@ -128,6 +128,8 @@ class Committed(Event, frozen=True):
 
     lease: int
     version: PolicyVersion
+    final: bool = False
+    """Whether nobody can go back behind it, because no checkpoints are written."""
 
 
 class Released(Event, frozen=True):

@@ -21,6 +21,7 @@ def violations(ledger: Ledger) -> list[str]:
     if issued != state.next_ordinal:
         found.append(f"issued {state.next_ordinal} groups, but the states sum to {issued}: {ledger.in_state}")
     states = Counter(group.state for group in state.groups.values())
+    states[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
     if any(states[s] != ledger.in_state[s] for s in GroupState if s not in (*VACATES, GroupState.TRAINED)):
         found.append(f"groups are {states}, counted as {ledger.in_state}")
     for fate in (Fate.OPEN, Fate.ROLLED_BACK):

@@ -253,7 +253,11 @@ class Ledger:
             self.state.lengths.note_trained(group.lengths, group.losses)
             self._enter(group, GroupState.STEPPED)
             self.slots.pop(ordinal)
-        self.steps[event.version.step] = list(lease.ordinals)
+        if event.final:
+            used = [self.state.groups.pop(ordinal) for ordinal in lease.ordinals]
+            self.state.finals[event.version.step] = (len(used), sum(group.loss_tokens for group in used))
+        else:
+            self.steps[event.version.step] = list(lease.ordinals)
 
     def _covered(self, event: events.Covered) -> None:
         for step in range(self.state.covered + 1, event.step + 1):
@@ -261,6 +265,12 @@ class Ledger:
                 group = self.state.groups[ordinal]
                 self._move_tokens(Fate.STEPPED, Fate.TRAINED, group.loss_tokens)
                 self._enter(group, GroupState.TRAINED)
+        for step in [step for step in self.state.finals if step <= event.step]:
+            groups, tokens = self.state.finals.pop(step)
+            self._move_tokens(Fate.STEPPED, Fate.TRAINED, tokens)
+            self.in_state[GroupState.STEPPED] -= groups
+            self.in_state[GroupState.TRAINED] += groups
+            self._count_end(GroupState.TRAINED, "", groups)
         self.state.covered = max(self.state.covered, event.step)
         for step in [step for step in self.steps if step <= event.oldest_kept]:
             for ordinal in self.steps.pop(step):
@@ -313,6 +323,7 @@ class Ledger:
                     self.unassigned.setdefault(ordinal, set()).add(sample)
                 else:
                     self.held[trajectory.generator].add((ordinal, sample))
+        self.in_state[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
         for key, count in state.ended.items():
             self.in_state[GroupState(key.partition("/")[0])] += count
 
@@ -333,9 +344,9 @@ class Ledger:
         self.in_state[state] += 1
         group.state = state
 
-    def _count_end(self, state: GroupState, reason: str) -> None:
+    def _count_end(self, state: GroupState, reason: str, groups: int = 1) -> None:
         key = f"{state}/{reason}" if reason else str(state)
-        self.state.ended[key] = self.state.ended.get(key, 0) + 1
+        self.state.ended[key] = self.state.ended.get(key, 0) + groups
 
     def _move_tokens(self, source: Fate, target: Fate, tokens: int) -> None:
         self.state.fates[source] -= tokens

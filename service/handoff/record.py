@@ -27,13 +27,9 @@ from service.types import StepGroup
 class Record(Applied):
     """What happened, on disk and in memory."""
 
-    def __init__(
-        self, opened: events.Opened, limits: Limits, journal: Journal, clock: Clock, keeps_used: bool = True
-    ) -> None:
+    def __init__(self, opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> None:
         super().__init__(opened.n_samples, limits, clock)
         self.journal = journal
-        self._keeps_used = keeps_used
-        """Whether used groups may be asked for again, so that their frames must stay."""
         self._snapshot_end = 0
         self._replay(opened)
 
@@ -85,9 +81,7 @@ class Record(Applied):
     def _needed_from(self) -> int:
         """Position of the oldest step that a group still needs."""
         needed = (
-            group.first_position
-            for group in self.ledger.state.groups.values()
-            if group.first_position is not None and (self._keeps_used or group.state not in USED)
+            group.first_position for group in self.ledger.state.groups.values() if group.first_position is not None
         )
         return min(needed, default=self.journal.position)
 

@@ -30,6 +30,8 @@ class State:
     branches: list[tuple[int, int]] = field(default_factory=list)
     """Of each trainer that joined: (the step that had been reached, the step that it went on from)."""
     covered: int = 0
+    finals: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(groups, loss tokens) of optimizer steps that nobody can go back behind and no checkpoint covers yet."""
     next_finished: int = 1
     filtered: Lost = field(default_factory=Lost)
     lengths: Lengths = field(default_factory=Lengths)
