@@ -19,7 +19,7 @@ from service.handoff import events
 from service.handoff.accept import plan
 from service.handoff.admission import Admission
 from service.handoff.batch import CompleteGroup
-from service.handoff.form import Former
+from service.handoff.form import Formed, Former, Forming
 from service.handoff.journal import Journal
 from service.handoff.lengths import Lengths
 from service.handoff.lifecycle import UNFINISHED, USED, Group, GroupState
@@ -106,16 +106,26 @@ class Buffer:
 
     def lease(self, trainer_epoch: int) -> MiniBatch | Wait | Refusal:
         """The next mini-batch; the same one again while its lease is open."""
+        answer = self.begin_lease(trainer_epoch)
+        return self.finish_lease(answer, answer.run()) if isinstance(answer, Forming) else answer
+
+    def begin_lease(self, trainer_epoch: int) -> MiniBatch | Wait | Refusal | Forming:
+        """As `lease`, but forming a new mini-batch, which takes long, is left to the caller: `finish_lease` follows."""
         if trainer_epoch != self.ledger.state.trainer_epoch:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_epoch", trainer_epoch))
         for lease in self.ledger.state.leases:
             return self._former.again(lease)
         if (why := self._waits.lease_wait()) is not None:
             return self._waits.begin("trainer", *why)
+        return self._former.begin(self._next_groups(), trainer_epoch)
+
+    def finish_lease(self, forming: Forming, formed: Formed) -> MiniBatch | Wait | Refusal:
+        """Give out what was formed; forms anew when the trainer or its version changed meanwhile."""
+        batch = self._former.finish(forming, formed)
+        if batch is None:
+            return self.lease(forming.trainer_epoch)
         self._lookahead.trainer_waited(self._waits.end("trainer"))
-        formed = self._former.form(self._next_groups())
-        self._record.add(formed.leased(trainer_epoch))
-        return formed.batch
+        return batch
 
     def commit(self, trainer_epoch: int, lease: int, version: PolicyVersion) -> Refusal | None:
         """The lease's optimizer step was applied and made `version`; saying it twice is saying it once."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +12,10 @@ import numpy as np
 from service.config.tree import Config
 from service.handoff import events
 from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
-from service.handoff.lifecycle import Lost
+from service.handoff.lifecycle import GroupState, Lost
 from service.handoff.record import Record
 from service.handoff.versions import VersionHistory
-from service.types import MiniBatch, Steps
+from service.types import MiniBatch, PolicyVersion, Steps
 
 
 class Formed(NamedTuple):
@@ -31,40 +32,71 @@ class Formed(NamedTuple):
         return events.Leased(self.batch.lease, trainer_epoch, self.batch.groups, self.loss_tokens, self.stale_tokens)
 
 
+@dataclass(frozen=True)
+class Forming:
+    """A mini-batch that is being formed: everything it needs, so that `run` may take place in another thread."""
+
+    lease: int
+    trainer_epoch: int
+    version: PolicyVersion
+    """The version that the mini-batch is trained on."""
+    groups: list[CompleteGroup]
+    filtered: Lost
+    history: VersionHistory
+    settings: BatchSettings
+
+    def run(self) -> Formed:
+        """Merge, score, mask and pack; reads only what is here."""
+        batch = formed(self.lease, self.groups, self.history, self.settings, self.filtered)
+        starts_P = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(1, len(self.groups)))
+        loss = tuple(tuple(loss_G.tolist()) for loss_G in np.split(batch.loss_tokens_G, starts_P))
+        return Formed(batch, loss, tuple(self._stale_tokens(group.steps) for group in self.groups))
+
+    def _stale_tokens(self, steps: Steps) -> int:
+        if self.settings.max_staleness is None:
+            return 0
+        stale_N = self.history.staleness(steps.versions_N, self.version) > self.settings.max_staleness
+        return int(np.count_nonzero(stale_N & steps.loss_mask_N & np.isfinite(steps.logprobs_N)))
+
+
 class Former:
-    """Makes mini-batches out of complete groups."""
+    """Makes mini-batches out of complete groups, one at a time."""
 
     def __init__(self, config: Config, record: Record) -> None:
         self._record = record
         self._settings = BatchSettings.of(config)
-        self._max_staleness = config.buffer.max_staleness
         self._last: MiniBatch | None = None
 
-    def form(self, ordinals: tuple[int, ...]) -> Formed:
-        """The mini-batch of the next lease."""
+    def begin(self, ordinals: tuple[int, ...], trainer_epoch: int) -> Forming:
+        """Collect what the mini-batch of the next lease needs."""
         state = self._record.ledger.state
-        groups = [self._record.complete_group(ordinal) for ordinal in ordinals]
-        self._last = self._formed(state.next_lease, groups, state.filtered)
-        starts_P = np.searchsorted(self._last.prompt_of_trajectory_G, np.arange(1, len(groups)))
-        loss = tuple(tuple(loss_G.tolist()) for loss_G in np.split(self._last.loss_tokens_G, starts_P))
-        stale = tuple(self._stale_tokens(group.steps) for group in groups)
-        return Formed(self._last, loss, stale)
+        return self._forming(state.next_lease, trainer_epoch, ordinals, state.filtered)
+
+    def finish(self, forming: Forming, made: Formed) -> MiniBatch | None:
+        """Give the mini-batch out; None when something changed while it was being formed."""
+        ledger = self._record.ledger
+        groups = ledger.state.groups
+        same = (forming.lease, forming.version) == (ledger.state.next_lease, ledger.history.current)
+        if not same or any(
+            group.ordinal not in groups or groups[group.ordinal].state is not GroupState.COMPLETE
+            for group in forming.groups
+        ):
+            return None
+        self._record.add(made.leased(forming.trainer_epoch))
+        self._last = made.batch
+        return made.batch
 
     def again(self, lease: int) -> MiniBatch:
         """The mini-batch of the open lease, which is formed anew after a restart."""
         if self._last is None or self._last.lease != lease:
             held = self._record.ledger.state.leases[lease]
-            groups = [self._record.complete_group(ordinal) for ordinal in held.ordinals]
-            self._last = self._formed(lease, groups, held.filtered)
+            self._last = self._forming(lease, held.trainer_epoch, held.ordinals, held.filtered).run().batch
         return self._last
 
-    def _formed(self, lease: int, groups: list[CompleteGroup], lost: Lost) -> MiniBatch:
-        return formed(lease, groups, self._record.ledger.history, self._settings, lost)
-
-    def _stale_tokens(self, steps: Steps) -> int:
+    def _forming(self, lease: int, trainer_epoch: int, ordinals: tuple[int, ...], filtered: Lost) -> Forming:
         history = self._record.ledger.history
-        stale_N = history.staleness(steps.versions_N, history.current) > self._max_staleness
-        return int(np.count_nonzero(stale_N & steps.loss_mask_N & np.isfinite(steps.logprobs_N)))
+        groups = [self._record.complete_group(ordinal) for ordinal in ordinals]
+        return Forming(lease, trainer_epoch, history.current, groups, copy(filtered), history, self._settings)
 
 
 def formed(

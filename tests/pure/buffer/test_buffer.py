@@ -4,9 +4,10 @@ import pytest
 
 from service.errors import RunFailed
 from service.handoff import wire
+from service.handoff.form import Forming
 from service.handoff.invariant import violations
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
-from service.types import PolicyVersion, Refusal, RefusalReason, TrajectoryEnd, TrajectoryId
+from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, Generator, World, config, step
 
 
@@ -364,6 +365,36 @@ def test_a_lease_is_given_again_until_it_is_committed_and_a_commit_counts_once(w
         assert world.buffer.commit(world.trainer_epoch, batch.lease, PolicyVersion(1, 1)) is None
     assert world.buffer.version == PolicyVersion(1, 1)
     assert world.batch().groups == (2, 3)
+
+
+def test_steps_are_accepted_while_a_mini_batch_is_being_formed(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    forming = world.buffer.begin_lease(world.trainer_epoch)
+    assert isinstance(forming, Forming)
+    world.generator.finish(world.generator.claimed())
+    batch = world.buffer.finish_lease(forming, forming.run())
+    assert isinstance(batch, MiniBatch) and batch.groups == (0, 1)
+    assert world.batch() is batch
+
+
+def test_a_mini_batch_that_was_formed_for_a_trainer_that_is_gone_is_not_given_out(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    forming = world.buffer.begin_lease(world.trainer_epoch)
+    assert isinstance(forming, Forming)
+    world.trainer_epoch = world.buffer.join("trainer", "trainer")
+    assert refused(world.buffer.finish_lease(forming, forming.run())) is RefusalReason.FENCED
+    assert world.batch().groups == (0, 1)
+
+
+def test_groups_that_expired_while_a_mini_batch_was_formed_are_not_trained(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    forming = world.buffer.begin_lease(world.trainer_epoch)
+    assert isinstance(forming, Forming)
+    world.buffer.end()
+    assert waits(world.buffer.finish_lease(forming, forming.run())) is WaitReason.DRAINED
 
 
 def test_a_commit_must_make_the_next_version(world: World) -> None:
