@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Int16s = NDArray[np.int16]
 Int32s = NDArray[np.int32]
@@ -94,6 +94,15 @@ def _check_axis(record: object, names: tuple[str, ...], length: int) -> None:
             raise ValueError(f"{type(record).__name__}.{name} has {len(column)} items; its axis has {length}")
 
 
+def check_token_ids(name: str, ids: ArrayLike) -> None:
+    """ValueError unless these are whole numbers that fit int32, the type that tables hold them in."""
+    array = np.asarray(ids)
+    if array.dtype == np.int32 or not array.size:
+        return
+    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"{name} holds what is no int32 token id: {array.dtype} from {array.min()} to {array.max()}")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One LLM call as an object: what the rollout makes, before it becomes a row of a `Steps` table."""
@@ -115,6 +124,7 @@ class Step:
     reward: float | Float32s = 0.0
     """A scalar, or [T] one per response token."""
     stop_reason: str = "stop"
+    """Why the turn ended; empty where nobody said."""
     extends: Extension | None = None
     routed_experts: Int16s | None = None
     """[P + T, layers, topk]; ROUTE_NATIVELY where unknown."""
@@ -122,7 +132,12 @@ class Step:
     def __post_init__(self) -> None:
         _check_axis(self, ("logprobs", "loss_mask", "versions"), len(self.response_ids))
         _check_axis(self, ("routed_experts",), len(self.prompt_ids) + len(self.response_ids))
-        if isinstance(self.reward, np.ndarray):
+        for name in ("prompt_ids", "response_ids"):
+            check_token_ids(f"Step.{name}", getattr(self, name))
+        rewards = np.asarray(self.reward)
+        if rewards.dtype.kind not in "biuf" or not np.isfinite(rewards).all():
+            raise ValueError(f"Step.reward is {self.reward!r}; it must be a finite number, or one per response token")
+        if rewards.ndim:
             _check_axis(self, ("reward",), len(self.response_ids))
 
 
@@ -336,6 +351,7 @@ class RefusalReason(StrEnum):
     CONFLICT = "conflict"
     PREFIX = "prefix"
     LENGTH_LIMIT = "length_limit"
+    ADVANTAGE = "advantage"
     LEASE = "lease"
     MAX_ATTEMPTS = "max_attempts"
     MAX_LEASE_ATTEMPTS = "max_lease_attempts"

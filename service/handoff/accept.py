@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from service.handoff.digest import token_bytes
 from service.handoff.events import Fresh
 from service.handoff.ledger import Ledger
 from service.handoff.lifecycle import Group, Trajectory
-from service.handoff.store import Chain, Store, bytes_per_token
-from service.handoff.tables import concat_steps, ends_table, select_steps, step_objects
+from service.handoff.prefix import known_history
+from service.handoff.same import same_step
+from service.handoff.store import Chain, Store, bytes_per_token, grown, routing_of
+from service.handoff.tables import concat_steps, end_objects, ends_table, select_steps
 from service.handoff.validate import MAX_SHARE_NOT_FINITE, trajectory_refusal
-from service.types import Int64s, Refusal, RefusalReason, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
+from service.stops import FAILURES
+from service.types import Int32s, Int64s, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 
 class Part(NamedTuple):
@@ -88,6 +91,9 @@ class _Case(NamedTuple):
 
 def plan(ledger: Ledger, store: Store, message: StepGroup) -> Plan | Refusal:
     """What accepting a message would change, or why it cannot be accepted as a whole."""
+    routing = routing_of(message.steps)
+    if None not in (routing, ledger.state.routing) and routing != ledger.state.routing:
+        return Refusal(RefusalReason.LENGTH_MISMATCH, f"routed_experts_N: {routing}, not {ledger.state.routing}")
     made = Plan([], {}, {}, ())
     columns = _Columns.of(message.steps)
     late: dict[int, None] = {}
@@ -104,6 +110,13 @@ def plan(ledger: Ledger, store: Store, message: StepGroup) -> Plan | Refusal:
         if (refused := _add(made, case)) is not None:
             return refused
     return _version_refusal(ledger, message.steps, current) or made._replace(superseded=tuple(late))
+
+
+def kept(message: StepGroup, made: Plan) -> StepGroup:
+    """Only what a plan keeps of a message: the same plan follows from it."""
+    items = sorted(k for part in made.parts.values() for k in part.steps)
+    ends = [end for part in made.parts.values() for end in part.ends]
+    return StepGroup(message.sender, select_steps(message.steps, np.array(items, np.int64)), ends_table(ends))
 
 
 def parts(message: StepGroup) -> dict[TrajectoryId, Part]:
@@ -185,11 +198,26 @@ def _add(made: Plan, case: _Case) -> Refusal | None:
     return None
 
 
+def failed(ledger: Ledger, message: StepGroup) -> Iterator[tuple[int, int, str]]:
+    """(ordinal, sample, stop reason) of current attempts that the message says have failed; looks when it is asked."""
+    if FAILURES.isdisjoint(message.ends.stop_reasons):
+        return
+    held = ledger.held[message.sender.generator]
+    for end in end_objects(message.ends):
+        ordinal, sample, attempt = end.trajectory
+        if end.stop_reason in FAILURES and (ordinal, sample) in held:
+            trajectory = ledger.state.groups[ordinal].trajectories[sample]
+            if (trajectory.attempt, trajectory.epoch) == (attempt, message.sender.epoch):
+                yield ordinal, sample, end.stop_reason
+
+
 def _new_end(case: _Case) -> TrajectoryEnd | Refusal | None:
-    """The trajectory's end when it is new; an identical repetition is none."""
+    """The trajectory's end when it is new; an identical repetition is none, nor is the end of a failed attempt."""
     known = case.store.end_of(case.id.ordinal, case.id.sample)
     new = None
     for end in case.part.ends:
+        if end.stop_reason in FAILURES:
+            continue
         if known is not None and end != known:
             return Refusal(RefusalReason.CONFLICT, f"{case.id}/end", end.n_steps)
         if known is None:
@@ -198,45 +226,41 @@ def _new_end(case: _Case) -> TrajectoryEnd | Refusal | None:
 
 
 def _new_steps(case: _Case) -> list[int] | Refusal:
-    """The items of steps that are new, by index; identical repetitions are not."""
+    """The items of steps that are new, by index; repetitions that mean the same are not, in whatever form."""
     new: dict[int, int] = {}
     for k in case.part.steps:
         index = case.columns.index[k]
-        known: Step | None
+        known: tuple[Steps, int] | None
         if index in new:
-            known = _step(case.message.steps, new[index])
+            known = case.message.steps, new[index]
         elif index in case.trajectory.indices:
             known = _stored(case.store, case.id, index)
         else:
             new[index] = k
             continue
-        if known is not None and not _same_step(known, _step(case.message.steps, k)):
+        if known is None:
+            continue
+        same = same_step(*known, case.message.steps, k, lambda index: _tokens(case).get(index))
+        if same is None:
+            return Refusal(RefusalReason.PREFIX, f"{case.id}/step={index}: extends unknown steps, twice", index)
+        if not same:
             return Refusal(RefusalReason.CONFLICT, f"{case.id}/step={index}", index)
     return [new[index] for index in sorted(new)]
 
 
-def _step(steps: Steps, k: int) -> Step:
-    return step_objects(select_steps(steps, np.array([k], np.int64)))[0]
-
-
-def _stored(store: Store, of: TrajectoryId, index: int) -> Step | None:
+def _stored(store: Store, of: TrajectoryId, index: int) -> tuple[Steps, int] | None:
     """An accepted step; None when its group was used and its data is no longer in memory."""
     for table in store.steps_of(of.ordinal, of.sample):
-        for step in step_objects(table):
-            if step.index == index:
-                return step
+        for k in np.flatnonzero(table.index_K == index).tolist():
+            return table, k
     return None
 
 
-def _same_step(a: Step, b: Step) -> bool:
-    """Whether two steps say the same, bit by bit (so that a NaN equals itself)."""
-    arrays = ("prompt_ids", "response_ids", "logprobs", "loss_mask", "versions", "reward", "routed_experts")
-    return (a.extends, a.temperature, a.stop_reason) == (b.extends, b.temperature, b.stop_reason) and all(
-        np.asarray(getattr(a, name)).tobytes() == np.asarray(getattr(b, name)).tobytes()
-        if getattr(a, name) is not None and getattr(b, name) is not None
-        else getattr(a, name) is getattr(b, name)
-        for name in arrays
-    )
+def _tokens(case: _Case) -> dict[int, Int32s]:
+    """The whole tokens of the trajectory's steps, of those that are kept and those that come now."""
+    kept = case.store.steps_of(case.id.ordinal, case.id.sample)
+    table = concat_steps([select_steps(case.message.steps, np.array(case.part.steps, np.int64)), *kept])
+    return known_history(table, np.argsort(table.index_K, kind="stable").tolist()).tokens
 
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:
@@ -260,22 +284,11 @@ def _extended(case: _Case, steps: list[int]) -> Chain | None:
     if chain is None and case.trajectory.indices:
         return None
     for k in steps:
-        if columns.index[k] != (0 if chain is None else chain.steps):
-            return None
+        extends = (columns.extends[k], columns.extends_length[k], columns.extends_digest[k])
         own = columns.tokens[4 * columns.offsets[k] : 4 * columns.offsets[k + 1]]
-        length = columns.offsets[k + 1] - columns.offsets[k]
-        if columns.extends[k] < 0:
-            tokens = xxhash.xxh3_64()
-        elif (
-            chain is not None
-            and (columns.extends[k], columns.extends_length[k]) == (chain.steps - 1, chain.length)
-            and chain.tokens.intdigest() == columns.extends_digest[k]
-        ):
-            tokens, length = chain.tokens.copy(), chain.length + length
-        else:
+        chain = grown(chain, columns.index[k], extends, own)
+        if chain is None:
             return None
-        tokens.update(own)
-        chain = Chain(columns.index[k] + 1, length, tokens)
     return chain
 
 

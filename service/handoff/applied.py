@@ -11,7 +11,7 @@ from service.handoff import events
 from service.handoff.accept import Plan, plan
 from service.handoff.frames import Frame
 from service.handoff.ledger import Ledger
-from service.handoff.store import Store, cut
+from service.handoff.store import Store, cut, routing_of
 from service.handoff.validate import Limits
 from service.handoff.wire import decode
 from service.types import Refusal, StepGroup
@@ -34,6 +34,7 @@ class Applied:
         self._clock = clock
 
     def apply(self, event: events.Journalled | events.StepsAccepted) -> None:
+        """Let ledger, store and clocks follow an event."""
         leased = self.ledger.state.leases.get(event.lease) if isinstance(event, events.Committed) else None
         self.ledger.apply(event)
         self.revision += 1
@@ -60,6 +61,7 @@ class Applied:
                     self.store.drop(ordinal)
 
     def take_in(self, message: StepGroup, made: Plan, before: int, position: int) -> None:
+        """Keep what a plan accepts of a message whose frame lies between two positions of the journal."""
         for ordinal, part in made.parts.items():
             group = self.ledger.state.groups[ordinal]
             if group.first_position is None:
@@ -67,7 +69,8 @@ class Applied:
             self.store.add(ordinal, cut(message, part.steps), part.ends)
         for (ordinal, sample), chain in made.chains.items():
             self.store.set_chain(ordinal, sample, chain)
-        self.apply(events.StepsAccepted(message.sender, made.fresh, position))
+        routing = routing_of(message.steps) if any(part.steps for part in made.parts.values()) else None
+        self.apply(events.StepsAccepted(message.sender, made.fresh, position, routing))
         now, held = self._clock.monotonic(), self.ledger.held[message.sender.generator]
         for fresh in made.fresh:
             self.last_progress.pop((fresh.ordinal, fresh.sample), None)

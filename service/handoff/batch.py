@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from service.config.tree import Config
-from service.handoff.branches import Drift, Mode
+from service.handoff.branches import Drift, Mode, check_choice
 from service.handoff.columns import lengths_of, trajectories
 from service.handoff.merge import merge
 from service.handoff.pack import Layout, Placement, in_packing_order, micro_batches, place
+from service.handoff.prefix import name_of
 from service.handoff.score import ReturnRule, advantages, returns
 from service.handoff.tables import concat_ends, concat_steps, select_ends
 from service.handoff.versions import VersionHistory
-from service.types import Ends, Float64s, Int32s, Int64s, MiniBatch, Row, Rows, Steps
+from service.types import NO_VERSION, Ends, Float64s, Int32s, Int64s, MiniBatch, PolicyVersion, Row, Rows, Steps
+
+if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
+    from service.config.tree import Config
 
 
 class CompleteGroup(NamedTuple):
@@ -35,7 +38,7 @@ class BatchSettings:
 
     ranks: int
     token_budget: int
-    """Tokens of one micro-batch, at most."""
+    """Tokens of one micro-batch, at most; a longer row makes a micro-batch of its own."""
     estimator: str = "grpo"
     returns: ReturnRule = "last"
     mode: Mode = "linear"
@@ -45,6 +48,14 @@ class BatchSettings:
     """Versions after which a token carries no loss; None: no bound."""
     layout: Layout = "packed"
 
+    def __post_init__(self) -> None:
+        choices = (("returns", ReturnRule), ("mode", Mode), ("drift", Drift), ("layout", Layout))
+        for name, known in choices:
+            check_choice(name, getattr(self, name), known)
+        for name in ("ranks", "token_budget"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: there must be at least 1")
+
     @staticmethod
     def of(config: Config) -> BatchSettings:
         """The settings that a configuration implies."""
@@ -53,7 +64,7 @@ class BatchSettings:
             token_budget=config.trainer.max_tokens_per_micro_batch,
             estimator=config.algorithm.estimator,
             returns=config.algorithm.returns,
-            mode=config.buffer.merge,
+            mode=config.merge_mode,
             drift=config.buffer.drift,
             max_drift_tokens=config.buffer.max_drift_tokens,
             max_staleness=config.buffer.max_staleness,
@@ -89,9 +100,17 @@ def mini_batch_boundaries(rows: Sequence[Row], mini_batch_size: int) -> list[tup
 def form_mini_batch(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
 ) -> MiniBatch:
-    """The mini-batch of these groups, in their order, as the trainer's current version would train it."""
+    """The mini-batch of these groups, in their order, as the trainer's current version would train it.
+
+    Raises:
+        ValueError: no groups; a sampled token without log-probability, or of a version that is not published yet;
+            a step whose trajectory has no end.
+    """
+    if not groups:
+        raise ValueError("a mini-batch of no groups")
     steps = concat_steps([group.steps for group in groups])
     ends, prompt_G = _ends_in_order(groups)
+    _refuse_untrainable(steps, history.current)
     merged = merge(steps, settings.mode, settings.drift, settings.max_drift_tokens)
     length_R, trajectory_R = lengths_of(merged.rows.offsets_R), _trajectory_of_rows(merged.rows, ends)
     placement = place(length_R, trajectory_R, settings.ranks, settings.token_budget, settings.layout)
@@ -122,10 +141,19 @@ def form_mini_batch(
     )
 
 
-def zero_variance(group: CompleteGroup, rule: ReturnRule) -> bool:
-    """Whether all trajectories of a group have the same return, so that nothing tells them apart."""
-    return_G = returns(group.steps, group.ends, rule)
-    return bool((return_G == return_G[:1]).all())
+def _refuse_untrainable(steps: Steps, current: PolicyVersion) -> None:
+    """ValueError on sampled tokens whose importance ratio or staleness would be made up."""
+    if not steps.has_logprobs_K.all():
+        lacking_N = steps.loss_mask_N & ~np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
+        if lacking_N.any():
+            k = int(np.searchsorted(steps.offsets_K, lacking_N.argmax(), "right")) - 1
+            raise ValueError(f"{name_of(steps, k)} has tokens to train, but logprobs=None: no ratio can be taken")
+    if (newest := int(steps.versions_N.max(initial=NO_VERSION))) > current.pack():
+        k = int(np.searchsorted(steps.offsets_K, steps.versions_N.argmax(), "right")) - 1
+        raise ValueError(
+            f"{name_of(steps, k)} was sampled at version {PolicyVersion.unpack(newest)}, but the newest of the history "
+            f"is {current}; publish it there first"
+        )
 
 
 def batch_of_rank(batch: MiniBatch, rank: int) -> MiniBatch:

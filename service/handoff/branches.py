@@ -10,7 +10,7 @@ where they stand only so that later tokens follow what the policy saw:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -19,6 +19,13 @@ from service.types import Int32s, Steps
 
 Mode = Literal["off", "linear", "tree"]
 Drift = Literal["fork", "realign"]
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """ValueError unless a setting is one of the values of its literal type; any other would act like one of them."""
+    known = get_args(choices)
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
 
 
 class Rule(NamedTuple):
@@ -50,6 +57,8 @@ class OpenRow:
     segments: list[Segment] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)
     """Where in the row steps end."""
+    moved: dict[int, float] = field(default_factory=dict)
+    """Rewards of responses that drift took out of the row, by the place where they stand now."""
 
 
 def branching_rows(steps: Steps, first: int, stop: int, rule: Rule, counts: dict[str, int]) -> list[OpenRow]:
@@ -75,7 +84,7 @@ def _place(steps: Steps, k: int, history: History, rows: list[OpenRow], rule: Ru
         length = 0
     else:
         row = candidates[chosen]
-        counts["realigned_tokens"] += _truncate(steps, row, length)
+        counts["realigned_tokens"] += _truncate(steps, row, length, last=len(tokens) - 1)
     own_start = int(steps.offsets_K[k])
     row.segments += [Segment(*piece, live=piece.start >= own_start) for piece in cut(pieces, length, len(tokens))]
     row.steps.append(k)
@@ -141,16 +150,27 @@ def drift_size(before: Int32s, prompt: Int32s, shared: int, limit: int) -> int:
     return smallest
 
 
-def _truncate(steps: Steps, row: OpenRow, length: int) -> int:
-    """Cut a row after `length` tokens; returns how many tokens lost their loss by that."""
-    kept, lost, position = list[Segment](), 0, 0
+def _truncate(steps: Steps, row: OpenRow, length: int, last: int) -> int:
+    """Cut a row after `length` tokens; returns how many tokens lost their loss by that.
+
+    The rewards of what is cut off move to the last sampled token that stays, or else to `last`, where the step that
+    goes on ends: a row's rewards sum up to those of its steps however it was cut.
+    """
+    kept, lost, position, place = list[Segment](), 0, 0, last
+    reward = sum(row.moved.pop(at) for at in [at for at in row.moved if at >= length])
     for segment in row.segments:
         stop = min(segment.stop, segment.start + max(length - position, 0))
         if segment.live:
             lost += int(np.count_nonzero(steps.loss_mask_N[stop : segment.stop]))
+            if steps.token_rewards_N is not None:
+                reward += float(steps.token_rewards_N[stop : segment.stop].sum(dtype=np.float64))
+            if len(sampled := np.flatnonzero(steps.loss_mask_N[segment.start : stop])):
+                place = position + int(sampled[-1])
         if stop > segment.start:
             kept.append(Segment(segment.start, stop, segment.live))
         position += segment.stop - segment.start
     row.segments = kept
     row.ends = {end for end in row.ends if end <= length}
+    if reward:
+        row.moved[place] = row.moved.get(place, 0.0) + reward
     return lost

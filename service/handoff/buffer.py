@@ -16,36 +16,46 @@ from service.clock import Clock
 from service.config.tree import Config
 from service.errors import RunFailed
 from service.handoff import events
-from service.handoff.accept import plan
+from service.handoff.accept import failed, kept, plan
 from service.handoff.admission import Admission
 from service.handoff.batch import CompleteGroup
-from service.handoff.form import Formed, Former, Forming
+from service.handoff.entry import shared
+from service.handoff.filters import filtered
+from service.handoff.form import Formed, Former, Forming, Unscored
 from service.handoff.journal import Journal
 from service.handoff.lengths import Lengths
 from service.handoff.lifecycle import UNFINISHED, USED, Group, GroupState
 from service.handoff.lookahead import Lookahead
 from service.handoff.prompts import Prompts
-from service.handoff.record import Record
-from service.handoff.score import returns
+from service.handoff.record import OnEnd, Record
 from service.handoff.status import BufferStatus
-from service.handoff.validate import Limits, refusal
+from service.handoff.validate import Limits, Routing, refusal
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.handoff.waits import Waits
-from service.handoff.wire import decode
+from service.handoff.wire import decode, encode
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, StepGroup
 
 RUN_END = "run_end"
+GROUP_DEADLINE = "group_deadline"
 
 
 class Buffer:
     """Prompts in, mini-batches out; single-threaded."""
 
     def __init__(
-        self, config: Config, vocab_size: int, prompt_uids: Sequence[str], journal: Journal, clock: Clock, seed: int
+        self,
+        config: Config,
+        vocab_size: int,
+        prompt_uids: Sequence[str],
+        journal: Journal,
+        clock: Clock,
+        seed: int,
+        routing: Routing | None = None,
     ) -> None:
+        """`routing`: which routed experts the model can replay; None: not known."""
         self._config = config
         self._clock = clock
-        self._limits = Limits.of(config, vocab_size)
+        self._limits = Limits.of(config, vocab_size, routing)
         self._prompts = Prompts(prompt_uids, seed, config.data.shuffle)
         self._lookahead = Lookahead(config, clock)
         self._admission = Admission(config, self._lookahead)
@@ -64,11 +74,16 @@ class Buffer:
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
     def claim(self, claim: Claim) -> Assignment | Wait | Refusal:
-        """A group for a generator: restarted trajectories first, then the next prompt if it is admitted."""
+        """A group for a generator: restarted trajectories first, then the next prompt if it is admitted.
+
+        A numbered claim that is asked again, because its answer was lost, gets what is left of the same work.
+        """
         if (fenced := self._fenced(claim.generator, claim.epoch)) is not None:
             return fenced
         if not self.ledger.published(claim.serving):
             return self._refuse(Refusal(RefusalReason.VERSION, "serving", claim.serving.step))
+        if claim.number in self.ledger.state.generators[claim.generator].given:
+            return self._given_before(claim)
         who = f"generator {claim.generator}"
         if (draining := self.ledger.state.draining) is not None:
             return self._waits.begin(who, WaitReason.DRAINED, f"no more prompts are issued: {draining}")
@@ -91,18 +106,24 @@ class Buffer:
         member = self.ledger.state.generators[sender.generator]
         if member.has(sender.sequence):
             self._duplicates += 1
-            return Receipt(member.position, duplicate=True)
-        made = refusal(message, self._limits) or plan(self.ledger, self._record.store, message)
+            return Receipt(max(member.position, self._lose_failed(message)), duplicate=True)
+        refused = refusal(message, self._limits)
+        entering = message if refused else shared(self.ledger, self._record.store, message)
+        made = refused or plan(self.ledger, self._record.store, entering)
         if isinstance(made, Refusal):
             self._restart_refused(message, made)
             return self._refuse(made)
         self._late += bool(made.superseded)
         if not made.fresh:
+            if lost := self._lose_failed(message):
+                return Receipt(lost, superseded=made.superseded)
             self._duplicates += not made.superseded
             return Receipt(member.position, not made.superseded, made.superseded)
-        position = self._record.accept(data, message, made)
+        if entering is not message:
+            data = encode(kept(entering, made))
+        position = self._record.accept(data, entering, made)
         self._filter(made.parts)
-        return Receipt(position, superseded=made.superseded)
+        return Receipt(max(position, self._lose_failed(message)), superseded=made.superseded)
 
     def lease(self, trainer_epoch: int) -> MiniBatch | Wait | Refusal:
         """The next mini-batch; the same one again while its lease is open."""
@@ -119,8 +140,17 @@ class Buffer:
             return self._waits.begin("trainer", *why)
         return self._former.begin(self._next_groups(), trainer_epoch)
 
-    def finish_lease(self, forming: Forming, formed: Formed) -> MiniBatch | Wait | Refusal:
-        """Give out what was formed; forms anew when the trainer or its version changed meanwhile."""
+    def finish_lease(self, forming: Forming, formed: Formed | Unscored) -> MiniBatch | Wait | Refusal:
+        """Give out what was formed; forms anew when the trainer or its version changed meanwhile.
+
+        A group to which the estimator gives no finite advantage is refused here, once and for all, not the mini-batch.
+        """
+        if isinstance(formed, Unscored):
+            groups = self.ledger.state.groups
+            for ordinal in formed.ordinals:
+                if ordinal in groups and groups[ordinal].state is GroupState.COMPLETE:
+                    self._record.add(events.Refused(ordinal, str(RefusalReason.ADVANTAGE)))
+            return self.lease(forming.trainer_epoch)
         batch = self._former.finish(forming, formed)
         if batch is None:
             return self.lease(forming.trainer_epoch)
@@ -143,12 +173,17 @@ class Buffer:
         return None
 
     def release(self, trainer_epoch: int, lease: int, reason: str) -> Refusal | None:
-        """Give a lease back; its groups wait again, or are refused when they have no life left."""
+        """Give a lease back; its groups wait again, or are refused when they have no life left.
+
+        Saying it twice is saying it once.
+        """
         if trainer_epoch != self.ledger.state.trainer_epoch:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_epoch", trainer_epoch))
-        if lease not in self.ledger.state.leases:
+        state = self.ledger.state
+        if lease in state.leases:
+            self._release(lease, reason)
+        elif lease == state.last_commit or not 0 < lease < state.next_lease:
             return self._refuse(Refusal(RefusalReason.LEASE, "lease", lease))
-        self._release(lease, reason)
         return None
 
     # -- around them --------------------------------------------------------------------------------------------------
@@ -201,6 +236,11 @@ class Buffer:
             for ordinal in list(self.ledger.unassigned):
                 self._record.add(events.Expired(ordinal, RUN_END))
 
+    def resume(self) -> None:
+        """A run that had come to its end goes on: prompts are issued again."""
+        if self.ledger.state.draining is not None:
+            self._record.add(events.Drained(None))
+
     def end(self) -> None:
         """The run is over: what no optimizer step used expires as `run_end`."""
         self.drain(RUN_END)
@@ -237,6 +277,10 @@ class Buffer:
         """The newest published version."""
         return self.ledger.history.current
 
+    def watch_ends(self, on_end: OnEnd) -> None:
+        """Tell of every group that ends without being trained."""
+        self._record.on_end = on_end
+
     def complete_group(self, ordinal: int) -> CompleteGroup:
         """The steps and ends of a group that is complete or leased."""
         return self._record.complete_group(ordinal)
@@ -259,6 +303,7 @@ class Buffer:
             frontier=ledger.frontier,
             next_slot=ledger.next_slot,
             lookahead=self._lookahead.value,
+            lengths=state.lengths.export(),
             length_distance=state.lengths.trajectory_distance(),
             token_length_distance=state.lengths.token_distance(),
             n_bytes=record.store.n_bytes,
@@ -266,8 +311,10 @@ class Buffer:
             waits=self._waits.current(),
             refused=dict(self._refused),
             restarts=dict(state.restarts),
+            given_up=dict(state.given_up),
             duplicates=self._duplicates,
             late=self._late,
+            journal_start=record.journal.start,
             journal_position=record.journal.position,
             journal_synced=record.journal.synced,
             draining=state.draining,
@@ -281,15 +328,33 @@ class Buffer:
             return self._refuse(Refusal(RefusalReason.FENCED, "epoch", epoch))
         return None
 
+    def _given_before(self, claim: Claim) -> Assignment | Wait:
+        """What a claim got when it was first asked, as far as its generator still holds it."""
+        ordinal, attempts = self.ledger.state.generators[claim.generator].given[claim.number]
+        held, groups = self.ledger.held[claim.generator], self.ledger.state.groups
+        samples = tuple(
+            sample
+            for sample, attempt in attempts.items()
+            if (ordinal, sample) in held and groups[ordinal].trajectories[sample].attempt == attempt
+        )
+        if not samples:
+            detail = f"claim {claim.number} was answered before and its work went on; the next claim is a new one"
+            return Wait(WaitReason.ANSWERED, detail, self._clock.monotonic())
+        return self._assignment(ordinal, samples)
+
+    def _assignment(self, ordinal: int, samples: tuple[int, ...]) -> Assignment:
+        group = self.ledger.state.groups[ordinal]
+        attempts = tuple(group.trajectories[sample].attempt for sample in samples)
+        return Assignment(ordinal, group.uid, group.row, samples, attempts)
+
     def _restarted_work(self, claim: Claim) -> Assignment | None:
         """Samples that start anew, for an engine that serves at least what their group was admitted with."""
         for ordinal in sorted(self.ledger.unassigned):
             group = self.ledger.state.groups[ordinal]
             if group.admitted <= claim.serving:
                 samples = tuple(sorted(self.ledger.unassigned[ordinal]))
-                self._record.add(events.Assigned(ordinal, samples, claim.generator, claim.epoch))
-                attempts = tuple(group.trajectories[sample].attempt for sample in samples)
-                return Assignment(ordinal, group.uid, group.row, samples, attempts)
+                self._record.add(events.Assigned(ordinal, samples, claim.generator, claim.epoch, claim.number))
+                return self._assignment(ordinal, samples)
         return None
 
     def _not_admitted(self, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
@@ -302,9 +367,8 @@ class Buffer:
         ordinal = self.ledger.state.next_ordinal
         row = self._prompts.row(ordinal)
         uid = self._prompts.uid(row)
-        self._record.add(events.Issued(ordinal, row, uid, claim.generator, claim.epoch, claim.serving))
-        samples = tuple(range(self.ledger.state.n_samples))
-        return Assignment(ordinal, uid, row, samples, (0,) * len(samples))
+        self._record.add(events.Issued(ordinal, row, uid, claim.generator, claim.epoch, claim.serving, claim.number))
+        return self._assignment(ordinal, tuple(range(self.ledger.state.n_samples)))
 
     def _restart(self, ordinal: int, samples: tuple[int, ...], reason: str) -> None:
         """New attempts for samples of a group, or its end when there are none left."""
@@ -315,6 +379,27 @@ class Buffer:
             self._record.add(events.Refused(ordinal, str(RefusalReason.MAX_ATTEMPTS)))
         else:
             self._record.add(events.Restarted(ordinal, samples, reason))
+
+    def _lose_failed(self, message: StepGroup) -> int:
+        """Attempts that the message says have failed start anew; returns the position that says so, 0 without any."""
+        position = 0
+        for ordinal, sample, reason in failed(self.ledger, message):
+            self._lose(ordinal, sample, reason)
+            position = self._record.journal.position
+        return position
+
+    def _lose(self, ordinal: int, sample: int, reason: str) -> None:
+        """A failure costs its own trajectory only: a new attempt, or when none is left the group goes on without it."""
+        trajectories = self.ledger.state.groups[ordinal].trajectories
+        others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]
+        draining = self.ledger.state.draining is not None
+        has_lives = trajectories[sample].attempt + 1 < self._config.buffer.max_attempts
+        # One trajectory alone has no baseline.
+        if (draining or not has_lives) and len(others) > 1:
+            self._record.add(events.Curtailed(ordinal, (sample,), reason))
+            self._filter([ordinal])
+        else:
+            self._restart(ordinal, (sample,), reason)
 
     def _end_overdue_groups(self, now: float) -> None:
         """What the configuration wants done about groups that take too long; by default nothing."""
@@ -336,10 +421,10 @@ class Buffer:
             self._config.buffer.on_group_deadline == "train_partial" and len(group.trajectories) - len(open_samples) > 1
         )
         if partial:
-            self._record.add(events.Curtailed(ordinal, open_samples))
+            self._record.add(events.Curtailed(ordinal, open_samples, GROUP_DEADLINE))
             self._filter([ordinal])
         else:
-            self._record.add(events.Expired(ordinal, "group_deadline"))
+            self._record.add(events.Expired(ordinal, GROUP_DEADLINE))
 
     def _restart_refused(self, message: StepGroup, refused: Refusal) -> None:
         """A trajectory whose own message is refused cannot become whole; it starts anew at once."""
@@ -351,16 +436,13 @@ class Buffer:
             self._restart(ordinal, (sample,), f"refused_{refused.reason}")
 
     def _filter(self, ordinals: Iterable[int]) -> None:
-        """Complete groups without signal end here; they vacate their slots."""
-        if not self._config.algorithm.filter_zero_variance:
+        """Complete groups that a filter takes end here; they vacate their slots."""
+        algorithm, groups = self._config.algorithm, self.ledger.state.groups
+        if not algorithm.filter_zero_variance and algorithm.filter_over_long is None:
             return
-        groups = self.ledger.state.groups
         for ordinal in [o for o in ordinals if groups[o].state is GroupState.COMPLETE]:
-            group = self._record.complete_group(ordinal)
-            returns_G = returns(group.steps, group.ends, self._config.algorithm.returns)
-            if (returns_G == returns_G[0]).all():
-                count, passed = len(returns_G), bool((returns_G > 0).any())
-                self._record.add(events.Filtered(ordinal, "zero_variance", count, float(returns_G.sum()), passed))
+            if (ended := filtered(self._record.complete_group(ordinal), algorithm)) is not None:
+                self._record.add(ended)
 
     def _next_groups(self) -> tuple[int, ...]:
         """The groups of the next mini-batch, in the configured order."""

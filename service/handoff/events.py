@@ -61,6 +61,8 @@ class Issued(Event, frozen=True):
     generator: str
     epoch: int
     admitted: PolicyVersion
+    claim: int = 0
+    """The number of the claim that it answers; 0: the claim had none."""
 
 
 class Assigned(Event, frozen=True):
@@ -70,6 +72,7 @@ class Assigned(Event, frozen=True):
     samples: tuple[int, ...]
     generator: str
     epoch: int
+    claim: int = 0
 
 
 class Restarted(Event, frozen=True):
@@ -91,10 +94,11 @@ class Filtered(Event, frozen=True):
 
 
 class Curtailed(Event, frozen=True):
-    """A group goes on without the samples that its deadline found unfinished."""
+    """A group goes on without samples: its deadline found them unfinished, or their last attempts failed."""
 
     ordinal: int
     samples: tuple[int, ...]
+    reason: str = "group_deadline"
 
 
 class Refused(Event, frozen=True):
@@ -147,9 +151,9 @@ class Covered(Event, frozen=True):
 
 
 class Drained(Event, frozen=True):
-    """Nothing more is issued."""
+    """Nothing more is issued; or, without a reason, prompts are issued again."""
 
-    reason: str
+    reason: str | None
 
 
 class Fresh(NamedTuple):
@@ -175,7 +179,12 @@ class StepsAccepted(NamedTuple):
     fresh: Sequence[Fresh]
     position: int
     """Where the journal has to be synced to."""
+    routing: tuple[int, ...] | None = None
+    """(layers, topk) of the routed experts, if it has some."""
 
+
+GroupEnd = Filtered | Refused | Expired
+"""A group ends without having been trained."""
 
 Journalled = (
     Opened

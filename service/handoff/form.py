@@ -14,6 +14,7 @@ from service.handoff import events
 from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.lifecycle import GroupState, Lost
 from service.handoff.record import Record
+from service.handoff.score import NotScored, estimator_named
 from service.handoff.versions import VersionHistory
 from service.types import MiniBatch, PolicyVersion, Steps
 
@@ -32,6 +33,12 @@ class Formed(NamedTuple):
         return events.Leased(self.batch.lease, trainer_epoch, self.batch.groups, self.loss_tokens, self.stale_tokens)
 
 
+class Unscored(NamedTuple):
+    """Why there is no mini-batch: groups to which the estimator gave no finite advantage."""
+
+    ordinals: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Forming:
     """A mini-batch that is being formed: everything it needs, so that `run` may take place in another thread."""
@@ -41,13 +48,20 @@ class Forming:
     version: PolicyVersion
     """The version that the mini-batch is trained on."""
     groups: list[CompleteGroup]
-    filtered: Lost
     history: VersionHistory
     settings: BatchSettings
 
-    def run(self) -> Formed:
+    def run(self) -> Formed | Unscored:
         """Merge, score, mask and pack; reads only what is here."""
-        batch = formed(self.lease, self.groups, self.history, self.settings, self.filtered)
+        try:
+            return self.formed()
+        except NotScored as error:
+            ordinal_G = [group.ordinal for group in self.groups for _ in range(len(group.ends))]
+            return Unscored(tuple(dict.fromkeys(ordinal_G[g] for g in error.trajectories)))
+
+    def formed(self) -> Formed:
+        """As `run`, for a mini-batch that was scored before."""
+        batch = form_mini_batch(self.lease, self.groups, self.history, self.settings)
         starts_P = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(1, len(self.groups)))
         loss = tuple(tuple(loss_G.tolist()) for loss_G in np.split(batch.loss_tokens_G, starts_P))
         return Formed(batch, loss, tuple(self._stale_tokens(group.steps) for group in self.groups))
@@ -65,12 +79,20 @@ class Former:
     def __init__(self, config: Config, record: Record) -> None:
         self._record = record
         self._settings = BatchSettings.of(config)
+        estimator_named(self._settings.estimator)  # one that is not there ends the run now, not at the first lease
         self._last: MiniBatch | None = None
 
     def begin(self, ordinals: tuple[int, ...], trainer_epoch: int) -> Forming:
-        """Collect what the mini-batch of the next lease needs."""
+        """Collect what the mini-batch of the next lease needs.
+
+        Raises:
+            ValueError: a group is not complete; it would be formed again for ever.
+        """
         state = self._record.ledger.state
-        return self._forming(state.next_lease, trainer_epoch, ordinals, state.filtered)
+        for ordinal in ordinals:
+            if state.groups[ordinal].state is not GroupState.COMPLETE:
+                raise ValueError(f"group {ordinal} is to be leased and is {state.groups[ordinal].state}")
+        return self._forming(state.next_lease, trainer_epoch, ordinals)
 
     def finish(self, forming: Forming, made: Formed) -> MiniBatch | None:
         """Give the mini-batch out; None when something changed while it was being formed."""
@@ -82,29 +104,35 @@ class Former:
             for group in forming.groups
         ):
             return None
+        # Filters may have removed more while it was being formed.
+        self._last = _after_filters(made.batch, forming.groups, copy(ledger.state.filtered))
         self._record.add(made.leased(forming.trainer_epoch))
-        self._last = made.batch
-        return made.batch
+        return self._last
 
     def again(self, lease: int) -> MiniBatch:
         """The mini-batch of the open lease, which is formed anew after a restart."""
         if self._last is None or self._last.lease != lease:
             held = self._record.ledger.state.leases[lease]
-            self._last = self._forming(lease, held.trainer_epoch, held.ordinals, held.filtered).run().batch
+            forming = self._forming(lease, held.trainer_epoch, held.ordinals)
+            self._last = _after_filters(forming.formed().batch, forming.groups, held.filtered)
         return self._last
 
-    def _forming(self, lease: int, trainer_epoch: int, ordinals: tuple[int, ...], filtered: Lost) -> Forming:
+    def _forming(self, lease: int, trainer_epoch: int, ordinals: tuple[int, ...]) -> Forming:
         history = self._record.ledger.history
         groups = [self._record.complete_group(ordinal) for ordinal in ordinals]
-        return Forming(lease, trainer_epoch, history.current, groups, copy(filtered), history, self._settings)
+        return Forming(lease, trainer_epoch, history.current, groups, history, self._settings)
 
 
 def formed(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings, lost: Lost
 ) -> MiniBatch:
     """The mini-batch of these groups, whose facts also cover what filters removed before it."""
-    batch = form_mini_batch(lease, groups, history, settings)
-    return replace(batch, facts=with_lost(batch.facts, len(groups), sum(len(group.ends) for group in groups), lost))
+    return _after_filters(form_mini_batch(lease, groups, history, settings), groups, lost)
+
+
+def _after_filters(batch: MiniBatch, groups: Sequence[CompleteGroup], lost: Lost) -> MiniBatch:
+    facts = with_lost(batch.facts, len(groups), sum(len(group.ends) for group in groups), lost)
+    return replace(batch, facts=facts)
 
 
 def with_lost(facts: dict[str, float], n_groups: int, n_trajectories: int, lost: Lost) -> dict[str, float]:

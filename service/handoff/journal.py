@@ -1,8 +1,11 @@
 """The append-only journal: what it acknowledged survives kill -9 of everything.
 
 Frames (`service.handoff.frames`) lie in segments: files named by the position of their first byte, each but the first
-beginning with a snapshot, so that old ones can be removed. A frame that cannot be read is a torn tail when nothing
-valid behind it says that it had been synced (the tail is cut), and damage otherwise (the journal refuses to start).
+beginning with a snapshot, so that old ones can be removed.
+
+Only the last segment can have a torn tail: a frame that cannot be read, with nothing valid behind it that says that it
+had been synced. It is cut. Every other frame had been synced when a later segment began, or when the segments before
+its own were removed: one of those that cannot be read is damage, and the journal refuses to start, changing nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import NamedTuple
 
 from service.clock import Clock
 from service.errors import JournalError
-from service.handoff.disk import Buffer, Disk, LocalDisk
+from service.handoff.disk import Buffer, Disk, File, LocalDisk
 from service.handoff.frames import Frame, Segment, frame_bytes, frames, has_data, synced_later
 
 ALLOCATION_BYTES = 1 << 20
@@ -123,13 +126,11 @@ class Journal:
             rounded = -(-wanted // ALLOCATION_BYTES) * ALLOCATION_BYTES
             for size in (rounded, wanted):
                 try:
-                    active.file.allocate(size)
+                    if _allocated(active.file, size):
+                        self._allocated = size
+                        return True
                 except OSError as error:
-                    if error.errno not in FULL:
-                        raise JournalError(f"{active.path}: cannot allocate {size} bytes: {error}") from error
-                else:
-                    self._allocated = size
-                    return True
+                    raise JournalError(f"{active.path}: cannot allocate {size} bytes: {error}") from error
             return False
 
     def freed_below(self, position: int) -> int:
@@ -145,15 +146,14 @@ class Journal:
         """All frames so far, oldest first; cuts a torn tail; the journal takes new frames when this is exhausted."""
         self._open_segments()
         self.position = self.start
-        for index, segment in enumerate(self._segments):
-            if segment.start != self.position:
-                raise JournalError(
-                    f"{segment.path}: begins at {segment.start}, expected {self.position}; a file is missing"
-                )
+        for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
             for frame in frames(segment):
                 self.position = frame.end
                 yield frame
-            self._end_of(segment, is_last=index == len(self._segments) - 1)
+            if following is not None:
+                self._check_end(segment, following)
+            else:
+                self._cut_tail(segment)
         self.synced = self.position
         self._segment_position = self._segments[-1].start
         self._ready = True
@@ -182,19 +182,41 @@ class Journal:
             path = self.folder / name
             self._segments.append(Segment(int(path.stem), self._disk.open(path), path))
 
-    def _end_of(self, segment: Segment, is_last: bool) -> None:
-        """Tell an end, a torn tail and damage apart where no further frame of the segment can be read."""
-        offset, size = self.position - segment.start, segment.file.size()
-        self._allocated = offset
-        if offset == size or not has_data(segment.file, offset):
+    def _check_end(self, segment: Segment, following: Segment) -> None:
+        """Everything in a segment was synced before the next one began; only its reserved space may still be there."""
+        offset = self.position - segment.start
+        if has_data(segment.file, offset):
+            raise self._damaged(segment)
+        if self.position == following.start:
             segment.file.truncate(offset)
             return
-        if not is_last or synced_later(segment, offset) > self.position:
-            raise JournalError(
-                f"{segment.path}: damaged at byte {offset} (position {self.position}); refusing to start"
-            )
-        log.warning("%s: cut a torn tail of %d bytes at byte %d", segment.path, size - offset, offset)
-        segment.file.truncate(offset)
+        raise JournalError(
+            f"{following.path}: begins at {following.start}, expected {self.position}; a file is missing, or the end "
+            f"of {segment.path.name} is; refusing to start"
+        )
+
+    def _cut_tail(self, segment: Segment) -> None:
+        """Tell an end, a torn tail and damage apart where no further frame of the last segment can be read."""
+        offset, size = self.position - segment.start, segment.file.size()
+        # The segments before the oldest one were removed when its snapshot had been synced.
+        if offset == 0 and segment.start == self.start > 0:
+            raise self._damaged(segment)
+        if offset < size and has_data(segment.file, offset):
+            if synced_later(segment, offset) > self.position:
+                raise self._damaged(segment)
+            log.warning("%s: cut a torn tail of %d bytes at byte %d", segment.path, size - offset, offset)
+            segment.file.truncate(offset)
+        self._allocated = size
+        if not _allocated(segment.file, size):
+            segment.file.truncate(offset)
+            self._allocated = offset
+
+    def _damaged(self, segment: Segment) -> JournalError:
+        offset = self.position - segment.start
+        return JournalError(
+            f"{segment.path}: damaged at byte {offset} (position {self.position}); refusing to start. Bring the file "
+            "back from a copy, or begin a new run"
+        )
 
     def _write(self, batch: list[_Queued]) -> bool:
         if batch[0].begins_segment:
@@ -220,24 +242,18 @@ class Journal:
         return True
 
     def _begin_segment(self, start: int) -> None:
-        """Go on in a new file with as much reserved space as the old one has left; stay in it when the disk is full."""
+        """Go on in a new file with as much reserved space as the old one has left."""
         with self._segments_lock:
             active = self._segments[-1]
             if active.start == start:
                 return
             path = self.folder / _segment_name(start)
-            reserved = max(self._allocated - (start - active.start), 0)
             file = self._disk.open(path)
             try:
-                if reserved:
-                    file.allocate(reserved)
+                reserved = _move_reserve(active.file, start - active.start, file, self._allocated)
             except OSError as error:
                 file.close()
-                self._disk.remove(path)
-                if error.errno not in FULL:
-                    raise JournalError(f"{path}: cannot begin a segment: {error}") from error
-                return
-            active.file.truncate(start - active.start)
+                raise JournalError(f"{path}: cannot begin a segment: {error}") from error
             self._segments.append(Segment(start, file, path))
             self._allocated = reserved
 
@@ -250,6 +266,37 @@ class Journal:
                 self._disk.move(oldest.path, self.folder / KEPT / oldest.path.name)
             else:
                 self._disk.remove(oldest.path)
+
+
+def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
+    """Cut a file to what it uses, and reserve as much in a new one as it had reserved beyond; returns how much that is.
+
+    On a full disk the space goes over piece by piece. What another process takes meanwhile is missing: what was to be
+    written there waits until the disk has room again.
+    """
+    wanted = moved = max(allocated - used, 0)
+    if not _allocated(new, wanted):
+        moved = 0
+        while moved < wanted:
+            more = min(moved + ALLOCATION_BYTES, wanted)
+            old.truncate(used + wanted - more)
+            if not _allocated(new, more):
+                break
+            moved = more
+    old.truncate(used)
+    return moved
+
+
+def _allocated(file: File, size: int) -> bool:
+    """Whether a file's first `size` bytes have their place on the disk now."""
+    try:
+        if size:
+            file.allocate(size)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return False
+    return True
 
 
 def _segment_name(start: int) -> str:

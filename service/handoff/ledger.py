@@ -134,7 +134,9 @@ class Ledger:
         self.state.next_ordinal = event.ordinal + 1
         self.in_state[GroupState.ISSUED] += 1
         self.slots[event.ordinal] = None
-        self.held[event.generator].update((event.ordinal, sample) for sample in range(self.state.n_samples))
+        attempts = dict.fromkeys(range(self.state.n_samples), 0)
+        self.held[event.generator].update((event.ordinal, sample) for sample in attempts)
+        self.state.generators[event.generator].note_given(event.claim, event.ordinal, attempts)
 
     def _assigned(self, event: events.Assigned) -> None:
         group = self.state.groups[event.ordinal]
@@ -143,9 +145,12 @@ class Ledger:
             group.trajectories[sample].epoch = event.epoch
             self.held[event.generator].add((event.ordinal, sample))
         self._no_longer_unassigned(event.ordinal, event.samples)
+        attempts = {sample: group.trajectories[sample].attempt for sample in event.samples}
+        self.state.generators[event.generator].note_given(event.claim, event.ordinal, attempts)
 
     def _accepted(self, event: events.StepsAccepted) -> None:
         self.state.generators[event.sender.generator].note(event.sender.sequence, event.position)
+        self.state.routing = self.state.routing or event.routing
         for fresh in event.fresh:
             group = self.state.groups[fresh.ordinal]
             trajectory = group.trajectories[fresh.sample]
@@ -196,7 +201,9 @@ class Ledger:
             if trajectory.generator is not None:
                 self.held[trajectory.generator].discard((event.ordinal, sample))
             group.trajectories[sample] = Trajectory(None, 0, trajectory.attempt, given_up=True)
-        self.unassigned.pop(event.ordinal, None)
+        if event.ordinal in self.unassigned:
+            self._no_longer_unassigned(event.ordinal, event.samples)
+        self.state.given_up[event.reason] = self.state.given_up.get(event.reason, 0) + len(event.samples)
         self._complete_when_all_are(event.ordinal, group)
 
     # -- ends without training ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ A trajectory of n sampled tokens falls into bucket `n.bit_length()`: 0 | 1 | 2 3
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
 BUCKETS = 33
@@ -25,7 +25,7 @@ class Lengths:
     trained: list[int] = field(default_factory=_zeros)
     """Trajectories that an optimizer step used."""
     given_up: list[int] = field(default_factory=_zeros)
-    """Trajectories that their group's deadline cut off."""
+    """Trajectories that their group went on without."""
     generated_tokens: list[int] = field(default_factory=_zeros)
     """Sampled tokens of the generated trajectories."""
     loss_tokens: list[int] = field(default_factory=_zeros)
@@ -45,6 +45,12 @@ class Lengths:
     def note_given_up(self, tokens: int) -> None:
         """A trajectory was cut off after so many tokens."""
         self.given_up[bucket(tokens)] += 1
+
+    def export(self) -> dict[str, list[int]]:
+        """The counts by name, without the empty buckets at the end: `[5, 1, 2]` is 5 of 0, 1 of 1, 2 of 2 to 3."""
+        counts = {field.name: getattr(self, field.name) for field in fields(self)}
+        used = max((place + 1 for of in counts.values() for place, count in enumerate(of) if count), default=0)
+        return {name: of[:used] for name, of in counts.items()}
 
     def trajectory_distance(self) -> float:
         """How far trained lengths are from generated ones."""

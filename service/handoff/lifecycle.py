@@ -67,6 +67,7 @@ class Fate(StrEnum):
     FILTERED = "filtered"
     REFUSED = "refused"
     EXPIRED = "expired"
+    """Its group expired, or went on without its trajectory."""
     SUPERSEDED = "superseded"
     """A newer attempt of its trajectory replaced it."""
     ROLLED_BACK = "rolled_back"
@@ -154,6 +155,13 @@ class Group:
         return self.tokens - self.loss_tokens - self.stale_tokens
 
 
+MESSAGES_REMEMBERED = 256
+"""Messages behind a gap in a generator's numbers that are known by their number alone."""
+
+CLAIMS_REMEMBERED = 64
+"""A generator has one or two claims on their way at once; Ray repeats one whose answer was lost."""
+
+
 @dataclass(slots=True)
 class Member:
     """A generator as the buffer knows it."""
@@ -163,12 +171,21 @@ class Member:
     received_below: int = 0
     """Every message with a smaller sequence number was received."""
     received: set[int] = field(default_factory=set)
-    """Further sequence numbers that were received."""
+    """Further sequence numbers that were received; the newest ones, for a refused message leaves a gap for good."""
     position: int = 0
     """Where the journal has to be synced to for its last message."""
+    given: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)
+    """What its newest claims got, by their numbers: the ordinal, and the attempt of each sample."""
+
+    def note_given(self, claim: int, ordinal: int, attempts: dict[int, int]) -> None:
+        """Remember what a numbered claim got."""
+        if claim:
+            self.given[claim] = (ordinal, attempts)
+            if len(self.given) > CLAIMS_REMEMBERED:
+                del self.given[min(self.given)]
 
     def has(self, sequence: int) -> bool:
-        """Whether that message was received."""
+        """Whether that message was received; False also for one long ago, whose steps are then known one by one."""
         return sequence < self.received_below or sequence in self.received
 
     def note(self, sequence: int, position: int) -> None:
@@ -177,6 +194,8 @@ class Member:
         while self.received_below in self.received:
             self.received.remove(self.received_below)
             self.received_below += 1
+        if len(self.received) > MESSAGES_REMEMBERED:
+            self.received.remove(min(self.received))
         self.position = position
 
 

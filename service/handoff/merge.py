@@ -13,17 +13,17 @@ neither have log-probabilities, because a row has one of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.handoff.branches import Drift, Mode, Rule, branching_rows
+from service.handoff.branches import Drift, Mode, Rule, branching_rows, check_choice
 from service.handoff.columns import lengths_of, offsets_of
-from service.handoff.prefix import assembled, check_chain, in_order, total_lengths, whole_prompts
+from service.handoff.prefix import assembled, check_chain, in_order, name_of, total_lengths, whole_prompts
 from service.handoff.tables import row_objects, steps_table, with_token_rewards
-from service.types import ROUTE_NATIVELY, Bools, Int16s, Int64s, Row, Rows, Step, Steps
+from service.types import ROUTE_NATIVELY, Bools, Float32s, Int16s, Int64s, Row, Rows, Step, Steps
 
 
 class Merged(NamedTuple):
@@ -45,10 +45,18 @@ class Plan(NamedTuple):
     """The item that begins the segment's row."""
     last_K: Int64s
     """[K] at a row's first item, its last item."""
+    moved: tuple[tuple[int, int, float], ...] = ()
+    """(item that begins a row, place in the row, reward that moved there)."""
 
 
-def merge_steps(steps: Sequence[Step], mode: Mode = "linear", drift: Drift = "fork") -> list[Row]:
+def merge_steps(steps: Iterable[Step], mode: Mode = "linear", drift: Drift = "fork") -> list[Row]:
     """The rows of any number of trajectories, in order of each trajectory's first appearance, then of steps.
+
+    A reward stands on its step's last response token, so one of a step without response tokens is in no `Row.rewards`.
+
+    Raises:
+        ValueError: a trajectory has two prompts, or lacks a step before its last; a step came twice, and not the same;
+            what a step extends is not there; an unknown `mode` or `drift`.
 
     >>> from service.types import TrajectoryId
     >>> def step(index, prompt, response):
@@ -59,15 +67,18 @@ def merge_steps(steps: Sequence[Step], mode: Mode = "linear", drift: Drift = "fo
     >>> row.prompt_ids.tolist(), row.response_ids.tolist(), row.loss_mask.astype(int).tolist()
     ([10, 20, 30], [40, 50, 60, 70, 80, 90], [1, 1, 0, 0, 1, 1])
     """
-    if not steps:
+    if not (listed := list(steps)):
         return []
-    table = steps_table(steps)
+    table = steps_table(listed)
+    check_whole(table)
     rows = merge(with_token_rewards(table), mode, drift).rows
     return row_objects(rows if table.token_rewards_N is None else replace(rows, reward_R=None))
 
 
 def merge(steps: Steps, mode: Mode = "linear", drift: Drift = "fork", max_drift_tokens: int = 16) -> Merged:
     """Merge all trajectories of a table; steps may come in any order, and identical duplicates count once."""
+    check_choice("mode", mode, Mode)
+    check_choice("drift", drift, Drift)
     steps, number_K = in_order(steps)
     first_K = np.ones(len(steps), np.bool_)
     first_K[1:] = number_K[1:] != number_K[:-1]
@@ -80,6 +91,19 @@ def merge(steps: Steps, mode: Mode = "linear", drift: Drift = "fork", max_drift_
     counts |= {"steps": len(steps), "rows": len(rows)}
     counts |= {"tokens_before": int(total_lengths(steps).sum()), "tokens_after": len(rows.token_ids_N)}
     return Merged(rows, counts)
+
+
+def check_whole(steps: Steps) -> None:
+    """ValueError unless each trajectory is of one prompt, and has every step before its last."""
+    steps, number_K = in_order(steps)
+    first_K = np.ones(len(steps), np.bool_)
+    first_K[1:] = number_K[1:] != number_K[:-1]
+    start_K = np.maximum.accumulate(np.where(first_K, np.arange(len(steps)), 0))
+    for k in np.flatnonzero(steps.uid_K != steps.uid_K[start_K])[:1].tolist():
+        one, other = steps.uids[steps.uid_K[start_K[k]]], steps.uids[steps.uid_K[k]]
+        raise ValueError(f"{name_of(steps, k)} is of prompt {other!r}, but its trajectory began with {one!r}")
+    for k in np.flatnonzero(steps.index_K != np.arange(len(steps)) - start_K)[:1].tolist():
+        raise ValueError(f"{name_of(steps, k)} is there, but step {k - start_K[k]} before it is not")
 
 
 def _one_row_a_step(steps: Steps) -> Plan:
@@ -108,14 +132,16 @@ def _with_branches(
     """The plan of the chains, and that of the trajectories that branch."""
     bounds_G = np.append(np.flatnonzero(first_K), len(steps))
     segments: list[tuple[Any, ...]] = [plan[:4]]
+    moved: list[tuple[int, int, float]] = []
     for g in np.flatnonzero(~chained_K[bounds_G[:-1]]).tolist():
         for row in branching_rows(steps, int(bounds_G[g]), int(bounds_G[g + 1]), rule, counts):
             plan.last_K[row.steps[0]] = row.steps[-1]
+            moved += [(row.steps[0], place, reward) for place, reward in row.moved.items()]
             start_S, stop_S, live_S = np.array(row.segments, np.int64).reshape(-1, 3).T
             segments.append((start_S, stop_S, live_S.astype(np.bool_), np.full(len(start_S), row.steps[0], np.int64)))
     start_S, stop_S, live_S, row_S = (np.concatenate(columns) for columns in zip(*segments, strict=True))
     order = np.argsort(row_S, kind="stable")
-    return Plan(start_S[order], stop_S[order], live_S[order], row_S[order], plan.last_K)
+    return Plan(start_S[order], stop_S[order], live_S[order], row_S[order], plan.last_K, tuple(moved))
 
 
 def _chains(steps: Steps, first_K: Bools, number_K: Int64s) -> tuple[Bools, Int64s]:
@@ -164,6 +190,9 @@ def _rows(steps: Steps, plan: Plan) -> Rows:
     last_R = plan.last_K[first_R]
     response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     columns = assembled(steps, plan.start_S, plan.stop_S, plan.live_S)
+    offsets_R = offsets_of(np.add.reduceat(length_S, begin_R) if len(begin_R) else length_S)
+    if plan.moved and steps.token_rewards_N is not None:
+        columns["token_rewards_N"] = _with_moved(columns["token_rewards_N"], offsets_R, first_R, plan)
     if steps.routed_experts_N is not None:
         columns["routed_experts_N"] = _observations_routed_natively(steps, plan, columns["routed_experts_N"])
     return Rows(
@@ -179,10 +208,18 @@ def _rows(steps: Steps, plan: Plan) -> Rows:
         temperature_R=steps.temperature_K[first_R],
         has_logprobs_R=steps.has_logprobs_K[first_R],
         prompt_length_R=(total_lengths(steps) - response_K)[first_R].astype(np.int32),
-        offsets_R=offsets_of(np.add.reduceat(length_S, begin_R) if len(begin_R) else length_S),
+        offsets_R=offsets_R,
         reward_R=steps.reward_K[last_R],
         **columns,
     )
+
+
+def _with_moved(rewards_N: Float32s, offsets_R: Int64s, first_R: Int64s, plan: Plan) -> Float32s:
+    """Rewards of rows with those that realigning moved."""
+    rewards_N = rewards_N.copy()
+    for item, place, reward in plan.moved:
+        rewards_N[offsets_R[np.searchsorted(first_R, item)] + place] += reward
+    return rewards_N
 
 
 def _observations_routed_natively(steps: Steps, plan: Plan, experts_N: Int16s) -> Int16s:

@@ -1,7 +1,8 @@
 """Rows onto ranks and into micro-batches.
 
-All rows of a trajectory go to one rank; every rank gets the same number of micro-batches, each within the token budget;
-a micro-batch that only evens out the number is a dummy. In the padded layout a micro-batch takes rows x longest row.
+All rows of a trajectory go to one rank; every rank gets the same number of micro-batches, each within the token budget
+(a longer row fills one alone); a micro-batch that only evens out the number is a dummy. In the padded layout a
+micro-batch takes rows x longest row.
 
     trajectories of 6 5 4 3 tokens, 2 ranks, budget 6   ->   rank 0: [6] [3]     rank 1: [5] [4]
 """
@@ -44,7 +45,7 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
     for row, rank in enumerate(rank_G[trajectory_R].tolist()):
         rows_of_rank[rank].append(row)
     needed = [max(1, -(-sum(lengths[row] for row in rows) // budget)) for rows in rows_of_rank]
-    bins = [pack_bins(rows, lengths, budget, max(needed), layout) for rows in rows_of_rank]
+    bins = [_packed(rows, lengths, budget, max(needed), layout) for rows in rows_of_rank]
     count = max(len(rank) for rank in bins)
     bins = [_evened(rank, rows, lengths, budget, count, layout) for rank, rows in zip(bins, rows_of_rank, strict=True)]
     load = [sum(lengths[row] for row in rows) for rows in rows_of_rank]
@@ -56,7 +57,7 @@ def _evened(
     bins: list[list[int]], rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout
 ) -> list[list[int]]:
     """A rank's rows in exactly `count` bins: spread over all where that works, else with empty ones at the end."""
-    spread = bins if len(bins) == count else pack_bins(rows, lengths, budget, count, layout)
+    spread = bins if len(bins) == count else _packed(rows, lengths, budget, count, layout)
     return spread if len(spread) == count else bins + [[] for _ in range(count - len(bins))]
 
 
@@ -111,6 +112,34 @@ def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
     for part, items in enumerate(heap[0][3]):
         part_G[items] = part
     return part_G
+
+
+def _packed(rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
+    """Rows in bins that are alike; where that takes more than `count`, as few as either way of packing finds."""
+    alike = pack_bins(rows, lengths, budget, count, layout)
+    return alike if len(alike) <= count else min(alike, first_fit(rows, lengths, budget, layout), key=len)
+
+
+def first_fit(rows: Sequence[int], lengths: Sequence[int], budget: int, layout: Layout) -> list[list[int]]:
+    """Rows into few bins within the budget: longest first, into the first bin that has room.
+
+    >>> first_fit(range(4), [6, 5, 5, 4], 10, "packed")
+    [[0, 3], [1, 2]]
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda r: -lengths[r]):
+        for b, left in enumerate(room):
+            size = lengths[row] if layout == "packed" else lengths[bins[b][0]]  # the longest comes first
+            if size <= left:
+                break
+        else:
+            b, size = len(bins), lengths[row]
+            bins.append([])
+            room.append(budget)
+        bins[b].append(row)
+        room[b] -= size
+    return bins
 
 
 def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:

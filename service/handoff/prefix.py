@@ -7,7 +7,10 @@ step 1  extends step 0 by 5 tokens, prompt [60 70]                the shared for
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +18,9 @@ import xxhash
 
 from service.handoff.columns import copy_segments, lengths_of, offsets_of, trajectories
 from service.handoff.digest import digest, token_bytes
-from service.handoff.tables import TOKEN_COLUMNS, concat_steps, same_step, select_steps
-from service.types import NO_VERSION, Bools, Int32s, Int64s, Steps, TrajectoryId, Uint64s
+from service.handoff.same import Tokens, same_step
+from service.handoff.tables import TOKEN_COLUMNS, concat_steps, select_steps
+from service.types import NO_VERSION, Bools, Extension, Int16s, Int32s, Int64s, Steps, TrajectoryId, Uint64s
 
 CONTEXT_FILL = {"logprobs_N": 0, "loss_mask_N": False, "versions_N": NO_VERSION, "token_rewards_N": 0}
 """What a token has that stands in a row as context only."""
@@ -94,21 +98,64 @@ def total_lengths(steps: Steps) -> Int64s:
 
 
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
-    """Steps by trajectory (in order of first appearance), then by index, each once; and each one's trajectory."""
-    number_K, _ = trajectories(steps.ordinal_K, steps.sample_K, steps.attempt_K)
-    same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
-    if (next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all():
+    """Steps by trajectory (in order of first appearance), then by index, each once; and each one's trajectory.
+
+    Raises:
+        ValueError: one step came twice, and not the same.
+    """
+    steps, number_K, again_K = _sorted(steps)
+    if not again_K.any():
         return steps, number_K
-    order = np.lexsort((steps.index_K, number_K))
-    steps, number_K = select_steps(steps, order), number_K[order]
-    again = np.flatnonzero((np.diff(number_K) == 0) & (np.diff(steps.index_K) == 0)) + 1
-    if not len(again):
-        return steps, number_K
-    for k in again.tolist():
-        if not same_step(steps, k - 1, steps, k):
+    for k, same in _repetitions(steps, number_K, again_K):
+        if not same:
             raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
-    once = np.setdiff1d(np.arange(len(steps)), again)
-    return select_steps(steps, once), number_K[once]
+    return select_steps(steps, np.flatnonzero(~again_K)), number_K[~again_K]
+
+
+def contradiction(steps: Steps) -> str | None:
+    """The first step that came twice and not the same; None also where the steps that would tell are not here."""
+    steps, number_K, again_K = _sorted(steps)
+    if again_K.any():
+        for k, same in _repetitions(steps, number_K, again_K):
+            if same is False:
+                return f"{name_of(steps, k)} came twice, and not the same"
+    return None
+
+
+def _sorted(steps: Steps) -> tuple[Steps, Int64s, Bools]:
+    """Steps by trajectory, then by index, in order of arrival; each one's trajectory, and whether it came before."""
+    number_K, _ = trajectories(steps.ordinal_K, steps.sample_K, steps.attempt_K)
+    again_K = np.zeros(len(steps), np.bool_)
+    same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
+    if not ((next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all()):
+        order = np.lexsort((steps.index_K, number_K))
+        steps, number_K = select_steps(steps, order), number_K[order]
+        again_K[1:] = (np.diff(number_K) == 0) & (np.diff(steps.index_K) == 0)
+    return steps, number_K, again_K
+
+
+def _repetitions(steps: Steps, number_K: Int64s, again_K: Bools) -> Iterator[tuple[int, bool | None]]:
+    """Each item that came before, and whether it is the same as then; None where that cannot be told."""
+    first_K = np.maximum.accumulate(np.where(again_K, 0, np.arange(len(steps))))
+
+    @lru_cache(maxsize=1)
+    def history(number: int) -> History:
+        return known_history(steps, np.flatnonzero((number_K == number) & ~again_K).tolist())
+
+    def tokens_of(number: int) -> Tokens:
+        return lambda index: history(number).tokens.get(index)
+
+    for k in np.flatnonzero(again_K).tolist():
+        yield k, same_step(steps, int(first_K[k]), steps, k, tokens_of(int(number_K[k])))
+
+
+def known_history(steps: Steps, items: list[int]) -> History:
+    """The tokens of a trajectory's steps, by index, as far as what they extend is there."""
+    history = History(steps)
+    for k in items:
+        with suppress(PrefixError):  # what it extends may arrive later, or be refused when the trajectory is complete
+            history.add(k)
+    return history
 
 
 def check_references(steps: Steps) -> None:
@@ -137,46 +184,66 @@ def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
         chain.update(view[offsets[k] : offsets[k + 1]])
 
 
-def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
+def share_prefixes(steps: Steps, known: Steps | None = None, wanted_K: Bools | None = None) -> Steps:
     """Let each full-prompt step carry only what the step before it, or else the nearest earlier one, lacks.
 
-    `known` are steps of the same trajectories that came before; what is shared with no earlier step stays full.
+    `known` are steps of the same trajectories that came before; what is shared with no earlier step stays full, and so
+    do steps that are not `wanted_K` (default: all are).
     """
     full_K = (steps.extends_K < 0) & (steps.index_K > 0)
+    if wanted_K is not None:
+        full_K &= wanted_K
     if not full_K.any():
         return steps
     table = steps if known is None or not len(known) else concat_steps([steps, known])
     number_X, _ = trajectories(table.ordinal_K, table.sample_K, table.attempt_K)
-    parent_K, length_K, digest_K = steps.extends_K.copy(), steps.extends_length_K.copy(), steps.extends_digest_K.copy()
-    skip_K = np.zeros(len(steps), np.int64)
+    found: dict[int, Extension] = {}
     for number in np.unique(number_X[: len(steps)][full_K]):
         member_M = np.flatnonzero(number_X == number)
         member_M = member_M[np.argsort(table.index_K[member_M], kind="stable")]
-        history = History(table)
-        for k in member_M.tolist():
-            try:
-                history.add(k)
-            except PrefixError:
-                continue  # its reference may arrive later, or be refused when the trajectory is complete
-            if k < len(steps) and full_K[k]:
-                parent, length = _nearest(history, int(table.index_K[k]), int(table.prompt_length_K[k]))
+        history = known_history(table, member_M.tolist())
+        for k in member_M[member_M < len(steps)].tolist():
+            if full_K[k]:
+                parent, length = _nearest(history, table, k)
                 if length:
-                    parent_K[k], length_K[k], skip_K[k] = parent, length, length
-                    digest_K[k] = digest(history.tokens[parent][:length])
-    return _without_leading(steps, skip_K, parent_K, length_K, digest_K)
+                    found[k] = Extension(parent, length, digest(history.tokens[parent][:length]))
+    return with_references(steps, found)
 
 
-def _nearest(history: History, index: int, prompt_length: int) -> tuple[int, int]:
-    """The earlier step with which a prompt shares most, and how much; the later step wins a tie."""
-    prompt = history.tokens[index][:prompt_length]
+def _nearest(history: History, table: Steps, k: int) -> tuple[int, int]:
+    """The earlier step with which a full prompt shares most, and how much; the later step wins a tie."""
+    start, index = int(table.offsets_K[k]), int(table.index_K[k])
+    stop = start + int(table.prompt_length_K[k])
     best = (-1, 0)
     for earlier in sorted((i for i in history.tokens if i < index), reverse=True):
-        length = common_prefix(history.tokens[earlier], prompt)
+        length = common_prefix(history.tokens[earlier], table.token_ids_N[start:stop])
+        if table.routed_experts_N is not None:
+            there = [table.routed_experts_N[slice(*piece)] for piece in cut(history.pieces[earlier], 0, length)]
+            length = _alike_routed(there, table.routed_experts_N[start : start + length])
         if length > best[1]:
             best = (earlier, length)
         if earlier == index - 1 and length == len(history.tokens[earlier]):
             break
     return best
+
+
+def _alike_routed(there: list[Int16s], here_T: Int16s) -> int:
+    """How many leading tokens have the same routed experts, so that a reference to them loses nothing."""
+    differs_T = (np.concatenate([here_T[:0], *there]) != here_T).any(axis=(1, 2))
+    return int(differs_T.argmax()) if differs_T.any() else len(differs_T)
+
+
+def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
+    """The same steps, of which these full-prompt ones, by item, carry only what follows their reference."""
+    if not found:
+        return steps
+    items = np.array(list(found), np.int64)
+    parent, length, digests = zip(*found.values(), strict=True)
+    parent_K, length_K, digest_K = steps.extends_K.copy(), steps.extends_length_K.copy(), steps.extends_digest_K.copy()
+    parent_K[items], length_K[items], digest_K[items] = parent, length, np.array(digests, np.uint64)
+    skip_K = np.zeros(len(steps), np.int64)
+    skip_K[items] = length
+    return _without_leading(steps, skip_K, parent_K, length_K, digest_K)
 
 
 def whole_prompts(steps: Steps) -> Steps:

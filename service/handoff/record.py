@@ -6,7 +6,7 @@ the same way without writing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from service.clock import Clock
 from service.errors import JournalError
@@ -21,7 +21,10 @@ from service.handoff.lifecycle import USED, GroupState
 from service.handoff.store import Store, cut
 from service.handoff.validate import Limits
 from service.handoff.wire import decode
-from service.types import StepGroup
+from service.types import PolicyVersion, StepGroup
+
+OnEnd = Callable[[events.GroupEnd, str, Store, PolicyVersion], None]
+"""(the event, the prompt's uid, all steps, the newest version)"""
 
 
 class Record(Applied):
@@ -30,11 +33,16 @@ class Record(Applied):
     def __init__(self, opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> None:
         super().__init__(opened.n_samples, limits, clock)
         self.journal = journal
+        self.on_end: OnEnd | None = None
+        """Told of every group that ends without being trained, while its steps are still here; never on a replay."""
         self._snapshot_end = 0
         self._replay(opened)
 
     def add(self, event: events.Journalled) -> None:
         """Let something happen."""
+        if self.on_end is not None and isinstance(event, events.GroupEnd):
+            uid = self.ledger.state.groups[event.ordinal].uid
+            self.on_end(event, uid, self.store, self.ledger.history.current)
         self.journal.append(events.EVENT, events.encode(event))
         self.apply(event)
         self._rotate()
@@ -138,7 +146,7 @@ def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[
         if frame.kind == events.STEPS and isinstance(message := decode(frame.payload, limits), StepGroup):
             for of, part in parts(message).items():
                 if of.ordinal in attempts and attempts[of.ordinal][of.sample] == of.attempt:
-                    keys = {(of.ordinal, of.sample, int(message.steps.index_K[k])): k for k in part.steps}
-                    new = [k for key, k in keys.items() if key not in seen]
+                    keys = {(of.ordinal, of.sample, int(message.steps.index_K[k])): k for k in reversed(part.steps)}
+                    new = [k for key, k in keys.items() if key not in seen]  # the first of each, as when it came
                     seen |= keys.keys()
                     store.add(of.ordinal, cut(message, new), part.ends)

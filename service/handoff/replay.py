@@ -38,8 +38,27 @@ class _Leased(NamedTuple):
     history: VersionHistory
 
 
+class Recorded(NamedTuple):
+    """What a mini-batch was formed from."""
+
+    lease: int
+    groups: list[CompleteGroup]
+    history: VersionHistory
+    filtered: Lost
+
+
 def replayed(config: Config, folder: Path, step: int) -> MiniBatch:
     """The mini-batch of optimizer step `step`; of the last try when a trainer had gone back.
+
+    Raises:
+        UserError: the journal does not hold that step, or not from the beginning.
+    """
+    found = recorded(config, folder, step)
+    return formed(found.lease, found.groups, found.history, BatchSettings.of(config), found.filtered)
+
+
+def recorded(config: Config, folder: Path, step: int) -> Recorded:
+    """What the mini-batch of optimizer step `step` was formed from.
 
     Raises:
         UserError: the journal does not hold that step, or not from the beginning.
@@ -54,7 +73,7 @@ def replayed(config: Config, folder: Path, step: int) -> MiniBatch:
         CompleteGroup(ordinal, uid, *store.whole(ordinal))
         for ordinal, uid in zip(leased.ordinals, leased.uids, strict=True)
     ]
-    return formed(leased.lease, groups, leased.history, BatchSettings.of(config), leased.filtered)
+    return Recorded(leased.lease, groups, leased.history, leased.filtered)
 
 
 def _find(applied: Applied, folder: Path, step: int) -> _Leased | None:

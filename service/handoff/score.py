@@ -8,9 +8,12 @@ and the sample standard deviation of its group's returns, n the size of its grou
 | `grpo`               | (r - m) / (s + 1e-6)               | 0             | r / (1 + 1e-6) |
 | `grpo_no_std`        | r - m                              | 0             | r            |
 | `rloo`               | (r - m) n / (n - 1)                | 0             | 0            |
-| `maxrl`              | (r - m) / (m + 1e-6)               | 0             | r            |
+| `maxrl`              | (r - m) / (m + 1e-6); 0 where that is 0 / 0 or x / 0 | 0 | r       |
 | `reinforce++_baseline` | r - m, then (x - mean) / (std + 1e-8) over the mini-batch | 0 if all are | as others |
 | `reinforce++`        | r; discounted and whitened per token by the learner | r | r |
+
+MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every sign turns over,
+and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as published.
 
 A partial group (some trajectories refused or still missing) is scored with the n that it has. Groups of one follow
 the published definitions above, in which nothing is subtracted; the configuration refuses them.
@@ -18,7 +21,9 @@ the published definitions above, in which nothing is subtracted; the configurati
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +36,9 @@ from service.types import Ends, Float64s, Int64s, Steps
 EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 
+FINITE = float(np.finfo(np.float32).max)
+"""Advantages are no larger, so that they stay finite in float32."""
+
 ReturnRule = Literal["last", "sum"]
 Estimator = Callable[[Float64s, Int64s], Float64s]
 """(returns_G, group_G: the group's number of each trajectory) -> advantage_G"""
@@ -38,8 +46,17 @@ Estimator = Callable[[Float64s, Int64s], Float64s]
 ESTIMATORS: dict[str, Estimator] = {}
 
 
+class NotScored(UserError):
+    """An estimator gave some trajectories no finite advantage."""
+
+    def __init__(self, message: str, trajectories: list[int]) -> None:
+        super().__init__(message)
+        self.trajectories = trajectories
+        """Positions of those in `returns_G`."""
+
+
 def estimator(name: str) -> Callable[[Estimator], Estimator]:
-    """Register an estimator under a name that the configuration may use."""
+    """Register an estimator; `algorithm.estimator: your.module:name` imports the module that does so."""
 
     def register(function: Estimator) -> Estimator:
         if name in ESTIMATORS:
@@ -53,18 +70,50 @@ def estimator(name: str) -> Callable[[Estimator], Estimator]:
 def advantages(estimator: str, returns_G: ArrayLike, prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Float64s:
     """One advantage per trajectory; trajectories with the same prompt uid are a group, wherever they stand.
 
+    Raises:
+        ValueError: a return is not finite, or has no prompt uid.
+        NotScored: the estimator gave something that is not finite.
+        UserError: there is no such estimator, or it gave another number of advantages.
+
     >>> advantages("rloo", [1.0, 0.0, 0.0, 5.0, 5.0], ["a", "a", "a", "b", "b"]).tolist()
     [1.0, -0.5, -0.5, 0.0, 0.0]
     """
-    if estimator not in ESTIMATORS:
-        raise UserError(f"estimator {estimator!r} is not known; known are {', '.join(ESTIMATORS)}")
-    returns = np.asarray(returns_G, np.float64)
-    if len(returns) != len(prompt_uids_G):
-        raise ValueError(f"{len(returns)} returns for {len(prompt_uids_G)} prompt uids")
+    function = estimator_named(estimator)
+    returns = np.array(returns_G, np.float64)  # a copy, which an estimator may change
+    if returns.shape != (len(prompt_uids_G),):
+        raise ValueError(f"returns of shape {returns.shape} for {len(prompt_uids_G)} prompt uids")
+    if not (finite_G := np.isfinite(returns)).all():
+        raise ValueError(f"returns_G[{finite_G.argmin()}] is {returns[finite_G.argmin()]}, not a finite number")
     code: dict[Any, int] = {}
     uids = prompt_uids_G.tolist() if isinstance(prompt_uids_G, np.ndarray) else prompt_uids_G
     group_G = np.array([code.setdefault(uid, len(code)) for uid in uids], np.int64)
-    return ESTIMATORS[estimator](returns, group_G)
+    scores_G = np.asarray(function(returns, group_G), np.float64)
+    problem = f"algorithm.estimator: {estimator!r} gave no finite number for each of {len(returns)} trajectories"
+    if scores_G.shape != returns.shape:
+        raise UserError(f"{problem} (shape {scores_G.shape})")
+    if not (fine_G := np.abs(scores_G) <= FINITE).all():
+        g = int(fine_G.argmin())
+        raise NotScored(f"{problem}: number {g} has {scores_G[g]}", np.flatnonzero(~fine_G).tolist())
+    return scores_G
+
+
+def estimator_named(setting: str) -> Estimator:
+    """The estimator behind `algorithm.estimator`: a known name, or `module:name` with the module that registers it.
+
+    Raises:
+        UserError: the module cannot be imported, or nothing is registered under that name.
+    """
+    module, _, name = setting.rpartition(":")
+    if module:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise UserError(f"algorithm.estimator: the module {module!r} cannot be imported: {error}") from error
+    if name not in ESTIMATORS:
+        near = difflib.get_close_matches(name.lower(), ESTIMATORS, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(ESTIMATORS)}"
+        raise UserError(f"algorithm.estimator: no estimator is named {name!r}{meant}")
+    return ESTIMATORS[name]
 
 
 def returns(steps: Steps, ends: Ends, rule: ReturnRule) -> Float64s:
@@ -107,7 +156,9 @@ def rloo(returns_G: Float64s, group_G: Int64s) -> Float64s:
 def maxrl(returns_G: Float64s, group_G: Int64s) -> Float64s:
     """Distance from the group's mean in units of that mean."""
     count_G, mean_G = _baseline(returns_G, group_G)
-    return np.where(count_G > 1, (returns_G - mean_G) / (mean_G + EPSILON), returns_G)
+    below_G = mean_G + EPSILON
+    scaled_G = np.divide(returns_G - mean_G, below_G, out=np.zeros_like(returns_G), where=below_G != 0)
+    return np.where(count_G > 1, scaled_G, returns_G)
 
 
 @estimator("reinforce++_baseline")

@@ -43,4 +43,8 @@ class State:
     """Groups that ended, by `state/reason`."""
     restarts: dict[str, int] = field(default_factory=dict)
     """Trajectories that started anew, by reason."""
+    given_up: dict[str, int] = field(default_factory=dict)
+    """Trajectories that their group went on without, by reason."""
+    routing: tuple[int, ...] | None = None
+    """(layers, topk) of all routed experts, as the first ones came."""
     draining: str | None = None

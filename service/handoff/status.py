@@ -38,6 +38,8 @@ class BufferStatus:
     next_slot: int
     lookahead: int
     """Mini-batches that may be open beyond the one that the served version trains."""
+    lengths: dict[str, list[int]]
+    """Trajectories, and their tokens, by length: see `Lengths`."""
     length_distance: float
     """How far the lengths of trained trajectories are from those of generated ones, 0 to 1."""
     token_length_distance: float
@@ -51,10 +53,14 @@ class BufferStatus:
     """Refused messages since this process started, by reason."""
     restarts: dict[str, int]
     """Trajectories that started anew, by reason."""
+    given_up: dict[str, int]
+    """Trajectories that their group went on without, by reason."""
     duplicates: int
     """Messages since this process started that brought nothing new."""
     late: int
     """Messages since this process started that brought steps of a replaced attempt or an ended group."""
+    journal_start: int
+    """What lies before it was given up."""
     journal_position: int
     journal_synced: int
     draining: str | None

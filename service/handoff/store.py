@@ -37,6 +37,24 @@ class Chain(NamedTuple):
     """The running digest of those tokens."""
 
 
+def grown(chain: Chain | None, index: int, extends: tuple[int, int, int], own: memoryview) -> Chain | None:
+    """A chain with one more step, whose own tokens these are; None when it is not the next, or branches.
+
+    `extends` is (step, length, digest) as in `service.types.Extension`, with step -1 for a full prompt.
+    """
+    if index != (0 if chain is None else chain.steps):
+        return None
+    step, length, before = extends
+    if step < 0:
+        tokens, length = xxhash.xxh3_64(), 0
+    elif chain is not None and (step, length, before) == (chain.steps - 1, chain.length, chain.tokens.intdigest()):
+        tokens = chain.tokens.copy()
+    else:
+        return None
+    tokens.update(own)
+    return Chain(index + 1, length + len(own) // 4, tokens)
+
+
 @dataclass(slots=True)
 class Held:
     """One group's accepted data: only current attempts, in the order in which it came."""
@@ -101,6 +119,11 @@ class Store:
         held.n_bytes = sum(table_bytes(table) for table in held.steps)
         self.n_bytes += held.n_bytes
 
+    def samples(self, ordinal: int) -> list[int]:
+        """The samples of a group of which anything is here."""
+        held = self._held.get(ordinal, Held())
+        return sorted({*held.ends, *(int(sample) for table in held.steps for sample in np.unique(table.sample_K))})
+
     def steps_of(self, ordinal: int, sample: int) -> list[Steps]:
         """The steps of one sample, as tables of one or more steps."""
         held = self._held.get(ordinal, Held())
@@ -139,6 +162,11 @@ def cut(message: StepGroup, items: Sequence[int]) -> Steps | None:
         column = getattr(steps, name)
         columns[name] = None if column is None else column[start:stop].copy()
     return replace(steps, offsets_K=steps.offsets_K[first : after + 1] - start, **columns)
+
+
+def routing_of(steps: Steps) -> tuple[int, ...] | None:
+    """(layers, topk) of a table's routed experts; None: it has none."""
+    return None if steps.routed_experts_N is None or not len(steps) else steps.routed_experts_N.shape[1:]
 
 
 def table_bytes(steps: Steps) -> int:

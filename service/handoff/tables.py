@@ -210,22 +210,6 @@ def with_token_rewards(steps: Steps) -> Steps:
     return replace(steps, token_rewards_N=_rewards_on_last_token(steps))
 
 
-def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
-    """Whether two items are the same step, byte for byte."""
-    if any(
-        getattr(a, name)[k] != getattr(b, name)[j] for name in STEP_COLUMNS if name not in ("uid_K", "stop_reason_K")
-    ):
-        return False
-    names_a = (a.uids[a.uid_K[k]], a.stop_reasons[a.stop_reason_K[k]])
-    names_b = (b.uids[b.uid_K[j]], b.stop_reasons[b.stop_reason_K[j]])
-    return names_a == names_b and all(_item_bytes(a, name, k) == _item_bytes(b, name, j) for name in TOKEN_COLUMNS)
-
-
-def _item_bytes(steps: Steps, name: str, k: int) -> bytes:
-    column = getattr(steps, name)
-    return b"" if column is None else bytes(column[steps.offsets_K[k] : steps.offsets_K[k + 1]].tobytes())
-
-
 def _joined(parts: Iterable[NDArray[Any]], dtype: type[Column]) -> NDArray[Column]:
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 

@@ -6,8 +6,8 @@ What follows from bad data, exactly:
   loss, the rest of the step does. On tokens that carry no loss, log-probabilities are not looked at.
 - the trajectory is refused (it may be tried again): more than max(1, 1 %) of its sampled tokens have such a
   log-probability, or its steps do not make a whole: a gap, a step after the end, a reference that does not hold.
-- the message is refused: everything else below. Of those, a reward that is not a finite number refuses the group,
-  because every sibling's baseline would be wrong without it.
+- the message is refused: everything else below. A reward that is no finite number is never replaced by one, because
+  every sibling's baseline would be wrong with it.
 
 Rules go from cheap to dear, and the first that fails names itself.
 """
@@ -16,18 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.config.tree import Config
 from service.handoff.columns import lengths_of
-from service.handoff.prefix import PrefixError, check_references, in_order, total_lengths
+from service.handoff.prefix import PrefixError, check_references, contradiction, in_order, total_lengths
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
     Ends,
+    Int16s,
     Refusal,
     RefusalReason,
     StepGroup,
@@ -46,8 +47,23 @@ TEMPERATURES = (1e-6, 1e6)
 LOGPROB_TOLERANCE = 1e-4
 """How far above 0 rounding may take a log-probability."""
 
+MAX_REWARD = 1e12
+"""A reward is no larger, so that squares and sums of rewards stay finite in float32."""
+
+REWARD_TOLERANCE = 1e-4
+"""How far a step's reward may be from the sum over its tokens, as a share of those."""
+
 MAX_SHARE_NOT_FINITE = 0.01
 """Of a trajectory's sampled tokens, the share whose log-probability may be missing."""
+
+
+class Routing(NamedTuple):
+    """Which routed experts a model can replay; all are 0 or empty for a model without experts."""
+
+    layers: tuple[int, ...]
+    """Numbers of layers that a record may have: all of the model's, or those with experts."""
+    topk: int
+    experts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +78,11 @@ class Limits:
     max_attempts: int
     max_group_bytes: int
     needs_logprobs: bool = True
+    routing: Routing | None = None
+    """What routed experts the model can replay; None: that is not known, so they are not compared with it."""
 
     @staticmethod
-    def of(config: Config, vocab_size: int) -> Limits:
+    def of(config: Config, vocab_size: int, routing: Routing | None = None) -> Limits:
         """The limits that a configuration implies."""
         return Limits(
             vocab_size=vocab_size,
@@ -74,6 +92,7 @@ class Limits:
             n_samples_per_prompt=config.algorithm.n_samples_per_prompt,
             max_attempts=config.buffer.max_attempts,
             max_group_bytes=config.buffer.max_group_bytes,
+            routing=routing,
         )
 
 
@@ -187,9 +206,23 @@ def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
 
 def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
     steps, experts_N = group.steps, group.steps.routed_experts_N
+    if experts_N is not None and 0 in experts_N.shape[1:]:
+        return Refusal(RefusalReason.EMPTY, "routed_experts_N")
     if experts_N is not None and experts_N.min(initial=0) < ROUTE_NATIVELY:
         return Refusal(RefusalReason.TOKEN_RANGE, "routed_experts_N", int(experts_N.min()))
+    if experts_N is not None and limits.routing is not None and (found := _unroutable(experts_N, limits.routing)):
+        return found
     return _first_outside(RefusalReason.TOKEN_RANGE, ("token_ids_N", steps.token_ids_N, 0, limits.vocab_size))
+
+
+def _unroutable(experts_N: Int16s, routing: Routing) -> Refusal | None:
+    """Routed experts that the model has not: the trainer could not replay them."""
+    layers, topk = experts_N.shape[1:]
+    if layers not in routing.layers or topk != routing.topk:
+        return Refusal(RefusalReason.LENGTH_MISMATCH, f"routed_experts_N: {layers} layers, {topk} experts a token")
+    if (largest := int(experts_N.max(initial=ROUTE_NATIVELY))) >= routing.experts:
+        return Refusal(RefusalReason.TOKEN_RANGE, "routed_experts_N", largest)
+    return None
 
 
 def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -197,13 +230,32 @@ def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
     for name, column in (
         ("reward_K", steps.reward_K), ("reward_E", ends.reward_E), ("token_rewards_N", steps.token_rewards_N)
     ):  # fmt: skip
-        if column is not None and not (finite_X := np.isfinite(column)).all():
-            return Refusal(RefusalReason.REWARD, f"{name}[{finite_X.argmin()}]")
+        if column is not None and not (fine_X := np.abs(column) <= MAX_REWARD).all():
+            x = int(fine_X.argmin())
+            return Refusal(RefusalReason.REWARD, f"{name}[{x}]", float(column[x]))
     coldest, hottest = TEMPERATURES
     fine_K = (steps.temperature_K >= coldest) & (steps.temperature_K <= hottest)
     if not fine_K.all():
         k = int(fine_K.argmin())
         return Refusal(RefusalReason.TEMPERATURE, f"temperature_K[{k}]", float(steps.temperature_K[k]))
+    return None
+
+
+def _token_rewards(group: StepGroup, limits: Limits) -> Refusal | None:
+    """Rewards of tokens stand on responses, and sum up to their step's reward."""
+    steps, rewards_N = group.steps, group.steps.token_rewards_N
+    if rewards_N is None or not len(steps):
+        return None
+    bounds_K = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1).reshape(-1)
+    in_prompt_K = np.logical_or.reduceat(rewards_N != 0, bounds_K)[::2] & (steps.prompt_length_K > 0)
+    if in_prompt_K.any():
+        return Refusal(RefusalReason.REWARD, f"token_rewards_N: prompt of step {in_prompt_K.argmax()}")
+    sum_K = np.add.reduceat(rewards_N, bounds_K, dtype=np.float64)[1::2]
+    size_K = np.add.reduceat(np.abs(rewards_N), bounds_K, dtype=np.float64)[1::2]
+    wrong_K = np.abs(sum_K - steps.reward_K) > REWARD_TOLERANCE * np.maximum(size_K, 1)
+    if wrong_K.any():
+        k = int(wrong_K.argmax())
+        return Refusal(RefusalReason.REWARD, f"reward_K[{k}]", float(steps.reward_K[k]))
     return None
 
 
@@ -238,10 +290,8 @@ def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
 def _conflicts(group: StepGroup, limits: Limits) -> Refusal | None:
     """Two different records of one thing; steps after their trajectory's end."""
     steps = group.steps
-    try:
-        in_order(steps)
-    except ValueError as error:
-        return Refusal(RefusalReason.CONFLICT, str(error))
+    if (path := contradiction(steps)) is not None:
+        return Refusal(RefusalReason.CONFLICT, path)
     ends, records = group.ends, dict[tuple[int, ...], tuple[Any, ...]]()
     columns_E = (ends.n_steps_E, ends.reward_E, ends.uid_E, ends.stop_reason_E)
     for identity, record in zip(_ids(ends.ordinal_E, ends.sample_E, ends.attempt_E), _ids(*columns_E), strict=True):
@@ -261,7 +311,8 @@ def _ids(*columns_X: NDArray[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
-    _table, _sender, _identity, _order, _lengths, _token_ids, _numbers, _logprobs, _versions, _conflicts,
+    _table, _sender, _identity, _order, _lengths, _token_ids, _numbers, _token_rewards, _logprobs, _versions,
+    _conflicts,
 )  # fmt: skip
 
 

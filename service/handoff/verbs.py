@@ -18,6 +18,8 @@ class Claim(NamedTuple):
     """The generator's incarnation, as given by `Buffer.join`."""
     serving: PolicyVersion
     """The version that the generator's engine serves now; no sample of the group starts on an older one."""
+    number: int = 0
+    """The incarnation's own number of this claim: asked again, it gives the same work; 0: it is asked only once."""
 
 
 class Assignment(NamedTuple):
@@ -40,6 +42,8 @@ class WaitReason(StrEnum):
     """claim: the worst case of one more group does not fit into `max_bytes`."""
     DISK = "disk"
     """claim: the journal's disk is full."""
+    ANSWERED = "answered"
+    """claim: it was answered before, and what it got is finished or with someone else."""
     DRAINED = "drained"
     """claim: the run ends; no more prompts are issued."""
     GROUPS = "groups"

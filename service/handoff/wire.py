@@ -208,10 +208,12 @@ def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> di
         dtype, ndim = _EXPECTED.get(name.rpartition("/")[2], (None, 0))
         if dtype is None or dtype.str != dtype_name or len(shape) != ndim or name in arrays:
             raise _Damaged(RefusalReason.SCHEMA, name[:80])
+        if min(shape) < 0 or max(shape) > len(view):  # also where another axis has no items at all
+            raise _Damaged(RefusalReason.MALFORMED, name[:80], min(max(shape), 1 << 62))
         count = math.prod(shape)
         start = -(-position // ALIGNMENT) * ALIGNMENT
         position = start + count * dtype.itemsize
-        if min(shape) < 0 or position > len(view):
+        if position > len(view):
             raise _Damaged(RefusalReason.MALFORMED, name[:80], min(count, 1 << 62))
         array = np.frombuffer(view, dtype, count, start) if count else np.zeros(0, dtype)
         arrays[name] = array if ndim == 1 else array.reshape(shape)

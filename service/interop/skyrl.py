@@ -4,6 +4,7 @@
      "is_last_step": [False, True], ...}        ->  steps 0 and 1 of one trajectory of prompt "a"
 
 Entries of one trajectory are its steps, in their order; entries without `trajectory_ids` are trajectories of one step.
+Rows know no wall-clock times, so `trajectory_generation_times` is None in what they give back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Int16s, Int64s, Row, Step, TrajectoryId
+from service.types import (
+    NO_VERSION,
+    ROUTE_NATIVELY,
+    Bools,
+    Int16s,
+    Int32s,
+    Int64s,
+    Row,
+    Step,
+    TrajectoryId,
+    check_token_ids,
+)
 
 
 class SkyRLTrajectoryId(NamedTuple):
@@ -27,39 +39,59 @@ class SkyRLTrajectoryId(NamedTuple):
         return f"{self.instance_id}_{self.repetition_id}"
 
 
-def steps_from_generator_output(output: Mapping[str, Any], version: int = 0) -> list[Step]:
-    """The steps in a generator output; what the policy sampled there gets the packed `version`."""
+def steps_from_generator_output(
+    output: Mapping[str, Any], version: int = 0, uids: Sequence[str] | None = None, first_ordinal: int = 0
+) -> list[Step]:
+    """The steps in a generator output; what the policy sampled there gets the packed `version`.
+
+    `uids`: per entry its prompt, where there are no `trajectory_ids`; without either every entry is a group of one.
+    `first_ordinal`: number of the first prompt, so that the steps of several outputs can stand in one list.
+
+    Raises:
+        ValueError: lists of different lengths, an identity that is none, a trajectory that goes on after its last step
+            or never comes to it.
+    """
     count = len(output["response_ids"])
     for name in _PER_ENTRY:
         if output.get(name) is not None and len(output[name]) != count:
             raise ValueError(f"{name} has {len(output[name])} entries; response_ids has {count}")
+    identities = _identities(output, uids)
+    _check_last_steps(identities, output.get("is_last_step"))
     ordinals: dict[str, int] = {}
     n_steps: dict[tuple[str, int], int] = {}
     steps = []
-    for k in range(count):
-        uid, sample = _identity(output, k)
+    for k, (uid, sample) in enumerate(identities):
         index = n_steps.setdefault((uid, sample), 0)
         n_steps[uid, sample] = index + 1
-        ordinal = ordinals.setdefault(uid, len(ordinals))
+        ordinal = ordinals.setdefault(uid, first_ordinal + len(ordinals))
         steps.append(_step(output, k, TrajectoryId(ordinal, sample), uid, index, version))
     return steps
 
 
 def rows_to_generator_output(rows: Sequence[Row]) -> dict[str, Any]:
-    """Rows as SkyRL's parallel lists; a trajectory's rows stand together, and the last of them is its last step."""
+    """Rows as SkyRL's parallel lists; a trajectory's rows stand together, and the last of them is its last step.
+
+    Raises:
+        ValueError: some rows have log-probabilities and some have none, for which those lists have no form.
+    """
     last_row = {row.trajectory: r for r, row in enumerate(rows)}
     per_token = any(row.reward is None for row in rows)
-    has_logprobs = bool(rows) and all(row.logprobs is not None for row in rows)
+    with_logprobs = sum(row.logprobs is not None for row in rows)
+    if 0 < with_logprobs < len(rows):
+        raise ValueError(
+            f"{with_logprobs} of {len(rows)} rows have log-probabilities; SkyRL takes those of all or none"
+        )
     has_experts = bool(rows) and all(row.routed_experts is not None for row in rows)
     return {
         "prompt_token_ids": [row.prompt_ids.tolist() for row in rows],
         "response_ids": [row.response_ids.tolist() for row in rows],
         "rewards": [row.rewards.tolist() if per_token else row.reward for row in rows],
         "loss_masks": [row.loss_mask.astype(int).tolist() for row in rows],
-        "stop_reasons": [row.stop_reason for row in rows],
+        "stop_reasons": [row.stop_reason for row in rows] if any(row.stop_reason for row in rows) else None,
         "rollout_metrics": None,
-        "rollout_logprobs": [_list(row.logprobs) for row in rows] if has_logprobs else None,
+        "rollout_logprobs": [_list(row.logprobs) for row in rows] if with_logprobs else None,
         "trajectory_ids": [SkyRLTrajectoryId(row.prompt_uid, row.trajectory.sample) for row in rows],
+        "trajectory_generation_times": None,
         "rollout_expert_indices": [_list(row.routed_experts) for row in rows] if has_experts else None,
         "is_last_step": [last_row[row.trajectory] == r for r, row in enumerate(rows)],
     }
@@ -71,15 +103,54 @@ _PER_ENTRY = (
 )  # fmt: skip
 
 
-def _identity(output: Mapping[str, Any], k: int) -> tuple[str, int]:
-    trajectory_ids = output.get("trajectory_ids")
-    if trajectory_ids is None:
-        return str(k), 0
-    identity = trajectory_ids[k]
+def _identities(output: Mapping[str, Any], uids: Sequence[str] | None) -> list[tuple[str, int]]:
+    """Of each entry its prompt, and which of that prompt's trajectories it belongs to."""
+    trajectory_ids, count = output.get("trajectory_ids"), len(output["response_ids"])
+    if trajectory_ids is not None:
+        if uids is not None:
+            raise ValueError("trajectory_ids name the prompts already; leave uids out")
+        return [_identity(identity, k) for k, identity in enumerate(trajectory_ids)]
+    if uids is None:
+        return [(str(k), 0) for k in range(count)]
+    if len(uids) != count:
+        raise ValueError(f"uids has {len(uids)} entries; response_ids has {count}")
+    samples: dict[str, int] = {}
+    identities = []
+    for uid in map(str, uids):
+        identities.append((uid, samples.get(uid, 0)))
+        samples[uid] = samples.get(uid, 0) + 1
+    return identities
+
+
+def _identity(identity: Any, k: int) -> tuple[str, int]:
     if hasattr(identity, "instance_id"):
         return str(identity.instance_id), int(identity.repetition_id)
+    if isinstance(identity, str) or not isinstance(identity, Sequence) or len(identity) != 2:
+        raise ValueError(
+            f"trajectory_ids[{k}] is {identity!r}; it must be a pair (instance_id, repetition_id), or an object with "
+            "these attributes"
+        )
     instance_id, repetition_id = identity
     return str(instance_id), int(repetition_id)
+
+
+def _check_last_steps(identities: Sequence[tuple[str, int]], is_last_step: Sequence[Any] | None) -> None:
+    """ValueError where the flags and the identities disagree about where trajectories end."""
+    if is_last_step is None:
+        return
+    ended: dict[tuple[str, int], bool] = {}
+    for k, (identity, last) in enumerate(zip(identities, is_last_step, strict=True)):
+        if ended.get(identity):
+            raise ValueError(f"entry {k} goes on with trajectory {identity}, whose last step came before it")
+        ended[identity] = bool(last)
+    for identity, done in ended.items():
+        if not done:
+            raise ValueError(f"trajectory {identity} has no last step: is_last_step is False for all of its entries")
+
+
+def _token_ids(name: str, values: Any) -> Int32s:
+    check_token_ids(name, values)
+    return np.asarray(values, np.int32)
 
 
 def _step(output: Mapping[str, Any], k: int, trajectory: TrajectoryId, uid: str, index: int, version: int) -> Step:
@@ -90,13 +161,13 @@ def _step(output: Mapping[str, Any], k: int, trajectory: TrajectoryId, uid: str,
         trajectory=trajectory,
         prompt_uid=uid,
         index=index,
-        prompt_ids=np.asarray(output["prompt_token_ids"][k], np.int32),
-        response_ids=np.asarray(output["response_ids"][k], np.int32),
+        prompt_ids=_token_ids(f"prompt_token_ids[{k}]", output["prompt_token_ids"][k]),
+        response_ids=_token_ids(f"response_ids[{k}]", output["response_ids"][k]),
         logprobs=None if logprobs is None else np.asarray(logprobs[k], np.float32),
         loss_mask=loss_mask,
         versions=_versions(loss_mask, version),
         reward=np.asarray(reward, np.float32) if np.ndim(reward) else float(reward),
-        stop_reason="stop" if stop_reasons is None else stop_reasons[k],
+        stop_reason="" if stop_reasons is None else stop_reasons[k],
         routed_experts=None
         if experts is None
         else _experts(experts, k, len(output["prompt_token_ids"][k]) + len(loss_mask)),

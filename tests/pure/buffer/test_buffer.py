@@ -1,13 +1,24 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from service.errors import RunFailed
 from service.handoff import wire
 from service.handoff.form import Forming
 from service.handoff.invariant import violations
+from service.handoff.score import ESTIMATORS
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
-from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, TrajectoryEnd, TrajectoryId
+from service.types import (
+    Float64s,
+    Int64s,
+    MiniBatch,
+    PolicyVersion,
+    Refusal,
+    RefusalReason,
+    TrajectoryEnd,
+    TrajectoryId,
+)
 from tests.pure.buffer.world import START, Generator, World, config, step
 
 
@@ -94,6 +105,19 @@ def test_filtered_groups_vacate_their_slots(tmp_path: Path) -> None:
     status = world.buffer.status()
     assert status.groups["filtered"] == 20 and status.next_slot == 0
     assert status.tokens["filtered"] == status.accepted_tokens == 20 * 2 * 2 * 2
+    assert consistent(world)
+
+
+def test_an_over_long_group_ends_with_that_reason_also_after_a_crash(tmp_path: Path) -> None:
+    world = World(tmp_path, config(algorithm={"filter_over_long": 0.5}))
+    for reasons in (("length", "length"), ("length", "stop")):
+        work = world.generator.claimed()
+        for sample, reason in zip(work.samples, reasons, strict=True):
+            of = TrajectoryId(work.ordinal, sample)
+            end = TrajectoryEnd(of, work.prompt_uid, 1, reason, float(sample))
+            assert isinstance(world.generator.send([step(of, work.prompt_uid, 0)], [end]), Receipt)
+    for buffer in (world.buffer, world.crash()):
+        assert buffer.status().ended == {"filtered/over_long": 1} and buffer.status().groups["complete"] == 1
     assert consistent(world)
 
 
@@ -378,6 +402,21 @@ def test_steps_are_accepted_while_a_mini_batch_is_being_formed(world: World) -> 
     assert world.batch() is batch
 
 
+def test_what_filters_remove_while_a_mini_batch_is_formed_counts_in_its_facts(tmp_path: Path) -> None:
+    world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
+    works = [world.generator.claimed() for _ in range(3)]
+    for work in works[:2]:
+        world.generator.finish(work)
+    forming = world.buffer.begin_lease(world.trainer_epoch)
+    assert isinstance(forming, Forming)
+    formed = forming.run()
+    world.generator.finish(works[2], rewards=(1.0, 1.0))
+    batch = world.buffer.finish_lease(forming, formed)
+    assert isinstance(batch, MiniBatch) and batch.facts["generate/filtered_groups"] == 1
+    world.crash()
+    assert world.batch().facts == batch.facts
+
+
 def test_a_mini_batch_that_was_formed_for_a_trainer_that_is_gone_is_not_given_out(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
@@ -536,3 +575,20 @@ def test_a_message_of_ends_only_is_decoded(world: World) -> None:
     assert data[:4] == wire.MAGIC
     assert isinstance(world.buffer.submit(data), Receipt)
     assert isinstance(world.buffer.claim(Claim("g1", 1, START)), Assignment)
+
+
+def test_a_group_without_a_finite_advantage_is_refused_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nan_beyond_five(returns_G: Float64s, group_G: Int64s) -> Float64s:
+        return np.where(returns_G > 5, np.nan, returns_G)
+
+    monkeypatch.setitem(ESTIMATORS, "nan_beyond_five", nan_beyond_five)
+    world = World(tmp_path, config(algorithm={"estimator": "nan_beyond_five"}))
+    for rewards in ((1.0, 0.0), (9.0, 0.0), (0.0, 1.0)):
+        world.generator.finish(world.generator.claimed(), rewards=rewards)
+    batch = world.buffer.lease(world.trainer_epoch)
+    assert isinstance(batch, MiniBatch) and batch.groups == (0, 2)
+    for buffer in (world.buffer, world.crash()):
+        assert buffer.status().ended == {"refused/advantage": 1}
+    assert consistent(world)

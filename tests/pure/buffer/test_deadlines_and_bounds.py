@@ -117,6 +117,9 @@ def test_trained_lengths_are_compared_with_generated_ones(tmp_path: Path) -> Non
     assert world.buffer.lengths.generated[bucket(2)] == 2
     assert world.buffer.lengths.generated[bucket(8)] == 4
     assert world.buffer.lengths.trained[bucket(8)] == 2
+    exported = world.buffer.status().lengths
+    assert exported["generated"] == world.buffer.lengths.generated[: bucket(8) + 1]
+    assert exported["trained"][bucket(8)] == 2 and exported["loss_tokens"][bucket(8)] == 16
     assert world.buffer.status().length_distance == pytest.approx(1 / 6)
     assert world.buffer.status().token_length_distance == pytest.approx(4 / 20 - 4 / 36)
 

@@ -9,6 +9,7 @@ from service.handoff.disk import Buffer as Bytes
 from service.handoff.disk import File, LocalDisk, LocalFile
 from service.handoff.frames import ALIGNMENT
 from service.handoff.journal import Journal
+from service.simulate.disk import MemoryDisk
 from tests.pure.buffer.world import TurnedClock
 
 
@@ -110,7 +111,7 @@ def test_any_prefix_of_the_bytes_replays_to_a_prefix_of_the_history(tmp_path: Pa
         segment.write_bytes(data[:length])
         found = payloads(tmp_path)
         assert found == history[: len(found)]
-        assert segment.stat().st_size == sum(64 + -(-len(p) // 64) * 64 for p in found), "the torn tail was cut"
+        assert not any(segment.read_bytes()[sum(64 + -(-len(p) // 64) * 64 for p in found) :]), "the torn tail was cut"
 
 
 def test_every_flipped_bit_before_the_last_sync_refuses_to_start_and_names_the_position(tmp_path: Path) -> None:
@@ -179,6 +180,42 @@ def test_a_torn_segment_that_is_not_the_last_refuses_to_start(tmp_path: Path) ->
         payloads(tmp_path)
 
 
+@pytest.mark.parametrize("byte", [2, 20, 70, 300])
+def test_damage_at_the_beginning_of_the_oldest_segment_left_refuses_to_start_and_changes_nothing(
+    tmp_path: Path, byte: int
+) -> None:
+    journal = rotated(tmp_path, HISTORY)
+    journal.reclaim(journal.position)
+    journal.sync()
+    journal.close()
+    segment = only_segment(tmp_path)
+    assert int(segment.stem) > 0
+    damaged = bytearray(segment.read_bytes())
+    damaged[byte] ^= 8
+    segment.write_bytes(damaged)
+    with pytest.raises(JournalError, match=r"damaged at byte 0 .*refusing to start"):
+        payloads(tmp_path)
+    assert segment.read_bytes() == damaged, "evidence is left as it is"
+
+
+@pytest.mark.parametrize("what", ["flip", "zeros", "cut"])
+def test_damage_at_the_end_of_a_segment_that_is_not_the_last_refuses_to_start_and_changes_nothing(
+    tmp_path: Path, what: str
+) -> None:
+    rotated(tmp_path, HISTORY).close()
+    segment = sorted(tmp_path.glob("*.journal"))[-2]
+    damaged = bytearray(segment.read_bytes())
+    last = len(damaged) - 320
+    if what == "flip":
+        damaged[last + 100] ^= 1
+    else:
+        damaged[last:] = bytes(320) if what == "zeros" else b""
+    segment.write_bytes(damaged)
+    with pytest.raises(JournalError, match="refusing to start"):
+        payloads(tmp_path)
+    assert segment.read_bytes() == damaged, "evidence is left as it is"
+
+
 def test_a_kill_while_a_segment_begins_loses_nothing(tmp_path: Path) -> None:
     journal = opened(tmp_path, segment_bytes=500)
     for payload in HISTORY[:2]:
@@ -245,6 +282,35 @@ def test_reserved_space_is_there_when_the_disk_is_full(tmp_path: Path) -> None:
     disk.room = 2048
     position = journal.append(2, b"z" * 1900)
     assert journal.sync() == position
+
+
+def test_on_a_full_disk_segments_still_begin_and_keep_the_reserved_space(tmp_path: Path) -> None:
+    disk = MemoryDisk()
+    journal = Journal(tmp_path, TurnedClock(), disk, segment_bytes=500)
+    assert list(journal.replay()) == []
+    assert journal.reserve(3 << 20)
+    disk.room = disk.used()
+    for payload in HISTORY:
+        journal.append(2, payload, begins_segment=journal.segment_is_full)
+        journal.sync()
+    assert journal.synced == journal.position
+    assert len(disk.files) > 10
+    assert journal.reserve((3 << 20) - journal.position)
+    journal.reclaim(journal.position)
+    journal.sync()
+    assert len(disk.files) == 1 and disk.used() < disk.room
+
+
+def test_reserved_space_survives_a_restart(tmp_path: Path) -> None:
+    disk = MemoryDisk()
+    journal = Journal(tmp_path, TurnedClock(), disk)
+    assert list(journal.replay()) == [] and journal.reserve(1 << 20)
+    journal.append(2, b"x")
+    journal.sync()
+    disk.room = disk.used()
+    again = Journal(tmp_path, TurnedClock(), disk)
+    assert len(list(again.replay())) == 1
+    assert again.reserve(1 << 19), "admitted groups find their place although the disk is full"
 
 
 def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from service.errors import JournalError
 from service.handoff.invariant import violations
-from service.handoff.verbs import Receipt
+from service.handoff.verbs import Receipt, Wait, WaitReason
 from service.handoff.wire import encode_mini_batch
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import World, config, step
@@ -235,3 +235,16 @@ def test_a_step_that_two_messages_brought_is_there_once_after_a_crash(world: Wor
     world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 0.0)])
     world.crash()
     assert len(world.buffer.complete_group(work.ordinal).steps) == 3
+
+
+def test_a_run_that_had_ended_issues_prompts_again_when_it_is_resumed(world: World) -> None:
+    world.generator.claimed()
+    world.buffer.end()
+    world.crash()
+    assert isinstance(answer := world.generator.claim(), Wait) and answer.reason is WaitReason.DRAINED
+    world.buffer.resume()
+    world.crash()
+    assert world.generator.claimed().ordinal == 1
+    assert world.buffer.status().draining is None
+    world.buffer.resume()
+    assert violations(world.buffer.ledger) == []

@@ -3,13 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from service.config.tree import AlgorithmConfig, BufferConfig, Config
 from service.handoff import merge_steps, mini_batch_boundaries
-from service.handoff.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch, zero_variance
+from service.handoff.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch
+from service.handoff.events import Filtered
+from service.handoff.filters import filtered
 from service.handoff.pack import Layout, place
 from service.handoff.tables import ends_table, steps_table
 from service.handoff.versions import VersionHistory
 from service.handoff.wire import decode_mini_batch, encode_mini_batch
-from service.types import PolicyVersion, TrajectoryId
+from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, step
 
 SETTINGS = BatchSettings(ranks=2, token_budget=256, max_staleness=2)
@@ -44,6 +47,15 @@ def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
     assert len({len(rank) for rank in batch.ranks}) == 1
     loss = sum(int(m.loss_mask_N.sum()) for rank in batch.ranks for m in rank)
     assert loss == batch.loss_tokens_G.sum() == batch.facts["tokens/loss"]
+
+
+@pytest.mark.parametrize(("step_wise", "one_row"), [(True, False), (False, True)])
+def test_without_step_wise_every_trajectory_is_one_sequence(step_wise: bool, one_row: bool) -> None:
+    config = Config(algorithm=AlgorithmConfig(step_wise=step_wise), buffer=BufferConfig(merge="off"))
+    rng = np.random.default_rng(0)
+    batch = form_mini_batch(1, [group(rng, 0), group(rng, 1)], history_up_to(4), BatchSettings.of(config))
+    assert (batch.rows_G == 1).all() == one_row
+    assert batch.facts["generate/batch_num_seq"] == batch.rows_G.sum()
 
 
 def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> None:
@@ -88,11 +100,24 @@ def test_a_mini_batch_survives_its_bytes() -> None:
         assert sent.routed_experts_N is None
 
 
+def group_of(*ends: TrajectoryEnd) -> CompleteGroup:
+    return CompleteGroup(0, "a", steps_table([step(0, [1], [2])]), ends_table(ends))
+
+
 def test_zero_variance_looks_at_returns() -> None:
-    ends = [end(TrajectoryId(0, s), reward=1.0) for s in range(3)]
-    same = CompleteGroup(0, "a", steps_table([step(0, [1], [2])]), ends_table(ends))
-    assert zero_variance(same, "last")
-    assert not zero_variance(same._replace(ends=ends_table([*ends, end(TrajectoryId(0, 3), reward=0.0)])), "last")
+    same = [end(TrajectoryId(0, s), reward=1.0) for s in range(3)]
+    settings = AlgorithmConfig(filter_zero_variance=True)
+    assert filtered(group_of(*same), settings) == Filtered(0, "zero_variance", 3, 3.0, True)
+    assert filtered(group_of(*same, end(TrajectoryId(0, 3), reward=0.0)), settings) is None
+    assert filtered(group_of(*same), AlgorithmConfig()) is None
+
+
+@pytest.mark.parametrize(("share", "taken"), [(0.0, True), (0.49, True), (0.5, False), (1.0, False)])
+def test_over_long_looks_at_how_trajectories_ended(share: float, taken: bool) -> None:
+    ends = [end(TrajectoryId(0, s), reward=float(s)) for s in range(4)]
+    ends = [e._replace(stop_reason="length") if s % 2 else e for s, e in enumerate(ends)]
+    found = filtered(group_of(*ends), AlgorithmConfig(filter_over_long=share))
+    assert found == (Filtered(0, "over_long", 4, 6.0, True) if taken else None)
 
 
 def test_mini_batch_boundaries_never_split_a_prompt() -> None:
@@ -142,3 +167,12 @@ def test_every_rank_gets_as_many_micro_batches_when_rows_hardly_fit(layout: Layo
         placed = place(length_R, np.arange(128, dtype=np.int32), ranks=2, budget=budget, layout=layout)
         assert len({len(rank) for rank in placed.ranks}) == 1
         assert sorted(row for rank in placed.ranks for micro in rank for row in micro) == list(range(128))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_near_the_budget_need_few_micro_batches(seed: int) -> None:
+    length_R = np.random.default_rng(seed).integers(3277, 22_938, 64 * 8).astype(np.int64)  # 10 to 70 % of the budget
+    placement = place(length_R, np.arange(len(length_R), dtype=np.int32), 8, 32_768)
+    assert len(placement.ranks[0]) <= -(-length_R.sum() // (8 * 32_768)) + 1
+    assert sorted(row for rank in placement.ranks for micro in rank for row in micro) == list(range(len(length_R)))
+    assert all(length_R[list(micro)].sum() <= 32_768 for rank in placement.ranks for micro in rank)

@@ -114,6 +114,17 @@ def test_realign_masks_what_follows_a_short_mismatch_and_counts_it() -> None:
     assert len(merge_steps(steps, drift="fork")) == 2
 
 
+@pytest.mark.parametrize(
+    ("response", "rewards"),
+    [([30, 40, 51], [0, 2, 0, 0, 4]), ([31, 40, 50], [0, 0, 0, 0, 6])],  # sampled tokens stay in the row; none do
+)
+def test_a_reward_that_realigning_cuts_off_stays_in_its_row(response: list[int], rewards: list[float]) -> None:
+    steps = [step(0, [10, 20], response, reward=2.0), step(1, [10, 20, 30, 40, 50, 60], [70], reward=4.0)]
+    [row] = merge_steps(steps, drift="realign")
+    assert row.response_ids.tolist() == [30, 40, 50, 60, 70]
+    assert row.rewards.tolist() == rewards and row.reward == 4.0
+
+
 def test_a_mismatch_longer_than_the_limit_forks() -> None:
     steps = [step(0, [10, 20], [30, 40, 50, 60]), step(1, [10, 20, 30, 1, 2, 60, 7], [8])]
     assert merge(steps_table(steps), drift="realign", max_drift_tokens=1).counts["forked"] == 1
@@ -148,7 +159,7 @@ def test_a_reference_to_other_tokens_is_an_error() -> None:
     with pytest.raises(PrefixError, match="step=1 extends other tokens"):
         merge_steps([EXAMPLE[0], wrong])
     with pytest.raises(PrefixError, match="not there"):
-        merge_steps([wrong])
+        merge_steps([EXAMPLE[0], replace(wrong, extends=Extension(3, 5, 12345))])
 
 
 def test_interleaved_and_duplicated_steps_give_rows_by_trajectory() -> None:

@@ -14,7 +14,7 @@ import xxhash
 
 from service.handoff.digest import digest
 from service.handoff.tables import ends_table, select_steps, step_group, steps_table
-from service.handoff.validate import refusal, trajectory_refusal
+from service.handoff.validate import Routing, refusal, trajectory_refusal
 from service.handoff.wire import PREFIX, decode, encode
 from service.types import Extension, Refusal, RefusalReason, Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, ids, shared, step
@@ -107,8 +107,15 @@ REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
     "infinite reward": (lambda: changed("reward_K", 1, np.inf), R.REWARD),
     "NaN reward of the end": (lambda: changed("reward_E", 0, np.nan), R.REWARD),
     "infinite reward of the end": (lambda: changed("reward_E", 0, -np.inf), R.REWARD),
-    "NaN among token rewards": (lambda: with_steps(token_rewards(np.nan, 0)), R.REWARD),
-    "infinite token rewards that cancel out": (lambda: with_steps(token_rewards(np.inf, -np.inf)), R.REWARD),
+    "NaN among token rewards": (lambda: token_rewards(np.nan, 0), R.REWARD),
+    "infinite token rewards that cancel out": (lambda: token_rewards(np.inf, -np.inf), R.REWARD),
+    "a reward beyond every sum": (lambda: changed("reward_K", 1, 1e308), R.REWARD),
+    "a negative reward beyond every sum": (lambda: changed("reward_E", 0, -1e300), R.REWARD),
+    "a token's reward beyond every sum": (lambda: token_rewards(3e38, 0), R.REWARD),
+    "a reward that is not what its tokens have": (lambda: paid(reward_K=7.0), R.REWARD),
+    "a reward on a prompt": (lambda: paid(token_rewards_N=1.0), R.REWARD),
+    "routed experts without layers": (lambda: with_steps(routed(2, 0)), R.EMPTY),
+    "routed experts of no layer": (lambda: with_steps(routed(0, 2)), R.EMPTY),
     "temperature 0": (lambda: changed("temperature_K", 1, 0.0), R.TEMPERATURE),
     "negative temperature": (lambda: changed("temperature_K", 1, -1.0), R.TEMPERATURE),
     "NaN temperature": (lambda: changed("temperature_K", 1, np.nan), R.TEMPERATURE),
@@ -144,8 +151,27 @@ def experts(of: Step, value: int) -> np.ndarray[Any, np.dtype[np.int16]]:
     return np.full((len(of.prompt_ids) + len(of.response_ids), 1, 1), value, np.int16)
 
 
-def token_rewards(*rewards: float) -> Step:
-    return replace(step(0, [1], [2] * len(rewards)), reward=np.array(rewards, np.float32))
+def token_rewards(*rewards: float) -> StepGroup:
+    """A message as another program may write it: a `Step` of our own would not take such rewards."""
+    group = with_steps(step(0, [1], [2] * len(rewards)))
+    columns = {"token_rewards_N": np.array([0, *rewards], np.float32), "reward_K": np.array([np.sum(rewards)])}
+    return replace(group, steps=replace(group.steps, **columns))
+
+
+def paid(**changes: float) -> StepGroup:
+    """A step with token rewards, of whose columns the first numbers are changed."""
+    group = with_steps(replace(STEPS[0], reward=np.full(len(STEPS[0].response_ids), 0.5, np.float32)))
+    columns = {name: getattr(group.steps, name).copy() for name in changes}
+    for name, value in changes.items():
+        columns[name][0] = value
+    return replace(group, steps=replace(group.steps, **columns))
+
+
+def routed(layers: int, topk: int) -> Step:
+    return replace(
+        STEPS[0],
+        routed_experts=np.zeros((len(STEPS[0].prompt_ids) + len(STEPS[0].response_ids), layers, topk), np.int16),
+    )
 
 
 def twice(**changes: Any) -> StepGroup:
@@ -282,6 +308,11 @@ def set_array(head: dict[str, Any], array: str, **changes: Any) -> None:
     ]
 
 
+def experts_shape(*shape: int) -> Callable[[dict[str, Any]], None]:
+    """One more array, of routed experts, that has this shape and no bytes."""
+    return lambda head: head["arrays"].append(["routed_experts_N", "<i2", list(shape)])
+
+
 def with_broken_name(head: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode(head).replace(b"generator-0", b"generator\xff0")
 
@@ -318,6 +349,12 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], RefusalReason]] = {
     "a negative shape": (lambda: reframed(lambda head: set_array(head, "token_ids_N", shape=[-1])), R.MALFORMED),
     "a shape of 2^62": (lambda: reframed(lambda head: set_array(head, "token_ids_N", shape=[1 << 62])), R.MALFORMED),
     "a shape beyond 64 bits": (lambda: reframed(lambda head: set_array(head, "uid_K", shape=[1 << 63])), R.MALFORMED),
+    "an axis of 2^62 beside an empty one": (lambda: reframed(experts_shape(1 << 62, 0, 0)), R.MALFORMED),
+    "an axis of 2^63 beside an empty one": (lambda: reframed(experts_shape(1 << 63, 0, 0)), R.MALFORMED),
+    "an empty axis beside one of 2^40": (lambda: reframed(experts_shape(0, 1 << 40, 1)), R.MALFORMED),
+    "a header of 200,000 names": (lambda: reframed(lambda head: head.update(step_uids=[""] * 200000)), R.MALFORMED),
+    "a shape of floats": (lambda: reframed(lambda head: set_array(head, "uid_K", shape=[4.0])), R.SCHEMA),
+    "an extension type": (lambda: reframed(lambda head: head.update(epoch=msgspec.msgpack.Ext(5, b"x"))), R.SCHEMA),
     "a payload too short": (lambda: reframed(lambda head: None, payload=b"\0" * 64), R.MALFORMED),
     "a payload too long": (lambda: reframed(lambda head: None, payload=encode(GOOD)[200:] + b"\0" * 4096), R.MALFORMED),
     "a column shorter than its axis": (lambda: encode_unchecked("sample_K"), R.LENGTH_MISMATCH),
@@ -352,3 +389,26 @@ def test_a_message_of_a_million_steps_is_refused_by_its_size() -> None:
 
 def test_the_catalogue_has_at_least_sixty_bad_inputs() -> None:
     assert len(REFUSED) + len(DAMAGED) + len(WHOLE) + len(UNMAKEABLE) >= 60
+
+
+@pytest.mark.parametrize(
+    ("layers", "topk", "expert", "reason"),
+    [
+        (4, 2, 5, None), (3, 2, 5, None), (3, 2, -1, None), (2, 2, 0, R.LENGTH_MISMATCH), (3, 3, 0, R.LENGTH_MISMATCH),
+        (3, 2, 6, R.TOKEN_RANGE), (3, 2, 32_767, R.TOKEN_RANGE),
+    ],
+)  # fmt: skip
+def test_routed_experts_that_the_model_has_not_are_refused(
+    layers: int, topk: int, expert: int, reason: RefusalReason | None
+) -> None:
+    step = routed(layers, topk)
+    assert step.routed_experts is not None
+    step.routed_experts[-1] = expert
+    found = refusal(with_steps(step), replace(LIMITS, routing=Routing((4, 3), 2, 6)))
+    assert (None if found is None else found.reason) is reason
+
+
+def test_a_model_without_experts_takes_no_routed_ones() -> None:
+    found = refusal(with_steps(routed(2, 2)), replace(LIMITS, routing=Routing((), 0, 0)))
+    assert found is not None and found.reason is R.LENGTH_MISMATCH
+    assert refusal(GOOD, replace(LIMITS, routing=Routing((), 0, 0))) is None

@@ -22,6 +22,7 @@ from service.handoff.tables import (
     step_group,
     step_objects,
     steps_table,
+    with_token_rewards,
 )
 from service.handoff.validate import refusal
 from service.handoff.versions import VersionHistory
@@ -113,6 +114,20 @@ def test_every_sampled_token_carries_loss_once_or_has_a_counted_reason(
     outcomes = ("extended", "forked", "realigned", "reset")
     assert mode == "off" or sum(merged.counts[o] for o in outcomes) == len(steps) - 1
     assert drift == "realign" or merged.counts["realigned"] == 0
+
+
+@SLOW_MACHINE
+@given(episodes(), MODES, DRIFTS, st.integers(0, 8))
+def test_rows_carry_every_steps_reward_once_however_they_were_cut(
+    steps: list[Step], mode: Any, drift: Any, limit: int
+) -> None:
+    worth = [float(1 << index) for index in range(len(steps))]  # sums tell which rewards are in them
+    steps = [replace(s, reward=reward) for s, reward in zip(steps, worth, strict=True)]
+    rows = row_objects(merge(with_token_rewards(steps_table(steps)), mode, drift, limit).rows)
+    assert sum(float(row.rewards.sum()) for row in rows) == sum(worth)
+    for row in rows:
+        assert not row.rewards[~row.loss_mask].any()
+        assert mode == "tree" or row.rewards.sum() == sum(worth[row.first_step : row.last_step + 1])
 
 
 @SLOW_MACHINE

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from service.errors import UserError
 from service.handoff import advantages
-from service.handoff.score import ESTIMATORS, estimator, returns
+from service.handoff.score import ESTIMATORS, NotScored, estimator, returns
 from service.handoff.tables import ends_table, steps_table
 from service.types import Float64s, Int64s, TrajectoryId
 from tests.pure.handoff.worlds import end, step
@@ -66,8 +70,55 @@ def test_a_registered_estimator_is_known_by_its_name() -> None:
         del ESTIMATORS["sign"]
 
 
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module of the user's that registers estimators."""
+    (tmp_path / "my_estimators.py").write_text(
+        "import numpy as np\n"
+        "from service.handoff.score import estimator\n"
+        "@estimator('mine')\n"
+        "def mine(returns_G, group_G):\n"
+        "    return returns_G - returns_G.max()\n"
+        "@estimator('broken')\n"
+        "def broken(returns_G, group_G):\n"
+        "    return np.full(len(returns_G), np.nan)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("my_estimators", None)
+    for name in ("mine", "broken"):
+        ESTIMATORS.pop(name, None)
+
+
+def test_an_estimator_of_ones_own_is_named_with_its_module(own_module: None) -> None:
+    assert advantages("my_estimators:mine", [1.0, 3.0], ["a", "a"]).tolist() == [-2.0, 0.0]
+    with pytest.raises(UserError, match="no finite number for each of 2"):
+        advantages("my_estimators:broken", [1.0, 3.0], ["a", "a"])
+    with pytest.raises(UserError, match="did you mean 'mine'"):
+        advantages("my_estimators:mime", [1.0, 3.0], ["a", "a"])
+    with pytest.raises(UserError, match="'absent_module' cannot be imported"):
+        advantages("absent_module:mine", [1.0], ["a"])
+
+
 def test_returns_are_the_ends_reward_or_the_sum_over_steps() -> None:
     steps = steps_table([step(0, [1], [2], reward=1.0), step(1, [1, 2, 3], [4], reward=2.0)])
     ends = ends_table([end(TrajectoryId(0, 1), steps=0, reward=5.0), end(steps=2, reward=2.0)])
     assert returns(steps, ends, "last").tolist() == [5.0, 2.0]
     assert returns(steps, ends, "sum").tolist() == [0.0, 3.0]
+
+
+def test_maxrl_has_no_advantage_where_it_would_divide_by_zero() -> None:
+    assert advantages("maxrl", [-2e-6, 0.0, 1.0, 0.0], ["a", "a", "b", "b"]).tolist()[:2] == [0.0, 0.0]
+
+
+def test_an_advantage_that_float32_cannot_hold_is_not_finite() -> None:
+    @estimator("huge")
+    def huge(returns_G: Float64s, group_G: Int64s) -> Float64s:
+        return returns_G * 1e300
+
+    try:
+        with pytest.raises(NotScored, match="number 1 has") as raised:
+            advantages("huge", [0.0, 1.0, 0.0], ["a", "a", "a"])
+        assert raised.value.trajectories == [1]
+    finally:
+        del ESTIMATORS["huge"]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ def test_an_identity_may_be_a_pair_or_have_attributes() -> None:
 
 def test_what_is_absent_stays_absent() -> None:
     found = merged(rollout_logprobs=None, stop_reasons=None)
-    assert found["rollout_logprobs"] is None
+    assert found["rollout_logprobs"] is None and found["stop_reasons"] is None
     assert merged(rollout_logprobs=[[-1.0, -1.0], [-1.0, -1.0], [-1.0], [-1.0, -1.0]])["rollout_logprobs"] is not None
 
 
@@ -72,6 +72,58 @@ def test_entries_without_identities_are_trajectories_of_one_step() -> None:
     steps = steps_from_generator_output(output(trajectory_ids=None, is_last_step=None))
     assert len({step.trajectory for step in steps}) == 4
     assert len(merge_steps(steps)) == 4
+
+
+def test_prompts_of_entries_without_identities_can_be_named() -> None:
+    steps = steps_from_generator_output(output(trajectory_ids=None, is_last_step=None), uids=["a", "a", "b", "a"])
+    found = [(str(step.trajectory), step.prompt_uid) for step in steps]
+    assert found == [
+        ("ordinal=0/sample=0/attempt=0", "a"),
+        ("ordinal=0/sample=1/attempt=0", "a"),
+        ("ordinal=1/sample=0/attempt=0", "b"),
+        ("ordinal=0/sample=2/attempt=0", "a"),
+    ]
+    with pytest.raises(ValueError, match="uids has 1 entries"):
+        steps_from_generator_output(output(trajectory_ids=None, is_last_step=None), uids=["a"])
+    with pytest.raises(ValueError, match="leave uids out"):
+        steps_from_generator_output(output(), uids=["a"] * 4)
+
+
+def test_two_outputs_stand_in_one_list() -> None:
+    first = steps_from_generator_output(output())
+    second = steps_from_generator_output(output(), first_ordinal=1)
+    assert len(merge_steps([*first, *second])) == 2 * len(merge_steps(first))
+
+
+@pytest.mark.parametrize("identity", ["p0", "p10", ("q", 0, 1), 7])
+def test_what_is_no_identity_is_named(identity: Any) -> None:
+    with pytest.raises(ValueError, match=r"trajectory_ids\[0\] is .*must be a pair"):
+        steps_from_generator_output(output(trajectory_ids=[identity] * 4))
+
+
+def test_a_trajectory_ends_where_its_last_step_is() -> None:
+    with pytest.raises(ValueError, match=r"entry 1 goes on with trajectory \('q', 0\)"):
+        steps_from_generator_output(output(is_last_step=[True] * 4))
+    with pytest.raises(ValueError, match=r"\('q', 1\) has no last step"):
+        steps_from_generator_output(output(is_last_step=[False, True, False, False]))
+
+
+def test_log_probabilities_of_some_rows_are_not_dropped_in_silence() -> None:
+    rows = merge_steps(steps_from_generator_output(output()))
+    with pytest.raises(ValueError, match="2 of 3 rows have log-probabilities"):
+        rows_to_generator_output([replace(rows[0], logprobs=None), *rows[1:]])
+
+
+def test_a_token_id_beyond_int32_is_named_with_its_entry() -> None:
+    with pytest.raises(ValueError, match=r"response_ids\[2\] holds what is no int32"):
+        steps_from_generator_output(output(response_ids=[[40, 50], [80, 90], [1 << 40], [4, 5]]))
+
+
+def test_the_keys_are_skyrls_in_their_order() -> None:
+    assert list(merged()) == [
+        "prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_metrics",
+        "rollout_logprobs", "trajectory_ids", "trajectory_generation_times", "rollout_expert_indices", "is_last_step",
+    ]  # fmt: skip
 
 
 def test_routed_experts_may_lack_the_last_tokens() -> None:

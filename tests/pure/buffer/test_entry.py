@@ -1,0 +1,233 @@
+"""Full prompts and references: whatever form steps come in, and in whatever order, the buffer keeps the same."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.handoff.digest import digest
+from service.handoff.lifecycle import MESSAGES_REMEMBERED, Member
+from service.handoff.merge import merge
+from service.handoff.tables import row_objects
+from service.handoff.verbs import Receipt
+from service.types import Extension, Int32s, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.buffer.world import START, World, config
+from tests.pure.handoff.test_properties import episodes, facts
+
+FORMS = st.sampled_from(["full", "nearest", "first"])
+
+
+def whole(of: Step) -> Int32s:
+    return np.concatenate((of.prompt_ids, of.response_ids))
+
+
+def extending(now: Step, before: Step) -> Step:
+    """A full-prompt step as one that carries only what an earlier step lacks."""
+    earlier = whole(before)
+    shorter = min(len(earlier), len(now.prompt_ids))
+    differs = np.flatnonzero(earlier[:shorter] != now.prompt_ids[:shorter])
+    length = int(differs[0]) if len(differs) else shorter
+    if not length:
+        return now
+    return replace(
+        now, prompt_ids=now.prompt_ids[length:], extends=Extension(before.index, length, digest(earlier[:length]))
+    )
+
+
+def in_form(steps: list[Step], index: int, form: str) -> Step:
+    """A step as a sender may send it: its whole prompt, or what it lacks of the one before or of the first one."""
+    if form == "full" or not index:
+        return steps[index]
+    return extending(steps[index], steps[index - 1 if form == "nearest" else 0])
+
+
+def sampled(made: list[Step], of: TrajectoryId, uid: str) -> list[Step]:
+    """Made steps as this trajectory's, sampled by the first weights."""
+    return [
+        replace(s, trajectory=of, prompt_uid=uid, versions=np.full(len(s.response_ids), START.pack(), np.int64))
+        for s in made
+    ]
+
+
+def rows(world: World, ordinal: int, mode: Any) -> list[dict[str, Any]]:
+    made = row_objects(merge(world.buffer.complete_group(ordinal).steps, mode).rows)
+    return sorted(map(facts, made), key=lambda row: (row["trajectory"], row["first_step"], row["last_step"]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(episodes(), min_size=2, max_size=2), st.sampled_from(["linear", "tree"]), st.data())
+def test_any_order_any_form_and_any_repetition_give_the_same_rows(
+    made: list[list[Step]], mode: Any, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        straight, mixed = (World(Path(folder), config(env={"max_turns": 8})) for folder in (one, other))
+        work = straight.generator.claimed()
+        assert mixed.generator.claimed() == work
+        ids = [TrajectoryId(work.ordinal, sample) for sample in work.samples]
+        steps = [sampled(episode, of, work.prompt_uid) for episode, of in zip(made, ids, strict=True)]
+        ends = [TrajectoryEnd(of, work.prompt_uid, len(e), "stop", 1.0) for e, of in zip(steps, ids, strict=True)]
+        for episode, end in zip(steps, ends, strict=True):
+            assert isinstance(straight.generator.send(episode, [end]), Receipt)
+        places = [(g, index) for g, episode in enumerate(steps) for index in range(len(episode))]
+        again = data.draw(st.lists(st.sampled_from(places), max_size=4))
+        for g, index in data.draw(st.permutations([*places, *again])):
+            answer = mixed.generator.send([in_form(steps[g], index, data.draw(FORMS))])
+            if isinstance(answer, Refusal):  # nobody can tell yet whether two references mean the same
+                assert answer.reason == RefusalReason.PREFIX
+                return
+        for end in ends:
+            assert isinstance(mixed.generator.send([], [end]), Receipt)
+        assert rows(mixed, work.ordinal, mode) == rows(straight, work.ordinal, mode)
+        before = mixed.buffer.digest(), mixed.buffer.status().n_bytes
+        mixed.crash()
+        assert (mixed.buffer.digest(), mixed.buffer.status().n_bytes) == before
+        assert rows(mixed, work.ordinal, mode) == rows(straight, work.ordinal, mode)
+
+
+def turns(of: TrajectoryId, uid: str, count: int, new: int = 40) -> list[Step]:
+    """A long episode in the full form."""
+    rng, history, made = np.random.default_rng(of.sample), np.zeros(0, np.int32), list[Step]()
+    for index in range(count):
+        prompt = np.concatenate((history, rng.integers(0, 500, new, np.int32)))
+        response = rng.integers(0, 500, new, np.int32)
+        made.append(
+            Step(of, uid, index, prompt, response, np.full(new, -1, np.float32), np.ones(new, np.bool_),
+                 np.full(new, START.pack(), np.int64))
+        )  # fmt: skip
+        history = np.concatenate((prompt, response))
+    return made
+
+
+def long_world(folder: Path) -> World:
+    generator = {"max_input_length": 8192, "max_generate_length": 64}
+    return World(
+        folder, config(env={"max_turns": 60}, generator=generator, trainer={"max_tokens_per_micro_batch": 1 << 14})
+    )
+
+
+def grown(world: World, count: int) -> tuple[int, int]:
+    """Bytes that one episode of so many turns, sent turn by turn with full prompts, takes in memory and on disk."""
+    work = world.generator.claimed()
+    of = TrajectoryId(work.ordinal, 0)
+    memory, disk = world.buffer.status().n_bytes, world.buffer.status().journal_position
+    for now in turns(of, work.prompt_uid, count):
+        assert isinstance(world.generator.send([now]), Receipt)
+    status = world.buffer.status()
+    return status.n_bytes - memory, status.journal_position - disk
+
+
+def test_an_episode_of_fifty_turns_sent_with_full_prompts_is_kept_in_its_new_tokens(tmp_path: Path) -> None:
+    world = long_world(tmp_path)
+    short, long = grown(world, 10), grown(world, 50)
+    for few, many in zip(short, long, strict=True):
+        assert many < 5.2 * few, (short, long)
+
+
+def test_turns_sent_all_again_with_each_new_one_are_journalled_once(tmp_path: Path) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    made = turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 20)
+    positions = [world.buffer.status().journal_position]
+    for count in range(1, len(made) + 1):
+        assert isinstance(world.generator.send(made[:count]), Receipt)
+        positions.append(world.buffer.status().journal_position)
+    each = np.diff(positions)
+    assert each[-1] <= each[1] + 64  # a frame's padding
+
+
+def test_a_turn_that_starts_over_keeps_what_it_shares_with_an_earlier_one(tmp_path: Path) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    of = TrajectoryId(work.ordinal, 0)
+    made = turns(of, work.prompt_uid, 4)
+    compacted = replace(made[3], prompt_ids=np.concatenate((whole(made[0]), made[3].prompt_ids[-40:])))
+    for now in [*made[:3], compacted]:
+        assert isinstance(world.generator.send([now]), Receipt)
+    for sample in work.samples:
+        at = TrajectoryId(work.ordinal, sample)
+        end = TrajectoryEnd(at, work.prompt_uid, 4 if sample == 0 else 0, "stop", 1.0)
+        assert isinstance(world.generator.send([], [end]), Receipt)
+    kept = world.buffer.complete_group(work.ordinal).steps
+    assert kept.extends_K.tolist() == [-1, 0, 1, 2] and kept.extends_length_K.tolist() == [0, 80, 160, 80]
+
+
+def routed(of: Step, expert: int) -> Step:
+    return replace(of, routed_experts=np.full((len(whole(of)), 2, 2), expert, np.int16))
+
+
+@pytest.mark.parametrize(("expert", "extends"), [(3, 0), (4, -1)])
+def test_a_prompt_is_shared_only_where_its_routed_experts_are_those_of_the_earlier_step(
+    tmp_path: Path, expert: int, extends: int
+) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    made = turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 2)
+    assert isinstance(world.generator.send([routed(made[0], 3)]), Receipt)
+    assert isinstance(world.generator.send([routed(made[1], expert)]), Receipt)
+    ends = [TrajectoryEnd(TrajectoryId(work.ordinal, s), work.prompt_uid, 2 - 2 * s, "stop", 1.0) for s in (0, 1)]
+    assert isinstance(world.generator.send([], ends), Receipt)
+    kept = world.buffer.complete_group(work.ordinal).steps
+    assert kept.extends_K[1] == extends and kept.routed_experts_N is not None
+    assert kept.routed_experts_N[-1, 0, 0] == expert
+
+
+@pytest.mark.parametrize("first", ["full", "nearest", "first"])
+@pytest.mark.parametrize("then", ["full", "nearest", "first"])
+def test_a_step_that_differs_is_a_conflict_in_every_form(tmp_path: Path, first: str, then: str) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    made = turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 3)
+    other = [*made[:2], replace(made[2], prompt_ids=np.append(made[2].prompt_ids[:-1], np.int32(499)))]
+    assert made[2].prompt_ids[-1] != 499
+    assert isinstance(world.generator.send([made[0], made[1], in_form(made, 2, first)]), Receipt)
+    assert isinstance(again := world.generator.send([in_form(made, 2, then)]), Receipt) and again.duplicate
+    answer = world.generator.send([in_form(other, 2, then)])
+    assert isinstance(answer, Refusal) and answer.reason == RefusalReason.CONFLICT
+
+
+def test_two_references_that_nobody_can_follow_yet_are_refused_with_the_reason(tmp_path: Path) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    made = turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 3)
+    assert isinstance(world.generator.send([in_form(made, 2, "nearest")]), Receipt)
+    answer = world.generator.send([in_form(made, 2, "first")])
+    assert isinstance(answer, Refusal) and answer.reason == RefusalReason.PREFIX
+
+
+def test_a_scalar_reward_and_the_same_on_the_last_token_are_one_step(tmp_path: Path) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    made = replace(turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 1)[0], reward=0.5)
+    per_token = np.zeros(len(made.response_ids), np.float32)
+    per_token[-1] = 0.5
+    assert isinstance(world.generator.send([made]), Receipt)
+    answer = world.generator.send([replace(made, reward=per_token)])
+    assert isinstance(answer, Receipt) and answer.duplicate
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_routed_experts_of_another_shape_are_refused_for_they_fit_into_no_batch(tmp_path: Path, crash: bool) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    one, other = (turns(TrajectoryId(work.ordinal, sample), work.prompt_uid, 1)[0] for sample in work.samples)
+    assert isinstance(world.generator.send([routed(one, 3)]), Receipt)
+    if crash:
+        world.crash()
+    wider = replace(other, routed_experts=np.zeros((len(whole(other)), 3, 2), np.int16))
+    answer = world.generator.send([wider])
+    assert isinstance(answer, Refusal) and answer.reason == RefusalReason.LENGTH_MISMATCH
+
+
+def test_gaps_in_a_generators_message_numbers_take_bounded_memory() -> None:
+    member = Member(epoch=1)
+    for number in range(0, 4000, 2):  # every other message was refused
+        member.note(number, position=number)
+    assert len(member.received) <= MESSAGES_REMEMBERED
+    assert member.has(3998) and not member.has(3997) and not member.has(2)

@@ -1,0 +1,101 @@
+"""Ray repeats a call whose answer was lost: saying anything twice is saying it once."""
+
+from pathlib import Path
+
+import pytest
+
+from service.handoff.lifecycle import CLAIMS_REMEMBERED, Member
+from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
+from service.types import Refusal, RefusalReason
+from tests.pure.buffer.world import START, World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def claim(world: World, number: int) -> Assignment | Wait | Refusal:
+    return world.buffer.claim(Claim(world.generator.name, world.generator.epoch, START, number))
+
+
+def claimed(world: World, number: int) -> Assignment:
+    answer = claim(world, number)
+    assert isinstance(answer, Assignment), answer
+    return answer
+
+
+def restart(world: World) -> None:
+    """Everything that the generator holds is silent too long."""
+    world.clock.now += 11
+    world.buffer.tick()
+
+
+def test_a_repeated_claim_gives_the_same_work_and_issues_nothing(world: World) -> None:
+    first = claimed(world, 1)
+    assert claimed(world, 1) == first
+    assert claimed(world, 2).ordinal == first.ordinal + 1
+    assert claimed(world, 1) == first
+    assert world.buffer.status().issued == 2
+
+
+def test_a_claim_repeated_after_a_crash_gives_the_same_work(world: World) -> None:
+    first = claimed(world, 1)
+    world.crash()
+    assert claimed(world, 1) == first
+    assert world.buffer.status().issued == 1
+
+
+def test_a_claim_repeated_after_a_snapshot_gives_the_same_work(tmp_path: Path) -> None:
+    world = World(tmp_path, segment_bytes=1)
+    first = claimed(world, 1)
+    world.crash()
+    assert claimed(world, 1) == first
+
+
+def test_a_repeated_claim_of_restarted_samples_gives_them_with_their_attempts(world: World) -> None:
+    claimed(world, 1)
+    restart(world)
+    again = claimed(world, 2)
+    assert again.attempts == (1, 1)
+    assert claimed(world, 2) == again
+
+
+def test_a_claim_whose_work_went_on_is_answered_before_and_issues_nothing(world: World) -> None:
+    world.generator.finish(claimed(world, 1))
+    answer = claim(world, 1)
+    assert isinstance(answer, Wait) and answer.reason is WaitReason.ANSWERED
+    assert world.buffer.status().issued == 1
+
+
+def test_a_claim_does_not_give_what_a_later_one_of_the_same_generator_got(world: World) -> None:
+    claimed(world, 1)
+    restart(world)
+    assert claimed(world, 2).attempts == (1, 1)
+    answer = claim(world, 1)
+    assert isinstance(answer, Wait) and answer.reason is WaitReason.ANSWERED
+
+
+def test_a_new_incarnation_numbers_its_claims_anew(world: World) -> None:
+    claimed(world, 1)
+    world.generator.epoch = world.buffer.join("generator", world.generator.name)
+    assert claimed(world, 1).attempts == (1, 1)
+
+
+def test_only_the_newest_claims_are_remembered() -> None:
+    member = Member(epoch=1)
+    for number in range(1, 2 * CLAIMS_REMEMBERED + 1):
+        member.note_given(number, number, {0: 0})
+    assert sorted(member.given) == list(range(CLAIMS_REMEMBERED + 1, 2 * CLAIMS_REMEMBERED + 1))
+
+
+def test_a_release_said_twice_is_one_and_one_of_a_committed_lease_is_refused(world: World) -> None:
+    for work in [world.generator.claimed() for _ in range(2)]:
+        world.generator.finish(work)
+    lease = world.batch().lease
+    for _ in range(2):
+        assert world.buffer.release(world.trainer_epoch, lease, "the loss was not finite") is None
+    trained = world.train().lease
+    for unknown in (trained, 0, 99):
+        answer = world.buffer.release(world.trainer_epoch, unknown, "late")
+        assert isinstance(answer, Refusal) and answer.reason is RefusalReason.LEASE

@@ -1,0 +1,163 @@
+"""The core called directly, without the buffer's door in front: what would be wrong in silence is an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import service.learn
+from service.errors import UserError
+from service.handoff import (
+    BatchSettings,
+    CompleteGroup,
+    VersionHistory,
+    advantages,
+    complete_groups,
+    form_mini_batch,
+    merge_steps,
+)
+from service.handoff.tables import ends_table, steps_table
+from service.types import PolicyVersion, Step, TrajectoryId
+from tests.pure.handoff.worlds import end, step
+
+SETTINGS = BatchSettings(ranks=1, token_budget=64)
+
+
+def group(*steps: Step) -> CompleteGroup:
+    return CompleteGroup(0, "a", steps_table(steps), ends_table([end(steps=len(steps))]))
+
+
+def form(*steps: Step, history: VersionHistory | None = None) -> Any:
+    return form_mini_batch(0, [group(*steps)], history or VersionHistory(), SETTINGS)
+
+
+def test_the_core_needs_neither_torch_nor_ray_nor_what_reads_configurations() -> None:
+    code = "import sys, service.handoff; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(done.stdout.split())
+    assert {"numpy", "xxhash"} <= loaded and not loaded & {"torch", "ray", "vllm", "pydantic", "yaml", "transformers"}
+
+
+def test_the_names_of_the_learner_are_there_and_loaded_late() -> None:
+    code = "import sys, service.learn; assert 'torch' not in sys.modules; print(*service.learn.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    names = {name: getattr(service.learn, name).__name__ for name in done.stdout.split()}
+    assert names and all(name == found for name, found in names.items())
+    with pytest.raises(AttributeError, match="no attribute 'Lerner'"):
+        _ = service.learn.Lerner
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "none"}, {"mode": "Linear"}, {"drift": "Realign"}])
+def test_a_mistyped_way_of_merging_is_an_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"is none of '(off|fork)', "):
+        merge_steps([step(0, [1], [2])], **wrong)
+    with pytest.raises(ValueError, match=r"is none of '(off|fork)', "):
+        BatchSettings(ranks=1, token_budget=8, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ranks": 0}, {"token_budget": 0}, {"returns": "Last"}, {"layout": "pack"}], ids=lambda w: next(iter(w))
+)
+def test_settings_of_a_mini_batch_are_checked_when_they_are_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        BatchSettings(**{"ranks": 1, "token_budget": 8} | wrong)
+
+
+def test_tokens_without_log_probabilities_are_not_trained_against_zero() -> None:
+    bare = replace(step(1, [1, 2, 3], [4]), logprobs=None)
+    with pytest.raises(ValueError, match=r"step=1 has tokens to train, but logprobs=None"):
+        form(step(0, [1], [2]), bare)
+    masked = replace(bare, loss_mask=np.zeros(1, np.bool_), versions=np.full(1, -1, np.int64))
+    assert form(step(0, [1], [2]), masked).loss_tokens_G.tolist() == [1]
+
+
+def test_a_version_ahead_of_the_history_is_an_error() -> None:
+    ahead = step(0, [1], [2], version=PolicyVersion(0, 7).pack())
+    with pytest.raises(ValueError, match=r"step=0 was sampled at version 0\.7, but the newest of the history is 0\.0"):
+        form(ahead)
+    assert form(ahead, history=VersionHistory(PolicyVersion(0, 7))).facts["async/staleness_mean"] == 0
+
+
+def test_a_mini_batch_of_no_groups_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no groups"):
+        form_mini_batch(0, [], VersionHistory(), SETTINGS)
+
+
+@pytest.mark.parametrize("ids", [np.array([1 << 40]), np.array([-5]), np.array([1.5]), [1 << 31]])
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids"])
+def test_a_token_id_that_would_wrap_around_is_an_error(name: str, ids: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Step\.{name} holds what is no int32 token id"):
+        replace(step(0, [1], [2]), **{name: ids})
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), np.array([np.inf], np.float32)])
+def test_a_reward_that_is_no_finite_number_is_an_error(reward: Any) -> None:
+    with pytest.raises(ValueError, match=r"Step\.reward is .* finite"):
+        replace(step(0, [1], [2]), reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (lambda a, b: [a, replace(b, prompt_uid="other")], "step=1 is of prompt 'other', but its trajectory began"),
+        (lambda a, b: [a, replace(b, index=2)], "step=2 is there, but step 1 before it is not"),
+        (lambda a, b: [b], "step=1 is there, but step 0 before it is not"),
+        (lambda a, b: [replace(a, index=-1), b], "step=-1"),
+    ],
+)
+def test_a_trajectory_of_two_prompts_or_with_a_gap_is_not_merged(
+    steps: Callable[[Step, Step], list[Step]], said: str
+) -> None:
+    a, b = step(0, [1], [2]), step(1, [1, 2, 3], [4])
+    with pytest.raises(ValueError, match=said):
+        merge_steps([step(0, [9], [9], trajectory=TrajectoryId(1, 0), uid="z"), *steps(a, b)])
+
+
+def test_steps_may_come_from_a_generator() -> None:
+    assert len(merge_steps(step(0, [1], [2], trajectory=TrajectoryId(0, g)) for g in range(3))) == 3
+
+
+def test_returns_that_are_no_numbers_are_named_as_such() -> None:
+    with pytest.raises(ValueError, match=r"returns_G\[1\] is nan"):
+        advantages("grpo", [1.0, np.nan], ["a", "a"])
+
+
+def test_an_estimator_in_capitals_is_recognised_in_the_message() -> None:
+    with pytest.raises(UserError, match="did you mean 'grpo'"):
+        advantages("GRPO", [1.0], ["a"])
+
+
+def test_advantages_are_never_the_callers_own_array() -> None:
+    returns_G = np.array([1.0, 2.0])
+    assert not np.shares_memory(advantages("reinforce++", returns_G, ["a", "a"]), returns_G)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends", "said"),
+    [
+        ([step(0, [1], [2])], [], "sample=0/attempt=0 has no end"),
+        ([step(0, [1], [2])], [end(steps=2)], "ended after 2 steps, but 1 are there"),
+        ([step(0, [1], [2])], [end(), end()], "ends twice"),
+        ([step(0, [1], [2])], [end(uid="b")], "ordinal 0 is of the prompts 'a' and 'b'"),
+        ([step(1, [1], [2])], None, "step=1 is there, but step 0 before it is not"),
+    ],
+)
+def test_groups_are_complete_or_an_error(steps: list[Step], ends: list[Any] | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        complete_groups(steps, ends)
+
+
+def test_groups_come_in_order_of_appearance_and_a_trajectory_may_have_no_step() -> None:
+    late = step(0, [1], [2], trajectory=TrajectoryId(7, 0), uid="b", reward=2.0)
+    ends = [end(TrajectoryId(7, 0), 1, 3.0, "b"), end(steps=0), end(TrajectoryId(7, 1), 0, 0.0, "b")]
+    groups = complete_groups([late], ends)
+    assert [(g.ordinal, g.prompt_uid, len(g.steps), len(g.ends)) for g in groups] == [(7, "b", 1, 2), (0, "a", 0, 1)]
+    batch = form_mini_batch(0, groups, VersionHistory(), SETTINGS)
+    assert batch.groups == (7, 0) and batch.return_G.tolist() == [3, 0, 0]
+    assert [g.ends.reward_E.tolist() for g in complete_groups([late])] == [[2.0]]
