@@ -6,7 +6,6 @@ either the new checkpoint or the ones before it; there is no pointer to the newe
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,14 @@ from pathlib import Path
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from service.errors import UserError
+from service.folders import sync
 from service.runfolder import write_whole
 
 MANIFEST = "manifest.json"
 PREFIX = "step_"
+
+_Stamps = list[tuple[int, int]] | None
 
 
 class FileFacts(BaseModel):
@@ -40,20 +43,35 @@ class Manifest(BaseModel):
     epoch: int
     """The trainer's incarnation that wrote it."""
     journal_position: int
-    """Where the buffer's journal stood when the checkpoint was begun; it holds everything up to `step`."""
+    """How far the buffer's journal was on the disk when the checkpoint was begun; it holds everything up to `step`."""
     issued: int
     """Prompts issued so far."""
     frontier: int
     """Every prompt below this ordinal has come to its end."""
     files: dict[str, FileFacts]
 
+    def check_journal(self, position: int, folder: Path) -> None:
+        """The checkpoint can be gone on from only with the journal that it was written beside.
+
+        Raises:
+            UserError: the journal in `folder`, which ends at `position`, is not that one or has lost its end.
+        """
+        if position < self.journal_position:
+            raise UserError(
+                f"{folder}: the journal ends at position {position}, but the checkpoint of step {self.step} was "
+                f"written when it stood at {self.journal_position}: it is another run's, or its end is lost. "
+                "Bring it back, or begin a new run"
+            )
+
 
 class Checkpoints:
-    """The checkpoints below one folder; keeps the newest `keep`."""
+    """The checkpoints below one folder; keeps the newest `keep` whole ones."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
+        self._hashed: dict[int, _Stamps] = {}
+        """What the files of a whole checkpoint looked like when they were hashed last."""
 
     def path(self, step: int) -> Path:
         """The folder of the checkpoint of a step."""
@@ -62,13 +80,16 @@ class Checkpoints:
     def begin(self, step: int) -> Path:
         """An empty folder for the checkpoint of a step; what was there before is gone."""
         path = self.path(step)
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+        self._remove(step)
         path.mkdir(parents=True)
         return path
 
     def finish(self, step: int, epoch: int, journal_position: int, issued: int, frontier: int) -> int:
-        """Write the manifest over the files that are there and drop old checkpoints; returns the oldest kept step."""
+        """Write the manifest over the files that are there; returns the oldest kept step.
+
+        Drops checkpoints that are older than those that are kept, damaged, cut off while they were written, or of a
+        later step: a run that writes this step has gone back behind it.
+        """
         path = self.path(step)
         manifest = Manifest(
             step=step,
@@ -80,11 +101,21 @@ class Checkpoints:
         )
         write_whole(path / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
         for folder in (path, self._folder):
-            _sync_folder(folder)
-        steps = [found.step for found in self._readable()]
-        for old in steps[self._keep :]:
-            self.begin(old).rmdir()
-        return min(steps[: self._keep])
+            sync(folder)
+        self._hashed[step] = self._stamps(manifest)
+        self.drop_unfinished()
+        readable = list(self._readable())
+        kept = [found.step for found in readable if found.step <= step and self._still_whole(found)][: self._keep]
+        for found in readable:
+            if found.step not in kept:
+                self._remove(found.step)
+        return min(kept)
+
+    def drop_unfinished(self) -> None:
+        """Remove what was cut off while it was written; only whoever writes here may ask for it."""
+        for step in self._steps():
+            if not (self.path(step) / MANIFEST).exists():
+                self._remove(step)
 
     def newest(self, at_most: int | None = None) -> Manifest | None:
         """The newest checkpoint (of a step up to `at_most`) whose files are what its manifest says; None if none is."""
@@ -95,16 +126,40 @@ class Checkpoints:
 
     def _readable(self) -> Iterator[Manifest]:
         """Manifests that can be read, newest step first."""
-        names = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
-        for step in sorted((int(name) for name in names if name.isdigit()), reverse=True):
+        for step in self._steps():
             try:
                 yield Manifest.model_validate_json((self.path(step) / MANIFEST).read_bytes())
-            except (FileNotFoundError, ValidationError):
+            except (OSError, ValidationError):
                 continue
 
+    def _steps(self) -> list[int]:
+        """Steps that have a folder, newest first."""
+        names = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def _remove(self, step: int) -> None:
+        self._hashed.pop(step, None)
+        (self.path(step) / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(self.path(step), ignore_errors=True)
+
     def _whole(self, manifest: Manifest) -> bool:
-        path = self.path(manifest.step)
-        return all((path / name).is_file() and _facts(path / name) == facts for name, facts in manifest.files.items())
+        path, stamps = self.path(manifest.step), self._stamps(manifest)
+        if stamps is None or any(_facts(path / name) != facts for name, facts in manifest.files.items()):
+            return False
+        self._hashed[manifest.step] = stamps
+        return True
+
+    def _still_whole(self, manifest: Manifest) -> bool:
+        """As `_whole`, but files that have not been touched since they were hashed are not read again."""
+        stamps = self._stamps(manifest)
+        return stamps is not None and (stamps == self._hashed.get(manifest.step) or self._whole(manifest))
+
+    def _stamps(self, manifest: Manifest) -> _Stamps:
+        """Size and time of change of each file; None where one is missing."""
+        files = [self.path(manifest.step) / name for name in manifest.files]
+        if not all(file.is_file() for file in files):
+            return None
+        return [(stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, files)]
 
 
 def _facts(file: Path) -> FileFacts:
@@ -113,11 +168,3 @@ def _facts(file: Path) -> FileFacts:
         while chunk := opened.read(1 << 22):
             hasher.update(chunk)
     return FileFacts(bytes=file.stat().st_size, xxh3_64=hasher.hexdigest())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

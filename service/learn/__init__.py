@@ -1,0 +1,31 @@
+"""The learner: mini-batches in, optimizer steps and weights out, without Ray (see docs/library.md).
+
+The names below are imported when they are asked for, because torch and transformers take seconds to load.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.learn.learner import Learner, StepReport
+    from service.learn.loss import Terms, Tokens, policy_loss
+    from service.learn.make import make_model
+
+_MODULE_OF = {
+    "Learner": "learner",
+    "StepReport": "learner",
+    "Terms": "loss",
+    "Tokens": "loss",
+    "make_model": "make",
+    "policy_loss": "loss",
+}
+
+__all__ = ["Learner", "StepReport", "Terms", "Tokens", "make_model", "policy_loss"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

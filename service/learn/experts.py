@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from service.handoff.validate import Routing
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -41,6 +44,16 @@ def _cut(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         for part, values in zip(names, of_expert.chunk(len(names)), strict=True):
             # safetensors refuses tensors that share memory
             yield part, values.clone()
+
+
+def routing_of_model(config: PretrainedConfig) -> Routing:
+    """What routed experts a model of this configuration can replay."""
+    experts, n_layers = getattr(config, "num_experts", 0) or 0, config.num_hidden_layers
+    if not experts:
+        return Routing((), 0, 0)
+    dense, every = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
+    with_experts = [n for n in range(n_layers) if n not in dense and (n + 1) % every == 0]
+    return Routing((n_layers, len(with_experts)), config.num_experts_per_tok, experts)
 
 
 class RouterReplay:

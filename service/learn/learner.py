@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from service.config.tree import Config
 from service.errors import RunFailed
-from service.learn.checkpoint import CheckpointWriter, read_facts, read_parts
+from service.learn.checkpoint import CheckpointWriter, Facts, check_parts, read_facts, read_parts
 from service.learn.frozen import FrozenPolicies
 from service.learn.measure import not_finite, step_metrics
 from service.learn.objective import Known, Objective, Output
@@ -31,7 +32,7 @@ from service.learn.schedule import learning_rate
 from service.learn.sharding import reduce_gradients
 from service.learn.sums import Sums
 from service.learn.supervised import SupervisedRow, empty_micro_batch, supervised_micro_batches
-from service.types import MiniBatch
+from service.types import MicroBatch, MiniBatch
 
 WARM_START_BETAS = (0.9, 0.999)
 
@@ -51,7 +52,7 @@ class Learner:
     def __init__(
         self,
         config: Config,
-        model_folder: Path,
+        model_folder: Path | str,
         device: torch.device,
         rank: int,
         world: int,
@@ -59,7 +60,7 @@ class Learner:
     ) -> None:
         """`policy`: one that is there already, instead of the one in the folder."""
         self._config = config
-        self.policy = policy or Policy(config, model_folder, device, rank, world)
+        self.policy = policy or Policy(config, Path(model_folder), device, rank, world)
         self._placing = Placing(
             device,
             self.policy.wide,
@@ -80,13 +81,13 @@ class Learner:
         if loss_tokens(batch) == 0:
             return StepReport(False, "no token of the mini-batch carries loss", {})
         self._warm_up = None
-        return self._finish(self.accumulate(batch), loss_tokens(batch))
+        with self.policy.masters.dropped_on_error():
+            return self._finish(self.accumulate(batch), loss_tokens(batch))
 
     def accumulate(self, batch: MiniBatch) -> Sums:
         """The gradient of the mini-batch's loss, added to the parameters' gradients; what was measured on the way."""
         policy, sums = self.policy, Sums(self.policy.device, self.policy.world)
-        micros = batch.ranks[policy.rank if len(batch.ranks) > 1 else 0]
-        placed = [place(micro, self._placing) for micro in micros]
+        placed = [place(micro, self._placing) for micro in self._own_share(batch)]
         known = self._known(placed)
         prepared = self._objective.prepare(batch, placed, known)
         for i, micro in enumerate(placed):
@@ -95,6 +96,26 @@ class Learner:
             loss = self._objective.loss(micro, known[i], prepared, output, sums)
             loss.backward()  # type: ignore[no-untyped-call]
         return sums
+
+    def _own_share(self, batch: MiniBatch) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches: of a mini-batch of all ranks, or of one that was cut to this rank's."""
+        world, n_ranks = self.policy.world, len(batch.ranks)
+        if n_ranks not in (1, world):
+            raise ValueError(
+                f"the mini-batch is packed for {n_ranks} ranks, but {world} train: the rest of it would be left out; "
+                f"form it with BatchSettings(ranks={world})"
+            )
+        micros = batch.ranks[self.policy.rank if n_ranks > 1 else 0]
+        largest = max((int(micro.token_ids_N.max(initial=0)) for micro in micros), default=0)
+        if largest >= self.policy.vocab_size:
+            raise ValueError(f"token id {largest} is outside of the model's vocabulary of {self.policy.vocab_size}")
+        there = sum(int(np.count_nonzero(micro.loss_mask_N)) for micro in micros)
+        if world == 1 and there != loss_tokens(batch):
+            raise ValueError(
+                f"the mini-batch says that {loss_tokens(batch)} tokens carry loss, but its micro-batches hold {there}: "
+                "one rank's share cannot be trained alone"
+            )
+        return micros
 
     def _known(self, placed: Sequence[Placed]) -> list[Known]:
         own: Sequence[Tensor | None] = [None] * len(placed)
@@ -126,9 +147,17 @@ class Learner:
         if n_tokens == 0:
             raise ValueError("no token of the supervised rows is to be learned")
         micros += [empty_micro_batch()] * (n_micros - len(micros))
+        with policy.masters.dropped_on_error():
+            totals = self._supervised_sums(micros, n_tokens)
+            self._warm_up.step(lr, math.sqrt(totals["grad_square"]), trainer.max_grad_norm)
+        return totals["loss"]
+
+    def _supervised_sums(self, micros: Sequence[MicroBatch], n_tokens: int) -> dict[str, float]:
+        """The gradient of the mean cross-entropy; the loss and the squared norm of the gradient over all ranks."""
+        policy = self.policy
         sums = Sums(policy.device, policy.world)
         for number, micro in enumerate(micros, start=1):
-            reduce_gradients(policy.model, now=number == n_micros)
+            reduce_gradients(policy.model, now=number == len(micros))
             logprob_M, _ = policy.model(place(micro, self._placing))
             loss = -logprob_M.sum() / n_tokens
             loss.backward()
@@ -140,8 +169,7 @@ class Learner:
                 f"supervised step: the loss is {totals['loss']} and the squared gradient norm "
                 f"{totals['grad_square']}; lower model.warm_start.lr"
             )
-        self._warm_up.step(lr, math.sqrt(totals["grad_square"]), trainer.max_grad_norm)
-        return totals["loss"]
+        return totals
 
     def _agree(self, n_tokens: int, n_micros: int) -> tuple[int, int]:
         """Tokens of all ranks together; the most micro-batches of any rank."""
@@ -157,7 +185,9 @@ class Learner:
 
         The learner draws no random numbers, so weights, optimizer, frozen weights and step are all there is.
         """
-        facts = {"steps": self.steps, "frozen": self._frozen.taken_at}
+        facts = Facts.model_validate(
+            {"steps": self.steps, "frozen": self._frozen.taken_at, "shapes": self._shapes(), "world": self.policy.world}
+        )
         self._writer.start(folder, self._state(), facts)
         if not background:
             self.finish_save()
@@ -167,17 +197,22 @@ class Learner:
         self._writer.finish()
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint, which a group of another size may have written; every rank must call."""
+        """Go on from a checkpoint, which a group of another size may have written; every rank must call.
+
+        Raises:
+            UserError: the checkpoint is damaged, not whole or another model's; the learner is as it was.
+        """
         facts = read_facts(folder)
-        for name, taken_at in facts["frozen"].items():
+        check_parts(folder, facts, self._shapes())
+        for name, taken_at in facts.frozen.items():
             self._frozen.hold(name, taken_at)
-        rows = {name: parameter.shape[0] for name, parameter in self.policy.masters.parameters.items()}
-        state = self._state()
-        lengths = {name: rows[name.partition("/")[2]] for name in state}
-        read_parts(folder, state, lengths, self.policy.rank, self.policy.world, facts["world"])
-        self.steps = facts["steps"]
+        read_parts(folder, self._state(), facts, self.policy.rank, self.policy.world)
+        self.steps = facts.steps
         self._optimizer.set_steps(self.steps)
         self.policy.masters.write_back()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self.policy.masters.parameters.items()}
 
     def _state(self) -> dict[str, Tensor]:
         state = {f"weights/{name}": master for name, master in self.policy.masters.tensors.items()}

@@ -88,10 +88,33 @@ def loss_named(setting: str) -> PolicyLoss:
         except ImportError as error:
             raise ConfigError(f"algorithm.loss: the module {module!r} cannot be imported: {error}") from error
     if name not in _LOSSES:
-        near = difflib.get_close_matches(name, _LOSSES, n=1)
+        near = difflib.get_close_matches(name.lower(), _LOSSES, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(_LOSSES)}"
         raise ConfigError(f"algorithm.loss: no loss is named {name!r}{meant}")
     return _LOSSES[name]
+
+
+def checked(setting: str, terms: object, tokens: Tokens) -> Terms:
+    """What the loss of this name returned, if it is one term per token; a wrong shape would be broadcast in silence."""
+    if not isinstance(terms, Terms):
+        raise ConfigError(f"algorithm.loss: {setting!r} must return Terms(loss_M, clipped_M), not {_kind(terms)}")
+    for name, value in terms._asdict().items():
+        if not isinstance(value, Tensor) or value.shape != tokens.logprob_M.shape:
+            raise ConfigError(
+                f"algorithm.loss: {setting!r} must return {name} with one value for each of "
+                f"{len(tokens.logprob_M)} tokens, not {_kind(value)}"
+            )
+    if tokens.logprob_M.requires_grad and not terms.loss_M.requires_grad:
+        raise ConfigError(
+            f"algorithm.loss: {setting!r} returned a loss_M without a gradient, so nothing would be learned; compute "
+            "it from logprob_M"
+        )
+    return terms
+
+
+def _kind(value: object) -> str:
+    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{shape}"
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:

@@ -12,6 +12,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from service.config.tree import MakeModelConfig
 
 
+def parameters_of(shape: MakeModelConfig, vocab_size: int) -> int:
+    """Parameters of the matrices of such a model; its norms are nothing beside them."""
+    attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size) + (
+        vocab_size * shape.hidden_size
+    )
+
+
 def make_model(
     folder: Path, shape: MakeModelConfig, vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int
 ) -> None:

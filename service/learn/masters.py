@@ -12,7 +12,8 @@ tensors without their dispatch cost for each operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,15 @@ class Masters:
         for name, parameter in self.parameters.items():
             parameter.grad = None
             self.tensors[name].grad = None
+
+    @contextmanager
+    def dropped_on_error(self) -> Iterator[None]:
+        """What a block that fails has added up does not reach the next step."""
+        try:
+            yield
+        except BaseException:
+            self.drop_gradients()
+            raise
 
     @torch.no_grad()
     def draw(self) -> None:

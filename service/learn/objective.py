@@ -19,7 +19,7 @@ from service.config.tree import Config
 from service.learn.advantage import Whitening, token_advantages, whitening
 from service.learn.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
 from service.learn.device import to_device
-from service.learn.loss import Terms, Tokens, kl_term, loss_named
+from service.learn.loss import Terms, Tokens, checked, kl_term, loss_named
 from service.learn.measure import Measure
 from service.learn.place import Placed
 from service.learn.reduction import trajectory_weights
@@ -153,7 +153,8 @@ class Objective:
         if self._loss.over_trajectory and batch.across.loss is not None:
             over_M = batch.across.loss.mean_G.index_select(0, placed.trajectory_M)
         advantage_M = token_advantages(batch.value_G, batch.whitening, placed)
-        return self._loss.function(Tokens(logprob_M, anchor.loss_M, advantage_M, over_M), self._algorithm)
+        tokens = Tokens(logprob_M, anchor.loss_M, advantage_M, over_M)
+        return checked(self._algorithm.loss, self._loss.function(tokens, self._algorithm), tokens)
 
 
 def _present(value: Tensor | None) -> Tensor:

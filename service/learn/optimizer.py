@@ -9,6 +9,9 @@ from torch import Tensor
 
 from service.learn.masters import Masters
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What Adam keeps of each weight."""
+
 
 class Optimizer:
     """AdamW; the learning rate comes with each step."""
@@ -38,7 +41,7 @@ class Optimizer:
             if not state:
                 state["step"] = torch.zeros((), device=master.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            found |= {f"{moment}/{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+            found |= {f"{moment}/{name}": state[moment] for moment in MOMENTS}
         return found
 
     def set_steps(self, steps: int) -> None:

@@ -41,6 +41,7 @@ class Policy:
         self._folder = folder
         trainer = config.trainer
         hf_config = read_config(folder)
+        self.vocab_size: int = hf_config.vocab_size
         held = self.dtype if world == 1 else self.wide
         self.model = empty_model(hf_config, held, trainer)
         if world > 1:

@@ -1,8 +1,12 @@
 """A checkpoint counts when its manifest says so, and only then."""
 
+import os
 from pathlib import Path
 
-from service.checkpoints import MANIFEST, Checkpoints
+import pytest
+
+from service.checkpoints import MANIFEST, Checkpoints, Manifest
+from service.errors import UserError
 
 
 def written(checkpoints: Checkpoints, step: int) -> int:
@@ -56,3 +60,65 @@ def test_a_step_can_be_asked_for_and_written_anew(tmp_path: Path) -> None:
     assert list(checkpoints.begin(10).iterdir()) == []
     newest = checkpoints.newest()
     assert newest is not None and newest.step == 5
+
+
+def damage(folder: Path) -> None:
+    file = folder / "trainer" / "rank_0.safetensors"
+    before = file.stat()
+    file.write_bytes(b"x" * before.st_size)
+    # clocks of file systems are coarse
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(folder.name for folder in path.iterdir())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_damaged_checkpoints_do_not_take_the_place_of_whole_ones(tmp_path: Path, again: bool) -> None:
+    """Whether the process that goes on wrote them itself or is another one."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (5, 10):
+        written(checkpoints, step)
+    damage(tmp_path / "step_10")
+    if again:
+        checkpoints = Checkpoints(tmp_path, keep=2)
+
+    assert written(checkpoints, 15) == 5
+    assert folders(tmp_path) == ["step_15", "step_5"]
+
+
+def test_a_run_that_went_back_behind_a_damaged_checkpoint_keeps_what_it_writes(tmp_path: Path) -> None:
+    written(Checkpoints(tmp_path, keep=1), 10)
+    damage(tmp_path / "step_10")
+    resumed = Checkpoints(tmp_path, keep=1)
+
+    assert [written(resumed, step) for step in (6, 7)] == [6, 7]
+
+    newest = resumed.newest()
+    assert newest is not None and newest.step == 7
+    assert folders(tmp_path) == ["step_7"]
+
+
+def test_what_killed_runs_left_unfinished_is_removed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    written(checkpoints, 5)
+    for step in (3, 21):
+        (checkpoints.begin(step) / "rank_0.safetensors").write_bytes(b"half")
+    (tmp_path / "step_by_step").mkdir()
+
+    written(checkpoints, 10)
+    assert folders(tmp_path) == ["step_10", "step_5", "step_by_step"]
+
+    checkpoints.begin(15)
+    Checkpoints(tmp_path, keep=2).drop_unfinished()
+    assert folders(tmp_path) == ["step_10", "step_5", "step_by_step"]
+
+
+def test_a_journal_that_lost_its_end_or_is_another_ones_is_refused_in_one_line(tmp_path: Path) -> None:
+    manifest = Manifest(step=4, epoch=1, journal_position=640, issued=9, frontier=8, files={})
+    manifest.check_journal(640, tmp_path)
+    for position in (0, 639):
+        with pytest.raises(UserError, match=rf"ends at position {position}, .*step 4 .* 640") as refused:
+            manifest.check_journal(position, tmp_path)
+        assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value)

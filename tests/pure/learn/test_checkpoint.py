@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from service.config.tree import Config
 from service.errors import UserError
 from service.learn.learner import Learner
+from service.learn.make import make_model
 from service.types import MiniBatch
-from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, settings
+from tests.pure.learn.builders import CPU, SHAPE, VOCABULARY, MadeRow, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
 
 
@@ -62,11 +67,21 @@ def test_a_learner_resumes_on_another_number_of_ranks(
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_steps_taken_while_a_checkpoint_is_written_are_not_in_it(model_folder: Path, tmp_path: Path) -> None:
+def test_steps_taken_while_a_checkpoint_is_written_are_not_in_it(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learner = Learner(configured(), model_folder, CPU, 0, 1)
     steps(learner, batches(1)[:2])
+    stepped = Event()
+
+    def slow_save(*args: Any) -> None:
+        assert stepped.wait(timeout=60)
+        save_file(*args)
+
+    monkeypatch.setattr("service.learn.checkpoint.save_file", slow_save)
     learner.save(tmp_path, background=True)
     expected = steps(learner, batches(1)[2:])
+    stepped.set()
     learner.finish_save()
     assert resume(0, 1, model_folder, tmp_path, "float32") == expected
     assert sorted(file.name for file in tmp_path.iterdir()) == ["learner.json", "rank_0_of_1.safetensors"]
@@ -80,6 +95,85 @@ def test_a_checkpoint_without_one_of_its_parts_is_refused(model_folder: Path, tm
         learner.load(tmp_path)
     with pytest.raises(UserError, match="holds no checkpoint"):
         learner.load(tmp_path / "absent")
+
+
+def kept(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.policy.masters.tensors.items()}
+
+
+def refused(learner: Learner, folder: Path, reason: str) -> None:
+    """The checkpoint is refused in one line and the learner is as it was."""
+    before = kept(learner)
+    with pytest.raises(UserError, match=reason) as caught:
+        learner.load(folder)
+    assert "\n" not in str(caught.value)
+    assert learner.steps == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in kept(learner).items())
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"vocab_size": 64}, r"model\.embed_tokens\.weight has shape \(64, 32\) there, \(37, 32\) here"),
+        ({"num_layers": 3}, r"model\.layers\.2\.\S+ has shape \(\S+\) there, none here"),
+        ({"num_layers": 1}, r"model\.layers\.1\.\S+ has shape none there"),
+        ({"intermediate_size": 64}, r"down_proj\.weight has shape \(32, 64\) there, \(32, 48\) here"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    model_folder: Path, tmp_path: Path, other: dict[str, int], reason: str
+) -> None:
+    vocab_size = other.pop("vocab_size", VOCABULARY)
+    shape = SHAPE.model_copy(update=other)
+    make_model(tmp_path / "other", shape, vocab_size, eos_token_id=2, pad_token_id=0, seed=0)
+    Learner(configured(), tmp_path / "other", CPU, 0, 1).save(tmp_path / "step_0")
+    refused(Learner(configured(), model_folder, CPU, 0, 1), tmp_path / "step_0", f"of another model: .*{reason}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"steps": 7}', '{"world": 0, "steps": 7, "frozen": {}, "shapes": {}}'],
+)
+def test_facts_that_are_damaged_are_refused(model_folder: Path, tmp_path: Path, text: str) -> None:
+    learner = Learner(configured(), model_folder, CPU, 0, 1)
+    learner.save(tmp_path)
+    (tmp_path / "learner.json").write_text(text)
+    refused(learner, tmp_path, r"is damaged: learner\.json")
+
+
+def test_a_part_that_is_damaged_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    learner = Learner(configured(), model_folder, CPU, 0, 1)
+    learner.save(tmp_path)
+    part = tmp_path / "rank_0_of_1.safetensors"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-100])
+    refused(learner, tmp_path, r"is damaged: rank_0_of_1\.safetensors cannot be read")
+    facts = (tmp_path / "learner.json").read_text().strip()
+    save_file({"weights/model.norm.weight": torch.zeros(32)}, part, {"learner.json": facts})
+    refused(learner, tmp_path, r"is damaged: exp_avg/\S+ in rank_0_of_1\.safetensors is not what learner\.json says")
+
+
+def test_a_save_over_another_that_was_cut_off_is_not_taken_for_a_whole_one(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, fresh = (Learner(configured(), model_folder, CPU, 0, 1) for _ in range(2))
+    learner.save(tmp_path)
+    steps(learner, batches(1)[:2])
+
+    def replace_facts_alone(source: Path, target: Path) -> None:
+        if target.name != "learner.json":
+            raise OSError("cut off")
+        rename(source, target)
+
+    rename = os.replace
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="cut off"):
+        patched.setattr("service.learn.checkpoint.os.replace", replace_facts_alone)
+        learner.save(tmp_path)
+    refused(fresh, tmp_path, r"is not whole: rank_0_of_1\.safetensors is of another save than learner\.json")
+    learner.save(tmp_path)
+    fresh.load(tmp_path)
+    assert fresh.steps == 2
 
 
 def test_what_went_wrong_in_the_background_is_raised(model_folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from service.learn.experts import routing_of_model
 from service.learn.learner import Learner
+from service.learn.model import read_config
 from service.learn.place import Placing, place
 from service.types import MicroBatch
 from tests.pure.learn.builders import CPU, VOCABULARY, made_rows, micro_batch, mini_batch, settings
@@ -85,6 +88,16 @@ def test_log_probabilities_are_those_of_the_family_s_own_code(family: Path, layo
     torch.testing.assert_close(ours, torch.cat(expected).detach(), atol=5e-5, rtol=1e-4)
 
 
+def test_dropout_that_a_model_s_configuration_asks_for_is_left_out(tmp_path: Path) -> None:
+    folder = saved("qwen3", tmp_path)
+    micro = micro_batch(made_rows(5, seed=60))
+    plain = logprobs(folder, micro)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.5}))
+    for layout in ("packed", "padded"):
+        torch.testing.assert_close(logprobs(folder, micro, layout=layout), plain, atol=1e-5, rtol=1e-5)
+
+
 def test_an_export_has_the_names_and_values_that_the_family_saves(family: Path, tmp_path: Path) -> None:
     Learner(settings(), family, CPU, 0, 1).export(tmp_path / "out")
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", family))
@@ -133,6 +146,21 @@ def test_recorded_experts_are_the_ones_that_compute(mixture: Path, layers: int) 
         known = (recorded >= 0).all(-1)
         assert np.array_equal(seen.numpy()[known], recorded[known])
         assert (seen.numpy() >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("qwen3_moe", (3, 2)), ("qwen2_moe", (3, 3)), ("qwen3", ())], ids=lambda value: str(value)
+)
+def test_what_can_be_replayed_is_known_from_the_configuration(name: str, layers: tuple[int, ...]) -> None:
+    found = routing_of_model(FAMILIES[name])
+    assert found == ((layers, 2, 6) if layers else ((), 0, 0))
+
+
+def test_the_layers_that_the_configuration_gives_are_those_that_the_model_replays(mixture: Path) -> None:
+    learner = Learner(settings(), mixture, CPU, 0, 1)
+    for layers in routing_of_model(read_config(mixture)).layers:
+        micro = replayed(micro_batch(made_rows(2, seed=66)), layers, natively=0.5)
+        learner.policy.model(place(micro, Placing(CPU, torch.float32)))
 
 
 def test_replaying_the_native_choice_changes_nothing_packed_or_padded(mixture: Path) -> None:

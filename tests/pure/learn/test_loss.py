@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from service.config.checks import LOSSES
 from service.config.tree import AlgorithmConfig
 from service.errors import ConfigError
 from service.learn.learner import Learner
-from service.learn.loss import Terms, Tokens, kl_term, loss_named
+from service.learn.loss import _LOSSES, PolicyLoss, Terms, Tokens, checked, kl_term, loss_named
 from service.learn.objective import Known, Objective, Output
 from service.learn.place import Placing, place
 from service.learn.sums import Sums
@@ -133,6 +134,10 @@ def test_gspo_has_the_gradient_of_the_trajectory_ratio() -> None:
         at += n
 
 
+def test_the_losses_that_may_stand_in_a_configuration_are_those_that_are_registered() -> None:
+    assert set(LOSSES) == {name for name, loss in _LOSSES.items() if loss.function.__module__ == "service.learn.loss"}
+
+
 @pytest.mark.parametrize(
     ("estimator", "published"),
     [("k1", lambda d: d), ("k2", lambda d: d * d / 2), ("k3", lambda d: np.exp(-d) - 1 + d)],
@@ -175,3 +180,26 @@ def test_terms_of_a_loss_are_one_per_token() -> None:
     terms = loss_named("ppo_clip").function(Tokens(*torch.zeros(3, 5), None), AlgorithmConfig())
     assert isinstance(terms, Terms)
     assert terms.loss_M.shape == terms.clipped_M.shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda t: Terms(t.logprob_M[:, None] * t.advantage_M, t.advantage_M > 0), r"loss_M .* 5 tokens.*\[5, 5\]"),
+        (lambda t: Terms(t.logprob_M.sum(), t.advantage_M > 0), r"loss_M with one value for each of 5 tokens"),
+        (lambda t: Terms(-t.logprob_M, torch.tensor(False)), r"clipped_M with one value"),
+        (lambda t: -t.logprob_M, r"must return Terms\(loss_M, clipped_M\), not a Tensor"),
+        (lambda t: Terms(-t.logprob_M.detach(), t.advantage_M > 0), "without a gradient"),
+    ],
+)
+def test_a_loss_of_the_wrong_shape_is_named_and_never_broadcast(returned: Callable[[Tokens], Any], said: str) -> None:
+    tokens = Tokens(torch.zeros(5, requires_grad=True), torch.zeros(5), torch.ones(5), None)
+    with pytest.raises(ConfigError, match=rf"algorithm\.loss: 'mine:loss' .*{said}"):
+        checked("mine:loss", returned(tokens), tokens)
+
+
+def test_the_learner_checks_what_a_loss_returns(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mean = PolicyLoss(lambda tokens, _: Terms(-tokens.logprob_M.mean(), tokens.advantage_M > 0), False)
+    monkeypatch.setattr("service.learn.objective.loss_named", lambda setting: mean)
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: 'ppo_clip' must return loss_M"):
+        Learner(settings(), model_folder, CPU, 0, 1).step(mini_batch([[made_rows(4, seed=33)]], trajectories=4))

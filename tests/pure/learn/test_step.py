@@ -1,5 +1,6 @@
 """One mini-batch, one optimizer step: or none, and the reason."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from service.errors import RunFailed
+from service.handoff import batch_of_rank
 from service.learn.learner import Learner
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
@@ -41,6 +43,30 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_optimizer_untouched(model_
     assert not report.applied
     assert report.reason is not None and "policy/policy_loss" in report.reason
     assert learner.step(batch) == twin.step(batch)
+    after, expected = learner.weights(), twin.weights()
+    assert after is not None and expected is not None
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_that_raised_half_way_leaves_no_gradients_to_the_next(model_folder: Path, dtype: str) -> None:
+    trainer = {"max_tokens_per_micro_batch": 40}
+    twin, learner = (Learner(settings(trainer=trainer, dtype=dtype), model_folder, CPU, 0, 1) for _ in range(2))
+    rows = made_rows(4, seed=6)
+    batch = mini_batch([[rows[:2], rows[2:]]], trajectories=4)
+    supervised = [(row.token_ids, row.loss_mask) for row in rows]
+    for step in (lambda it: it.step(batch), lambda it: it.supervised_step(supervised, 1e-3)):
+        calls = iter((False, True))
+
+        def fails_at_the_second(*_: object, calls: Iterator[bool] = calls) -> None:
+            if next(calls):
+                raise MemoryError
+
+        hook = learner.policy.model.register_forward_pre_hook(fails_at_the_second)
+        with pytest.raises(MemoryError):
+            step(learner)
+        hook.remove()
+        assert step(learner) == step(twin)
     after, expected = learner.weights(), twin.weights()
     assert after is not None and expected is not None
     assert all(torch.equal(after[name], expected[name]) for name in expected)
@@ -125,3 +151,43 @@ def test_a_supervised_loss_that_is_not_finite_ends_the_run(model_folder: Path) -
     learner.policy.masters.tensors["model.norm.weight"].fill_(float("nan"))
     with pytest.raises(RunFailed, match=r"lower model\.warm_start\.lr"):
         learner.supervised_step([(row.token_ids, row.loss_mask) for row in made_rows(2, seed=13)], lr=1e-3)
+
+
+def test_a_mini_batch_for_more_ranks_than_there_are_is_not_trained_in_part(model_folder: Path) -> None:
+    learner = Learner(settings(), model_folder, CPU, 0, 1)
+    halves = mini_batch([[made_rows(4, seed=12)[:2]], [made_rows(4, seed=12)[2:]]], trajectories=4)
+    with pytest.raises(ValueError, match=r"packed for 2 ranks, but 1 train"):
+        learner.step(halves)
+    with pytest.raises(ValueError, match="one rank's share cannot be trained alone"):
+        learner.step(batch_of_rank(halves, 0))
+    assert learner.steps == 0
+
+
+def test_an_infinite_log_probability_of_the_rollout_takes_no_step(model_folder: Path) -> None:
+    rows = made_rows(4, seed=13)
+    rows[1].logprobs[-1] = -np.inf
+    report = Learner(settings(), model_folder, CPU, 0, 1).step(mini_batch([[rows]], trajectories=4))
+    assert not report.applied and report.reason is not None and "policy/policy_kl" in report.reason
+
+
+def test_a_token_id_outside_of_the_vocabulary_is_named(model_folder: Path) -> None:
+    rows = made_rows(4, seed=14)
+    rows[1].token_ids[0] = 5000
+    with pytest.raises(ValueError, match="token id 5000 is outside of the model's vocabulary of 37"):
+        Learner(settings(), model_folder, CPU, 0, 1).step(mini_batch([[rows]], trajectories=4))
+
+
+def test_the_spread_of_ratios_is_told_by_staleness_too(model_folder: Path) -> None:
+    rows = made_rows(6, seed=15)
+    report = Learner(settings(), str(model_folder), CPU, 0, 1).step(mini_batch([[rows]], trajectories=6))
+    mask, staleness = (np.concatenate([getattr(row, name) for row in rows]) for name in ("loss_mask", "staleness"))
+    metrics, largest, square = report.metrics, [], 0.0
+    for name, at_least, below in (("0", 0, 1), ("1", 1, 2), ("2", 2, 3), ("3_4", 3, 5)):
+        of = {key.rpartition("/")[2]: value for key, value in metrics.items() if f"by_staleness/{name}/" in key}
+        assert of["tokens"] == np.count_nonzero(mask & (staleness >= at_least) & (staleness < below))
+        mean_square = of["is_ratio_std"] ** 2 + of["is_ratio_mean"] ** 2
+        assert of["effective_sample_share"] == pytest.approx(of["is_ratio_mean"] ** 2 / mean_square)
+        largest.append(of["is_ratio_max"])
+        square += of["tokens"] * mean_square / mask.sum()
+    assert max(largest) == metrics["policy/is_ratio_max"]
+    assert square == pytest.approx(metrics["policy/is_ratio_std"] ** 2 + metrics["policy/is_ratio_mean"] ** 2)

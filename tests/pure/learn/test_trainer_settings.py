@@ -80,6 +80,9 @@ def test_metrics_tell_staleness_apart(model_folder: Path) -> None:
 
 
 @pytest.mark.full
+# What torch's compiler warns about on its own way, when it is imported and when it looks at tensors.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_layers_and_fused_functions_compute_the_same(model_folder: Path) -> None:
     plain = losses(0, 1, model_folder, {}, "float32")
     assert losses(0, 1, model_folder, {"compile": True}, "float32") == pytest.approx(plain, abs=1e-5)

@@ -1,0 +1,139 @@
+"""Models whose packed forward pass would be wrong are refused where their folder is read, with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from service.errors import UserError
+from service.learn.files import check_weights
+from service.learn.learner import Learner
+from service.learn.model import read_config, weight_shapes
+from service.learn.place import Placing, place
+from tests.pure.learn.builders import CPU, made_rows, micro_batch, settings, small_model
+from tests.pure.learn.test_families import FAMILIES
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+def described(folder: Path, family: str, **settings: Any) -> Path:
+    """A folder with a config.json alone, as transformers writes it, with some settings changed."""
+    FAMILIES[family].save_pretrained(folder)
+    return changed(folder, **settings)
+
+
+def changed(folder: Path, **settings: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "compressed-tensors"])
+def test_quantised_weights_are_refused(tmp_path: Path, method: str) -> None:
+    folder = described(tmp_path, "qwen3", quantization_config={"quant_method": method})
+    with pytest.raises(UserError, match=r"cannot be trained: its weights are quantised \(quantization_config\)"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3", "qwen3_moe", "qwen2"])
+def test_a_sliding_window_is_refused_in_every_family(tmp_path: Path, family: str) -> None:
+    window = {"sliding_window": 8, "max_window_layers": 0 if family != "qwen2_moe" else 3, "layer_types": None}
+    read_config(described(tmp_path, family, use_sliding_window=False, **window))
+    with pytest.raises(UserError, match="only full attention is supported"):
+        read_config(changed(tmp_path, use_sliding_window=True))
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}, LONGROPE], ids=str
+)
+def test_position_embeddings_that_depend_on_the_longest_row_are_refused(tmp_path: Path, rope: dict[str, Any]) -> None:
+    folder = described(tmp_path, "qwen3_moe", rope_parameters=None, rope_scaling=rope, rope_theta=1e4)
+    name = rope.get("rope_type", "dynamic")
+    with pytest.raises(UserError, match=rf"its RoPE is of type '{name}'; supported are default, linear, llama3, yarn"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "linear", "factor": 2.0}, LLAMA3, YARN], ids=lambda rope: rope["rope_type"]
+)
+def test_position_embeddings_that_are_accepted_do_not_depend_on_the_other_rows(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    folder = changed(small_model(tmp_path / "model"), rope_parameters=rope | {"rope_theta": 1e4})
+    model = Learner(settings(), folder, CPU, 0, 1).policy.model
+    rows = [*made_rows(2, seed=90, lengths=(6, 9)), *made_rows(1, seed=91, lengths=(40, 41))]
+
+    def logprob_M(*these: Any) -> torch.Tensor:
+        return model(place(micro_batch(these), Placing(CPU, torch.float32)))[0].detach()
+
+    torch.testing.assert_close(logprob_M(*rows), torch.cat([logprob_M(row) for row in rows]), atol=2e-5, rtol=0)
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def with_bias(weights: Weights) -> None:
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
+
+
+def with_a_third_layer(weights: Weights) -> None:
+    weights |= {name.replace("layers.1", "layers.2"): weight.clone() for name, weight in weights.items()}
+
+
+def with_a_head(weights: Weights) -> None:
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+
+
+def in_eight_bits(weights: Weights) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+
+
+def without_a_norm(weights: Weights) -> None:
+    del weights["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            with_bias,
+            r"has a weight 'model\.layers\.0\.\S+bias', which its config\.json does not ask for",
+        ),
+        (with_a_third_layer, r"has a weight 'model\.layers\.2\.\S+', .* \(11 such weights\)"),
+        (
+            with_a_head,
+            r"lm_head\.weight in \S+ differs from model\.embed_tokens\.weight, but its config\.json ties",
+        ),
+        (in_eight_bits, r"up_proj\.weight in \S+ is of type F8_E4M3, which cannot be trained"),
+        (without_a_norm, r"has no weight 'model\.norm\.weight', which its config\.json asks for"),
+    ],
+)
+def test_weights_that_config_json_does_not_describe_are_refused(
+    tmp_path: Path, change: Callable[[Weights], None], reason: str
+) -> None:
+    folder = small_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"^model\.path: .*{reason}"):
+        check_weights(folder, weight_shapes(read_config(folder)))
+    with pytest.raises(UserError, match=reason):
+        Learner(settings(), folder, CPU, 0, 1)
+
+
+def test_a_tied_head_that_is_stored_once_more_and_frequencies_of_old_folders_are_taken(tmp_path: Path) -> None:
+    folder = small_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(weights, folder / "model.safetensors")
+    check_weights(folder, weight_shapes(read_config(folder)))

@@ -1,0 +1,68 @@
+"""A folder that replaces another is whole at any moment at which its writer may die."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.folders import earlier_of, replaced, restore
+
+DIES = """
+import os, sys
+from pathlib import Path
+from service.folders import replaced
+rename = os.replace
+def renamed(source, target):
+    rename(source, target)
+    os.kill(os.getpid(), 9)
+os.replace = renamed
+with replaced(Path(sys.argv[1])) as making:
+    (making / "weights").write_text("new")
+    if sys.argv[2] == "while writing":
+        os.kill(os.getpid(), 9)
+"""
+
+
+def write(folder: Path, text: str) -> None:
+    with replaced(folder) as making:
+        (making / "weights").write_text(text)
+
+
+def texts(path: Path) -> dict[str, str]:
+    return {str(file.relative_to(path)): file.read_text() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("moment", ["while writing", "between the renames"])
+def test_a_writer_that_is_killed_leaves_the_earlier_folder_for_the_next_one(tmp_path: Path, moment: str) -> None:
+    final = tmp_path / "final"
+    write(final, "old")
+    assert subprocess.run([sys.executable, "-c", DIES, final, moment], timeout=60).returncode == -9
+    left = final if final.exists() else earlier_of(final)
+    assert (left / "weights").read_text() == "old"
+
+    restore(final)
+    assert texts(tmp_path) == {"final/weights": "old"}
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_killed_writer_is_cleaned_up_after_by_the_next_one(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    write(final, "old")
+    for moment in ("between the renames", "while writing"):
+        subprocess.run([sys.executable, "-c", DIES, final, moment], timeout=60)
+    write(final, "new")
+    assert texts(tmp_path) == {"final/weights": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_writer_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    write(final, "old")
+    with pytest.raises(OSError, match="no space left"), replaced(final) as making:
+        (making / "weights").write_text("half")
+        raise OSError("no space left")
+    assert texts(tmp_path) == {"final/weights": "old"}
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
