@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 
-from service.config import Config
+from service.config import Config, MakeModelConfig
 from service.errors import UserError
-from service.learn.make import make_model
-from service.rollout.chat import Chat
-from service.rollout.dataset import load_tasks, write_rows
+from service.handoff.validate import Routing
+from service.learn.experts import routing_of_model
+from service.learn.files import check_weights
+from service.learn.make import make_model, parameters_of
+from service.learn.model import read_config, weight_shapes
+from service.rollout.chat import load_chat
+from service.rollout.dataset import load_tasks
 from service.rollout.environment import Task
 from service.rollout.environments import made
+from service.rollout.factory import check_environments
+from service.rollout.mixture import eval_files, train_file
 from service.rollout.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.warm_start import SupervisedRow, demonstration_rows
+
+TRAINING_BYTES = 16
+"""Bytes of a parameter while it is trained: master weight, gradient and two moments, in float32."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,10 @@ class Prepared:
     tasks: Sequence[Task]
     model_folder: Path
     vocab_size: int
+    routing: Routing
+    """Which routed experts the model can replay."""
+    eval_files: Mapping[str, Path] = field(default_factory=dict)
+    """Evaluation sets by name."""
 
 
 def prepare(config: Config, folder: Path) -> Prepared:
@@ -35,20 +49,33 @@ def prepare(config: Config, folder: Path) -> Prepared:
     Raises:
         UserError: a file or folder is missing or malformed; the message names it.
     """
-    if config.data.make_rows is not None:
-        tasks_file = folder / "data" / "train.jsonl"
-        tasks_file.parent.mkdir(parents=True, exist_ok=True)
-        if not tasks_file.exists():
-            write_rows(tasks_file, made(config.env.name).rows(config.data.make_rows, config.run.seed))
-    elif config.data.train is not None:
-        tasks_file = config.data.train
-    else:
-        raise UserError("data: neither train nor make_rows is set; name a JSONL or parquet file in data.train")
+    tasks_file = train_file(config.data, config.env.name, folder / "data", config.run.seed)
+    tasks = load_tasks(tasks_file)
+    check_environments(config.env, tasks)
+    evals = prepare_evaluation(config, folder)
     model_folder = config.model.path or _make_policy(config, folder / "model")
-    if not (model_folder / "config.json").is_file():
-        raise UserError(f"model.path: {model_folder} is not a Hugging Face model folder (it has no config.json)")
+    hf_config = read_config(model_folder)
+    vocab_size = hf_config.vocab_size
     tokenizer = load_tokenizer(model_folder)
-    return Prepared(tasks_file, load_tasks(tasks_file), model_folder, len(tokenizer))
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"model.path: the tokenizer in {model_folder} has {len(tokenizer)} tokens, its model only {vocab_size}; "
+            "they do not belong together"
+        )
+    check_weights(model_folder, weight_shapes(hf_config))
+    return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing_of_model(hf_config), evals)
+
+
+def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:
+    """The files of the evaluation sets, read once to see that they can be played.
+
+    Raises:
+        UserError: one is missing or malformed, or needs an environment that cannot be made.
+    """
+    files = eval_files(config.data, config.env.name, folder / "data", config.run.seed)
+    for path in files.values():
+        check_environments(config.env, load_tasks(path))
+    return files
 
 
 def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
@@ -58,7 +85,7 @@ def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
         return []
     rng = np.random.default_rng(config.run.seed)
     conversations = made(config.env.name).demonstrations(warm_start.demonstrations, warm_start.right_share, rng)
-    return demonstration_rows(Chat(load_tokenizer(model_folder)), conversations)
+    return demonstration_rows(load_chat(model_folder, config.generator), config.generator.conversation, conversations)
 
 
 def _make_policy(config: Config, folder: Path) -> Path:
@@ -69,6 +96,7 @@ def _make_policy(config: Config, folder: Path) -> Path:
         raise UserError("model: neither path nor make is set; name a Hugging Face folder in model.path")
     make_tokenizer(folder, made(config.env.name).vocabulary())
     tokenizer = load_tokenizer(folder)
+    _has_room(config.model.make, len(tokenizer))
     make_model(
         folder,
         config.model.make,
@@ -78,3 +106,14 @@ def _make_policy(config: Config, folder: Path) -> Path:
         seed=config.run.seed,
     )
     return folder
+
+
+def _has_room(shape: MakeModelConfig, vocab_size: int) -> None:
+    """Raises `UserError` where the model's training state alone exceeds the free memory."""
+    needed = parameters_of(shape, vocab_size) * TRAINING_BYTES
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"model.make: training {parameters_of(shape, vocab_size)} parameters takes {needed >> 20} MiB, "
+            f"{free >> 20} MiB are free; make it smaller"
+        )

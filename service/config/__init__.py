@@ -1,7 +1,8 @@
 """The configuration: one strict tree, read from YAML files and dotted overrides."""
 
-from service.config.checks import check, check_paths
+from service.config.checks import check
 from service.config.load import load, load_config, resolved_yaml
+from service.config.paths import check_paths
 from service.config.tree import (
     AlgorithmConfig,
     BufferConfig,

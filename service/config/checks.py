@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 from service.config.source import Source
 from service.config.tree import Config
-from service.errors import ConfigError, UserError
+from service.errors import ConfigError
 
 TOKEN_BYTES = 4 + 4 + 1 + 8
 """A token as it is stored: id, log-probability, mask, version."""
 
 GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
 TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
+LOSSES = (
+    "ppo_clip", "dual_clip", "cispo", "gspo", "rollout_is", "importance_sampling", "cross_entropy"
+)  # fmt: skip
 
 
 class Problem(NamedTuple):
@@ -33,22 +35,6 @@ def check(config: Config, source: Source | None = None) -> None:
         lines.append(f"{place + '  ' if place else ''}{problem.path}: {problem.message}")
     if lines:
         raise ConfigError("\n".join(lines))
-
-
-def check_paths(config: Config) -> None:
-    """Raises `UserError` where a file or folder that the configuration names is not there."""
-    folder, train = config.model.path, config.data.train
-    if folder is not None and not (folder / "config.json").is_file():
-        found = "has no config.json" if folder.is_dir() else "does not exist"
-        raise UserError(f"model.path: the model folder {folder} {found}; give a Hugging Face folder")
-    files = {"train": train, **{f"mixture.{name}.path": part.path for name, part in config.data.mixture.items()}}
-    for name, path in {**files, **{f"eval.{name}": path for name, path in config.data.eval.items()}}.items():
-        if path is not None and not path.is_file():
-            raise UserError(f"data.{name}: the dataset {path} does not exist; give a JSONL or parquet file")
-    if config.metrics.wandb is not None and find_spec("wandb") is None:
-        raise UserError("metrics.wandb: the package wandb is not installed; install it, or remove metrics.wandb")
-    if Path(config.run.dir).exists() and not Path(config.run.dir).is_dir():
-        raise UserError(f"run.dir: {config.run.dir} is a file; give a folder")
 
 
 def problems(config: Config) -> list[Problem]:
@@ -74,6 +60,26 @@ def _one_model(config: Config) -> Iterator[Problem]:
             "model.make.num_kv_heads",
             f"must divide num_heads ({make.num_heads}); else query heads have no key head to share",
         )
+    if make is not None and make.head_dim % 2:
+        yield Problem("model.make.head_dim", f"{make.head_dim} is odd: rotary embeddings turn pairs of dimensions")
+
+
+def _warm_start(config: Config) -> Iterator[Problem]:
+    warm_start = config.model.warm_start
+    if warm_start is None:
+        return
+    low, high = warm_start.expected_success
+    if low > high:
+        yield Problem(
+            "model.warm_start.expected_success",
+            f"[{low:g}, {high:g}] holds no success: the warm start could never end as expected; give the lower first",
+        )
+    if warm_start.demonstrations < warm_start.batch_size:
+        yield Problem(
+            "model.warm_start.demonstrations",
+            f"{warm_start.demonstrations} are fewer than batch_size ({warm_start.batch_size}): not even one batch "
+            "could be drawn; make more of them, or use a smaller batch",
+        )
 
 
 def _one_dataset(config: Config) -> Iterator[Problem]:
@@ -87,6 +93,24 @@ def _one_dataset(config: Config) -> Iterator[Problem]:
         yield Problem(f"data.{named[0]}", f"{others} is set too, so it is open which rows are meant; keep one of them")
     if data.eval_every and not data.eval and data.eval_make_rows is None:
         yield Problem("data.eval_every", "there is no evaluation set; give data.eval or data.eval_make_rows, or 0")
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    every, sync_every = config.data.eval_every, config.weights.sync_every
+    if every % sync_every:
+        yield Problem(
+            "data.eval_every",
+            f"{every} is no multiple of weights.sync_every ({sync_every}): the engines would be evaluated on older "
+            "weights than those of the step",
+        )
+
+
+def _retrieval(config: Config) -> Iterator[Problem]:
+    if config.env.retrieval is not None and "url" in config.env.options:
+        yield Problem(
+            "env.retrieval",
+            "env.options.url names a server already, so the one that the run starts would never be asked; keep one",
+        )
 
 
 def _sampling(config: Config) -> Iterator[Problem]:
@@ -145,6 +169,14 @@ def _staleness(config: Config) -> Iterator[Problem]:
 
 def _memory(config: Config) -> Iterator[Problem]:
     group, size = group_bytes_at_worst(config), config.trainer.mini_batch_size
+    samples = config.algorithm.n_samples_per_prompt
+    turns = samples * (config.generator.max_input_length + config.generator.max_generate_length) * TOKEN_BYTES
+    if config.buffer.max_group_bytes < turns:
+        yield Problem(
+            "buffer.max_group_bytes",
+            f"{config.buffer.max_group_bytes} cannot hold one turn of each of the {samples} samples of a group at "
+            f"worst ({turns} bytes): long groups would all be refused, so the policy would learn to be short; raise it",
+        )
     if config.buffer.max_bytes < size * group:
         yield Problem(
             "buffer.max_bytes",
@@ -170,6 +202,29 @@ def _merge(config: Config) -> Iterator[Problem]:
             f"{merge} needs algorithm.step_wise=true: without it a trajectory is one sequence already and there are "
             "no steps to merge; use buffer.merge=off",
         )
+    if not step_wise and config.generator.conversation == "rerender":
+        yield Problem(
+            "generator.conversation",
+            "rerender lets the chat template rewrite earlier turns, so a trajectory is no single sequence; use append "
+            "or inline, or algorithm.step_wise=true",
+        )
+
+
+def _registered(config: Config) -> Iterator[Problem]:
+    """Names of functions; what a module of the user registers is known only once that is imported."""
+    for name, known in (("estimator", (*GROUP_ESTIMATORS, *TEMPORAL_ESTIMATORS)), ("loss", LOSSES)):
+        setting = getattr(config.algorithm, name)
+        module, _, function = setting.rpartition(":")
+        if module:
+            if not function or not all(part.isidentifier() for part in module.split(".")):
+                yield Problem(f"algorithm.{name}", f"{setting!r} is no module:name, so nothing could be imported")
+        elif setting not in known:
+            near = difflib.get_close_matches(setting.lower(), known, n=1, cutoff=0.0)[0]
+            yield Problem(
+                f"algorithm.{name}",
+                f"there is no {name} {setting!r}; did you mean {near}? One that your own module registers is named "
+                "your.module:name",
+            )
 
 
 def _estimator(config: Config) -> Iterator[Problem]:
@@ -259,12 +314,16 @@ def _verification(config: Config) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _one_model,
+    _warm_start,
     _one_dataset,
+    _evaluation,
+    _retrieval,
     _sampling,
     _concurrency,
     _staleness,
     _memory,
     _merge,
+    _registered,
     _estimator,
     _reduction,
     _correction,

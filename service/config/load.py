@@ -105,6 +105,8 @@ def _message(detail: ErrorDetails, path: KeyPath) -> str:
         return f"unknown key{_unknown_hint(path)}"
     if detail["type"] == "literal_error":
         return f"{value!r} is not one of {detail['ctx']['expected']}{_literal_hint(value, detail)}"
+    if detail["type"] == "string_type" and isinstance(value, Mapping):
+        return f"must be text, but YAML reads {', '.join(f'{key!s}:' for key in value)} as a key; put quotes around it"
     if detail["type"] == "string_type":
         return f"must be text, not {value!r} (write it in quotes inside the value: '\"{value}\"')"
     if detail["type"] in ("model_type", "model_attributes_type"):

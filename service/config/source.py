@@ -17,7 +17,7 @@ import yaml
 
 from service.errors import ConfigError
 
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 16
 """A configuration is written by hand; anything larger is the wrong file."""
 
 MAX_DEPTH = 32
@@ -94,6 +94,8 @@ def _merge_file(source: Source, file: Path) -> None:
 
 def _read_text(file: Path) -> str:
     try:
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{file}: cannot read the configuration file: not a file")
         size = file.stat().st_size
         if size > MAX_FILE_BYTES:
             raise ConfigError(f"{file}: {size} bytes is too large for a configuration file (at most {MAX_FILE_BYTES})")
@@ -154,7 +156,7 @@ class _Reader:
         try:
             value: Hashable = self._scalars.construct_object(node)
             return value
-        except (yaml.YAMLError, ValueError):
+        except (yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError):
             raise ConfigError(f"{self._at(node)}  {'.'.join(path)}: cannot read the value {node.value!r}") from None
 
     def _at(self, node: yaml.Node) -> str:

@@ -11,6 +11,8 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+MergeMode = Literal["off", "linear", "tree"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -33,7 +35,8 @@ class RunConfig(Section):
     max_restarts: NotNegative = 3
     """Failures of a generator, or of the trainer, without an optimizer step in between that a run survives."""
     trajectories_per_step: NotNegative = 2
-    """Completed trajectories of each mini-batch that are kept in `trajectories.jsonl`, until that file is full."""
+    """Trajectories of each mini-batch, and as many again of groups that ended without being trained, that are kept in
+    `trajectories.jsonl`, until that file is full."""
     insecure_local: bool = False
     """Run on a Ray without authentication; only for a machine that nobody else reaches."""
     stop_grace: Seconds = 20.0
@@ -45,12 +48,12 @@ class RunConfig(Section):
 class MakeModelConfig(Section):
     """The shape of a small Qwen3 model that the run makes itself, with a tokenizer for the environment's words."""
 
-    hidden_size: Positive = 128
-    intermediate_size: Positive = 256
-    num_layers: Positive = 2
-    num_heads: Positive = 4
-    num_kv_heads: Positive = 2
-    head_dim: Positive = 32
+    hidden_size: Annotated[int, Field(gt=0, le=4096)] = 128
+    intermediate_size: Annotated[int, Field(gt=0, le=16384)] = 256
+    num_layers: Annotated[int, Field(gt=0, le=64)] = 2
+    num_heads: Annotated[int, Field(gt=0, le=64)] = 4
+    num_kv_heads: Annotated[int, Field(gt=0, le=64)] = 2
+    head_dim: Annotated[int, Field(gt=0, le=256)] = 32
 
 
 class WarmStartConfig(Section):
@@ -108,8 +111,33 @@ class DataConfig(Section):
     """Optimizer steps between evaluations; 0: none while training."""
     eval_samples: Positive = 1
     """Trajectories of each evaluation prompt."""
+    eval_temperature: Annotated[float, Field(ge=0)] | None = None
+    """Sampling temperature of evaluations, 0 for the likeliest tokens; None: the prompt's, as in training."""
+    eval_deadline: Seconds = 3600.0
+    """Seconds after which an evaluation is given up, and the run goes on without it."""
     shuffle: bool = True
     """Shuffle each epoch with the run's seed."""
+
+
+class RetrievalConfig(Section):
+    """A retrieval server, as an actor of the run; `POST /retrieve` as Search-R1's and SkyRL's environments ask it."""
+
+    corpus: Path | None = None
+    """JSONL with `id` and `contents` in each row; None: the small corpus that comes with Baton."""
+    encoder: Path | None = None
+    """A Hugging Face folder of a dense encoder; None: passages are found by the words that they share."""
+    embeddings: Path | None = None
+    """The corpus's vectors (.npy), written where they are missing; without it they are computed at every start."""
+    query_prefix: str = ""
+    """Before each question, such as `query: ` for E5."""
+    passage_prefix: str = ""
+    """Before each passage, such as `passage: ` for E5."""
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs of the encoder, or the share of one; 0: it runs on the CPU."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 takes a free one; a server that dies comes back where the environments look for it only on a fixed one."""
+    start_deadline: Seconds = 1800.0
+    """Seconds that reading and encoding the corpus may take."""
 
 
 class EnvConfig(Section):
@@ -128,8 +156,12 @@ class EnvConfig(Section):
     """Modules, with what lies under them, whose classes `name` and `env_class` may mean as `module:Class`."""
     isolation: Literal["none", "process"] = "none"
     """`process`: every open episode has a process of its own, which is ended where it blocks."""
+    max_processes: Positive = 256
+    """Processes that one generator has open at once, at most; further episodes wait for one to end."""
     max_observation_characters: Positive = 1 << 20
     """Characters of one observation; an environment that says more loses its trajectory."""
+    retrieval: RetrievalConfig | None = None
+    """Start a retrieval server, whose address becomes the option `url` of the environment `name`."""
 
 
 class GeneratorConfig(Section):
@@ -168,6 +200,8 @@ class GeneratorConfig(Section):
     """Seconds that an engine may take to start."""
     request_deadline: Seconds = 300.0
     """Seconds that one turn may take in the engine."""
+    silent_deadline: Seconds = 60.0
+    """Seconds without an answer after which a generator is taken for frozen, and starts again."""
 
 
 class BufferConfig(Section):
@@ -182,6 +216,8 @@ class BufferConfig(Section):
     step_deadline: Seconds = 300.0
     """Seconds without progress after which a trajectory starts anew as its next attempt."""
     max_attempts: Positive = 3
+    """Of a trajectory. One that only fails is then lost alone; one whose generators died or fell silent takes its group
+    with it."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
     """What becomes of a group at its deadline: its finished trajectories are trained, or none; None: it has none."""
     group_deadline: Seconds = 3600.0
@@ -196,9 +232,12 @@ class BufferConfig(Section):
     """Keep what the journal no longer needs, so that every mini-batch can be formed again from it."""
     sync_interval: Seconds = 0.005
     """Seconds between two syncs of the journal while something is queued."""
-    merge: Literal["off", "linear", "tree"] = "linear"
+    merge: MergeMode = "linear"
+    """Which steps share a row: none, those that continue the step before, or those that continue any earlier row."""
     drift: Literal["fork", "realign"] = "fork"
+    """A prompt that repeats its row but for a short mismatch: a new row, or the same, without loss on what differs."""
     max_drift_tokens: NotNegative = 16
+    """Tokens of a mismatch that `drift: realign` bridges, at most."""
 
 
 Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
@@ -237,11 +276,16 @@ class AlgorithmConfig(Section):
     """From rewards to a loss."""
 
     step_wise: bool = True
-    estimator: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline", "gae", "reinforce++"] = "grpo"
+    """Turns are steps, which `buffer.merge` makes rows of; false: a trajectory is one sequence, observations included
+    with mask 0."""
+    estimator: str = "grpo"
+    """grpo, grpo_no_std, rloo, maxrl, reinforce++_baseline; reinforce++ (not step-wise), or `your.module:name`."""
     n_samples_per_prompt: Positive = 8
     returns: Literal["last", "sum"] = "last"
     filter_zero_variance: bool = False
     """Groups whose returns are all equal vacate their slot instead of being trained."""
+    filter_over_long: Share | None = None
+    """So do groups of whose trajectories more than this share ended at the length limit; None: none do."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per sampled token, for `reinforce++`."""
     loss: str = "ppo_clip"
@@ -288,7 +332,7 @@ class TrainerConfig(Section):
     min_lr_share: Share = 0.0
     """Share of `lr` at which `linear` and `cosine` end."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     gradient_checkpointing: bool = False
     """Keep only the layers' inputs, and compute the rest again in the backward pass."""
@@ -316,6 +360,9 @@ class WeightsConfig(Section):
 
     sync_every: Positive = 1
     """Optimizer steps between two updates of the engines."""
+    transport: Literal["memory", "nccl"] = "memory"
+    """`memory`: through Ray's object store and a file in shared memory, with a checksum; `nccl`: from the trainer's
+    first GPU to each engine's, which needs GPUs and has not run on any yet."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """What becomes of the running requests' KV cache at an update."""
     sync_deadline: Seconds = 300.0
@@ -357,3 +404,8 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def merge_mode(self) -> MergeMode:
+        """How the steps of a trajectory become rows: as `buffer.merge` says, or all of them one where not step-wise."""
+        return self.buffer.merge if self.algorithm.step_wise else "linear"

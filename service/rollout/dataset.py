@@ -10,6 +10,7 @@ row in logs and journals; without it the row's number does. `tools` (JSON schema
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,9 @@ from service.errors import UserError
 from service.rollout.environment import Message, Task
 
 COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model", "extra_info", "tools", "temperature"})
+
+MAX_UID_LENGTH = 512
+"""Characters; every message names the prompts of its steps, and the buffer takes messages with short names only."""
 
 
 def load_tasks(path: Path) -> list[Task]:
@@ -41,6 +45,10 @@ def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
         raise UserError(f"dataset {path}: there are no rows; give at least one prompt")
     seen: dict[str, int] = {}
     for number, task in enumerate(tasks):
+        if len(task.uid) > MAX_UID_LENGTH:
+            raise _bad(
+                path, number, "uid", f"{len(task.uid)} characters are more than {MAX_UID_LENGTH}; give a short one"
+            )
         if task.uid in seen:
             raise _bad(path, number, "uid", f"{task.uid!r} is the uid of row {seen[task.uid]} too")
         seen[task.uid] = number
@@ -74,7 +82,7 @@ def read_rows(path: Path) -> list[Any]:
     if path.suffix == ".parquet":
         try:
             return list(pq.read_table(path).to_pylist())
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"dataset {path}: no parquet file: {error}") from error
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
@@ -87,10 +95,12 @@ def _read_jsonl(path: Path) -> list[Any]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"dataset {path}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise UserError(f"dataset {path}: cannot be read: {error.strerror}") from error
     for line in filter(str.strip, lines):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"dataset {path}, row {len(rows)}: no JSON: {error}") from error
     return rows
 
@@ -102,7 +112,7 @@ def _task(row: Any, number: int, path: Path) -> Task:
     others = {column: value for column, value in row.items() if column not in COLUMNS}
     return Task(
         uid=_text(row, "uid", number, path) or f"{path.stem}-{number}",
-        prompt=_prompt(row.get("prompt"), number, path),
+        prompt=_prompt(row, number, path),
         env_class=_text(row, "env_class", number, path),
         reward_spec=reward_spec,
         extra_info=others | _mapping(row, "extra_info", number, path),
@@ -111,12 +121,15 @@ def _task(row: Any, number: int, path: Path) -> Task:
     )
 
 
-def _prompt(value: Any, number: int, path: Path) -> tuple[Message, ...]:
+def _prompt(row: Mapping[str, Any], number: int, path: Path) -> tuple[Message, ...]:
+    value = row.get("prompt")
     if isinstance(value, str) and value:
-        return (Message(role="user", content=value),)
+        value = [{"role": "user", "content": value}]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         wanted = "a text or a list of messages with role and content"
-        raise _bad(path, number, "prompt", f"is missing; give {wanted}" if not value else f"give {wanted}")
+        near = difflib.get_close_matches("prompt", [column for column in row if column != "prompt"], n=1)
+        hint = f" (there is a column {near[0]!r})" if near else ""
+        raise _bad(path, number, "prompt", f"is missing{hint}; give {wanted}" if not value else f"give {wanted}")
     return tuple(_message(message, i, number, path) for i, message in enumerate(value))
 
 
@@ -126,7 +139,17 @@ def _message(value: Any, i: int, number: int, path: Path) -> Message:
     for key in ("role", "content"):
         if not isinstance(value.get(key), str):
             raise _bad(path, number, "prompt", f"message {i} has no text as {key}")
+        if not _encodable(value[key]):
+            raise _bad(path, number, "prompt", f"message {i} has half a surrogate pair in its {key}, which is no text")
     return Message(role=value["role"], content=value["content"])
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _mapping(row: Mapping[str, Any], column: str, number: int, path: Path) -> dict[str, Any]:
@@ -137,7 +160,10 @@ def _mapping(row: Mapping[str, Any], column: str, number: int, path: Path) -> di
 
 
 def _tools(value: Any, number: int, path: Path) -> tuple[Mapping[str, Any], ...]:
-    tools = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    except (ValueError, RecursionError) as error:
+        raise _bad(path, number, "tools", f"no JSON: {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise _bad(path, number, "tools", f"give a list of JSON schemas, not {value!r:.80}")
     return tuple(tools or ())

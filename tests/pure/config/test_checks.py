@@ -5,14 +5,11 @@ from pathlib import Path
 import pytest
 
 from service.config import Config, check, check_paths, load, load_config
+from service.config.checks import GROUP_ESTIMATORS, TEMPORAL_ESTIMATORS
 from service.errors import ConfigError, UserError
+from service.handoff.score import ESTIMATORS
 
 QUICKSTART = Path("configs/quickstart.yaml")
-
-
-def test_the_shipped_configurations_pass() -> None:
-    for file in sorted(Path("configs").glob("*.yaml")):
-        check(load_config([file]))
 
 
 @pytest.mark.parametrize(
@@ -25,6 +22,15 @@ def test_the_shipped_configurations_pass() -> None:
             "algorithm.estimator",
             "does not train",
         ),
+        (["buffer.max_group_bytes=1"], "buffer.max_group_bytes", "the policy would learn to be short"),
+        (["model.warm_start.expected_success=[0.5,0.1]"], "model.warm_start.expected_success", "holds no success"),
+        (["model.warm_start.demonstrations=63"], "model.warm_start.demonstrations", "not even one batch"),
+        (["model.make.head_dim=33"], "model.make.head_dim", "is odd"),
+        (["algorithm.estimator=grop"], "algorithm.estimator", "did you mean grpo?"),
+        (["algorithm.estimator=GRPO"], "algorithm.estimator", "did you mean grpo?"),
+        (["algorithm.loss=ppo_clop"], "algorithm.loss", "did you mean ppo_clip?"),
+        (["algorithm.estimator='a b:mine'"], "algorithm.estimator", "no module:name"),
+        (["algorithm.loss='my_losses:'"], "algorithm.loss", "no module:name"),
         (["algorithm.correction.truncate=token"], "algorithm.correction.truncate", "count twice"),
         (
             ["algorithm.correction.token_band=[2.0,0.5]"],
@@ -33,6 +39,17 @@ def test_the_shipped_configurations_pass() -> None:
         ),
         (["algorithm.kl_in_reward=true"], "algorithm.kl_in_reward", "term of the loss"),
         (["algorithm.step_wise=false"], "buffer.merge", "no steps to merge"),
+        (
+            ["data.eval_make_rows=8", "data.eval_every=5", "weights.sync_every=2"],
+            "data.eval_every",
+            "evaluated on older weights",
+        ),
+        (["env.retrieval={}", "env.options.url=http://search/retrieve"], "env.retrieval", "never be asked"),
+        (
+            ["algorithm.step_wise=false", "buffer.merge=off", "generator.conversation=rerender"],
+            "generator.conversation",
+            "no single sequence",
+        ),
         (["buffer.lookahead=4", "buffer.max_staleness=3"], "buffer.max_staleness", "masked"),
         (["buffer.lookahead=1", "weights.sync_every=3"], "buffer.lookahead", "deadlock"),
         (["generator.concurrent_groups=15"], "generator.concurrent_groups", "at least 16"),
@@ -104,6 +121,26 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         check_paths(load_config([], [f"data.train={tmp_path / 'rows.jsonl'}"]))
 
 
+@pytest.mark.parametrize("name", [r"nul\0byte", "long" * 100])
+@pytest.mark.parametrize("setting", ["run.dir", "data.train", "model.path"])
+def test_a_path_that_no_system_can_open_is_named(name: str, setting: str) -> None:
+    with pytest.raises(UserError, match=rf"{setting}: .* cannot be opened: "):
+        check_paths(load_config([QUICKSTART], [f'{setting}="{name}"', "model.make=null"]))
+
+
+def test_the_estimators_that_may_stand_in_a_configuration_are_those_that_are_registered() -> None:
+    own = {name for name, function in ESTIMATORS.items() if function.__module__ == "service.handoff.score"}
+    assert {*GROUP_ESTIMATORS, *TEMPORAL_ESTIMATORS} == {*own, "gae"}
+
+
+@pytest.mark.parametrize("name", ["estimator", "loss"])
+def test_a_function_of_ones_own_is_named_by_its_module_which_must_be_there(name: str) -> None:
+    config = load_config([QUICKSTART], [f"algorithm.{name}=absent_module.deep:mine"])
+    check(config)
+    with pytest.raises(UserError, match=rf"algorithm\.{name}: there is no module 'absent_module'"):
+        check_paths(config)
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl"])
 def test_outcome_estimators_pass_with_step_wise_rows(estimator: str) -> None:
     check(load_config([QUICKSTART], [f"algorithm.estimator={estimator}"]))
@@ -119,7 +156,7 @@ def test_truncation_passes_with_a_proximal_anchor() -> None:
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.config.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("service.config.paths.find_spec", lambda name: None)
     check_paths(load_config([QUICKSTART]))
     with pytest.raises(UserError, match=r"metrics\.wandb: the package wandb is not installed"):
         check_paths(load_config([QUICKSTART], ["metrics.wandb={}"]))

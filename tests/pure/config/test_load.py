@@ -76,6 +76,7 @@ def test_a_place_is_known_for_every_value_that_was_set(tmp_path: Path) -> None:
         ("generator: {}\nxyzzy: 3\n", 2, ["xyzzy", "valid here: run, model, data"]),
         ("buffer:\n  order: strickt\n", 2, ["buffer.order", "did you mean strict?"]),
         ("run:\n  seed: 1\n  max_steps: many\n", 3, ["run.max_steps", "valid integer", "'many'"]),
+        ("algorithm:\n  loss: {my_loss: }\n", 2, ["algorithm.loss", "reads my_loss: as a key", "quotes"]),
         ("run:\n  name: 5\n", 2, ["run.name", "must be text", "in quotes"]),
         ("\ntrainer: 5\n", 2, ["trainer", "section"]),
         ("trainer:\n  lr: 1\n  lr: 2\n", 3, ["trainer.lr", "twice"]),

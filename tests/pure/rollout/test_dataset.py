@@ -90,12 +90,24 @@ def test_a_line_separator_inside_a_text_does_not_end_the_row(tmp_path: Path) -> 
         ({"prompt": PROMPT, "extra_info": [1]}, r"row 1, column extra_info: give an object, not \[1\]"),
         ({"prompt": PROMPT, "env_class": 3}, "row 1, column env_class: give a text, not 3"),
         ({"prompt": PROMPT, "uid": "a"}, "row 1, column uid: 'a' is the uid of row 0 too"),
+        ({"prompt": PROMPT, "uid": "a" * 513}, "row 1, column uid: 513 characters are more than 512"),
         (["prompt"], "row 1: a row is an object with columns"),
+        ({"prompt": PROMPT, "tools": "[bad"}, "row 1, column tools: no JSON"),
+        ({"prompt": PROMPT, "tools": "[" * 100_000}, "row 1, column tools: no JSON"),
+        ({"prompt": "half a pair \ud800"}, "row 1, column prompt: message 0 has half a surrogate pair"),
     ],
 )
 def test_a_bad_row_is_named_by_row_and_column(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_tasks(written(tmp_path, {"prompt": PROMPT, "uid": "a"}, row))
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "9" * 5_000, "{", '{"prompt": "hi"'])
+def test_a_line_that_is_no_json_is_named_by_its_row(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "hi"}}\n{line}\n')
+    with pytest.raises(UserError, match="row 1: no JSON"):
+        load_tasks(path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""Whether the environments and datasets that a configuration names can be used, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from service.config.tree import Config
+from service.rollout.dataset import load_tasks, tasks_of
+from service.rollout.environments import find, made
+from service.rollout.factory import check_environments
+
+
+def check_inputs(config: Config) -> None:
+    """Make every environment, and read every dataset, that the configuration names.
+
+    Raises:
+        UserError: an environment is unknown, not trusted or does not take its options; a dataset's row is malformed.
+    """
+    data = config.data
+    find(config.env.name, config.env.trusted_modules)
+    makes = data.make_rows is not None or data.eval_make_rows is not None or config.model.make is not None
+    if makes:
+        made(config.env.name)
+    for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
+        if path is not None:
+            check_environments(config.env, load_tasks(path))
+    if data.make_rows is not None:
+        check_environments(config.env, tasks_of(made(config.env.name).rows(1, config.run.seed), Path("made")))

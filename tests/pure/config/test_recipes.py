@@ -1,0 +1,76 @@
+"""Every configuration that comes with Baton passes `baton config validate`, alone and for several nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from service.cli import main
+from service.config import Config, load
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+OVERLAYS = {"four_nodes.yaml"}
+RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name not in OVERLAYS)
+FULL_SIZE = [name for name in RECIPES if not name.endswith("_tiny.yaml") and name != "quickstart.yaml"]
+SINGLE_TURN = ["algorithm.step_wise=false", "buffer.merge=off"]
+
+
+def make_what_it_names(config: Config) -> None:
+    """Models, data and corpora where the configuration looks for them, with hardly anything in them."""
+    retrieval = config.env.retrieval
+    folders = [config.model.path, retrieval.encoder if retrieval else None]
+    needed = ("config.json", "tokenizer.json")
+    files = [folder / name for folder in folders if folder for name in needed]
+    files += [retrieval.corpus] if retrieval and retrieval.corpus else []
+    datasets = [file for file in (config.data.train, *config.data.eval.values()) if file]
+    for path in [file for file in (*files, *datasets) if file]:
+        assert not path.is_absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for path in datasets:
+        pq.write_table(pa.Table.from_pylist([{"prompt": "?", "reward_model": {"ground_truth": "1"}}]), path)
+
+
+def validate(names: list[str], settings: list[str]) -> int:
+    files = [CONFIGS / name for name in names]
+    make_what_it_names(load(files, settings).config)
+    return main(["config", "validate", *(word for file in files for word in ("--config", str(file))), *settings])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert validate([name], []) == 0
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_a_full_size_recipe_is_valid_on_four_nodes_and_fits_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert validate([name, "four_nodes.yaml"], []) == 0
+    for nodes, files in ((1, [name]), (4, [name, "four_nodes.yaml"])):
+        config = load([CONFIGS / file for file in files]).config
+        service = config.env.retrieval.gpus if config.env.retrieval else 0
+        assert config.trainer.ranks == 4 * nodes
+        assert config.generator.engines * config.generator.tensor_parallel_size + service <= 4 * nodes
+
+
+@pytest.mark.parametrize("name", ["gsm8k.yaml", "gsm8k_tiny.yaml"])
+def test_the_word_problems_can_be_trained_as_single_turns(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert validate([name], SINGLE_TURN) == 0
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_a_full_size_recipe_has_a_small_one_of_the_same_environment(name: str) -> None:
+    tiny = load([CONFIGS / name.replace(".yaml", "_tiny.yaml")]).config
+    full = load([CONFIGS / name]).config
+    assert (tiny.env.name, tiny.env.max_turns > 1) == (full.env.name, full.env.max_turns > 1)
+    assert (tiny.env.retrieval is None) == (full.env.retrieval is None)
+    assert tiny.model.path is None and tiny.data.train is None

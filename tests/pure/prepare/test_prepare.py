@@ -1,0 +1,105 @@
+"""What a run reads before it starts is read whole and refused in one line."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from actors.run import run
+from service.config import Config, load_config
+from service.errors import UserError
+from service.prepare import prepare
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+@pytest.fixture(scope="module")
+def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(load_config([QUICKSTART]), tmp_path_factory.mktemp("made")).model_folder
+
+
+@pytest.fixture
+def model(made_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made_model, tmp_path / "model"))
+
+
+def pointed_at(model: Path, *overrides: str) -> Config:
+    return load_config([QUICKSTART], ["model.make=null", f"model.path={model}", *overrides])
+
+
+def test_a_model_folder_of_the_runs_own_making_is_read_like_any_other(model: Path, tmp_path: Path) -> None:
+    prepared = prepare(pointed_at(model), tmp_path / "run")
+    assert prepared.model_folder == model and prepared.routing == ((), 0, 0)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '"qwen3"', "{", '{"model_type": "qwen3", "vocab_size": "many"}', ""])
+def test_a_configuration_that_describes_no_model_is_one_line(text: str, model: Path, tmp_path: Path) -> None:
+    (model / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"^model\.path: .*config\.json describes no model: .+$"):
+        prepare(pointed_at(model), tmp_path / "run")
+
+
+def test_a_model_that_cannot_be_trained_is_one_line(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UserError, match=r"^model\.path: .* cannot be trained: its weights are quantised .+$"):
+        prepare(pointed_at(model), tmp_path / "run")
+
+
+def test_weights_that_are_cut_short_are_one_line(model: Path, tmp_path: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"the weights .*model\.safetensors cannot be read"):
+        prepare(pointed_at(model), tmp_path / "run")
+
+
+def test_weights_that_are_no_safetensors_are_one_line(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(UserError, match=r"the weights .*model\.safetensors cannot be read"):
+        prepare(pointed_at(model), tmp_path / "run")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": 3}', "{", "[" * 100_000])
+def test_an_index_that_names_no_weights_is_one_line(text: str, model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=r"index\.json is no index of weights"):
+        prepare(pointed_at(model), tmp_path / "run")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
+    with pytest.raises(UserError, match=r"its model only 10; they do not belong together"):
+        prepare(pointed_at(model), tmp_path / "run")
+
+
+def test_a_made_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    sizes = ["model.make.hidden_size=4096", "model.make.intermediate_size=16384", "model.make.num_layers=64"]
+    with pytest.raises(UserError, match=r"model\.make: training \d+ parameters takes \d+ MiB, \d+ MiB are free"):
+        prepare(load_config([QUICKSTART], sizes), tmp_path / "run")
+    assert not (tmp_path / "run/model/model.safetensors").exists()
+
+
+def test_a_mixture_of_datasets_becomes_the_file_of_prompts(model: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}", "uid": "{name}"}}\n')
+    mixture = [f"data.mixture.{name}.path={tmp_path / name}.jsonl" for name in ("a", "b")]
+    tasks = prepare(pointed_at(model, "data.make_rows=null", *mixture), tmp_path / "run").tasks
+    assert sorted(task.uid for task in tasks) == ["a/a", "b/b"]
+
+
+def test_a_run_that_is_refused_leaves_no_folder(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError):
+        run(pointed_at(model, f"run.dir={tmp_path / 'runs'}"))
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_taken_port_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"metrics\.port: port {port} on 127\.0\.0\.1 is in use"):
+            run(load_config([QUICKSTART], [f"metrics.port={port}", f"run.dir={tmp_path / 'runs'}"]))
+    assert not (tmp_path / "runs").exists()
