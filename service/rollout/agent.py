@@ -45,6 +45,8 @@ class Observed(NamedTuple):
     """One per step."""
     facts: Mapping[str, float]
     """What the environment measured, summed over the steps; `forks` counts prompts that rewrote the history."""
+    failure: str = ""
+    """Why the trajectory is lost, if it is."""
 
 
 async def run_trajectory(
@@ -80,7 +82,7 @@ async def run_trajectory(
                 prompt = rendered(partial(talk.follow, text, response_ids, result.messages))
     except TrajectoryFailed as failed:
         log.warning("%s of prompt %s is lost: %s", trajectory, task.uid, failed)
-        episode.stop_reason = failed.reason
+        episode.stop_reason, script.failure = failed.reason, str(failed)
     finally:
         await close(environment, limits, trajectory)
     if observe is not None:
@@ -95,6 +97,7 @@ class _Script:
         self._messages: list[Message] = []
         self._rewards: list[float] = []
         self._facts: Counter[str] = Counter()
+        self.failure = ""
 
     def read(self, messages: Sequence[Message]) -> None:
         self._messages += messages
@@ -109,7 +112,7 @@ class _Script:
 
     def observed(self, episode: Episode, task: Task) -> Observed:
         facts = {**self._facts, "forks": float(episode.n_forks)}
-        return Observed(episode.end(), task.env_class, self._messages, self._rewards, facts)
+        return Observed(episode.end(), task.env_class, self._messages, self._rewards, facts, self.failure)
 
 
 def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:

@@ -67,8 +67,12 @@ async def ask(answer: Awaitable[T], limits: AgentLimits) -> T:
 
 async def close(environment: Environment, limits: AgentLimits, trajectory: TrajectoryId) -> None:
     """Close the environment; the trajectory is over, so a failure here costs nothing but a warning."""
+
+    async def closing() -> None:
+        await environment.close()
+
     try:
-        await ask(environment.close(), limits)
+        await ask(closing(), limits)
     except TrajectoryFailed as failed:
         log.warning("%s: the environment did not close: %s", trajectory, failed)
 

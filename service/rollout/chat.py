@@ -9,10 +9,14 @@ response `look fox age <|im_end|>`, the observation `17` becomes
                    \\n <|im_start|> user \\n 17 <|im_end|> \\n <|im_start|> assistant \\n
 
 so the next prompt is exactly prompt + response + delta, and the history is neither rendered nor tokenised again.
+
+Only the template writes special tokens. What a message says is text, `<|im_end|>` too: the template renders a mark in
+its place, and it is tokenised as the characters it consists of. So nobody opens or closes a turn by writing so.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +37,10 @@ CACHED_MESSAGES = 4096
 CACHED_CHARACTERS = 4096
 """Longer texts are not cached, so the cache stays small."""
 
+OPEN, CLOSE = "\ue000", "\ue001"
+"""Characters for private use: between them stands the number of a text that the template does not see."""
+HIDDEN = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
 Key = tuple[tuple[str, str], ...]
@@ -51,6 +59,11 @@ class Chat:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        specials = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        specials |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        longest_first = sorted(specials, key=len, reverse=True)
+        self._special_text = re.compile("|".join(map(re.escape, [*longest_first, OPEN])))
+        self._special_ids = frozenset(specials.values()) - {tokenizer.unk_token_id}
         self._prompts: OrderedDict[Key, Int32s] = OrderedDict()
         self._deltas: OrderedDict[Key, Int32s] = OrderedDict()
         self.end_id = self._find_end()
@@ -61,12 +74,12 @@ class Chat:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
         """The token ids of a whole prompt, with the generation prompt at its end."""
         if tools:
-            return self.encode(self._render(messages, tools))
-        return _cached(self._prompts, messages, lambda: self.encode(self._render(messages)))
+            return self._ids(*self._render(messages, tools))
+        return _cached(self._prompts, messages, lambda: self._ids(*self._render(messages)))
 
     def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
         """The token ids that follow a response whose last token is `last_id`."""
-        delta = _cached(self._deltas, messages, lambda: self.encode(self._after_mark(messages)))
+        delta = _cached(self._deltas, messages, lambda: self._ids(*self._after_mark(messages)))
         return delta[1:] if len(delta) and delta[0] == last_id else delta
 
     def text(self, response_ids: Int32s) -> str:
@@ -74,30 +87,61 @@ class Chat:
         return str(self._backend.decode(response_ids.tolist(), skip_special_tokens=True))
 
     def encode(self, text: str) -> Int32s:
-        """The token ids of `text`, in which the template's special tokens count as such."""
+        """The token ids of a template's text, in which special tokens count as such."""
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
-    def _after_mark(self, messages: Sequence[Message]) -> str:
-        text = self._render([*ASKED, *messages])
+    def plain(self, text: str) -> Int32s:
+        """The token ids of text that anybody may have written, in which nothing counts as a special token."""
+        self._backend.encode_special_tokens = True
+        try:
+            token_ids = self.encode(text)
+            if not self._special_ids.isdisjoint(token_ids.tolist()):
+                # A vocabulary may hold a special token among its ordinary words; such a word is cut in two.
+                token_ids = self.encode(self._special_text.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text))
+        finally:
+            self._backend.encode_special_tokens = False
+        return token_ids
+
+    def _ids(self, text: str, hidden: Sequence[str]) -> Int32s:
+        """The token ids of what the template rendered, with what it did not see."""
+        if not hidden:
+            return self.encode(text)
+        parts = enumerate(HIDDEN.split(text))
+        return np.concatenate([self.plain(hidden[int(part)]) if i % 2 else self.encode(part) for i, part in parts])
+
+    def _after_mark(self, messages: Sequence[Message]) -> tuple[str, list[str]]:
+        text, hidden = self._render([*ASKED, *messages])
         _, found, after = text.partition(MARK)
         if not found:
             raise UserError("the chat template leaves out an assistant's message; use another template")
-        return after
+        return after, hidden
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self._template_options,
-            )
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[str, list[str]]:
+        """The template's text, in which special tokens that the messages hold are numbers; and what they stand for."""
+        hidden: list[str] = []
+
+        def hide(found: re.Match[str]) -> str:
+            hidden.append(found[0])
+            return f"{OPEN}{len(hidden) - 1}{CLOSE}"
+
+        text = self._tokenizer.apply_chat_template(
+            [
+                {
+                    key: self._special_text.sub(hide, value) if isinstance(value, str) else value
+                    for key, value in of.items()
+                }
+                for of in messages
+            ],
+            tools=list(tools) or None,
+            add_generation_prompt=True,
+            tokenize=False,
+            **self._template_options,
         )
+        return str(text), hidden
 
     def _find_end(self) -> int:
         """The special token with which the template closes an assistant's message, or else the tokenizer's own end."""
-        following = self.encode(self._after_mark([Message(role="user", content="?")]))
+        following = self._ids(*self._after_mark([Message(role="user", content="?")]))
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         if len(following) and int(following[0]) in special:
             return int(following[0])

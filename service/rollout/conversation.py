@@ -93,7 +93,7 @@ class Inline(AppendOnly):
 
     def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
         """The observations' bare text."""
-        return Prompt(self._chat.encode("".join(message["content"] for message in messages)), whole=False)
+        return Prompt(self._chat.plain("".join(message["content"] for message in messages)), whole=False)
 
 
 def conversation(mode: Mode, chat: Chat) -> Conversation:

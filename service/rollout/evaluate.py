@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from math import comb
 from statistics import fmean
+from typing import Any, NamedTuple
 
 from service.rollout.environment import Task
 from service.rollout.limits import FAILURES
@@ -52,6 +53,20 @@ class Evaluation:
     n_lost: int
     stop_reasons: Mapping[str, int]
 
+    def record(self) -> dict[str, Any]:
+        """Everything as one JSON object."""
+        return {
+            "set": self.name,
+            "avg_score": self.avg_score,
+            **{f"pass_at_{k}": share for k, share in self.pass_at.items()},
+            "avg_turns": self.avg_turns,
+            "avg_tokens": self.avg_tokens,
+            "prompts": self.n_prompts,
+            "trajectories": self.n_trajectories,
+            "lost_trajectories": self.n_lost,
+            "stop_reasons": dict(self.stop_reasons),
+        }
+
     def metrics(self) -> dict[str, float]:
         """The same under the tracker's names, per trajectory."""
         return {
@@ -63,20 +78,37 @@ class Evaluation:
         }
 
 
-async def evaluate(
-    name: str, tasks: Sequence[Task], n_samples: int, play: Play, concurrency: int, first_ordinal: int = 0
-) -> Evaluation:
-    """Play `n_samples` trajectories of every task, at most `concurrency` at once."""
+class Part(NamedTuple):
+    """The rows of a set that one of several players evaluates: every `of`-th, from `number` on."""
+
+    number: int = 0
+    of: int = 1
+    most: int | None = None
+    """Rows of the whole set that are evaluated at all; None: every row."""
+
+    def rows(self, n: int) -> range:
+        """The numbers of its rows, of `n`."""
+        return range(self.number, n if self.most is None else min(n, self.most), self.of)
+
+
+WHOLE = Part()
+
+
+async def play_all(
+    tasks: Sequence[Task], n_samples: int, play: Play, concurrency: int, part: Part = WHOLE
+) -> list[Played]:
+    """Play `n_samples` trajectories of every task of the part, at most `concurrency` at once.
+
+    Ordinals are below zero, where no prompt that is trained has one.
+    """
     running = asyncio.Semaphore(concurrency)
 
-    async def one(ordinal: int, task: Task, sample: int) -> Played:
+    async def one(row: int, sample: int) -> Played:
         async with running:
-            return await _played(play, TrajectoryId(ordinal, sample), task)
+            return await _played(play, TrajectoryId(-1 - row, sample), tasks[row])
 
-    played = await asyncio.gather(
-        *(one(first_ordinal + i, task, sample) for i, task in enumerate(tasks) for sample in range(n_samples))
-    )
-    return summary(name, played)
+    ids = [(row, sample) for row in part.rows(len(tasks)) for sample in range(n_samples)]
+    return list(await asyncio.gather(*(one(row, sample) for row, sample in ids)))
 
 
 async def _played(play: Play, trajectory: TrajectoryId, task: Task) -> Played:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from asyncio import Semaphore
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from service.config.tree import EnvConfig
 from service.errors import UserError
@@ -17,7 +20,17 @@ class Environments:
     def __init__(self, config: EnvConfig) -> None:
         self._config = config
         isolated = config.isolation == "process"
+        self._room = Semaphore(config.max_processes) if isolated else None
         self._processes = Processes(config.max_observation_characters, config.trusted_modules) if isolated else None
+
+    @asynccontextmanager
+    async def room(self) -> AsyncIterator[None]:
+        """What an episode is played within: isolated ones wait here, before any deadline runs, for a process."""
+        if self._room is None:
+            yield
+            return
+        async with self._room:
+            yield
 
     def make(self, task: Task) -> Environment:
         """A fresh environment for one trajectory of the task; a row without a class means the configured one."""
@@ -45,8 +58,14 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task]) -> None:
     making = Environments(config.model_copy(update={"isolation": "none"}))
     for name, row in first.items():
         try:
-            making.make(tasks[row])
+            _refuse_half(making.make(tasks[row]), name)
         except UserError as error:
             raise UserError(
                 f"{error} (first needed by row {row}, {tasks[row].uid})" if name != config.name else str(error)
             ) from error
+
+
+def _refuse_half(environment: Environment, name: str) -> None:
+    for method in ("reset", "step", "close"):
+        if not inspect.iscoroutinefunction(getattr(environment, method, None)):
+            raise UserError(f"env.name: the environment {name!r} needs a method `async def {method}`; see docs/own.md")

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from service.config.tree import Config
 from service.errors import UserError
 from service.rollout.chat import Chat
 from service.rollout.conversation import Mode
 from service.rollout.engine import Sampling
+from service.stops import FAILURES, StopReason
 
-
-class StopReason(StrEnum):
-    """Why a trajectory ended."""
-
-    STOP = "stop"
-    """The environment said so."""
-    LENGTH = "length"
-    """The next prompt would exceed `max_input_length`."""
-    MAX_TURNS = "max_turns"
-    ABORT = "abort"
-    """The engine gave the turn up."""
-    ENGINE_TIMEOUT = "engine_timeout"
-    ENVIRONMENT_ERROR = "environment_error"
-    ENVIRONMENT_TIMEOUT = "environment_timeout"
-    ENVIRONMENT_REWARD = "environment_reward"
-    """The reward was not a finite number."""
-    ENVIRONMENT_OUTPUT = "environment_output"
-    """The messages were malformed or too large."""
-
-
-FAILURES = frozenset(StopReason) - {StopReason.STOP, StopReason.LENGTH, StopReason.MAX_TURNS}
-"""Reasons that say nothing about the policy: the trajectory is lost."""
+__all__ = ["FAILURES", "AgentLimits", "StopReason"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise UserError(f"model.path: {folder} has no tokenizer.json; save the model's fast tokenizer there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        # What transformers raises depends on which of its assumptions about the files is broken.
         raise UserError(f"model.path: no tokenizer can be read from {folder}: {error}") from error
     if not tokenizer.is_fast:
         raise UserError(f"model.path: the tokenizer in {folder} has no tokenizer.json; save it as a fast tokenizer")

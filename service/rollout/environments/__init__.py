@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,10 +65,16 @@ def find(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Enviro
         return _load(ENVIRONMENTS[name], name)
     if ":" in name:
         return _trusted(name, trusted_modules)
-    registered = {point.name: point for point in entry_points(group=GROUP)}
-    if name in registered:
-        return _load(registered[name].value, name)
-    raise _unknown(name, [*ENVIRONMENTS, *registered])
+    paths = registered()
+    if name in paths:
+        return _load(paths[name], name)
+    raise _unknown(name, [*ENVIRONMENTS, *paths])
+
+
+@cache
+def registered() -> Mapping[str, str]:
+    """What installed packages register, by name; looked up once, for every trajectory makes an environment."""
+    return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
 def _unknown(name: str, known: Sequence[str]) -> UserError:
@@ -85,11 +93,20 @@ def _trusted(path: str, trusted_modules: Sequence[str]) -> Callable[..., Environ
 
 
 def _load(path: str, name: str) -> Callable[..., Environment]:
-    module, _, attribute = path.partition(":")
+    module_name, _, attribute = path.partition(":")
     try:
-        found: Callable[..., Environment] = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"env.name: the environment {name!r} cannot be loaded: {error}") from error
+        module = import_module(module_name)
+    except Exception as error:
+        # Importing runs the code of a user: anything can come out of it.
+        raise UserError(
+            f"env.name: the environment {name!r} cannot be loaded, importing {module_name} failed: "
+            f"{type(error).__name__}: {error} (modules are looked up in {Path.cwd()} and among installed packages)"
+        ) from error
+    found: Callable[..., Environment] | None = getattr(module, attribute, None)
+    if found is None:
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise UserError(f"env.name: the environment {name!r} cannot be loaded, {module_name} has no {attribute}{hint}")
     return found
 
 

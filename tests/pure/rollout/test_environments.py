@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -38,10 +40,23 @@ def test_a_class_that_a_trusted_module_lacks_is_named() -> None:
         environment("tests.pure.rollout.misbehaving:Nobody", {}, ["tests"])
 
 
-def test_an_installed_package_registers_an_environment_as_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nothing_looked_up() -> Iterator[None]:
+    """What is registered is looked up anew, and what the test registers is forgotten afterwards."""
+    environments.registered.cache_clear()
+    yield
+    environments.registered.cache_clear()
+
+
+def test_an_installed_package_registers_an_environment_as_an_entry_point(
+    monkeypatch: pytest.MonkeyPatch, nothing_looked_up: None
+) -> None:
     point = EntryPoint("maze", ECHO, environments.GROUP)
-    monkeypatch.setattr(environments, "entry_points", lambda group: [point] if group == "baton.environments" else [])
-    assert type(environment("maze", {})).__name__ == "Echo"
+    asked: list[str] = []
+    monkeypatch.setattr(environments, "entry_points", lambda group: asked.append(group) or [point])
+    for _ in range(3):
+        assert type(environment("maze", {})).__name__ == "Echo"
+    assert asked == ["baton.environments"], "packages are looked through once, not for every trajectory"
     with pytest.raises(UserError, match="the nearest is 'maze'"):
         environment("mase", {})
 
@@ -58,6 +73,24 @@ def test_a_row_names_its_own_environment_and_each_gets_its_own_options() -> None
 def test_with_isolation_an_environment_is_made_in_a_process_of_its_own() -> None:
     made = Environments(EnvConfig(isolation="process"))
     assert isinstance(made.make(task("")), IsolatedEnvironment)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("isolation", "most"), [("process", 2), ("none", 6)])
+async def test_no_more_isolated_episodes_are_open_at_once_than_processes_are_allowed(isolation: str, most: int) -> None:
+    made = Environments(EnvConfig(isolation=isolation, max_processes=2))  # type: ignore[arg-type]
+    inside, seen = 0, 0
+
+    async def episode() -> None:
+        nonlocal inside, seen
+        async with made.room():
+            inside += 1
+            seen = max(seen, inside)
+            await asyncio.sleep(0)
+            inside -= 1
+
+    await asyncio.gather(*(episode() for _ in range(6)))
+    assert (inside, seen) == (0, most)
 
 
 def test_rows_that_need_an_unknown_environment_are_found_before_the_run() -> None:

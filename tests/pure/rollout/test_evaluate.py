@@ -12,7 +12,7 @@ from service.rollout.agent import run_trajectory
 from service.rollout.chat import Chat
 from service.rollout.environment import Task
 from service.rollout.environments.lookup import Lookup
-from service.rollout.evaluate import Played, evaluate, pass_at, summary, table
+from service.rollout.evaluate import Part, Played, pass_at, play_all, summary, table
 from service.types import Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import ScriptedEngine, limits
 from tests.pure.rollout.test_agent import lookup_task, optimal
@@ -70,7 +70,13 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
             yield item
 
     tasks = [lookup_task(seed) for seed in range(5)]
-    found = await evaluate("dev", tasks, n_samples=3, play=play, concurrency=4, first_ordinal=100)
+    found = summary("dev", await play_all(tasks, n_samples=3, play=play, concurrency=4))
     assert (found.avg_score, found.pass_at, found.n_trajectories) == (1.0, {1: 1.0, 2: 1.0, 3: 1.0}, 15)
-    assert sorted(ids) == [TrajectoryId(100 + i, sample) for i in range(5) for sample in range(3)]
+    assert sorted(ids) == sorted(TrajectoryId(-1 - row, sample) for row in range(5) for sample in range(3))
     assert most == 4
+
+
+@pytest.mark.parametrize("most", [None, 7, 100])
+def test_the_parts_of_a_set_are_its_rows_once_each(most: int | None) -> None:
+    rows = [row for number in range(3) for row in Part(number, 3, most).rows(11)]
+    assert sorted(rows) == list(range(7 if most == 7 else 11))

@@ -107,7 +107,7 @@ def answers_what_was_read(messages: list[Message]) -> bool:
 
 def test_a_demonstration_trains_what_the_assistant_says_and_is_tokenised_like_an_episode(chat: Chat) -> None:
     messages = lookup.demonstrations(1, 1.0, np.random.default_rng(0))[0]
-    (row,) = demonstration_rows(chat, [messages])
+    (row,) = demonstration_rows(chat, "append", [messages])
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     assert chat.text(row.token_ids[row.loss_mask]) == " ".join(said)
     ends = row.token_ids == chat.end_id

@@ -1,0 +1,80 @@
+"""The retrieval server as an actor of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from threading import Thread
+from typing import Any
+
+import ray
+from aiohttp import web
+
+from service.config import Config
+from service.config.tree import RetrievalConfig
+from service.errors import RunFailed
+from service.rollout.retrieval.opened import open_retriever
+from service.rollout.retrieval.server import application
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+"""Connections that wait to be accepted, at most: all trajectories may ask at once."""
+
+
+class RetrievalServer:
+    """Serves one corpus on its node's address; it becomes a Ray actor at the door, and serves as soon as it is made."""
+
+    def __init__(self, config_json: str) -> None:
+        config = RetrievalConfig.model_validate_json(config_json)
+        host = ray.util.get_node_ip_address()
+        retriever = open_retriever(config, "cuda" if ray.get_gpu_ids() else "cpu")
+        self._socket = socket.create_server((host, config.port), backlog=BACKLOG)
+        self._url = f"http://{host}:{self._socket.getsockname()[1]}/retrieve"
+        Thread(target=self._serve, args=(application(retriever),), daemon=True, name="retrieval").start()
+
+    def url(self) -> str:
+        """Where questions are answered."""
+        return self._url
+
+    def _serve(self, app: web.Application) -> None:
+        try:
+            asyncio.run(_forever(app, self._socket))
+        finally:
+            log.error("the retrieval server at %s ended", self._url)
+            os._exit(1)
+
+
+async def _forever(app: web.Application, listening: socket.socket) -> None:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.SockSite(runner, listening).start()
+    await asyncio.Event().wait()
+
+
+def with_retrieval(config: Config, has_gpu: bool) -> tuple[Config, Any | None]:
+    """Start the configured retrieval server, if any: the configuration with its address, and its actor.
+
+    Raises:
+        RunFailed: it did not start in time.
+        UserError: a file of it is missing or malformed.
+    """
+    retrieval = config.env.retrieval
+    if retrieval is None:
+        return config, None
+    actor = (
+        ray.remote(RetrievalServer)
+        .options(num_cpus=1, num_gpus=retrieval.gpus if has_gpu else 0, max_restarts=-1)
+        .remote(retrieval.model_dump_json())
+    )
+    try:
+        url = ray.get(actor.url.remote(), timeout=retrieval.start_deadline)
+    except ray.exceptions.GetTimeoutError:
+        waited = f"{retrieval.start_deadline:.0f} s"
+        raise RunFailed(f"env.retrieval: the server did not start within {waited}; is a GPU left for it?") from None
+    except ray.exceptions.RayActorError as error:
+        raise RunFailed(f"env.retrieval: the server did not start: {str(error).strip().splitlines()[-1]}") from error
+    env = config.env.model_copy(update={"options": {**config.env.options, "url": url}})
+    return config.model_copy(update={"env": env}), actor

@@ -1,0 +1,75 @@
+"""Episodes of one model, environment and engine: for training, and for evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from service.config import Config
+from service.rollout.agent import AgentLimits, Observed, run_trajectory
+from service.rollout.chat import load_chat
+from service.rollout.dataset import load_tasks
+from service.rollout.engine import Engine
+from service.rollout.environment import Task
+from service.rollout.evaluate import Part, Played, play_all
+from service.rollout.factory import Environments
+from service.types import Step, TrajectoryEnd, TrajectoryId
+
+
+class Player:
+    """Plays trajectories beside their engine."""
+
+    def __init__(self, config: Config, model_folder: Path, engine: Engine) -> None:
+        self._config = config
+        self._engine = engine
+        self._chat = load_chat(model_folder, config.generator)
+        self._limits = AgentLimits.of(config, self._chat)
+        self._environments = Environments(config.env)
+        self.last_failure = ""
+        """Why the last trajectory that was lost is lost."""
+
+    def play(self, trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
+        """One trajectory for training."""
+        # The same for all samples of a group, so that they differ by the policy alone.
+        return self._play(trajectory, task, f"{self._config.run.seed}/{trajectory.ordinal}")
+
+    async def evaluate(self, name: str, tasks_file: Path, n_samples: int, part: Part, concurrency: int) -> list[Played]:
+        """A part of an evaluation set; its seeds are its own, and the same every time."""
+        temperature = self._config.data.eval_temperature
+
+        def play(trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
+            sampled = task if temperature is None else replace(task, temperature=temperature)
+            return self._play(trajectory, sampled, f"{self._config.run.seed}/eval/{name}/{task.uid}")
+
+        tasks = await asyncio.to_thread(load_tasks, tasks_file)
+        return await play_all(tasks, n_samples, play, concurrency, part)
+
+    async def close(self) -> None:
+        """End what environments hold."""
+        await self._environments.close()
+
+    async def _play(
+        self, trajectory: TrajectoryId, task: Task, seed: str
+    ) -> AsyncGenerator[Step | TrajectoryEnd, None]:
+        async with self._environments.room():
+            episode = run_trajectory(
+                trajectory,
+                task,
+                self._environments.make(task),
+                self._engine,
+                self._chat,
+                self._limits,
+                seed=xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF,
+                observe=self._observe,
+            )
+            async with aclosing(episode):
+                async for item in episode:
+                    yield item
+
+    def _observe(self, played: Observed) -> None:
+        self.last_failure = played.failure or self.last_failure

@@ -1,0 +1,103 @@
+"""The small recipes as a user runs them, with real vLLM, Ray and FSDP: a few optimizer steps each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.rollout.tokenizer import load_tokenizer
+from service.runfolder import read_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(540)]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+SHORT = [f"run.max_steps={STEPS}", "model.warm_start.steps=60", "model.warm_start.probe_prompts=0", "metrics.port=0"]
+SHORT += ["weights.verify=true", "data.eval_every=2", "data.eval_make_rows=8", "run.trajectories_per_step=8"]
+SHORT += ["trainer.checkpoint_every=2"]
+GREEDY = ["data.eval_temperature=0", "data.eval_make_rows=64", "trainer.lr=0.003"]
+SPARSE = ["weights.sync_every=2"]
+SINGLE_TURN = ["algorithm.step_wise=false", "buffer.merge=off"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "told"),
+    [
+        ("gsm8k_tiny", SINGLE_TURN, None),
+        ("gsm8k_tiny", GREEDY, None),
+        ("search_r1_tiny", [], "<information> 1 :"),
+        ("text_to_sql_tiny", SPARSE, "<observation>"),
+    ],
+    ids=["gsm8k_tiny-single-turn", "gsm8k_tiny", "search_r1_tiny", "text_to_sql_tiny"],
+)
+def test_a_small_recipe_runs(drive: Callable[..., Any], recipe: str, settings: list[str], told: str | None) -> None:
+    run = drive([*SHORT, *settings], recipe)
+    assert run.end(500) == 0, "".join(run.said)
+    lines = list(read_lines(run.folder / "metrics.jsonl"))
+    assert [line["trainer/global_step"] for line in lines] == [*range(1, STEPS + 1)]
+    for line in lines:
+        assert 0 <= line["reward/avg_raw_reward"] <= 1
+        assert np.isfinite([line["policy/policy_loss"], line["policy/grad_norm"]]).all()
+        assert line["generate/num_seq_after_merge"] >= 16 * 8
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["state"] == "finished" and summary["tokens"]["trained"] > 0 and summary["tokens"]["open"] == 0
+    kept = list(read_lines(run.folder / "trajectories.jsonl"))
+    assert {record["stop_reason"] for record in kept} <= {"stop", "length", "max_turns"}
+    if told is not None:
+        assert any(told in text for text in prompts(run.folder, kept))
+        assert all(line["generate/num_seq_before_merge"] > line["generate/num_seq_after_merge"] for line in lines)
+    assert_evaluated_every_second_step(run.folder, lines)
+    if settings == SPARSE:
+        assert_sampled_by_every_second_version(kept)
+    if settings == GREEDY:
+        assert_the_checkpoint_is_as_good_as_the_run_found(run.folder)
+
+
+def prompts(folder: Path, kept: list[dict[str, Any]]) -> list[str]:
+    """What the policy read, turn by turn."""
+    tokenizer = load_tokenizer(folder / "model")
+    return [tokenizer.decode(step["prompt_ids"]) for record in kept for step in record["steps"]]
+
+
+def assert_sampled_by_every_second_version(kept: list[dict[str, Any]]) -> None:
+    runs = [run for record in kept for step in record["steps"] for run in step["versions"]]
+    steps = {int(version.split(".")[1]) for _, version in runs if version is not None}
+    assert {0, 2} <= steps <= {0, 2, 4}, "the weights of other steps were never sent to the engines"
+
+
+def assert_evaluated_every_second_step(folder: Path, lines: list[dict[str, Any]]) -> None:
+    """Before the first step too; each prompt with all its samples, and the numbers in the step's line as well."""
+    evaluations = list(read_lines(folder / "evaluations.jsonl"))
+    assert [(found["step"], found["set"]) for found in evaluations] == [(0, "made"), (2, "made"), (4, "made")]
+    for found in evaluations:
+        assert (found["trajectories"], found["lost_trajectories"]) == (4 * found["prompts"], 0)
+        assert 0 <= found["pass_at_1"] <= found["pass_at_2"] <= found["pass_at_4"] <= 1
+    scores = {line["trainer/global_step"]: line.get("eval/made/avg_score") for line in lines}
+    assert scores == {1: None, 2: evaluations[1]["avg_score"], 3: None, 4: evaluations[2]["avg_score"]}
+
+
+def assert_the_checkpoint_is_as_good_as_the_run_found(folder: Path) -> None:
+    """`baton eval` on a checkpoint, by the likeliest tokens, comes to what the run measured after that step."""
+    output = folder / "result.json"
+    said = subprocess.run(
+        [sys.executable, "-m", "service", "eval", str(folder / "checkpoints" / "step_2"), "--output", str(output)],
+        cwd=ROOT,
+        env=os.environ.copy(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+    (found,) = json.loads(output.read_text())["sets"]
+    before, measured, *_ = read_lines(folder / "evaluations.jsonl")
+    assert found == {name: value for name, value in measured.items() if name != "step"}
+    assert found["avg_tokens"] != before["avg_tokens"], "the policy had learned something by then"
+    assert said.stdout.splitlines()[-2].split()[:4] == ["set", "prompts", "trajectories", "score"]

@@ -1,0 +1,122 @@
+"""A run's evaluations: what becomes of their numbers, and of one that does not end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from actors.evaluations import Evaluations
+from actors.fleet import Fleet
+from actors.telemetry import RunTelemetry
+from actors.trainer import TrainerGroup
+from service.config import Config
+from service.config.tree import DataConfig
+from service.errors import RunFailed
+from service.rollout.evaluate import Evaluation, Part, Played, summary
+from service.runfolder import RunFolder, read_lines
+
+
+class Sets:
+    """A fleet that knows how its sets come out: an evaluation, none, or never."""
+
+    def __init__(self, found: dict[str, Evaluation | None]) -> None:
+        self.found = found
+        self.cancelled = 0
+
+    async def evaluate(self, name: str, tasks_file: Path, n_samples: int) -> Evaluation | None:
+        if name in self.found:
+            return self.found[name]
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+def dev() -> Evaluation:
+    return summary("dev", [Played("a", 1.0, 2, 9, "stop"), Played("a", 0.0, 4, 9, "stop")])
+
+
+def evaluations(folder: Path, sets: Sets, names: list[str], stops: list[bool]) -> tuple[Evaluations, list[str]]:
+    said: list[str] = []
+    files = {name: folder / f"{name}.jsonl" for name in names}
+    fleet = cast(Fleet, sets)
+    made = Evaluations(Config(), fleet, RunFolder(folder), files, said.append, lambda: bool(stops and stops.pop(0)))
+    return made, said
+
+
+@pytest.mark.asyncio
+async def test_a_set_that_could_not_be_ended_is_left_out_and_the_others_are_written(tmp_path: Path) -> None:
+    made, said = evaluations(tmp_path, Sets({"lost": None, "dev": dev()}), ["lost", "dev"], [])
+    numbers = await made.at(40)
+    assert numbers.pop("timing/eval") >= 0
+    assert numbers == dev().metrics()
+    (line,) = read_lines(tmp_path / "evaluations.jsonl")
+    assert line == {"step": 40, **dev().record()}
+    assert (line["avg_score"], line["pass_at_1"], line["pass_at_2"]) == (0.5, 0.5, 1.0)
+    assert said[0] == "evaluation after step 40:" and said[2].split()[0] == "dev"
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_run_does_not_wait_for_its_evaluation(tmp_path: Path) -> None:
+    sets = Sets({})
+    made, said = evaluations(tmp_path, sets, ["endless"], [False, True])
+    async with asyncio.timeout(10):
+        numbers = await made.at(1)
+    await asyncio.sleep(0)
+    assert (list(numbers), said, sets.cancelled) == (["timing/eval"], [], 1)
+    assert not (tmp_path / "evaluations.jsonl").exists()
+
+
+def test_a_trainer_that_goes_back_evaluates_the_later_steps_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (0, 20, 40):
+        folder.append_evaluations(step, [dev().record()])
+    folder.cut_after(20)
+    assert [line["step"] for line in read_lines(tmp_path / "evaluations.jsonl")] == [0, 20]
+
+
+class Engine:
+    """A generator of which only the evaluation is called."""
+
+    def __init__(self, played: Callable[[Part], Awaitable[list[Played]]]) -> None:
+        self.played = played
+        self.evaluate = self
+
+    def remote(self, name: str, tasks_file: str, n_samples: int, part: Part) -> Awaitable[list[Played]]:
+        return self.played(part)
+
+
+async def fine(part: Part) -> list[Played]:
+    return [Played(f"p-{row}", float(row), 1, 1, "stop") for row in part.rows(4)]
+
+
+async def dies(part: Part) -> list[Played]:
+    raise RunFailed("the engine core died; its log says why")
+
+
+async def hangs(part: Part) -> list[Played]:
+    await asyncio.Event().wait()
+    return []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("second", "why"), [(fine, None), (dies, "the engine core died"), (hangs, "given up after 0 s")]
+)
+async def test_an_evaluation_is_split_over_the_engines_and_given_up_where_one_of_them_fails(
+    second: Callable[[Part], Awaitable[list[Played]]], why: str | None
+) -> None:
+    said: list[str] = []
+    config = Config(data=DataConfig(eval_deadline=0.2))
+    engines = [Engine(fine), Engine(second)]
+    fleet = Fleet(config, engines, cast(TrainerGroup, None), cast(RunTelemetry, None), said.append)
+    found = await fleet.evaluate("dev", Path("dev.jsonl"), 1)
+    if why is None:
+        assert found is not None and (found.n_prompts, found.avg_score, said) == (4, 1.5, [])
+    else:
+        assert found is None and len(said) == 1 and why in said[0]

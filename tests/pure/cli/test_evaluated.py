@@ -1,0 +1,63 @@
+"""What `baton eval` takes a path for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.cli import main
+from service.errors import UserError
+from service.evaluated import evaluated
+
+
+def run_folder(path: Path, final: bool) -> Path:
+    for file in ("config.yaml", "model/config.json", "checkpoints/step_40/manifest.json"):
+        (path / file).parent.mkdir(parents=True, exist_ok=True)
+        (path / file).touch()
+    (path / "config.yaml").write_text("model: {make: {}}\n")
+    if final:
+        (path / "final").mkdir()
+        (path / "final" / "config.json").touch()
+    return path
+
+
+def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tmp_path: Path) -> None:
+    whole, stopped = run_folder(tmp_path / "a", final=True), run_folder(tmp_path / "b", final=False)
+    assert (evaluated(whole).model, evaluated(whole).settings) == (whole / "final", [whole / "config.yaml"])
+    found = evaluated(stopped)
+    assert (found.model, found.step, found.checkpoints) == (None, None, stopped / "checkpoints")
+    assert found.begun_with == stopped / "model"
+
+
+def test_final_weights_that_were_being_replaced_when_their_run_was_killed_are_still_found(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", final=True)
+    (run / "final").rename(run / ".final.earlier")
+    assert evaluated(run).model == run / ".final.earlier"
+
+
+def test_a_checkpoint_means_its_step_and_brings_its_runs_configuration(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", final=True)
+    found = evaluated(run / "checkpoints" / "step_40")
+    assert (found.step, found.model, found.run, found.settings) == (40, None, run, [run / "config.yaml"])
+
+
+def test_a_model_folder_means_itself_and_only_a_runs_own_brings_a_configuration(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", final=True)
+    assert (evaluated(run / "final").model, evaluated(run / "final").run) == (run / "final", run)
+    assert (evaluated(run / "model").model, evaluated(run / "model").settings) == (run / "model", [])
+
+
+def test_a_path_that_is_none_of_these_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="no model"):
+        evaluated(tmp_path)
+    assert main(["eval", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_that_belongs_to_no_run_needs_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").touch()
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "give a configuration" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""Episodes for training and for evaluation: their seeds, their temperature, and their room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import psutil
+import pytest
+
+from service.config import Config
+from service.config.tree import DataConfig, EnvConfig, GeneratorConfig, RunConfig
+from service.rollout.chat import Chat
+from service.rollout.dataset import write_rows
+from service.rollout.environment import Message, StepResult, Task
+from service.rollout.environments import lookup
+from service.rollout.evaluate import Part, summary
+from service.rollout.player import Player
+from service.rollout.tokenizer import load_tokenizer, make_tokenizer
+from service.types import Step, TrajectoryEnd, TrajectoryId
+from tests.pure.rollout.conftest import ScriptedEngine
+
+HERE = "tests.pure.rollout.test_player"
+
+
+class Seeded:
+    """Ends at once, and keeps the seeds that it was given."""
+
+    seeds: ClassVar[list[tuple[str, int]]] = []
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        self.seeds.append((task.uid, seed))
+        return task.prompt
+
+    async def step(self, text: str) -> StepResult:
+        return StepResult((), 1.0, True)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def seeds() -> Iterator[list[tuple[str, int]]]:
+    Seeded.seeds.clear()
+    yield Seeded.seeds
+    Seeded.seeds.clear()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder, lookup.vocabulary())
+    return folder
+
+
+def player(model: Path, env: EnvConfig, **data: float) -> tuple[Player, ScriptedEngine]:
+    engine = ScriptedEngine(Chat(load_tokenizer(model)), lambda words: "answer 17")
+    config = Config(
+        run=RunConfig(seed=3),
+        env=env,
+        data=DataConfig(**data),  # type: ignore[arg-type]
+        generator=GeneratorConfig(max_input_length=64, max_generate_length=8, temperature=0.9),
+    )
+    return Player(config, model, engine), engine
+
+
+def prompts(path: Path, n: int) -> Path:
+    write_rows(path, [{"uid": f"p-{i}", "prompt": "what is the age of fox ?"} for i in range(n)])
+    return path
+
+
+async def played(plays: Player, trajectory: TrajectoryId, task: Task) -> list[Step | TrajectoryEnd]:
+    return [item async for item in plays.play(trajectory, task)]
+
+
+SEEDED = EnvConfig(name=f"{HERE}:Seeded", trusted_modules=(HERE,))
+QUESTION = Task("p-0", (Message(role="user", content="what is the age of fox ?"),), "")
+
+
+@pytest.mark.asyncio
+async def test_the_samples_of_a_group_share_a_seed_and_every_ordinal_has_its_own(
+    model: Path, seeds: list[tuple[str, int]]
+) -> None:
+    plays, _ = player(model, SEEDED)
+    for ordinal, sample in ((0, 0), (0, 1), (1, 0)):
+        await played(plays, TrajectoryId(ordinal, sample), QUESTION)
+    first, second, third = (seed for _, seed in seeds)
+    assert first == second != third
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_has_seeds_of_its_own_the_same_every_time_and_whoever_plays_them(
+    model: Path, tmp_path: Path, seeds: list[tuple[str, int]]
+) -> None:
+    path = prompts(tmp_path / "dev.jsonl", 4)
+    whole, _ = player(model, SEEDED)
+    trained = [item for row in range(4) for item in await played(whole, TrajectoryId(row, 0), QUESTION)]
+    assert len(trained) == 8
+    used = {seed for _, seed in seeds}
+    seeds.clear()
+    await whole.evaluate("dev", path, 2, Part(), concurrency=3)
+    at_once = sorted(seeds)
+    seeds.clear()
+    for number in (1, 0):
+        await player(model, SEEDED)[0].evaluate("dev", path, 2, Part(number, 2), concurrency=1)
+    assert sorted(seeds) == at_once
+    assert len(at_once) == 8 and len(set(at_once)) == 4
+    assert not used & {seed for _, seed in at_once}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("temperature", "wanted"), [(None, 0.9), (0.0, 0.0), (0.5, 0.5)])
+async def test_an_evaluation_samples_at_its_own_temperature_and_training_does_not(
+    model: Path, tmp_path: Path, temperature: float | None, wanted: float
+) -> None:
+    data = {} if temperature is None else {"eval_temperature": temperature}
+    plays, engine = player(model, SEEDED, **data)
+    found = summary("dev", await plays.evaluate("dev", prompts(tmp_path / "dev.jsonl", 1), 1, Part(), concurrency=1))
+    assert (found.avg_score, engine.samplings[-1].temperature) == (1.0, wanted)
+    await played(plays, TrajectoryId(0, 0), QUESTION)
+    assert engine.samplings[-1].temperature == 0.9
+
+
+@pytest.mark.asyncio
+async def test_isolated_episodes_beyond_the_bound_wait_for_a_process_instead_of_starting_one(model: Path) -> None:
+    env = EnvConfig(name="lookup", isolation="process", max_processes=1, max_turns=1)
+    plays, _ = player(model, env)
+    (row,) = lookup.rows(1, 0)
+    task = Task("p-0", QUESTION.prompt, "", row["reward_spec"], row["extra_info"])
+    episodes = await asyncio.gather(*(played(plays, TrajectoryId(i, 0), task) for i in range(3)))
+    assert [items[-1].stop_reason for items in episodes] == ["stop"] * 3
+    children = [child.cmdline() for child in psutil.Process().children()]
+    assert sum("service.rollout.isolated" in line for line in children) == 1
+    await plays.close()
+
+
+@pytest.mark.asyncio
+async def test_the_configured_options_of_the_chat_template_reach_the_prompt(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, lookup.vocabulary())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ mood }} {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    engine = ScriptedEngine(Chat(load_tokenizer(tmp_path)), lambda words: "answer 17")
+    generator = GeneratorConfig(max_input_length=64, max_generate_length=8, chat_template_options={"mood": "owl"})
+    await played(Player(Config(env=SEEDED, generator=generator), tmp_path, engine), TrajectoryId(0, 0), QUESTION)
+    assert engine.chat.text(np.asarray(engine.prompts[0])) == "owl what is the age of fox ?"
