@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from service import replay
-from service.config import Config, check, check_paths, load, resolved_yaml
-from service.errors import BatonError, UserError
+from service import commands, replay
+from service.errors import BatonError
 from service.simulate import command as simulate
-from service.status import fetch_status, status_address
-from service.status_view import status_lines
 from service.version import installed_version
-
-PIPED_WIDTH = 120
-"""Columns of a table when nothing says how wide the terminal is."""
 
 PLAIN = ("trajectories", "status")
 """Commands without settings, where a word with = is a word like any other: `ordinal=812/sample=3/attempt=0`."""
 _OVERRIDE = re.compile(r"(--)?[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 _OVERRIDE_KEY = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")
+
+RAW = argparse.RawDescriptionHelpFormatter
 
 ABOUT = """\
 Baton trains language models on multi-turn tasks by asynchronous reinforcement learning:
@@ -40,6 +35,7 @@ examples:
   baton run --config configs/quickstart.yaml trainer.lr=1e-4 run.seed=1
   baton run --config base.yaml --config mine.yaml        # the second file is merged over the first
   baton submit --config configs/quickstart.yaml          # the same as a job on a Ray cluster
+  baton eval runs/quickstart data.eval_make_rows=200     # a run, a checkpoint or a model on its evaluation sets
   baton config validate --config mine.yaml               # what is wrong with it, without starting anything
   baton config show --config mine.yaml buffer.lookahead=0
   baton config schema > config.schema.json               # for completion in an editor
@@ -64,6 +60,20 @@ exit code: 0 finished, 2 the input is wrong (one line says what), 1 the run fail
 """
 
 
+EVAL_ABOUT = """\
+Play the evaluation sets (data.eval, data.eval_make_rows) on a model, a run or a checkpoint, without training.
+"""
+
+EVAL_EXAMPLES = """\
+examples:
+  baton eval runs/gsm8k                                                # its final weights, or its newest checkpoint
+  baton eval runs/gsm8k/checkpoints/step_40 data.eval_samples=8
+  baton eval models/Qwen2.5-3B-Instruct --config configs/gsm8k.yaml --output before.json
+
+A run brings its own configuration. The table has the mean reward, pass@k over data.eval_samples trajectories of each
+prompt, turns and sampled tokens of a trajectory, and trajectories that were lost; --output writes the same as JSON.
+"""
+
 SUBMIT_NOTES = """\
 The job works in a temporary copy of the current folder: configuration files must lie inside it, and run.dir should be
 an absolute path (else the runs lie in the home of the node that it runs on). The cluster's token is read from
@@ -71,8 +81,38 @@ an absolute path (else the runs lie in the home of the node that it runs on). Th
 """
 
 
+CONFIG_EXAMPLES = """\
+examples:
+  baton config validate --config mine.yaml             # what is wrong, a line each; reads datasets, too
+  baton config show --config mine.yaml trainer.lr=1e-4   # what the run would be told, defaults included
+  baton config schema > config.schema.json               # for completion in an editor
+"""
+
+STATUS_ABOUT = """\
+Rates on the road, groups by state, tokens by fate, and who waits for what. The same as JSON at /status, as a page with
+live charts at /, for Prometheus at /metrics. Of a run that has ended: how.
+"""
+
+STATUS_EXAMPLES = """\
+examples:
+  baton status quickstart                # the run of that name in runs/
+  baton status runs/quickstart-2
+  baton status 127.0.0.1:9400 --json
+"""
+
+TRAJECTORIES_EXAMPLES = """\
+examples:
+  baton trajectories list runs/quickstart
+  baton trajectories show runs/quickstart                # the newest; or name one, as `list` does
+  baton trajectories export-html runs/quickstart --last 20
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Wrong input is one clear line and code 2."""
+    if argv is None and os.getcwd() not in sys.path:
+        # As with `python -m`: modules of one's own, such as environments, lie where the command is typed.
+        sys.path.insert(0, os.getcwd())
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words)
     try:
@@ -85,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe, such as `head`, has seen enough.
         sys.stderr.close()
         return 1
+    except OSError as error:
+        print(f"baton: {error.filename or 'output'!s:.200}: {error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -120,13 +163,18 @@ def _next(words: object) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=EXAMPLES, formatter_class=raw)
+    parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=EXAMPLES, formatter_class=RAW)
     parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_add_run, _add_eval, _add_submit, _add_config_actions, _add_status, _add_simulate, _add_replay):
+        add(added)
+    _add_trajectories(added)
+    return parser
 
-    run = commands.add_parser(
-        "run", help="run a training", description=RUN_ABOUT, epilog=RUN_EXAMPLES, formatter_class=raw
+
+def _add_run(added: Any) -> None:
+    run = added.add_parser(
+        "run", help="run a training", description=RUN_ABOUT, epilog=RUN_EXAMPLES, formatter_class=RAW
     )
     _add_config(run)
     run.add_argument(
@@ -135,68 +183,120 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN",
         help="go on from the newest checkpoint of a run folder, with its configuration",
     )
-    run.set_defaults(command=_run)
+    run.set_defaults(command=commands.run)
 
-    submit = commands.add_parser(
-        "submit", help="run a training as a job on a Ray cluster", epilog=SUBMIT_NOTES, formatter_class=raw
+
+def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """One of a command's actions, described in a line."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    return parser
+
+
+def _add_submit(added: Any) -> None:
+    submit = added.add_parser(
+        "submit",
+        help="run a training as a job on a Ray cluster",
+        description="Submit `baton run` as a Ray job, again while the cluster is still starting, and show its output.",
+        epilog=SUBMIT_NOTES,
+        formatter_class=RAW,
     )
     _add_config(submit)
     submit.add_argument("--address", metavar="URL", help="of the cluster's dashboard (default: what Ray finds)")
     submit.add_argument("--no-follow", action="store_true", help="return at once instead of showing the output")
-    submit.set_defaults(command=_submit)
+    submit.set_defaults(command=commands.submit)
 
-    config = commands.add_parser("config", help="show or check a configuration, or print its schema")
+
+def _add_config_actions(added: Any) -> None:
+    config = added.add_parser(
+        "config",
+        help="show or check a configuration, or print its schema",
+        description="Configurations are YAML files, merged in order, then settings; nothing is started here.",
+        epilog=CONFIG_EXAMPLES,
+        formatter_class=RAW,
+    )
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
-    show = actions.add_parser("show", help="the resolved configuration as YAML, defaults included")
+    show = _action(actions, "show", "the resolved configuration as YAML, defaults included")
     _add_config(show)
-    show.set_defaults(command=_config_show)
-    validate = actions.add_parser("validate", help="check a configuration without starting anything")
+    show.set_defaults(command=commands.config_show)
+    validate = _action(actions, "validate", "check a configuration without starting anything")
     _add_config(validate)
-    validate.set_defaults(command=_config_validate)
-    schema = actions.add_parser("schema", help="the JSON schema of the configuration")
-    schema.set_defaults(command=_config_schema)
+    validate.set_defaults(command=commands.config_validate)
+    schema = _action(actions, "schema", "the JSON schema of the configuration")
+    schema.set_defaults(command=commands.config_schema)
 
-    _add_status(commands.add_parser("status", help="what a run is doing now"))
-    simulation = commands.add_parser(
+
+def _add_simulate(added: Any) -> None:
+    simulation = added.add_parser(
         "simulate",
         help="what a configuration would do, without GPUs, under a virtual clock",
         description=simulate.ABOUT,
         epilog=simulate.EXAMPLES,
-        formatter_class=raw,
+        formatter_class=RAW,
     )
     _add_config(simulation)
     simulate.add_arguments(simulation)
-    simulation.set_defaults(command=_simulate)
-    again = commands.add_parser(
+    simulation.set_defaults(command=commands.simulate)
+
+
+def _add_replay(added: Any) -> None:
+    again = added.add_parser(
         "replay",
         help="one mini-batch of a run, formed again from its journal",
         description=replay.ABOUT,
         epilog=replay.EXAMPLES,
-        formatter_class=raw,
+        formatter_class=RAW,
     )
     replay.add_arguments(again)
     again.set_defaults(command=lambda arguments, overrides: replay.run(arguments))
-    _add_trajectories(commands.add_parser("trajectories", help="look at what a run's rollouts said"))
-    return parser
 
 
-def _add_status(status: argparse.ArgumentParser) -> None:
+def _add_eval(added: Any) -> None:
+    evaluation = added.add_parser(
+        "eval",
+        help="evaluate a model, a run or a checkpoint",
+        description=EVAL_ABOUT,
+        epilog=EVAL_EXAMPLES,
+        formatter_class=RAW,
+    )
+    evaluation.add_argument("path", type=Path, metavar="PATH", help="a Hugging Face folder, a run or a checkpoint")
+    evaluation.add_argument("--output", type=Path, metavar="FILE", help="write the results here, as JSON")
+    _add_config(evaluation)
+    evaluation.set_defaults(command=commands.evaluate)
+
+
+def _add_status(added: Any) -> None:
+    status = added.add_parser(
+        "status",
+        help="what a run is doing now, or how it ended",
+        description=STATUS_ABOUT,
+        epilog=STATUS_EXAMPLES,
+        formatter_class=RAW,
+    )
     status.add_argument("run", metavar="URL-OR-RUN", help="http://host:port, a run folder, or the name of a run")
     status.add_argument("--json", action="store_true", help="the /status document as it is served")
-    status.set_defaults(command=_status)
+    status.set_defaults(command=commands.status)
 
 
-def _add_trajectories(parser: argparse.ArgumentParser) -> None:
+def _add_trajectories(added: Any) -> None:
+    parser = added.add_parser(
+        "trajectories",
+        help="look at what a run's rollouts said",
+        description="A run keeps some trajectories of each mini-batch; see run.trajectories_per_step.",
+        epilog=TRAJECTORIES_EXAMPLES,
+        formatter_class=RAW,
+    )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    listed = actions.add_parser("list", help="a line for each kept trajectory")
-    listed.set_defaults(command=_trajectories_list)
-    shown = actions.add_parser("show", help="one trajectory, with what carries loss in colour")
-    shown.set_defaults(command=_trajectories_show)
-    exported = actions.add_parser("export-html", help="one self-contained page of trajectories")
-    exported.set_defaults(command=_trajectories_export)
+    listed = _action(actions, "list", "a line for each kept trajectory")
+    listed.set_defaults(command=commands.trajectories_list)
+    shown = _action(actions, "show", "one trajectory, with what carries loss in colour")
+    shown.set_defaults(command=commands.trajectories_show)
+    exported = _action(actions, "export-html", "one self-contained page of trajectories")
+    exported.set_defaults(command=commands.trajectories_export)
     for action in (listed, shown, exported):
         action.add_argument("run", metavar="RUN", help="a run folder, or the name of a run")
-    shown.add_argument("id", metavar="ID", help="such as ordinal=812/sample=3/attempt=0, or 812")
+    shown.add_argument(
+        "id", metavar="ID", nargs="?", help="such as ordinal=812/sample=3/attempt=0, or 812; without it the newest one"
+    )
     exported.add_argument("--output", type=Path, metavar="FILE", help="default: trajectories.html in the run folder")
     for action in (listed, exported):
         action.add_argument("--last", type=int, default=50, metavar="N", help="the last N kept ones (default 50)")
@@ -209,115 +309,3 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     # Taken out of the words before parsing; named here so that --help shows it.
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set one value over the files")
-
-
-def _load(arguments: argparse.Namespace, overrides: list[str]) -> Config:
-    """The checked configuration of a command line."""
-    _no_more_words(arguments)
-    if not arguments.config:
-        raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
-    loaded = load(arguments.config, overrides)
-    check(loaded.config, loaded.source)
-    return loaded.config
-
-
-def _no_more_words(arguments: argparse.Namespace) -> None:
-    if arguments.overrides:
-        raise UserError(f"{arguments.overrides[0]!r}: not of the form section.key=value")
-
-
-def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    resume: Path | None = arguments.resume
-    if resume is not None:
-        if not (resume / "config.yaml").is_file():
-            raise UserError(f"--resume {resume}: not a run folder (it has no config.yaml)")
-        arguments.config.insert(0, resume / "config.yaml")
-    config = _load(arguments, overrides)
-    check_paths(config)
-    # Only this command needs Ray, which takes seconds to import.
-    from actors.run import run
-
-    return run(config, None if resume is None else resume.resolve())
-
-
-def _submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    config = _load(arguments, overrides)
-    # Ray reads it when it is imported, and would otherwise come without its token.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    from actors.submit import submit_run
-
-    return submit_run(config, arguments.config, overrides, arguments.address, not arguments.no_follow)
-
-
-def _config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    _no_more_words(arguments)
-    sys.stdout.write(resolved_yaml(load(arguments.config, overrides).config))
-    return 0
-
-
-def _config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    check_paths(_load(arguments, overrides))
-    print(f"{', '.join(str(file) for file in arguments.config)}: fine")
-    return 0
-
-
-def _config_schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    print(json.dumps(Config.model_json_schema(), indent=2))
-    return 0
-
-
-def _simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    _no_more_words(arguments)
-    preset = [] if arguments.config else simulate.PRESET
-    return simulate.run(load(arguments.config, [*preset, *overrides]).config, arguments)
-
-
-def _status(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    status = fetch_status(status_address(arguments.run))
-    print(json.dumps(status, indent=2) if arguments.json else "\n".join(status_lines(status)))
-    return 0
-
-
-def _trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from rich.console import Console
-
-    from service.trajectories import find_run, load_records
-    from service.trajectory_views import print_list
-
-    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    print_list(console, load_records(find_run(arguments.run))[-arguments.last :])
-    return 0
-
-
-def _trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from rich.console import Console
-
-    from service.trajectories import find_record, find_run, load_records
-    from service.trajectory_views import print_record
-
-    folder = find_run(arguments.run)
-    record = find_record(load_records(folder), arguments.id)
-    print_record(Console(), record, *_how_to_show(folder))
-    return 0
-
-
-def _trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from service.trajectories import find_run, load_records
-    from service.trajectory_views import html_page
-
-    folder = find_run(arguments.run)
-    records = load_records(folder)[-arguments.last :]
-    output = arguments.output or folder / "trajectories.html"
-    output.write_text(html_page(f"Trajectories of {folder.name}", records, *_how_to_show(folder)), "utf-8")
-    print(f"{len(records)} trajectories written to {output}")
-    return 0
-
-
-def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
-    """The staleness bound of a run, and its tokenizer's words."""
-    from service.rollout.tokenizer import load_tokenizer
-    from service.trajectory_views import pieces
-
-    config = load([folder / "config.yaml"], []).config
-    tokenizer = load_tokenizer(config.model.path or folder / "model")
-    return config.buffer.max_staleness, partial(pieces, lambda ids: str(tokenizer.decode(ids)))

@@ -90,6 +90,11 @@ class Progress:
             self._plotted = time.monotonic()
         return line
 
+    def end_early(self) -> None:
+        """The run was stopped before its first step."""
+        self._folder.write_summary({"state": "stopped", "steps": 0, "seconds": time.monotonic() - self._created})
+        self._say("stopped before the first optimizer step")
+
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
         """The run is over: draw the curve, write and print the summary."""
         now = time.monotonic()
@@ -107,6 +112,9 @@ class Progress:
             "trainer_wait_share": self._waited / (now - self._began),
             "generator_wait_share": generator_wait_share(generators),
             "tokens": buffer["tokens"],
+            "length_distance": buffer["length_distance"],
+            "token_length_distance": buffer["token_length_distance"],
+            "lengths": buffer["lengths"],
         }
         self._folder.write_summary(summary)
         if self._rewards:

@@ -20,8 +20,8 @@ Needs the run from its beginning: buffer.record: true keeps what the journal wou
 
 EXAMPLES = """\
 examples:
-  baton replay runs/quickstart --step 120
-  baton replay runs/quickstart --step 120 --out step120.batch   # the bytes that the trainer got
+  baton replay runs/quickstart --step 50
+  baton replay runs/quickstart --step 50 --out step50.batch   # the bytes that the trainer got
 """
 
 

@@ -5,6 +5,7 @@ metrics.jsonl       one flat JSON object per optimizer step
 tensorboard/        the same numbers
 learning_curve.png  reward, staleness, padded length over the steps
 trajectories.jsonl  a bounded sample of completed trajectories
+evaluations.jsonl   one JSON object per evaluation and set
 address.json        where the run's metrics service listens
 summary.json        how it ended
 """
@@ -40,8 +41,9 @@ def new_run_folder(parent: Path, name: str) -> Path:
                 return folder.resolve()
             except FileExistsError:
                 continue
-    except OSError as error:
-        raise UserError(f"run.dir: cannot make a run folder in {parent}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"run.dir: cannot make a run folder in {str(parent)!a:.100}: {reason}") from None
     raise UserError(f"run.dir: {parent} has thousands of runs named {name}; choose another run.name")
 
 
@@ -98,12 +100,16 @@ class RunFolder:
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
         """Drop the lines of steps after `step`, which a trainer that went back will take again; returns the others."""
-        lines = list(read_lines(self.path / "metrics.jsonl"))
-        kept = [line for line in lines if line["trainer/global_step"] <= step]
-        if len(kept) < len(lines):
+        _cut(self.path / "evaluations.jsonl", "step", step)
+        metrics, key = self.path / "metrics.jsonl", "trainer/global_step"
+        if any(line[key] > step for line in read_lines(metrics)):
             self.close()
-            write_whole(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
-        return kept
+        return _cut(metrics, key, step)
+
+    def append_evaluations(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """One line for each set that was evaluated after an optimizer step."""
+        with (self.path / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records)
 
     def append_trajectories(self, trajectories: Sequence[Mapping[str, Any]]) -> int:
         """Append completed trajectories, a line each, until the file is full; returns how many were kept."""
@@ -159,6 +165,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if not text.endswith("\n"):
                 return
             yield json.loads(text)
+
+
+def _cut(path: Path, key: str, most: int) -> list[dict[str, Any]]:
+    """Keep the lines of a file whose `key` is at most `most`; returns them."""
+    lines = list(read_lines(path))
+    kept = [line for line in lines if line[key] <= most]
+    if len(kept) < len(lines):
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def _number(value: float) -> float | int | None:

@@ -1,6 +1,8 @@
 """The command line: what it prints, and the code with which it exits."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -54,6 +56,16 @@ def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureF
         (["run", "--config", QUICKSTART, "algorithm.estimator=gae"], "step-wise rows are separate sequences"),
         (["run", "--config", QUICKSTART, "model.make=null", "model.path=/none"], "model folder /none does not exist"),
         (["config", "validate", "--config", QUICKSTART, "buffer.lookahead=99"], "override buffer.lookahead=99"),
+        (["config", "validate", "--config", QUICKSTART, "env.name=lokup"], "the nearest is 'lookup'"),
+        (
+            ["config", "validate", "--config", QUICKSTART, "algorithm.estimator=json:mine"],
+            "no estimator is named 'mine'",
+        ),
+        (["config", "validate", "--config", QUICKSTART, "algorithm.loss=json:mine"], "no loss is named 'mine'"),
+        (["config", "validate", "--config", QUICKSTART, "env.name=os:Path"], "env.trusted_modules does not name 'os'"),
+        (["config", "validate", "--config", QUICKSTART, "env.options.colour=1"], "'lookup' refuses them"),
+        (["config", "validate", "--config", QUICKSTART, "trainer.betas=[0.9,1.5]"], "should be less than 1, not 1.5"),
+        (["config", "validate", "--config", QUICKSTART, "model.make.num_layers=1000"], "model.make.num_layers"),
         (["status", "nobody"], "neither a URL, host:port, a run folder nor the name of a run"),
         (["status", "127.0.0.1:1"], "no run answers there"),
     ],
@@ -64,6 +76,13 @@ def test_wrong_input_is_one_line_and_code_2(argv: list[str], message: str, capsy
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("baton: ") and message in err and err.count("\n") == 1
+
+
+def test_validation_reads_the_dataset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "hi"}\n{"prompt": "ho", "env_class": "lokup"}\n')
+    assert main(["config", "validate", "--config", QUICKSTART, "data.make_rows=null", f"data.train={rows}"]) == 2
+    assert "first needed by row 1" in capsys.readouterr().err
 
 
 def test_the_name_of_a_trajectory_is_no_setting() -> None:
@@ -86,7 +105,7 @@ def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.Captu
     assert len(examples) >= 6
     for words in examples:
         split, _ = split_overrides(words[1:])
-        assert split[0] in ("run", "submit", "config", "status", "trajectories")
+        assert split[0] in ("run", "submit", "eval", "config", "status", "trajectories")
 
 
 def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -110,6 +129,7 @@ def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         (tmp_path / "address.json").write_text(json.dumps({"url": url}))
+        (tmp_path / "config.yaml").touch()
         for target in (url, f"{url}/status", str(tmp_path), f"127.0.0.1:{server.server_port}"):
             assert main(["status", target]) == 0
             shown = capsys.readouterr().out
@@ -118,8 +138,69 @@ def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_
             assert "  waits     trainer for groups: 3 of 16, 2.0 h\n" in shown
         assert main(["status", url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["schema"] == 1
+
+        hub.put_status("run", {"name": "r", "state": "training", "folder": "another"})
+        assert main(["status", str(tmp_path)]) == 2
+        assert "at its address answers another" in capsys.readouterr().err
+        (tmp_path / "summary.json").write_text('{"state": "finished", "steps": 9, "reward_gain": null}')
+        assert main(["status", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == f"{tmp_path}: finished after 9 optimizer steps\n"
         assert main(["status", f"{url}/other"]) == 2
         server.shutdown()
+
+
+def test_status_says_why_a_run_failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "summary.json").write_text('{"state": "failed", "reason": "no mini-batch for 600 s"}')
+    assert main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: failed\n  no mini-batch for 600 s\n"
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize("file", ["address.json", "summary.json", "trajectories.jsonl"])
+def test_a_damaged_file_of_a_run_is_one_line(
+    file: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / file).write_text(text, errors="surrogateescape")
+    words = ["trajectories", "list"] if file == "trajectories.jsonl" else ["status"]
+    assert main([*words, str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["config", "show", "--config", QUICKSTART], ["config", "schema"]])
+def test_an_output_that_takes_nothing_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "service", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 2 and done.stderr.startswith("baton: ") and done.stderr.count("\n") == 1
+
+
+def test_an_environment_beside_the_configuration_is_found(tmp_path: Path) -> None:
+    (tmp_path / "my_envs.py").write_text(
+        "class Guess:\n    async def reset(self, task, seed): ...\n    async def step(self, text): ...\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "hi"}\n')
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).touch()
+    words = ["config", "validate", "--config", str(Path(QUICKSTART).resolve()), "data.make_rows=null"]
+    words += ["data.train=rows.jsonl", "env.trusted_modules=[my_envs]", "model.make=null"]
+    # As the installed command: unlike `python -m`, it does not look into the working directory by itself.
+    command = [sys.executable, "-P", "-c", "import sys; from service.cli import main; sys.exit(main())", *words]
+
+    def said(name: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        settings = [f"env.name=my_envs:{name}", "model.warm_start=null", "model.path=model"]
+        return subprocess.run(
+            [*command, *settings], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        ).stderr
+
+    assert "did you mean my_envs:Guess?" in said("Gues")
+    assert "needs a method `async def close`" in said("Guess")
+    (tmp_path / "my_envs.py").write_text("class Guess:\n    oh no\n")
+    assert "importing my_envs failed: SyntaxError" in said("Guess")
 
 
 def test_a_run_that_serves_nothing_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -156,3 +237,27 @@ def test_the_road_is_drawn_with_its_stations_above_their_numbers() -> None:
 def test_a_run_that_has_just_begun_has_a_status_too() -> None:
     lines = status_lines(Hub(SystemClock()).status())
     assert lines[0] == "run: starting, step 0, policy 0.0" and any("GENERATORS" in line for line in lines)
+
+
+COMMANDS = ("run", "submit", "eval", "config", "status", "simulate", "replay", "trajectories")
+ACTIONS = (("config", ("show", "validate", "schema")), ("trajectories", ("list", "show", "export-html")))
+
+
+@pytest.mark.parametrize(
+    "words", [*((name,) for name in COMMANDS), *((name, action) for name, actions in ACTIONS for action in actions)]
+)
+def test_every_command_says_what_it_does_before_its_options(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    usage, about, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: baton ")
+    assert about[0].isupper() and len(about) > 20, about  # "options:" and "positional arguments:" are not
+
+
+def test_the_tests_of_help_know_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    assert set(COMMANDS) == set(listed)

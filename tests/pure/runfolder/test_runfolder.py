@@ -123,3 +123,14 @@ def test_wandb_takes_the_same_numbers_when_asked_and_works_offline(
     folder.close()
     wandb.teardown()
     assert list((tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_wandb_that_wants_a_key_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is optional and not installed")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = RunFolder(tmp_path / "r")
+    folder.write_config(load_config([], ["metrics.wandb={project: p, offline: false}"]))
+    with pytest.raises(UserError, match=r"^metrics\.wandb: No API key .*metrics\.wandb\.offline=true\)$"):
+        folder.log_step({"trainer/global_step": 1})

@@ -1,0 +1,172 @@
+"""What each command of `baton` does with its parsed words and its settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from service.config import Config, check, check_paths, load, resolved_yaml
+from service.errors import UserError
+from service.simulate import command as simulation
+from service.status import run_status
+from service.status_view import status_lines
+
+PIPED_WIDTH = 120
+"""Columns of a table when nothing says how wide the terminal is."""
+
+
+def _load(arguments: argparse.Namespace, overrides: list[str]) -> Config:
+    """The checked configuration of a command line."""
+    _no_more_words(arguments)
+    if not arguments.config:
+        raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
+    loaded = load(arguments.config, overrides)
+    check(loaded.config, loaded.source)
+    return loaded.config
+
+
+def _no_more_words(arguments: argparse.Namespace) -> None:
+    if arguments.overrides:
+        word = arguments.overrides[0]
+        hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""
+        raise UserError(f"{word!r}: not of the form section.key=value{hint}")
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run a training."""
+    resume: Path | None = arguments.resume
+    if resume is not None:
+        if not (resume / "config.yaml").is_file():
+            raise UserError(f"--resume {resume}: not a run folder (it has no config.yaml)")
+        arguments.config.insert(0, resume / "config.yaml")
+    config = _load(arguments, overrides)
+    check_paths(config)
+    # Only this command needs Ray, which takes seconds to import.
+    from actors.run import run
+
+    return run(config, None if resume is None else resume.resolve())
+
+
+def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Evaluate a model, a run or a checkpoint."""
+    from service.evaluated import evaluated
+    from service.rollout.evaluate import table
+
+    chosen = evaluated(arguments.path)
+    arguments.config = [*chosen.settings, *arguments.config]
+    config = _load(arguments, overrides)
+    from actors.evaluate import evaluate
+
+    found = evaluate(config, chosen, partial(print, flush=True))
+    print(table(found))
+    if arguments.output is not None:
+        result = {"path": str(arguments.path), "sets": [evaluation.record() for evaluation in found]}
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run a training as a job."""
+    config = _load(arguments, overrides)
+    # Ray reads it when it is imported, and would otherwise come without its token.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from actors.submit import submit_run
+
+    return submit_run(config, arguments.config, overrides, arguments.address, not arguments.no_follow)
+
+
+def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the resolved configuration."""
+    _no_more_words(arguments)
+    sys.stdout.write(resolved_yaml(load(arguments.config, overrides).config))
+    return 0
+
+
+def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Check a configuration, and what it names."""
+    config = _load(arguments, overrides)
+    check_paths(config)
+    from service.handoff.score import estimator_named
+    from service.rollout.inputs import check_inputs
+
+    check_inputs(config)
+    estimator_named(config.algorithm.estimator)
+    if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch
+        from service.learn.loss import loss_named
+
+        loss_named(config.algorithm.loss)
+    print(f"{', '.join(str(file) for file in arguments.config)}: fine")
+    return 0
+
+
+def config_schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the JSON schema of the configuration."""
+    print(json.dumps(Config.model_json_schema(), indent=2))
+    return 0
+
+
+def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Simulate a configuration."""
+    _no_more_words(arguments)
+    preset = [] if arguments.config else simulation.PRESET
+    return simulation.run(load(arguments.config, [*preset, *overrides]).config, arguments)
+
+
+def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Show what a run does now, or how it ended."""
+    status = run_status(arguments.run)
+    print(json.dumps(status, indent=2) if arguments.json else "\n".join(status_lines(status)))
+    return 0
+
+
+def trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print a line for each kept trajectory."""
+    from rich.console import Console
+
+    from service.trajectories import find_run, load_records
+    from service.trajectory_views import print_list
+
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    print_list(console, load_records(find_run(arguments.run))[-arguments.last :])
+    return 0
+
+
+def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print one trajectory."""
+    from rich.console import Console
+
+    from service.trajectories import find_record, find_run, load_records
+    from service.trajectory_views import print_record
+
+    folder = find_run(arguments.run)
+    record = find_record(load_records(folder), arguments.id)
+    print_record(Console(), record, *_how_to_show(folder))
+    return 0
+
+
+def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Write a page of trajectories."""
+    from service.trajectories import find_run, load_records
+    from service.trajectory_views import html_page
+
+    folder = find_run(arguments.run)
+    records = load_records(folder)[-arguments.last :]
+    output = arguments.output or folder / "trajectories.html"
+    output.write_text(html_page(f"Trajectories of {folder.name}", records, *_how_to_show(folder)), "utf-8")
+    print(f"{len(records)} trajectories written to {output}")
+    return 0
+
+
+def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
+    """The staleness bound of a run, and its tokenizer's words."""
+    from service.rollout.tokenizer import load_tokenizer
+    from service.trajectory_views import pieces
+
+    config = load([folder / "config.yaml"], []).config
+    tokenizer = load_tokenizer(config.model.path or folder / "model")
+    return config.buffer.max_staleness, partial(pieces, lambda ids: str(tokenizer.decode(ids)))
