@@ -1,20 +1,82 @@
-"""A run does not start on a Ray that obeys everybody."""
+"""A run does not start on a Ray that obeys everybody, and keeps Ray's token to its user."""
 
 from __future__ import annotations
 
+import os
+import secrets
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from service.errors import UserError
+
+HERE = ("", "local", "auto", "localhost", "127.0.0.1", "::1")
+"""Hosts in RAY_ADDRESS that are this machine."""
 
 
 def refuse_open_ray(environment: Mapping[str, str], insecure_local: bool) -> None:
     """Ray's processes listen on all interfaces, and without its token whoever reaches them runs code as this user.
 
     Raises:
-        UserError: authentication is switched off, and the configuration does not say that this is meant.
+        UserError: authentication is switched off, and the configuration does not say that this is meant, or the Ray is
+            not on this machine.
     """
-    if environment.get("RAY_AUTH_MODE", "token") != "token" and not insecure_local:
+    mode = environment.get("RAY_AUTH_MODE", "token")
+    if mode.lower() == "token":
+        return
+    if not insecure_local:
         raise UserError(
-            f"RAY_AUTH_MODE={environment['RAY_AUTH_MODE']}: without a token whoever reaches this machine's ports can "
+            f"RAY_AUTH_MODE={mode}: without a token whoever reaches this machine's ports can "
             "run code on it; unset it, or set run.insecure_local=true on a machine that nobody else reaches"
         )
+    address = environment.get("RAY_ADDRESS", "")
+    if _host(address) not in HERE:
+        raise UserError(
+            f"run.insecure_local: RAY_ADDRESS={address} is not this machine, and RAY_AUTH_MODE={mode} lets everybody "
+            "between here and there run code; set RAY_AUTH_MODE=token"
+        )
+
+
+def _host(address: str) -> str:
+    """The host of an address of Ray.
+
+    >>> [_host(address) for address in ("ray://head:10001", "127.0.0.1:6379", "[::1]:6379", "local")]
+    ['head', '127.0.0.1', '::1', 'local']
+    """
+    rest = address.rpartition("//")[2]
+    return rest[1 : rest.index("]")] if rest.startswith("[") and "]" in rest else rest.partition(":")[0]
+
+
+def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
+    """Make Ray's token file readable for its user only, and make the file where a Ray is started and there is none.
+
+    Ray itself would write it for everybody on the machine to read.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if environment.get("RAY_AUTH_MODE", "token").lower() != "token" or environment.get("RAY_AUTH_TOKEN"):
+        return
+    named = environment.get("RAY_AUTH_TOKEN_PATH")
+    file = Path(named) if named else home / ".ray" / "auth_token"
+    try:
+        if not named and not file.exists() and not environment.get("RAY_ADDRESS"):
+            _write_token(file)
+        if file.exists() and file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
+            file.chmod(0o600)
+    except OSError as error:
+        raise UserError(f"{file}: Ray's token cannot be kept there: {error.strerror}; set RAY_AUTH_TOKEN") from None
+
+
+def _write_token(file: Path) -> None:
+    """Write a new token; of several runs that start at once, one wins and all use its token."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd, partial = tempfile.mkstemp(dir=file.parent)
+    try:
+        with os.fdopen(fd, "w") as out:
+            out.write(secrets.token_hex(32))
+        os.link(partial, file)
+    except FileExistsError:
+        return
+    finally:
+        os.unlink(partial)

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TextIO, TypeVar
 
 from actors.calls import found
 from actors.telemetry import BufferTelemetry
 from service.clock import SystemClock
 from service.config import Config
-from service.handoff.batch import batch_of_rank
+from service.errors import RunFailed
+from service.handoff.batch import CompleteGroup, batch_of_rank
 from service.handoff.buffer import Buffer
+from service.handoff.form import Forming
 from service.handoff.journal import Journal
+from service.handoff.validate import Routing
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.wire import encode_mini_batch
 from service.rollout.dataset import load_tasks
-from service.trajectories import trajectory_records
+from service.trajectories import LostTrajectories, trajectory_records
 from service.types import MiniBatch, PolicyVersion, Refusal
 
 Answer = TypeVar("Answer")
 
 TICK_SECONDS = 0.5
+SWITCH_SECONDS = 0.0005
+"""How long the thread that forms a mini-batch may keep the interpreter from the acknowledgements; Python's own is ten
+times as long."""
+LOCK_SECONDS = 15.0
+"""Seconds that an older buffer may take to go; a run's guardian ends it within two."""
 
 
 class Leased(NamedTuple):
@@ -35,17 +45,59 @@ class Leased(NamedTuple):
     """The encoded mini-batch of each rank."""
     trajectories: list[dict[str, Any]]
     """Some of its trajectories, for people to look at."""
+    lost: list[dict[str, Any]]
+    """The same of what ended since the lease before without being trained."""
+
+
+def locked(folder: Path, seconds: float) -> TextIO:
+    """A journal's lock, which the death of its holder frees: two buffers must not write beside each other.
+
+    Raises:
+        RunFailed: another process held it for so many seconds.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("w")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                lock.close()
+                raise RunFailed(f"{folder}: another process still writes this journal; end it first") from None
+            time.sleep(0.05)
 
 
 class BufferActor:
     """One per run; asyncio, because Ray may deliver calls late and out of order: nothing here relies on order."""
 
-    def __init__(self, config_json: str, vocab_size: int, tasks_file: str, journal_folder: str, hub: Any) -> None:
+    def __init__(
+        self,
+        config_json: str,
+        vocab_size: int,
+        tasks_file: str,
+        journal_folder: str,
+        hub: Any,
+        routing: Routing | None = None,
+    ) -> None:
         self._config = Config.model_validate_json(config_json)
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._clock = SystemClock()
-        self._journal = Journal(Path(journal_folder), self._clock)
-        prompt_uids = [task.uid for task in load_tasks(Path(tasks_file))]
-        self._buffer = Buffer(self._config, vocab_size, prompt_uids, self._journal, self._clock, self._config.run.seed)
+        self._opened: Buffer | None = None
+        self._failure: Exception | None = None
+        try:
+            self._journal_lock = locked(Path(journal_folder), LOCK_SECONDS)
+            self._journal = Journal(Path(journal_folder), self._clock)
+            prompt_uids = [task.uid for task in load_tasks(Path(tasks_file))]
+            seed = self._config.run.seed
+            self._opened = Buffer(self._config, vocab_size, prompt_uids, self._journal, self._clock, seed, routing)
+        except Exception as error:
+            # Ray would start an actor whose constructor raises again and again; here the first who asks is told.
+            self._failure = error
+            return
+        self._lost = LostTrajectories(self._config)
+        self._buffer.watch_ends(self._lost.ended)
         self._telemetry = BufferTelemetry(self._config, found(hub), self._buffer)
         self._telemetry.start()
         self._changed = asyncio.Condition()
@@ -57,7 +109,18 @@ class BufferActor:
             task.add_done_callback(self._wake_all)
 
     def __repr__(self) -> str:
-        return "Buffer()"
+        return "Buffer(cannot start)" if self._opened is None else f"Buffer(policy {self._opened.version})"
+
+    @property
+    def _buffer(self) -> Buffer:
+        """The buffer, or what kept it from starting, raised."""
+        if self._opened is None:
+            raise self._failure or RunFailed("the buffer has not started")
+        return self._opened
+
+    async def ready(self) -> None:
+        """Raises what kept the buffer from starting, such as a damaged journal."""
+        _ = self._buffer
 
     async def join(self, role: Literal["generator", "trainer"], name: str, step: int | None = None) -> int:
         """Start a new incarnation of a generator or trainer; the one before it can no longer write."""
@@ -81,15 +144,25 @@ class BufferActor:
         return answer
 
     async def lease(self, trainer_epoch: int, wait_seconds: float) -> Leased | Wait | Refusal:
-        """Take a mini-batch; waits up to `wait_seconds` for enough complete groups."""
-        answer = await self._poll(lambda: self._buffer.lease(trainer_epoch), wait_seconds)
+        """Take a mini-batch; waits up to `wait_seconds` for enough complete groups.
+
+        Forming and encoding it take long and go on in a thread, while steps are accepted.
+        """
+        answer = await self._poll(lambda: self._buffer.begin_lease(trainer_epoch), wait_seconds)
+        if isinstance(answer, Forming):
+            made = await asyncio.to_thread(answer.run)
+            answer = self._buffer.finish_lease(answer, made)
+            await self._settled()
         if not isinstance(answer, MiniBatch):
             return answer
-        self._telemetry.batches.leased(answer)
-        parts = tuple(encode_mini_batch(batch_of_rank(answer, rank)) for rank in range(len(answer.ranks)))
         groups = [self._buffer.complete_group(ordinal) for ordinal in answer.groups]
-        records = trajectory_records(answer, groups, self._buffer.version, self._config)
-        return Leased(answer.lease, answer.facts, parts, records)
+        return await asyncio.to_thread(self._on_its_way, answer, groups, self._buffer.version)
+
+    def _on_its_way(self, batch: MiniBatch, groups: Sequence[CompleteGroup], version: PolicyVersion) -> Leased:
+        self._telemetry.batches.leased(batch)
+        parts = tuple(encode_mini_batch(batch_of_rank(batch, rank)) for rank in range(len(batch.ranks)))
+        records = trajectory_records(batch, groups, version, self._config)
+        return Leased(batch.lease, batch.facts, parts, records, self._lost.take())
 
     async def commit(self, trainer_epoch: int, lease: int, version: PolicyVersion) -> Refusal | None:
         """The optimizer step of a lease was applied and made `version`."""
@@ -116,10 +189,16 @@ class BufferActor:
         self._buffer.drain(reason)
         await self._settled()
 
-    async def end(self) -> None:
-        """The run is over: what no optimizer step used expires."""
+    async def resume(self) -> None:
+        """A run that had come to its end goes on."""
+        self._buffer.resume()
+        await self._settled()
+
+    async def end(self) -> list[dict[str, Any]]:
+        """The run is over: what no optimizer step used expires; returns some of it, for people to look at."""
         self._buffer.end()
         await self._settled()
+        return self._lost.take()
 
     async def status(self) -> dict[str, Any]:
         """The buffer's part of the run's status."""

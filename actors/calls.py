@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from service.errors import BatonError
+from service.errors import BatonError, Starved
 
 MOST_CHARACTERS = 200
+CALL_SECONDS = 300.0
+"""Seconds that an ordinary answer may take; a buffer that starts again reads its journal first."""
 
 
 def found(actor: Any) -> Any:
@@ -20,14 +23,24 @@ def found(actor: Any) -> Any:
     return ray.get_actor(actor) if isinstance(actor, str) else actor
 
 
-async def call(method: Any, *arguments: Any) -> Any:
-    """Call an actor's method and wait for the answer; an error that Baton raised there is raised here as itself."""
+async def call(method: Any, *arguments: Any, who: str, within: float | None = CALL_SECONDS) -> Any:
+    """Call an actor's method and wait for the answer; an error that Baton raised there is raised here as itself.
+
+    Raises:
+        Starved: `who` did not answer within so many seconds, as a frozen process does not.
+    """
+    waiting = asyncio.timeout(within)
     try:
-        return await method.remote(*arguments)
+        async with waiting:
+            return await method.remote(*arguments)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, BatonError):
             raise error.cause from None
         raise
+    except TimeoutError:
+        if not waiting.expired():
+            raise
+        raise Starved(f"no answer of {who} for {within:.0f} s") from None
 
 
 def in_a_line(error: BaseException) -> str:

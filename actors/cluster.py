@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +19,16 @@ from actors.calls import in_a_line
 from actors.engine import engine_env
 from actors.generator import Generator
 from actors.guardian import MARK, start_guardian
-from actors.metrics_hub import MetricsHub
+from actors.metrics_hub import MetricsHub, with_port
+from actors.placement import cpus_each, place_ranks, rank_options
+from actors.retrieval import with_retrieval
 from actors.trainer import TrainerGroup, TrainerRank
 from service.config import Config
-from service.errors import RunFailed
+from service.errors import RunFailed, UserError
 from service.prepare import Prepared
+
+CONNECT_SECONDS = 10.0
+"""Seconds within which the head of a cluster takes a connection."""
 
 HUB = "metrics-hub"
 BUFFER = "buffer"
@@ -49,7 +55,8 @@ def ray_session(config: Config, mark: str, logs: Path) -> Iterator[None]:
 def _connect(config: Config, mark: str, logs: Path) -> None:
     runtime_env = {"env_vars": {MARK: mark}}
     namespace = f"baton-{config.run.name}-{mark}"
-    if os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        _refuse_nobody(address)
         start_guardian(mark)
         ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False, logging_level="error")
     else:
@@ -67,9 +74,22 @@ def _connect(config: Config, mark: str, logs: Path) -> None:
         )
 
 
+def _refuse_nobody(address: str) -> None:
+    """Raises `UserError` where nobody listens at host:port; Ray itself would try for ever, and heed no signal."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one, or unset RAY_ADDRESS"
+        ) from error
+
+
 def needed_cpus(config: Config) -> int:
     """Ray CPUs that the run's actors take together."""
-    return config.trainer.ranks + config.generator.engines
+    return config.trainer.ranks + config.generator.engines + (config.env.retrieval is not None)
 
 
 @dataclass(frozen=True)
@@ -80,47 +100,59 @@ class Cluster:
     buffer: Any
     generators: tuple[Any, ...]
     trainer: TrainerGroup
+    retrieval: Any | None = None
+    """Held, for an actor ends with its last handle."""
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     """Create every actor of the run; they load models and join each other when they are told to start."""
+    gpus = gpus_each()
+    if config.weights.transport == "nccl" and not gpus:
+        raise UserError("weights.transport: nccl sends weights from GPU to GPU, and Ray sees none; use memory")
+    config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()
     # Prometheus looks for the hub where the driver runs, also after a restart.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     hub = (
         ray.remote(MetricsHub)
         .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
-        .remote(config_json)
+        .remote(with_port(config).model_dump_json())
     )
     buffer = (
         ray.remote(BufferActor)
         .options(name=BUFFER, num_cpus=0, max_concurrency=1000, max_restarts=-1, max_task_retries=-1)
-        .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB)
+        .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing)
     )
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
     generators = tuple(
         ray.remote(Generator)
-        .options(
-            name=f"generator-{i}",
-            num_cpus=1,
-            num_gpus=gpus * config.generator.tensor_parallel_size,
-            max_concurrency=1000,
-            max_restarts=-1,
-            runtime_env={"env_vars": engine_env(config)},
-        )
+        .options(name=f"generator-{i}", max_restarts=-1, **engine_options(config, gpus))
         .remote(f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), BUFFER, HUB)
         for i in range(config.generator.engines)
     )
+    return Cluster(hub, buffer, generators, place_trainer(config, gpus, HUB), retrieval)
+
+
+def gpus_each() -> int:
+    """GPUs of a trainer rank, and of an engine for each rank of its tensor parallelism: 1 where the cluster has any."""
+    return 1 if ray.cluster_resources().get("GPU", 0) else 0
+
+
+def engine_options(config: Config, gpus: int) -> dict[str, Any]:
+    """Options of an actor that holds an engine."""
+    return {
+        "num_cpus": cpus_each(gpus),
+        "num_gpus": gpus * config.generator.tensor_parallel_size,
+        "max_concurrency": 1000,
+        "runtime_env": {"env_vars": engine_env(config)},
+    }
+
+
+def place_trainer(config: Config, gpus: int, hub: str | None = None) -> TrainerGroup:
+    """Create the trainer's ranks; where there is a metrics hub, they report to it."""
+    room = place_ranks(config, gpus)
+    config_json = config.model_dump_json()
     ranks = [
-        ray.remote(TrainerRank)
-        .options(
-            name=f"trainer-{i}",
-            num_cpus=1,
-            num_gpus=gpus,
-            accelerator_type=config.trainer.accelerator,
-            max_restarts=-1,
-        )
-        .remote(config_json, i)
-        for i in range(config.trainer.ranks)
+        ray.remote(TrainerRank).options(**rank_options(config, gpus, room, rank)).remote(config_json, rank, hub)
+        for rank in range(config.trainer.ranks)
     ]
-    return Cluster(hub, buffer, generators, TrainerGroup(config, ranks))
+    return TrainerGroup(config, ranks)

@@ -11,6 +11,7 @@ import ray.exceptions
 from actors.buffer import Leased
 from actors.calls import call, in_a_line
 from actors.cluster import Cluster
+from actors.evaluations import Evaluations
 from actors.fleet import Fleet
 from actors.keeper import CheckpointKeeper
 from actors.telemetry import RunTelemetry
@@ -19,6 +20,7 @@ from service.agreement import disagreement
 from service.checkpoints import Manifest
 from service.config import Config
 from service.errors import RunFailed
+from service.failures import FailureWatch
 from service.handoff.verbs import Wait
 from service.prepare import Prepared, demonstrations
 from service.progress import Progress
@@ -50,8 +52,10 @@ class Coordinator:
         self._resume_from = resume_from
         self._progress = Progress(config, folder, say)
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
-        self._fleet = Fleet(config, cluster.generators, self._telemetry, say)
+        self._fleet = Fleet(config, cluster.generators, cluster.trainer, self._telemetry, say)
         self._checkpoints = CheckpointKeeper(config, folder.path, cluster)
+        self._evaluations = Evaluations(config, self._fleet, folder, prepared.eval_files, say, lambda: self._stopping)
+        self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
         self._version = PolicyVersion(0, 0)
         self._bad_steps = 0
         self._trainer_failures = 0
@@ -77,6 +81,7 @@ class Coordinator:
         """
         try:
             if not await self._started():
+                self._progress.end_early()
                 return
             generating = asyncio.ensure_future(self._fleet.run())
             training = asyncio.ensure_future(self._train())
@@ -107,9 +112,16 @@ class Coordinator:
     async def _start(self) -> None:
         self._telemetry.start()
         self._telemetry.state("starting")
+        await call(self._buffer.ready, who="the buffer")
+        if self._resume_from is not None:
+            await self._resume_journal(self._resume_from)
+            # Not before: settings that the journal refuses must not take the place of those that it was written with.
+            self._folder.write_config(self._config)
         self._say("loading the model: engines and trainer ranks start ...")
         url, *_ = await asyncio.gather(
-            call(self._hub.start), self._trainer.load(self._prepared.model_folder), self._fleet.start()
+            call(self._hub.start, who="the metrics hub"),
+            self._trainer.load(self._prepared.model_folder),
+            self._fleet.start(),
         )
         self._folder.write_address(url)
         self._say(f"metrics and status: {url}/metrics, {url}/status")
@@ -121,6 +133,16 @@ class Coordinator:
             await self._start_anew()
         self._progress.begin()
         self._telemetry.state("training")
+
+    async def _resume_journal(self, manifest: Manifest) -> None:
+        """The buffer goes on from the journal that the checkpoint was written beside.
+
+        Raises:
+            UserError: that journal is not there, or not all of it.
+        """
+        status = await call(self._buffer.status, who="the buffer")
+        manifest.check_journal(status["journal_synced"], self._folder.path / "journal")
+        await call(self._buffer.resume, who="the buffer")
 
     async def _start_anew(self) -> None:
         """Supervised steps first, where configured; then the success they left, measured by the engines."""
@@ -135,13 +157,15 @@ class Coordinator:
             await self._checkpoints.begin(self._version)
         if settings is not None and settings.probe_prompts:
             await self._fleet.published()
-            rows = range(min(settings.probe_prompts, len(self._prepared.tasks)))
-            rewards = await self._fleet.evaluate(rows, self._config.algorithm.n_samples_per_prompt)
-            self._progress.probed(sum(rewards) / len(rewards), settings.expected_success)
+            samples = self._config.algorithm.n_samples_per_prompt
+            probe = await self._fleet.evaluate("warm_start", self._prepared.tasks_file, samples, settings.probe_prompts)
+            if probe is not None:
+                self._progress.probed(probe.avg_score, settings.expected_success)
+        await self._evaluate()
 
     async def _go_on_from(self, step: int) -> None:
         """Tell the buffer where the trainer stands, and the engines what it knows."""
-        epoch = await call(self._buffer.join, "trainer", "trainer", step)
+        epoch = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
         self._version = PolicyVersion(epoch, step)
         self._progress.go_on_from(step)
         await self._fleet.publish(self._version, await self._trainer.weights())
@@ -166,6 +190,7 @@ class Coordinator:
         leased = await self._lease()
         if leased is None:
             return
+        self._folder.append_trajectories(leased.lost)
         report = await self._trainer.step(leased.parts)
         if not report.applied:
             await self._release(leased, report.reason or "not applied")
@@ -173,9 +198,10 @@ class Coordinator:
         if (why := disagreement(report.metrics, self._config.weights)) is not None:
             raise RunFailed(why)
         self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
-        _accepted(await call(self._buffer.commit, self._version.epoch, leased.lease, self._version))
+        _accepted(await call(self._buffer.commit, self._version.epoch, leased.lease, self._version, who="the buffer"))
         self._bad_steps = self._trainer_failures = 0
         self._fleet.progressed()
+        self._failures.progressed()
         if self._version.step % self._config.weights.sync_every == 0:
             self._progress.synced(await self._fleet.published())
             await self._fleet.publish(self._version, await self._trainer.weights())
@@ -183,20 +209,30 @@ class Coordinator:
         every = self._config.trainer.checkpoint_every
         if every and self._version.step % every == 0:
             await self._checkpoints.begin(self._version)
-        buffer, generators = await asyncio.gather(call(self._buffer.status), self._fleet.statuses())
+        evaluated = await self._evaluate()
+        buffer, generators = await asyncio.gather(call(self._buffer.status, who="the buffer"), self._fleet.statuses())
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
-        line = self._progress.stepped(self._version, leased.facts, report.metrics, buffer, generators)
+        line = self._progress.stepped(self._version, leased.facts, {**report.metrics, **evaluated}, buffer, generators)
         self._telemetry.stepped(self._version, line)
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Evaluate the weights of this step if it is time to; training waits, and nothing that it uses is touched."""
+        every = self._config.data.eval_every
+        if not every or self._version.step % every:
+            return {}
+        self._progress.synced(await self._fleet.published())
+        return await self._evaluations.at(self._version.step)
 
     async def _lease(self) -> Leased | None:
         """Wait for the next mini-batch; None when the run was stopped meanwhile."""
         start = time.monotonic()
         while not self._stopping:
-            answer = await call(self._buffer.lease, self._version.epoch, POLL_SECONDS)
+            answer = await call(self._buffer.lease, self._version.epoch, POLL_SECONDS, who="the buffer")
             if isinstance(answer, Leased):
                 self._progress.waited(time.monotonic() - start)
                 return answer
             _accepted(answer)
+            self._failures.look(await self._fleet.statuses())
             if time.monotonic() - start > self._config.run.stall_deadline:
                 raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")
         return None
@@ -205,7 +241,7 @@ class Coordinator:
         self._bad_steps += 1
         self._telemetry.aborted()
         self._say(f"step {self._version.step + 1} was not applied: {reason}")
-        _accepted(await call(self._buffer.release, self._version.epoch, leased.lease, reason))
+        _accepted(await call(self._buffer.release, self._version.epoch, leased.lease, reason, who="the buffer"))
         if self._bad_steps >= self._config.trainer.max_bad_steps:
             raise RunFailed(f"{self._bad_steps} optimizer steps in a row were not applied; the last one: {reason}")
 
@@ -220,6 +256,7 @@ class Coordinator:
         self._say(f"{error}; the trainer starts again from step {manifest.step}")
         self._checkpoints.forget()
         await self._trainer.restart(self._prepared.model_folder)
+        self._fleet.trainer_started_again()
         await self._trainer.restore(self._checkpoints.path(manifest.step))
         await self._go_on_from(manifest.step)
 
@@ -234,14 +271,14 @@ class Coordinator:
             await self._checkpoints.begin(self._version)
             await self._checkpoints.settle()
         else:
-            await call(self._buffer.covered, self._version.step, self._version.step)
+            await call(self._buffer.covered, self._version.step, self._version.step, who="the buffer")
         if not self._stopping:
-            await call(self._buffer.end)
+            self._folder.append_trajectories(await call(self._buffer.end, who="the buffer"))
         generators = await self._fleet.statuses()
         await self._fleet.stop()
         state = "stopped" if self._stopping else "finished"
         self._telemetry.stop(state)
-        self._progress.end(state, await call(self._buffer.status), generators)
+        self._progress.end(state, await call(self._buffer.status, who="the buffer"), generators)
 
 
 def _accepted(answer: object) -> None:

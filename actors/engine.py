@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from actors.broadcast import MeetingPoint, announced, init_info, update_info
 from actors.engine_arguments import OWNER_PID, can_overflow, engine_arguments
 from actors.engine_arguments import engine_env as engine_env
 from actors.load import EngineLoad
@@ -129,31 +130,50 @@ class VllmEngine:
             RunFailed: the engine could not load them; it stays paused and must be ended.
         """
         async with self._update_lock:
-            started = time.monotonic()
-            tied = is_tied(self._model_folder)
-            fd = await asyncio.to_thread(weights_in_memory, data, checksum, self._elements, tied)
             try:
-                written = time.monotonic()
-                pause_seconds, tries = await self._swap(version, f"/proc/{os.getpid()}/fd/{fd}")
-                size = os.fstat(fd).st_size
+                if self._config.weights.transport == "nccl":
+                    return await self._receive(version, data, checksum)
+                return await self._take_file(version, data, checksum)
             except Exception as error:
                 raise self._death() or error from error.__cause__
-            finally:
-                os.close(fd)
-        return WeightUpdate(version.pack(), size, written - started, pause_seconds, tries)
 
-    async def _swap(self, version: PolicyVersion, path: str) -> tuple[float, int]:
+    async def _take_file(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
+        started = time.monotonic()
+        tied = is_tied(self._model_folder)
+        fd = await asyncio.to_thread(weights_in_memory, data, checksum, self._elements, tied)
+        try:
+            written = time.monotonic()
+            file = {"path": f"/proc/{os.getpid()}/fd/{fd}"}
+            pause_seconds, tries = await self._swap(version, file, UPDATE_TRIES)
+            return WeightUpdate(version.pack(), os.fstat(fd).st_size, written - started, pause_seconds, tries)
+        finally:
+            os.close(fd)
+
+    async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
+        """The same with `data` as the announcement of what the trainer has begun to send; it sends once only."""
+        tensors = announced(data, checksum, self._elements, is_tied(self._model_folder))
+        pause_seconds, tries = await self._swap(version, update_info(tensors), tries=1)
+        return WeightUpdate(version.pack(), sum(tensor.n_bytes for tensor in tensors), 0.0, pause_seconds, tries)
+
+    async def join(self, meeting_point: MeetingPoint) -> None:
+        """Meet the trainer's first rank, which does the same meanwhile, in a group of their own."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = init_info(meeting_point, self._config.generator.tensor_parallel_size)
+        await self._running().init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> tuple[float, int]:
         """Seconds that nothing was generated, and how often loading was tried."""
         llm = self._running()
         # `pause_generation` would sleep 20 ms more, only for the order in which outputs reach their readers.
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         paused = time.monotonic()
-        tries = await _load(llm, path, version)
+        tried = await _load(llm, info, version, tries)
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         await llm.resume_generation()
-        return time.monotonic() - paused, tries
+        return time.monotonic() - paused, tried
 
     def _serve(self, version: PolicyVersion) -> None:
         self.serving = version
@@ -235,7 +255,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-async def _load(llm: AsyncLLM, path: str, version: PolicyVersion) -> int:
+async def _load(llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> int:
     """Load the weights into the paused engine; the number of tries.
 
     Raises:
@@ -243,16 +263,16 @@ async def _load(llm: AsyncLLM, path: str, version: PolicyVersion) -> int:
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    for tries in range(1, UPDATE_TRIES + 1):
+    for tried in range(1, tries + 1):
         try:
             await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": path}))
+            await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await llm.finish_weight_update()
             break
         except Exception as error:  # vLLM passes the worker's error on as a bare Exception
-            if tries == UPDATE_TRIES:
+            if tried == tries:
                 raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
-    return tries
+    return tried
 
 
 def _experts(recorded: Any | None) -> Int16s | None:

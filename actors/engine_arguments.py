@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from actors.broadcast import BACKEND
 from service.config import Config
 from service.errors import UserError
 
@@ -23,6 +24,9 @@ MAX_SEQUENCES = 1024
 
 CPU_KV_CACHE_BYTES = 4 << 30
 """KV cache of a CPU engine, at most, where the configuration names no size."""
+
+ENGINE_BYTES = 1 << 30
+"""Memory of a CPU engine's process beside weights and KV cache, about."""
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a KV cache block on CPU; vLLM's 128 would hardly ever find a shared prefix in short conversations."""
@@ -53,6 +57,7 @@ def engine_env(config: Config) -> dict[str, str]:
 def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
     generator = config.generator
+    _refuse_tiny_cache(config, model_folder)
     arguments: dict[str, Any] = {
         "model": str(model_folder),
         "skip_tokenizer_init": not generator.stop,
@@ -67,7 +72,7 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": "actors.worker_extension.WorkerExtension",
-        "weight_transfer_config": {"backend": FILE_BACKEND},
+        "weight_transfer_config": {"backend": BACKEND if config.weights.transport == "nccl" else FILE_BACKEND},
     }
     if on_gpu():
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
@@ -105,7 +110,8 @@ def _cpu_kv_cache_bytes(config: Config, model_folder: Path) -> int:
     """
     longest = _longest_bytes(config, model_folder)
     size = config.generator.kv_cache_bytes or max(min(_sequences(config) * longest, CPU_KV_CACHE_BYTES), 2 * longest)
-    needed = size + sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
+    weights = sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
+    needed = ENGINE_BYTES + size + weights
     available = psutil.virtual_memory().available
     if needed > available:
         raise UserError(
@@ -114,6 +120,17 @@ def _cpu_kv_cache_bytes(config: Config, model_folder: Path) -> int:
             "generator.engines"
         )
     return size
+
+
+def _refuse_tiny_cache(config: Config, model_folder: Path) -> None:
+    """Raises `UserError` where the configured KV cache cannot hold one request at its longest."""
+    size = config.generator.kv_cache_bytes
+    longest = _longest_bytes(config, model_folder) // config.generator.tensor_parallel_size
+    if size is not None and size < longest:
+        raise UserError(
+            f"generator.kv_cache_bytes: {size} cannot hold one request of generator.max_input_length + "
+            f"max_generate_length ({_max_model_length(config)}) tokens, which takes {longest} bytes; raise it"
+        )
 
 
 def _longest_bytes(config: Config, model_folder: Path) -> int:

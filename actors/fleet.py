@@ -6,16 +6,19 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 import ray.exceptions
 
-from actors.calls import call, in_a_line
+from actors.calls import CALL_SECONDS, call, in_a_line
+from actors.evaluation import evaluate_on
 from actors.telemetry import RunTelemetry
-from actors.trainer import PublishedWeights
+from actors.trainer import PublishedWeights, TrainerGroup
 from service.config import Config
-from service.errors import BatonError, RunFailed, UserError
+from service.errors import BatonError, RunFailed, Starved, UserError
+from service.rollout.evaluate import Evaluation
 from service.types import PolicyVersion
 
 STOP_SECONDS = 10.0
@@ -23,6 +26,10 @@ STOP_SECONDS = 10.0
 RETRY_SECONDS = 0.5
 """Pause before a generator that is not up yet is called again."""
 
+STATUS_SECONDS = 5.0
+"""Seconds after which a generator that does not say how it is doing is left out of a report."""
+LOOK_SECONDS = 5.0
+"""Seconds between two looks whether a generator still answers."""
 GENERATOR_FAILED = (ray.exceptions.RayActorError, BatonError)
 """What a call of a generator raises when it, its engine or its node died; anything else is a bug."""
 
@@ -38,9 +45,17 @@ class Fleet:
     """The generators of a run, called as one; each may fail and start again on its own."""
 
     def __init__(
-        self, config: Config, generators: Sequence[Any], telemetry: RunTelemetry, say: Callable[[str], None]
+        self,
+        config: Config,
+        generators: Sequence[Any],
+        trainer: TrainerGroup,
+        telemetry: RunTelemetry,
+        say: Callable[[str], None],
     ) -> None:
         self._config = config
+        self._trainer = trainer
+        self._joined: set[str] = set()
+        """Engines in a group with the trainer's first rank, for weights that it broadcasts."""
         self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
         self._telemetry = telemetry
         self._say = say
@@ -52,7 +67,12 @@ class Fleet:
 
     async def start(self) -> None:
         """Bring every engine up."""
-        await asyncio.gather(*(call(generator.start) for generator in self._generators.values()))
+        await asyncio.gather(*(self._start(name) for name in self._generators))
+
+    async def _start(self, name: str) -> None:
+        # The engine keeps to its own deadline and says more when it runs out.
+        within = self._config.generator.start_deadline + CALL_SECONDS
+        await call(self._generators[name].start, who=name, within=within)
 
     async def run(self) -> None:
         """Generate until the buffer is drained; a generator that fails starts again.
@@ -65,12 +85,25 @@ class Fleet:
     async def _keep(self, name: str) -> None:
         while True:
             try:
-                await call(self._generators[name].run)
-                return
+                return await self._watched(name)
             except GENERATOR_FAILED as error:
                 if self._stopping:
                     return
                 await self._start_again(name, error)
+
+    async def _watched(self, name: str) -> None:
+        """Let a generator run; one whose process is frozen answers nothing else either, and counts as failed."""
+        generator = self._generators[name]
+        running = asyncio.ensure_future(call(generator.run, who=name, within=None))
+        try:
+            while True:
+                await asyncio.wait([running], timeout=LOOK_SECONDS)
+                if running.done():
+                    running.result()
+                    return
+                await call(generator.status, who=name, within=self._config.generator.silent_deadline)
+        finally:
+            running.cancel()
 
     async def _start_again(self, name: str, error: BaseException) -> None:
         """Bring a new process up for a generator that failed, with the newest weights."""
@@ -79,11 +112,12 @@ class Fleet:
             raise RunFailed(f"{name} failed {self._failures[name]} times; the last time: {in_a_line(error)}") from error
         self._say(f"{name} failed ({in_a_line(error)}); it starts again")
         generator = self._generators[name]
+        self._joined.discard(name)
         ray.kill(generator, no_restart=False)
         deadline = time.monotonic() + self._config.generator.start_deadline
         while True:
             try:
-                await call(generator.start)
+                await self._start(name)
                 break
             except ray.exceptions.RayActorError as down:
                 if time.monotonic() > deadline:
@@ -131,19 +165,40 @@ class Fleet:
                 return
             version, weights = self._latest
             try:
-                await call(self._generators[name].update_weights, version.pack(), weights.data, weights.checksum)
+                if self._config.weights.transport == "nccl":
+                    await self._begin_broadcast(name)
+                update = self._generators[name].update_weights
+                deadline = self._config.weights.sync_deadline
+                await call(update, version.pack(), weights.data, weights.checksum, who=name, within=deadline)
             except GENERATOR_FAILED as error:
                 self._telemetry.sync_failed()
                 self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
 
-    async def evaluate(self, rows: Sequence[int], n: int) -> list[float]:
-        """Final rewards of `n` sampled trajectories of each row; the buffer sees none of them."""
-        generators = list(self._generators.values())
-        parts = [list(rows[number :: len(generators)]) for number in range(len(generators))]
-        answers = await asyncio.gather(
-            *(call(generator.evaluate, part, n) for generator, part in zip(generators, parts, strict=True))
-        )
-        return [reward for answer in answers for reward in answer]
+    async def _begin_broadcast(self, name: str) -> None:
+        """Let the trainer send to one engine, which joins a group with it first unless it is in one."""
+        if name not in self._joined:
+            await self._trainer.join_engine(name, self._generators[name])
+            self._joined.add(name)
+        await self._trainer.begin_send(name)
+
+    def trainer_started_again(self) -> None:
+        """The trainer is another process: no engine is in a group with it."""
+        self._joined.clear()
+
+    async def evaluate(self, name: str, tasks_file: Path, n_samples: int, most: int | None = None) -> Evaluation | None:
+        """Play the first `most` prompts of a set on the weights that are served; None where that could not be ended.
+
+        The buffer sees none of it.
+        """
+        deadline = self._config.data.eval_deadline
+        try:
+            async with asyncio.timeout(deadline):
+                return await evaluate_on(list(self._generators.values()), name, tasks_file, n_samples, most)
+        except TimeoutError:
+            self._say(f"the evaluation of {name} was given up after {deadline:.0f} s")
+        except GENERATOR_FAILED as error:
+            self._say(f"the evaluation of {name} was given up: {in_a_line(error)}")
+        return None
 
     async def statuses(self) -> list[dict[str, Any]]:
         """What each generator says about itself; one that is down says nothing."""
@@ -152,8 +207,8 @@ class Fleet:
 
     async def _status(self, generator: Any) -> dict[str, Any] | None:
         try:
-            status: dict[str, Any] = await call(generator.status)
-        except ray.exceptions.RayActorError:
+            status: dict[str, Any] = await call(generator.status, who="a generator", within=STATUS_SECONDS)
+        except (ray.exceptions.RayActorError, Starved):
             return None
         return status
 
@@ -165,6 +220,6 @@ class Fleet:
 
     async def _stop(self, generator: Any) -> None:
         try:
-            await call(generator.stop)
+            await call(generator.stop, who="a generator")
         except ray.exceptions.RayActorError:
             return

@@ -11,14 +11,13 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray.exceptions
-import xxhash
 
+from actors.broadcast import MeetingPoint
 from actors.calls import found
 from actors.engine import VllmEngine
 from actors.load import GroupLimit
@@ -31,12 +30,11 @@ from service.errors import RunFailed, Starved
 from service.handoff.verbs import Assignment
 from service.measure import measure_ended, measure_played
 from service.metrics import Metrics
-from service.rollout.agent import AgentLimits, StopReason, run_trajectory
-from service.rollout.chat import Chat
 from service.rollout.dataset import load_tasks
 from service.rollout.environment import Task
-from service.rollout.factory import Environments
-from service.rollout.tokenizer import load_tokenizer
+from service.rollout.evaluate import Part, Played
+from service.rollout.limits import StopReason
+from service.rollout.player import Player
 from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -46,8 +44,6 @@ LOOK_SECONDS = 1.0
 EXIT_SECONDS = 1.0
 """Seconds that a failure has to reach the callers before this process ends."""
 ENVIRONMENT_FAILURES = frozenset(reason for reason in StopReason if reason.startswith("environment_"))
-EVALUATION = -1
-"""Ordinal of trajectories that the buffer never sees."""
 
 
 class Joined(NamedTuple):
@@ -66,10 +62,8 @@ class Generator:
         self._config = Config.model_validate_json(config_json)
         self._buffer = found(buffer)
         self._tasks = load_tasks(Path(tasks_file))
-        self._chat = Chat(load_tokenizer(Path(model_folder)))
-        self._limits = AgentLimits.of(self._config, self._chat)
-        self._environments = Environments(self._config.env)
         self._engine = VllmEngine(self._config, Path(model_folder))
+        self._player = Player(self._config, Path(model_folder), self._engine)
         self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.engines))
         self._groups = 0
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
@@ -86,7 +80,8 @@ class Generator:
         self._metrics = self._reporter.metrics
 
     def __repr__(self) -> str:
-        return f"Generator({self._name})"
+        state = "not joined" if self._joined is None else f"policy {self._engine.serving}, {self._groups} groups"
+        return f"Generator({self._name}, {state})"
 
     async def start(self) -> None:
         """Bring the engine up and join the buffer."""
@@ -175,23 +170,12 @@ class Generator:
                 self._idle.idle()
 
     async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task) -> None:
-        async for item in self._episode(trajectory, task):
+        async for item in self._player.play(trajectory, task):
             self._measure(item, task.env_class or self._config.env.name)
             outbox.put(item)
 
     def _ended(self, trajectory: TrajectoryId, _: asyncio.Task[None]) -> None:
         del self._playing[trajectory]
-
-    def _episode(self, trajectory: TrajectoryId, task: Task) -> AsyncIterator[Step | TrajectoryEnd]:
-        return run_trajectory(
-            trajectory,
-            task,
-            self._environments.make(task),
-            self._engine,
-            self._chat,
-            self._limits,
-            seed=_episode_seed(self._config.run.seed, trajectory.ordinal),
-        )
 
     def _close(self, ordinal: int) -> None:
         for trajectory in [t for t in self._playing if t.ordinal == ordinal]:
@@ -226,16 +210,14 @@ class Generator:
         self._metrics.observe("baton_weight_sync_pause_seconds", update.pause_seconds)
         return update._asdict()
 
-    async def evaluate(self, rows: Sequence[int], n: int) -> list[float]:
-        """Final rewards of `n` sampled trajectories of each row, in order; the buffer sees none of them."""
-        ids = [(row, TrajectoryId(EVALUATION, i * n + sample)) for i, row in enumerate(rows) for sample in range(n)]
-        return list(await asyncio.gather(*(self._reward(trajectory, self._tasks[row]) for row, trajectory in ids)))
+    async def join_trainer(self, meeting_point: MeetingPoint) -> None:
+        """Meet the trainer's first rank, for weights that it broadcasts."""
+        await self._engine.join(meeting_point)
 
-    async def _reward(self, trajectory: TrajectoryId, task: Task) -> float:
-        reward = 0.0
-        async for item in self._episode(trajectory, task):
-            reward = item.reward if isinstance(item, TrajectoryEnd) else reward
-        return reward
+    async def evaluate(self, name: str, tasks_file: str, n_samples: int, part: Part) -> list[Played]:
+        """Sampled trajectories of a part of an evaluation set; the buffer sees none of them."""
+        concurrency = self._limit.groups * self._config.algorithm.n_samples_per_prompt
+        return await self._player.evaluate(name, Path(tasks_file), n_samples, part, concurrency)
 
     async def status(self) -> dict[str, Any]:
         """What the generator does right now and has done so far."""
@@ -257,6 +239,7 @@ class Generator:
             "paused_seconds": self._paused_seconds,
             "tokens_per_second": engine["generated_tokens"] / elapsed if elapsed else 0.0,
             "counts": dict(self._counts),
+            "last_failure": self._player.last_failure,
             "engine": dict(engine),
             "outbox": dict(joined.outbox.counts) if joined is not None else {},
             "refusals": dict(joined.outbox.refusals) if joined is not None else {},
@@ -269,7 +252,7 @@ class Generator:
             self._work.cancel()
             await asyncio.wait([self._work])
         self._reporter.stop()
-        await self._environments.close()
+        await self._player.close()
         await asyncio.to_thread(self._engine.stop)
 
     def _measure(self, item: Step | TrajectoryEnd, env: str) -> None:
@@ -325,11 +308,6 @@ class Generator:
         log.error("%s failed: %s", self._name, error)
         asyncio.get_running_loop().call_later(EXIT_SECONDS, os._exit, 1)
         return error
-
-
-def _episode_seed(seed: int, ordinal: int) -> int:
-    """The same for all samples of a group, so that they differ by the policy alone."""
-    return xxhash.xxh3_64_intdigest(f"{seed}/{ordinal}".encode()) & 0x7FFFFFFF
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from actors.calls import call
-from actors.cluster import Cluster
 from service.checkpoints import Checkpoints, Manifest
 from service.config import Config
 from service.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from actors.cluster import Cluster
 
 TRAINER = "trainer"
 """Folder of the ranks' files inside a checkpoint."""
@@ -41,7 +43,7 @@ class CheckpointKeeper:
     async def begin(self, version: PolicyVersion) -> None:
         """Copy the trainer's state; it is written while training goes on."""
         await self.settle()
-        status = await call(self._buffer.status)
+        status = await call(self._buffer.status, who="the buffer")
         folder = await asyncio.to_thread(self._checkpoints.begin, version.step)
         await self._trainer.save(folder / TRAINER)
         self._begun = _Begun(version, status)
@@ -53,9 +55,9 @@ class CheckpointKeeper:
         (step, epoch), status = (self._begun.version.step, self._begun.version.epoch), self._begun.status
         await self._trainer.finish_save()
         oldest_kept = await asyncio.to_thread(
-            self._checkpoints.finish, step, epoch, status["journal_position"], status["issued"], status["frontier"]
+            self._checkpoints.finish, step, epoch, status["journal_synced"], status["issued"], status["frontier"]
         )
-        await call(self._buffer.covered, step, oldest_kept)
+        await call(self._buffer.covered, step, oldest_kept, who="the buffer")
         self._begun = None
 
     def forget(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,35 @@ PAGE_HEADERS = {
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+def refuse_taken_port(config: Config) -> None:
+    """See, before anything is started, that the hub will be able to listen.
+
+    Raises:
+        UserError: the port is taken, or the host is not one of this machine.
+    """
+    host, port = config.metrics.host, config.metrics.port
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As asyncio's servers do: a port whose last connections linger is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except UnicodeError:
+        raise UserError(f"metrics.host: {host!r:.80} is no name of a host") from None
+    except OSError as error:
+        raise UserError(_bind_message(host, port, error)) from None
+
+
+def with_port(config: Config) -> Config:
+    """The configuration with a free port in place of 0, so that a hub that is restarted is found where it was."""
+    if config.metrics.port:
+        return config
+    with socket.socket(socket.AF_INET6 if ":" in config.metrics.host else socket.AF_INET) as free:
+        free.bind((config.metrics.host, 0))
+        port = int(free.getsockname()[1])
+    return config.model_copy(update={"metrics": config.metrics.model_copy(update={"port": port})})
 
 
 class MetricsHub:
@@ -65,9 +96,11 @@ class MetricsHub:
         host = "127.0.0.1" if self._host in ("0.0.0.0", "::", "localhost") else self._host
         self._url = f"http://{host}:{runner.addresses[0][1]}"
 
-    async def push(self, source: str, snapshot: bytes) -> None:
-        """Take the numbers of `role/ident`; a hub that was restarted begins to serve again here."""
+    async def push(self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
+        """Take the numbers of `role/ident`, and reports as in `put_status`; a hub that was restarted serves again."""
         self._hub.push(source, snapshot)
+        for part, report in reports:
+            self._hub.put_status(part, report)
         if self._runner is None and not self._refused:
             await self.start()
 

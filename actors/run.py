@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shutil
 import signal
 import sys
 import uuid
 from pathlib import Path
 
-from actors.authentication import refuse_open_ray
-from actors.cluster import place_actors, ray_session
+from actors.authentication import keep_token_private, refuse_open_ray
+from actors.cluster import gpus_each, place_actors, ray_session
 from actors.coordinator import Coordinator
+from actors.metrics_hub import refuse_taken_port
+from actors.placement import missing_resources
 from service.checkpoints import Checkpoints, Manifest
 from service.config import Config, check
-from service.errors import RunFailed, UserError
-from service.prepare import prepare
+from service.errors import BatonError, RunFailed, UserError
+from service.evaluated import CHECKPOINTS, FINAL
+from service.folders import restore
+from service.prepare import Prepared, prepare
 from service.runfolder import RunFolder, new_run_folder
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -36,31 +42,72 @@ def run(config: Config, resume: Path | None = None) -> int:
     """
     check(config)
     refuse_open_ray(os.environ, config.run.insecure_local)
+    keep_token_private(os.environ, Path.home())
+    refuse_taken_port(config)
     path = resume or new_run_folder(runs_folder(config), config.run.name)
-    say(f"run folder: {path}")
     folder = RunFolder(path)
     with folder.locked():
         manifest = None if resume is None else newest_checkpoint(config, path)
-        folder.write_config(config)
-        prepared = prepare(config, path)
-        mark = uuid.uuid4().hex[:12]
-        say("starting Ray ...")
+        prepared = _prepared(config, path, is_new=resume is None)
+        if resume is None:
+            folder.write_config(config)
+        say(f"run folder: {path}")
         try:
-            with ray_session(config, mark, path / "logs"):
-                cluster = place_actors(config, prepared, path / "journal")
-                coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
-                return asyncio.run(_until_stopped(coordinator))
-        except OSError as error:
-            raise RunFailed(f"{error.filename or path}: {error.strerror or error}") from error
+            return _run_on_ray(config, folder, prepared, manifest)
+        except (BatonError, OSError) as error:
+            reason = (
+                error if isinstance(error, BatonError) else RunFailed(f"{error.filename or path}: {error.strerror}")
+            )
+            _keep_failure(folder, reason)
+            raise reason from error
+
+
+def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
+    """What the run reads; where that is refused, a new run leaves no folder behind."""
+    try:
+        return prepare(config, path)
+    except UserError:
+        if is_new:
+            shutil.rmtree(path)
+        raise
+
+
+def _run_on_ray(config: Config, folder: RunFolder, prepared: Prepared, manifest: Manifest | None) -> int:
+    mark = uuid.uuid4().hex[:12]
+    address = os.environ.get("RAY_ADDRESS")
+    say(f"connecting to the Ray cluster at {address} ..." if address else "starting Ray ...")
+    try:
+        with ray_session(config, mark, folder.path / "logs"):
+            if missing := missing_resources(config, gpus_each()):
+                say(f"WAITING for resources that the Ray cluster does not have: {missing}")
+            cluster = place_actors(config, prepared, folder.path / "journal")
+            coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
+            return asyncio.run(_until_stopped(coordinator))
+    except OSError as error:
+        raise RunFailed(f"{error.filename or folder.path}: {error.strerror or error}") from error
+    except SystemExit as stopped:
+        # Until the event loop takes the signals, Ray's own handler exits with the number of the signal.
+        folder.write_summary({"state": "stopped", "steps": 0})
+        say("stopped before the first optimizer step")
+        return 128 + int(stopped.code or 0)
+
+
+def _keep_failure(folder: RunFolder, error: BatonError) -> None:
+    """Say in the run folder too how the run ended, unless it is the disk that failed."""
+    with contextlib.suppress(OSError):
+        folder.write_summary({"state": "failed", "reason": str(error), "exit_code": error.exit_code})
 
 
 def newest_checkpoint(config: Config, path: Path) -> Manifest:
-    """The checkpoint that a run goes on from.
+    """The checkpoint that a run goes on from; what it had half written when it was killed is removed.
 
     Raises:
         UserError: there is none, or the run has nothing left to do.
     """
-    manifest = Checkpoints(path / "checkpoints", config.trainer.keep_checkpoints).newest()
+    checkpoints = Checkpoints(path / CHECKPOINTS, config.trainer.keep_checkpoints)
+    checkpoints.drop_unfinished()
+    restore(path / FINAL)
+    manifest = checkpoints.newest()
     if manifest is None:
         raise UserError(f"{path}: no whole checkpoint to resume from (was trainer.checkpoint_every 0?)")
     if manifest.step >= config.run.max_steps:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from actors.authentication import refuse_open_ray
+from actors.authentication import keep_token_private, refuse_open_ray
 from service.config import Config
 from service.errors import UserError
 
@@ -36,6 +36,7 @@ def submit_run(
         UserError: a file lies outside the folder, or the cluster refuses the job or everybody may command it.
     """
     refuse_open_ray(os.environ, config.run.insecure_local)
+    keep_token_private({**os.environ, "RAY_ADDRESS": "of a cluster"}, Path.home())
     return submit(entrypoint(files, overrides, Path.cwd()), address, follow)
 
 

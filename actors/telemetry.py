@@ -20,7 +20,6 @@ class RunTelemetry:
     """The run's state and its steps, as the driver knows them."""
 
     def __init__(self, config: Config, hub: Any, folder: str) -> None:
-        self._hub = hub
         self._reporter = Reporter("driver", "driver", config, hub)
         self._run: dict[str, Any] = {
             "name": config.run.name,
@@ -42,12 +41,13 @@ class RunTelemetry:
         """The run entered a state: starting, warm_start, training, stopping, finished."""
         measure_state(self._reporter.metrics, state)
         self._put(state=state)
+        self._reporter.push()
 
     def stepped(self, policy: PolicyVersion, line: Mapping[str, float]) -> None:
         """An optimizer step was applied; `line` is its line of `metrics.jsonl`."""
         measure_step(self._reporter.metrics, line, time.time())
         self._put(policy_version={"epoch": policy.epoch, "step": policy.step})
-        self._hub.put_status.remote("step", dict(line))
+        self._reporter.tell("step", line)
 
     def aborted(self) -> None:
         """An optimizer step was not applied."""
@@ -64,7 +64,7 @@ class RunTelemetry:
 
     def _put(self, **changes: Any) -> None:
         self._run.update(changes)
-        self._hub.put_status.remote("run", dict(self._run))
+        self._reporter.tell("run", self._run)
 
 
 class BufferTelemetry:
@@ -72,7 +72,6 @@ class BufferTelemetry:
 
     def __init__(self, config: Config, hub: Any, buffer: Buffer) -> None:
         self._config = config
-        self._hub = hub
         self._buffer = buffer
         self._reporter = Reporter("buffer", "buffer", config, hub, self._refresh)
         self.batches = LeasedBatches(self._reporter.metrics)
@@ -84,4 +83,4 @@ class BufferTelemetry:
     def _refresh(self, metrics: Metrics) -> None:
         status = self._buffer.status()
         measure_buffer(metrics, status, self._config)
-        self._hub.put_status.remote("buffer", buffer_status(status))
+        self._reporter.tell("buffer", buffer_status(status))

@@ -21,9 +21,11 @@ import xxhash
 from numpy.typing import NDArray
 from safetensors.torch import save
 
-from actors.calls import call, in_a_line
+from actors.broadcast import MeetingPoint, Sender, announcement
+from actors.calls import call, found, in_a_line
+from actors.reporting import Reporter
 from service.config import Config
-from service.errors import BatonError, RunFailed
+from service.errors import BatonError, RunFailed, Starved
 from service.handoff.wire import decode_mini_batch
 from service.learn.learner import Learner, StepReport
 from service.types import Bools, Int32s
@@ -35,15 +37,21 @@ RETRY_SECONDS = 0.5
 class TrainerRank:
     """One rank: holds its shard of the policy and steps on its part of each mini-batch."""
 
-    def __init__(self, config_json: str, rank: int) -> None:
+    def __init__(self, config_json: str, rank: int, hub: Any = None) -> None:
         self._config = Config.model_validate_json(config_json)
         self._rank = rank
         self._world = self._config.trainer.ranks
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._learner: Learner | None = None
+        self._to_send: dict[str, torch.Tensor] = {}
+        self._senders: dict[str, Sender] = {}
+        self._steps = 0
+        if hub is not None:
+            Reporter("trainer", f"trainer-{rank}", self._config, found(hub)).start_thread()
 
     def __repr__(self) -> str:
-        return f"TrainerRank(rank={self._rank}/{self._world})"
+        state = "not loaded" if self._learner is None else f"{self._steps} steps"
+        return f"TrainerRank({self._rank} of {self._world}, {state})"
 
     def process(self) -> int:
         """The id of this rank's process."""
@@ -86,15 +94,33 @@ class TrainerRank:
 
     def step(self, batch: bytes) -> StepReport:
         """One optimizer step on this rank's micro-batches."""
-        return self.learner.step(decode_mini_batch(batch))
+        report = self.learner.step(decode_mini_batch(batch))
+        self._steps += 1
+        return report
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def weights(self) -> tuple[NDArray[np.uint8], int]:
-        """The policy as safetensors with its xxh3 checksum on rank 0, nothing on the others; every rank must call."""
+        """The policy as safetensors, or its announcement where it is sent by NCCL, with the xxh3 checksum of that.
+
+        There is nothing on ranks other than 0; every rank must call.
+        """
         weights = self.learner.weights()
-        data = b"" if weights is None else save(weights)
+        if weights is None:
+            data = b""
+        elif self._config.weights.transport == "nccl":
+            self._to_send, data = weights, announcement(weights)
+        else:
+            data = save(weights)
         # Ray hands a numpy array over without a copy, and copies bytes.
         return np.frombuffer(data, dtype=np.uint8), xxhash.xxh3_64_intdigest(data)
+
+    def join_engine(self, engine: str, meeting_point: MeetingPoint) -> None:
+        """Meet an engine's workers, which do the same meanwhile, in a group of their own."""
+        self._senders[engine] = Sender(meeting_point, self._config.generator.tensor_parallel_size)
+
+    def begin_send(self, engine: str) -> None:
+        """Begin to send the weights that `weights` announced to an engine."""
+        self._senders[engine].begin(self._to_send, self._device)
 
     def save(self, folder: str) -> None:
         """Copy this rank's part of a checkpoint and begin to write it."""
@@ -136,15 +162,29 @@ class TrainerGroup:
     """All ranks, called as one; what befalls a rank befalls the group, as `TrainerLost`."""
 
     def __init__(self, config: Config, ranks: Sequence[Any]) -> None:
-        self._deadline = config.trainer.start_deadline
+        self._start_deadline = config.trainer.start_deadline
+        self._deadline = config.run.stall_deadline
+        self._warm_start_steps = 0 if config.model.warm_start is None else config.model.warm_start.steps
         self._ranks = list(ranks)
         self._processes: list[int] = []
 
     async def load(self, model_folder: Path) -> None:
-        """Form the process group and load the policy."""
-        self._processes = await asyncio.gather(*(call(rank.process) for rank in self._ranks))
-        meeting_point = await call(self._ranks[0].meeting_point)
-        await asyncio.gather(*(call(rank.load, meeting_point, str(model_folder)) for rank in self._ranks))
+        """Form the process group and load the policy.
+
+        Raises:
+            Starved: the ranks did not start in time.
+        """
+        self._processes = await self._ask("process")
+        meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
+        await self._ask("load", meeting_point, str(model_folder))
+
+    async def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank while they start."""
+        calls = (
+            call(getattr(rank, method), *arguments, who=f"trainer-{number}", within=self._start_deadline)
+            for number, rank in enumerate(self._ranks)
+        )
+        return list(await asyncio.gather(*calls))
 
     async def restart(self, model_folder: Path) -> None:
         """End every rank's process and form a new group.
@@ -155,21 +195,28 @@ class TrainerGroup:
         for rank in self._ranks:
             ray.kill(rank, no_restart=False)
         ended = list(self._processes)
-        deadline = time.monotonic() + self._deadline
+        deadline = time.monotonic() + self._start_deadline
         while time.monotonic() < deadline:
             try:
-                processes = await asyncio.gather(*(call(rank.process) for rank in self._ranks))
+                processes = await self._ask("process")
             except ray.exceptions.RayActorError:
                 processes = ended
             if all(new != old for new, old in zip(processes, ended, strict=True)):
                 return await self.load(model_folder)
             await asyncio.sleep(RETRY_SECONDS)
-        raise RunFailed(f"the trainer ranks did not come back within {self._deadline:.0f} s")
+        raise RunFailed(f"the trainer ranks did not come back within {self._start_deadline:.0f} s")
+
+    def end(self) -> None:
+        """End every rank's process, for good."""
+        for rank in self._ranks:
+            ray.kill(rank)
 
     async def warm_start(self, demonstrations: Sequence[tuple[Int32s, Bools]]) -> float:
         """Supervised steps on every rank; returns the last loss."""
         shared = ray.put(list(demonstrations))
-        losses = await self._all("warm_start", [(shared,)] * len(self._ranks))
+        # One call for all steps, each of which may take as long as any other step.
+        within = self._deadline * self._warm_start_steps
+        losses = await self._all("warm_start", [(shared,)] * len(self._ranks), within)
         return float(losses[0])
 
     async def step(self, batches: Sequence[bytes]) -> StepReport:
@@ -181,10 +228,30 @@ class TrainerGroup:
         """Gather the full policy on rank 0."""
         pairs = [rank.weights.remote() for rank in self._ranks]
         try:
-            checksums = await asyncio.gather(*(checksum for _, checksum in pairs))
+            async with asyncio.timeout(self._deadline):
+                checksums = await asyncio.gather(*(checksum for _, checksum in pairs))
         except ray.exceptions.RayError as error:
             raise _lost(error) from error
+        except TimeoutError:
+            raise TrainerLost(f"no weights of the trainer for {self._deadline:.0f} s") from None
         return PublishedWeights(pairs[0][0], int(checksums[0]))
+
+    async def join_engine(self, engine: str, generator: Any) -> None:
+        """Let rank 0 and an engine meet.
+
+        Raises:
+            Starved: they did not meet in time.
+        """
+        point = await call(self._ranks[0].meeting_point, who="trainer-0")
+        within = self._start_deadline
+        await asyncio.gather(
+            call(self._ranks[0].join_engine, engine, point, who="trainer-0", within=within),
+            call(generator.join_trainer, point, who=engine, within=within),
+        )
+
+    async def begin_send(self, engine: str) -> None:
+        """Let rank 0 send the newest weights to an engine; returns as soon as it begins."""
+        await call(self._ranks[0].begin_send, engine, who="trainer-0")
 
     async def save(self, folder: Path) -> None:
         """Begin a checkpoint: every rank copies its part and writes it in the background."""
@@ -202,13 +269,18 @@ class TrainerGroup:
         """Write the policy as a Hugging Face folder."""
         await self._all("export", [(str(folder),)] * len(self._ranks))
 
-    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]], within: float | None = None) -> list[Any]:
         """Call a method of every rank; an error that Baton raised on purpose is raised as itself."""
-        calls = [call(getattr(rank, method), *given) for rank, given in zip(self._ranks, arguments, strict=True)]
+        calls = (
+            call(getattr(rank, method), *given, who=f"trainer-{number}", within=within or self._deadline)
+            for number, (rank, given) in enumerate(zip(self._ranks, arguments, strict=True))
+        )
         try:
             return list(await asyncio.gather(*calls))
         except ray.exceptions.RayError as error:
             raise _lost(error) from error
+        except Starved as error:
+            raise TrainerLost(f"the trainer is silent ({error})") from error
 
 
 def _lost(error: ray.exceptions.RayError) -> TrainerLost:

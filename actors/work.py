@@ -35,6 +35,8 @@ class WorkSource:
         self._claim = claim
         self._serving = serving
         self._deadline = deadline
+        self._number = 0
+        """Of the newest claim; Ray repeats a claim whose answer was lost, and the buffer knows it by its number."""
         self._late: list[Assignment] = []
         self._look = asyncio.Event()
         self.waiting: Wait | None = None
@@ -87,7 +89,9 @@ class WorkSource:
     async def _poll(self, seconds: float) -> Answer | None:
         """Ask for work; None when it is worth while to ask again for a newer version."""
         self._look.clear()
-        poll = asyncio.ensure_future(self._claim(Claim(self._generator, self._epoch, self._serving()), seconds))
+        self._number += 1
+        claim = Claim(self._generator, self._epoch, self._serving(), self._number)
+        poll = asyncio.ensure_future(self._claim(claim, seconds))
         look = asyncio.ensure_future(self._look.wait())
         try:
             await asyncio.wait([poll, look], return_when=asyncio.FIRST_COMPLETED)

@@ -68,13 +68,13 @@ class Driver:
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Callable[[list[str]], Driver]]:
+def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     """Starts runs, each with a mark of its own in its environment; ends what a failed test left running."""
     drivers: list[Driver] = []
 
-    def start(settings: list[str]) -> Driver:
+    def start(settings: list[str], recipe: str = "quickstart") -> Driver:
         mark = secrets.token_hex(8)
-        how = [] if "--resume" in settings else ["--config", "configs/quickstart.yaml", f"run.dir={tmp_path}"]
+        how = [] if "--resume" in settings else ["--config", f"configs/{recipe}.yaml", f"run.dir={tmp_path}"]
         process = subprocess.Popen(
             [sys.executable, "-m", "service", "run", *how, *settings],
             cwd=ROOT,
@@ -84,7 +84,7 @@ def drive(tmp_path: Path) -> Iterator[Callable[[list[str]], Driver]]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        drivers.append(Driver(process, mark, tmp_path / "quickstart", []))
+        drivers.append(Driver(process, mark, tmp_path / recipe, []))
         return drivers[-1]
 
     yield start

@@ -249,6 +249,31 @@ def test_with_a_kept_cache_no_new_prompt_continues_on_another_versions_prefix(sm
     assert difference(mixture(1), long_prompt, generation, 1.0) < ATOL
 
 
+def test_with_a_kept_cache_a_running_request_goes_on_with_what_the_old_weights_computed(small_engine: Any) -> None:
+    ray.get(update(small_engine, 4, weights_of(mixture(0))))
+    crossed = 0
+    for attempt in range(5, 25):
+        request = small_engine.generate.remote(prompt(0), Sampling(max_tokens=200), "r")
+        old, new = (0, 1) if attempt % 2 else (1, 0)
+        ray.get(update(small_engine, attempt, weights_of(mixture(new))))
+        generation = ray.get(request)
+        before = int((generation.versions == PolicyVersion(1, attempt - 1).pack()).sum())
+        if not 0 < before < len(generation.versions):
+            continue
+        crossed += 1
+        token_ids = torch.from_numpy(np.concatenate([prompt(0), generation.token_ids]).astype(np.int64))[None]
+        kept = len(prompt(0)) + before - 1  # the last token that the old weights sampled is read by the new ones
+        with torch.no_grad():
+            cache = mixture(old)(token_ids[:, :kept], use_cache=True).past_key_values
+            logits = mixture(new)(token_ids[:, kept:-1], past_key_values=cache, use_cache=True).logits[0]
+        expected = logits.log_softmax(-1).gather(1, token_ids[0, kept + 1 :, None])[:, 0].numpy()
+        assert np.abs(expected - generation.logprobs[before:]).max() < ATOL
+        if crossed == 2:
+            break
+    assert crossed == 2
+    ray.get(update(small_engine, 30, weights_of(mixture(1))))
+
+
 def test_a_kv_cache_that_overflows_is_seen_and_loses_no_request(small_engine: Any) -> None:
     sampling = Sampling(max_tokens=200)
     requests = [small_engine.generate.remote(prompt(seed), sampling, f"r{seed}") for seed in range(16)]

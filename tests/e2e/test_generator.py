@@ -36,6 +36,7 @@ from service.config import (
 from service.errors import RunFailed
 from service.handoff.wire import decode_mini_batch
 from service.prepare import prepare
+from service.rollout.evaluate import Part
 from service.types import MiniBatch, PolicyVersion
 
 pytestmark = pytest.mark.slow
@@ -51,6 +52,8 @@ CONFIG = Config(
     trainer=TrainerConfig(mini_batch_size=4, ranks=1),
 )
 SECONDS = 60.0
+UNTOUCHED = ("revision", "issued", "frontier", "next_slot", "groups", "tokens", "accepted_tokens", "policy_version")
+"""What an evaluation leaves as it is: the prompts' cursor, the slots that staleness is counted by, the ledger."""
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Road:
     work: Any
     trainer_epoch: int
     policies: list[PreTrainedModel]
+    tasks_file: str
 
     def lease(self) -> Leased:
         answer = ray.get(self.buffer.lease.remote(self.trainer_epoch, SECONDS))
@@ -117,7 +121,9 @@ def road(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         .remote("generator-0", config_json, str(prepared.model_folder), str(prepared.tasks_file), buffer, hub)
     )
     ray.get(generator.start.remote())
-    road = Road(buffer, generator, None, ray.get(buffer.join.remote("trainer", "trainer")), [])
+    road = Road(
+        buffer, generator, None, ray.get(buffer.join.remote("trainer", "trainer")), [], str(prepared.tasks_file)
+    )
     road.publish(AutoModelForCausalLM.from_pretrained(prepared.model_folder, dtype=torch.float32).eval())
     road.work = generator.run.remote()
     yield road
@@ -195,12 +201,16 @@ def test_a_waiting_claim_is_renewed_as_soon_as_a_newer_version_is_served(road: R
         assert time.monotonic() - start < 1.0, "the claim for the older version was waited for"
 
 
-def test_evaluation_rewards_every_sample_and_the_buffer_sees_none_of_it(road: Road) -> None:
+def test_evaluation_plays_every_sample_and_the_buffer_sees_none_of_it(road: Road) -> None:
     wait_until_idle(road)
     before = ray.get(road.buffer.status.remote())
-    rewards = ray.get(road.generator.evaluate.remote([0, 1, 2], 4))
-    assert len(rewards) == 12 and all(0 <= reward <= 1 for reward in rewards)
-    assert ray.get(road.buffer.status.remote())["tokens"] == before["tokens"]
+    groups = road.status()["counts"]["groups"]
+    played = ray.get(road.generator.evaluate.remote("dev", road.tasks_file, 4, Part(1, 2, most=5)))
+    assert len(played) == 2 * 4 and len({trajectory.prompt_uid for trajectory in played}) == 2
+    assert all(0 <= trajectory.reward <= 1 and trajectory.n_turns > 0 for trajectory in played)
+    after = ray.get(road.buffer.status.remote())
+    assert {name: after[name] for name in UNTOUCHED} == {name: before[name] for name in UNTOUCHED}
+    assert road.status()["counts"]["groups"] == groups
 
 
 def test_a_dead_engine_fails_the_run_and_ends_the_actor(road: Road) -> None:

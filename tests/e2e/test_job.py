@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +148,48 @@ def test_a_stopped_job_writes_its_final_weights(cluster: Cluster, left_over: Lef
     assert json.loads((run / "summary.json").read_text())["state"] == "stopped"
     assert (run / "final" / "model.safetensors").is_file()
     assert not list(run.glob("final?*")), "a half-written folder was left beside the final weights"
+
+
+def asked(cluster: Cluster, path: str, token: str | None = None, body: bytes | None = None) -> int:
+    """The status that the dashboard answers with, as soon as there is one."""
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+    url = cluster.environment["RAY_API_SERVER_ADDRESS"] + path
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except urllib.error.URLError:
+            assert time.monotonic() < deadline, (cluster.home / "head.log").read_text()
+            time.sleep(0.5)
+
+
+def test_without_the_token_nothing_is_answered_and_nothing_runs(cluster: Cluster) -> None:
+    trace = cluster.home / "a-stranger-was-here"
+    job = json.dumps({"entrypoint": f"touch {trace}"}).encode()
+    for token in (None, "0" * 64):
+        assert {asked(cluster, path, token) for path in ("/api/version", "/api/jobs/")} <= {401, 403}
+        assert asked(cluster, "/api/jobs/", token, job) in (401, 403)
+    token = (cluster.home / ".ray" / "auth_token").read_text()
+    assert asked(cluster, "/api/jobs/", token) == 200
+    assert not trace.exists()
+
+
+def test_the_token_is_in_no_command_line_and_in_no_log(cluster: Cluster) -> None:
+    token = (cluster.home / ".ray" / "auth_token").read_bytes()
+    shown = [path for path in Path("/proc").glob("[0-9]*/cmdline") if holds(path, token)]
+    written = [path for path in cluster.home.rglob("*") if path.name != "auth_token" and holds(path, token)]
+    assert (shown, written) == ([], [])
+
+
+def holds(path: Path, words: bytes) -> bool:
+    """Whether a file can be read and has these bytes in it."""
+    try:
+        return path.is_file() and words in path.read_bytes()
+    except OSError:
+        return False
 
 
 def test_a_client_without_the_token_is_refused(cluster: Cluster) -> None:

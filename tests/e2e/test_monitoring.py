@@ -1,7 +1,7 @@
-"""Monitoring with real servers: the alert chain up to a webhook, and a real run under a real Prometheus."""
+"""A real run under a real Prometheus and a real Alertmanager: the alert chain up to a webhook, and every panel."""
 
-import asyncio
 import json
+import os
 import re
 import shutil
 import socket
@@ -11,21 +11,24 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import yaml
 
-from actors.metrics_hub import MetricsHub
-from service.config import Config, load_config
-from service.measure import measure_run, measure_step
-from service.metrics import Boundaries, Metrics
+from service.config import load_config
+from service.metrics_table import TABLE
 from service.panels import DASHBOARDS
+from service.prepare import prepare
+from service.rollout.dataset import write_rows
+
+ROOT = Path(__file__).parents[2]
 
 ALERTMANAGER = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
 PROMETHEUS = shutil.which("prometheus")
@@ -37,39 +40,6 @@ pytestmark = [
         reason="prometheus and prometheus-alertmanager are not installed (Debian packages of these names)",
     ),
 ]
-
-
-class Run:
-    """A run's metrics service in a thread; ten steps a second, with batches of the padded length it is told."""
-
-    def __init__(self, config: Config) -> None:
-        self.length = 100
-        self.url = ""
-        self._metrics = Metrics("driver", "driver", Boundaries.of(config))
-        measure_run(self._metrics, config, "test")
-        self._hub = MetricsHub(config.model_dump_json())
-        self._stopped = threading.Event()
-        self._served = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-
-    async def _serve(self) -> None:
-        self.url = await self._hub.start()
-        self._served.set()
-        while not self._stopped.is_set():
-            line = {"generate/batch_padded_seq_len": self.length, "generate/batch_longest_row": self.length}
-            measure_step(self._metrics, {**line, "trainer/global_step": 1}, time.time())
-            await self._hub.push("driver/driver", self._metrics.snapshot())
-            await asyncio.sleep(0.1)
-        await self._hub.stop()
-
-    def __enter__(self) -> "Run":
-        self._thread.start()
-        assert self._served.wait(10)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join(10)
 
 
 @pytest.fixture
@@ -164,53 +134,64 @@ def wait_for(received: "Queue[dict[str, Any]]", alert: str, status: str, seconds
             return notice
 
 
-def test_a_long_batch_fires_the_padded_length_alert_at_the_webhook_and_it_resolves(
-    tmp_path: Path, webhook: tuple[str, "Queue[dict[str, Any]]"], start_server: Callable[..., None]
-) -> None:
-    url, received = webhook
-    prometheus_port, manager_port = free_port(), free_port()
-    config = load_config([], ["metrics.port=0"])
-    with Run(config) as run:
-        write_configs(tmp_path, run.url.removeprefix("http://"), url, manager_port, "5s")
-        manager = f"127.0.0.1:{manager_port}"
-        start_server(
-            "alertmanager", str(ALERTMANAGER), "--config.file=alertmanager.yaml", f"--web.listen-address={manager}",
-            "--cluster.listen-address=", "--storage.path=am", ready=f"http://{manager}/-/ready",
-        )  # fmt: skip
-        start_prometheus(start_server, prometheus_port)
-        start = time.monotonic()
-        wait_for(received, "BatonWatchdog", "firing", 10)
-        run.length = 1100
-        notice = wait_for(received, "BatonPaddedSequenceLengthHigh", "firing", 15)
-        assert notice["labels"]["severity"] == "warning"
-        assert re.match(r"[\d.]+% of mini-batches on 127\.0\.0\.1:\d+ are padded", notice["annotations"]["summary"])
-        assert notice["annotations"]["runbook"] == "docs/runbooks.md#batonpaddedsequencelengthhigh"
-        run.length = 100
-        wait_for(received, "BatonPaddedSequenceLengthHigh", "resolved", 20)
-        print(f"the chain took {time.monotonic() - start:.1f} s")
-
-
 NO_DATA_IN_A_HEALTHY_RUN = {
     "baton_environment_errors_total": "no environment fails",
     "baton_restarted_trajectories_total": "no trajectory starts anew",
 }
 
 
-@pytest.fixture
-def real_run(tmp_path: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """The quickstart under way, with a threshold below which no real batch stays: its metrics' address, its driver."""
-    command = [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml", f"run.dir={tmp_path}"]
-    settings = ["run.max_steps=100000", "model.warm_start.steps=10", "metrics.port=0", "metrics.long_batch_tokens=10"]
-    with (tmp_path / "run.log").open("wb") as log:
-        process = subprocess.Popen([*command, *settings], stdout=log, stderr=log)
+LONG_TOKENS = 120
+"""Between the longest trajectory of the run (4 turns of a few words) and a prompt with `long_prompts.WORDS` more."""
+
+
+class RealRun(NamedTuple):
+    """A run under way."""
+
+    url: str
+    driver: psutil.Process
+    folder: Path
+    flag: Path
+    """While it exists, prompts are long."""
+
+
+def settings_of(folder: Path, flag: Path) -> list[str]:
+    """The quickstart without an end, with the prompts of `long_prompts`; its model and rows are made here."""
+    config = load_config([ROOT / "configs/quickstart.yaml"], ["data.make_rows=512"])
+    prepared = prepare(config, folder / "made")
+    rows = [json.loads(line) for line in prepared.tasks_file.read_text().splitlines()]
+    write_rows(folder / "rows.jsonl", [{**row, "env_class": None} for row in rows])
+    return [
+        f"model={{path: {prepared.model_folder}, make: null, warm_start: null}}",
+        f"data={{train: {folder / 'rows.jsonl'}, make_rows: null}}",
+        "env.name=tests.e2e.long_prompts:LongPrompts",
+        "env.trusted_modules=[tests.e2e.long_prompts]",
+        f"env.options={{flag: {flag}}}",
+        "generator.max_input_length=256",
+        f"metrics={{port: 0, long_batch_tokens: {LONG_TOKENS}}}",
+        "run.max_steps=100000",
+        f"run.dir={folder}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def real_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+    """A small run with real engines and a real trainer, after its third step."""
+    folder = tmp_path_factory.mktemp("monitored")
+    flag = folder / "long"
+    command = [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (folder / "run.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *settings_of(folder, flag)], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
     try:
-        address = tmp_path / "quickstart" / "address.json"
-        lines = tmp_path / "quickstart" / "metrics.jsonl"
+        address = folder / "quickstart" / "address.json"
+        lines = folder / "quickstart" / "metrics.jsonl"
         deadline = time.monotonic() + 300
         while not (address.exists() and lines.exists() and lines.read_text().count("\n") >= 3):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "run.log").read_text()
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "run.log").read_text()
             time.sleep(0.2)
-        yield json.loads(address.read_text())["url"], psutil.Process(process.pid)
+        yield RealRun(json.loads(address.read_text())["url"], psutil.Process(process.pid), folder, flag)
     finally:
         process.terminate()
         process.wait(60)
@@ -239,6 +220,15 @@ def measuring_seconds(url: str) -> float:
     return sum(float(value) for value in re.findall(r"^baton_metrics_seconds_total\{.*\} (\S+)$", page, re.MULTILINE))
 
 
+def metrics_hubs(driver: psutil.Process) -> list[psutil.Process]:
+    return [process for process in driver.children(recursive=True) if "ray::MetricsHub" in " ".join(process.cmdline())]
+
+
+def hub_seconds(driver: psutil.Process) -> float:
+    """CPU seconds of the metrics hub, whose process does nothing else."""
+    return sum(hub.cpu_times().user + hub.cpu_times().system for hub in metrics_hubs(driver))
+
+
 def cpu_seconds(driver: psutil.Process) -> float:
     """CPU seconds of a run's processes, those that have ended under a living parent included."""
     times = [process.cpu_times() for process in (driver, *driver.children(recursive=True))]
@@ -263,31 +253,140 @@ def empty_panels(prometheus: str) -> list[str]:
 
 
 @pytest.mark.timeout(480)
-def test_a_real_run_fills_every_panel_fires_the_length_alert_and_costs_little(
+def test_a_real_run_fills_every_panel_closes_its_ledger_and_costs_little(
     tmp_path: Path,
-    real_run: tuple[str, psutil.Process],
-    webhook: tuple[str, "Queue[dict[str, Any]]"],
+    real_run: RealRun,
     start_server: Callable[..., None],
 ) -> None:
-    url, driver = real_run
     prometheus = f"127.0.0.1:{free_port()}"
-    write_configs(tmp_path, url.removeprefix("http://"), webhook[0], free_port(), "30s")
+    write_configs(tmp_path, real_run.url.removeprefix("http://"), "http://127.0.0.1:9/", free_port(), "30s")
     start_prometheus(start_server, int(prometheus.rpartition(":")[2]))
-    deadline = time.monotonic() + 90
+    measuring, working, began = measuring_seconds(real_run.url), cpu_seconds(real_run.driver), time.monotonic()
+    hub = hub_seconds(real_run.driver)
+    deadline = began + 90
     while (empty := empty_panels(prometheus)) and time.monotonic() < deadline:
         time.sleep(1)
     assert empty == []
-    while "BatonPaddedSequenceLengthHigh" not in (firing := firing_alerts(prometheus)):
-        assert time.monotonic() < deadline, firing
-        time.sleep(0.5)
+    firing = firing_alerts(prometheus)
     assert not firing & {"BatonLedgerOpen", "BatonNonFiniteLoss", "BatonGeneratorsDown", "BatonActorSilent"}
 
     open_ledgers = "count_over_time((sum(baton_tokens) != sum(baton_accepted_tokens_total))[1m:500ms])"
     assert numbers(prometheus, open_ledgers) == []
     assert max(numbers(prometheus, 'max_over_time(scrape_duration_seconds{job="baton"}[1m])')) < 0.5
-    measuring, working = measuring_seconds(url), cpu_seconds(driver)
-    time.sleep(20)
-    assert measuring_seconds(url) - measuring < 0.01 * (cpu_seconds(driver) - working)
-    status = get_json(f"{url}/status")
+    time.sleep(max(0.0, began + 20 - time.monotonic()))
+    worked = cpu_seconds(real_run.driver) - working
+    share = (measuring_seconds(real_run.url) - measuring) / worked
+    print(f"measuring took {share:.2%} of the CPU seconds, the hub {(hub_seconds(real_run.driver) - hub) / worked:.2%}")
+    assert share < 0.01
+    status = get_json(f"{real_run.url}/status")
     assert status["state"] == "training" and status["policy_version"]["step"] >= 3
-    assert {actor["role"] for actor in status["actors"]} >= {"buffer", "driver", "generator"}
+    actors = {"buffer", "driver", "generator-0", "trainer-0", "trainer-1"}
+    assert {actor["ident"] for actor in status["actors"] if actor["state"] == "up"} == actors
+    assert len(numbers(prometheus, "baton_process_cpu_seconds_total > 0")) == len(actors)
+
+
+def test_a_few_gauges_stand_beside_rays_own(real_run: RealRun) -> None:
+    targets = [group for group in get_json(f"{real_run.url}/sd") if group["labels"]["__meta_baton_kind"] == "ray"]
+    wanted = {f"ray_{metric.name}" for metric in TABLE if metric.in_ray}
+    deadline = time.monotonic() + 30
+    while True:
+        with urllib.request.urlopen(f"http://{targets[0]['targets'][0]}/metrics", timeout=10) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if line.startswith("ray_baton_")]
+        if {line.partition("{")[0] for line in lines} >= wanted:
+            break
+        assert time.monotonic() < deadline, lines
+        time.sleep(1)
+    assert len(wanted) == 4 and all('run="quickstart"' in line for line in lines)
+    assert {state for line in lines for state in re.findall(r'state="(\w+)"', line)} >= {"open", "complete", "leased"}
+
+
+@pytest.mark.timeout(240)
+def test_a_long_batch_of_a_real_run_fires_the_length_alert_at_the_webhook_and_it_resolves(
+    tmp_path: Path,
+    real_run: RealRun,
+    webhook: tuple[str, "Queue[dict[str, Any]]"],
+    start_server: Callable[..., None],
+) -> None:
+    url, received = webhook
+    manager = f"127.0.0.1:{free_port()}"
+    write_configs(tmp_path, real_run.url.removeprefix("http://"), url, int(manager.rpartition(":")[2]), "10s")
+    start_server(
+        "alertmanager", str(ALERTMANAGER), "--config.file=alertmanager.yaml", f"--web.listen-address={manager}",
+        "--cluster.listen-address=", "--storage.path=am", ready=f"http://{manager}/-/ready",
+    )  # fmt: skip
+    start_prometheus(start_server, free_port())
+    wait_for(received, "BatonWatchdog", "firing", 15)
+    real_run.flag.touch()
+    began = time.monotonic()
+    try:
+        notice = wait_for(received, "BatonPaddedSequenceLengthHigh", "firing", 30)
+    finally:
+        real_run.flag.unlink()
+    fired = time.monotonic() - began
+    assert notice["labels"]["severity"] == "warning"
+    assert re.match(r"[\d.]+% of mini-batches on 127\.0\.0\.1:\d+ are padded", notice["annotations"]["summary"])
+    assert notice["annotations"]["runbook"] == "docs/runbooks.md#batonpaddedsequencelengthhigh"
+    wait_for(received, "BatonPaddedSequenceLengthHigh", "resolved", 60)
+    print(f"{fired:.1f} s from the first long prompt to the webhook, {time.monotonic() - began:.1f} s until resolved")
+
+
+def test_neither_metrics_nor_status_hold_text_of_prompts(real_run: RealRun) -> None:
+    pages = []
+    for path in ("/metrics", "/status", "/history", "/sd", "/healthz"):
+        with urllib.request.urlopen(real_run.url + path, timeout=10) as answer:
+            pages.append(answer.read().decode())
+    rows = (real_run.folder / "rows.jsonl").read_text().splitlines()
+    prompts = [json.loads(row)["prompt"][0]["content"] for row in rows]
+    words = {" ".join(prompt.split()[at : at + 3]) for prompt in prompts for at in range(len(prompt.split()) - 2)}
+    assert len(words) > 10
+    assert [part for part in words for page in pages if part in page] == []
+
+
+BEYOND_THIS_MACHINE = {
+    r"/gcs_server ": 1,
+    r"/raylet ": 2,
+    r"ray::DashboardAgent|ray/dashboard/agent\.py": 3,
+    r"ray::RuntimeEnvAgent|ray/_private/runtime_env/agent/main\.py": 1,
+    r"ray::Monitor|autoscaler/_private/monitor\.py": 1,
+    # Workers that Ray keeps for later, up to one a CPU.
+    r"ray::IDLE": 64,
+    # Of Ray in each of them; it asks for its token.
+    r"-m service run|ray::MetricsHub|ray::BufferActor|ray::Generator": 4,
+    # Of Ray in two ranks, and torch's rendezvous, which asks for nothing.
+    r"ray::TrainerRank": 3,
+}
+"""Sockets on which a run listens for other machines, by process."""
+
+
+def test_a_run_listens_beyond_this_machine_only_where_it_is_known_to(real_run: RealRun) -> None:
+    found: Counter[str] = Counter()
+    hosts = set()
+    for process in (real_run.driver, *real_run.driver.children(recursive=True)):
+        try:
+            words, sockets = " ".join(process.cmdline()), process.net_connections("tcp")
+        except psutil.NoSuchProcess:
+            continue  # it ended meanwhile
+        for listening in sockets:
+            if listening.status != psutil.CONN_LISTEN:
+                continue
+            if listening.laddr.port == int(real_run.url.rpartition(":")[2]):
+                hosts.add(listening.laddr.ip)
+            if not listening.laddr.ip.startswith(("127.", "::1", "::ffff:127.")):
+                found[next((known for known in BEYOND_THIS_MACHINE if re.search(known, words)), words)] += 1
+    assert hosts == {"127.0.0.1"}, "the metrics service"
+    assert [name for name, number in found.items() if number > BEYOND_THIS_MACHINE.get(name, 0)] == []
+
+
+def test_a_hub_that_died_is_back_at_its_address_with_the_actors_numbers(real_run: RealRun) -> None:
+    (hub,) = metrics_hubs(real_run.driver)
+    hub.kill()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            status = get_json(f"{real_run.url}/status")
+        except (OSError, ValueError):
+            status = {"actors": []}
+        if len(status["actors"]) >= 5 and status["state"] == "training":
+            return
+        assert time.monotonic() < deadline, status
+        time.sleep(0.2)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 MARK = "BATON_TEST_RUN"
 END_SECONDS = 15
-SHORT = ["run.max_steps=6", "model.warm_start.steps=30", "metrics.port=0", "weights.verify=true"]
+SHORT = ["run.max_steps=12", "model.warm_start.steps=30", "metrics.port=0", "weights.verify=true"]
 ENDLESS = ["run.max_steps=100000", "model.warm_start.steps=10", "metrics.port=0"]
 
 Drive = Callable[[list[str]], Any]
@@ -33,19 +33,30 @@ def get(folder: Path, page: str) -> bytes:
     return body
 
 
+def served(folder: Path, *names: str, within: float = 30) -> None:
+    """Waits until the metrics page names all of these: an actor pushes a second after the thing happened.
+
+    Raises:
+        AssertionError: A name is not served within that many seconds.
+    """
+    until = time.monotonic() + within
+    while missing := [name for name in names if name not in get(folder, "/metrics").decode()]:
+        assert time.monotonic() < until, f"{missing} not served within {within:.0f} s"
+        time.sleep(0.1)
+
+
 def test_a_short_run_trains_serves_metrics_and_leaves_its_folder(drive: Drive, left_over: LeftOver) -> None:
     run = drive(SHORT)
-    run.until("step    2/6")
-    page = get(run.folder, "/metrics").decode()
+    run.until("step    2/12")
+    served(run.folder, "baton_policy_version", "baton_batch_padded_sequence_length_last_tokens")
     status = json.loads(get(run.folder, "/status"))
     assert run.end(120) == 0, "".join(run.said)
 
-    assert "baton_policy_version" in page and "baton_batch_padded_sequence_length_last_tokens" in page
-    assert status["schema"] == 1 and status["run"]["max_steps"] == 6
+    assert status["schema"] == 1 and status["run"]["max_steps"] == 12
     assert {actor["role"] for actor in status["actors"]} >= {"generator", "buffer"}
 
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["trainer/global_step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["trainer/global_step"] for line in lines] == list(range(1, 13))
     for line in lines:
         assert 0 <= line["reward/avg_raw_reward"] <= 1
         assert 0 <= line["async/staleness_max"] <= 4
@@ -54,7 +65,7 @@ def test_a_short_run_trains_serves_metrics_and_leaves_its_folder(drive: Drive, l
         assert line["policy/is_ratio_mean"] == pytest.approx(1, abs=0.2)
 
     summary = json.loads((run.folder / "summary.json").read_text())
-    assert summary["state"] == "finished" and summary["steps"] == 6
+    assert summary["state"] == "finished" and summary["steps"] == 12
     assert summary["tokens"]["trained"] > 0 and summary["tokens"]["open"] == 0
     assert (run.folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert any((run.folder / "tensorboard").iterdir())

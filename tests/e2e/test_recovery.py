@@ -21,11 +21,11 @@ Drive = Callable[[list[str]], Any]
 """Starts a run; see the fixture `drive`."""
 
 
-def kill(run: Any, title: str) -> None:
-    """SIGKILL the first process of the run whose title contains the words."""
+def kill(run: Any, title: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal, SIGKILL, to the first process of the run whose title contains the words."""
     for entry in sorted(Path("/proc").iterdir()):
         if entry.name.isdigit() and belongs(entry, run.mark, title):
-            os.kill(int(entry.name), signal.SIGKILL)
+            os.kill(int(entry.name), number)
             return
     raise AssertionError(f"the run has no process {title!r}")
 
@@ -67,3 +67,19 @@ def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> Non
     assert tokens["open"] == tokens["stepped"] == tokens["rolled_back"] == 0
     trained = sum(line["tokens/loss"] for line in lines)
     assert tokens["trained"] == trained > 0
+
+
+@pytest.mark.full
+def test_a_part_that_freezes_is_started_again_like_one_that_died(drive: Drive) -> None:
+    deadlines = ["generator.silent_deadline=10", "trainer.collective_deadline=10"]
+    run = drive([*SETTINGS, *deadlines])
+    run.until("step    6/24")
+    kill(run, "ray::TrainerRank", signal.SIGSTOP)
+    run.until("the trainer starts again from step 4")
+    run.until("step    9/24")
+    kill(run, "ray::Generator", signal.SIGSTOP)
+    run.until("no answer of generator-0 for 10 s")
+    run.until("generator-0 is back")
+    assert run.end(240) == 0, "".join(run.said)
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["trainer/global_step"] for line in lines] == list(range(1, STEPS + 1))

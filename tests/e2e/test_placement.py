@@ -1,0 +1,47 @@
+"""The trainer's ranks are placed together, and what a cluster lacks for them is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.config import load_config
+
+pytestmark = pytest.mark.slow
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+def test_ranks_share_a_node_where_they_fit(local_ray: None) -> None:
+    import ray
+    from ray.util import placement_group_table, remove_placement_group
+
+    from actors.placement import place_ranks, rank_options
+
+    config = load_config([QUICKSTART], ["trainer.ranks=3"])
+    room = place_ranks(config, gpus=0)
+    try:
+        assert room.wait(timeout_seconds=30)
+        table = placement_group_table(room)
+        assert table["strategy"] == "PACK" and len(set(table["bundles_to_node_id"].values())) == 1
+
+        class Where:
+            def node(self) -> str:
+                return str(ray.get_runtime_context().get_node_id())
+
+        actors = [
+            ray.remote(Where).options(**rank_options(config, 0, room, rank) | {"name": f"where-{rank}"}).remote()
+            for rank in range(3)
+        ]
+        nodes = ray.get([actor.node.remote() for actor in actors], timeout=60)
+        assert set(nodes) == set(table["bundles_to_node_id"].values())
+    finally:
+        remove_placement_group(room)
+
+
+def test_what_the_cluster_lacks_is_named(local_ray: None) -> None:
+    from actors.placement import missing_resources, rank_bundle
+
+    config = load_config([QUICKSTART], ["trainer.ranks=2", "trainer.accelerator=H100", "generator.engines=3"])
+    assert rank_bundle(config, 1) == {"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}
+    assert missing_resources(config, 1) == "5 GPU (it has 0), 0.002 accelerator_type:H100 (it has 0)"
+    assert missing_resources(load_config([QUICKSTART]), 0) == ""

@@ -1,0 +1,58 @@
+"""A finished run goes on: with more steps, on other numbers of ranks and engines, and never without its journal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from service.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(540)]
+
+SETTINGS = [
+    "run.max_steps=6",
+    "trainer.checkpoint_every=3",
+    "model.warm_start.steps=10",
+    "buffer.record=true",
+    "metrics.port=0",
+]
+
+Drive = Callable[[list[str]], Any]
+"""Starts a run; see the fixture `drive`."""
+
+
+def test_a_finished_run_goes_on_longer_with_other_ranks_and_engines_and_its_own_journal(
+    drive: Drive, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = drive(SETTINGS)
+    assert first.end(240) == 0, "".join(first.said)
+    folder = first.folder
+    again = ["--resume", str(folder), "run.max_steps=8", "trainer.ranks=1", "generator.engines=2"]
+
+    (folder / "journal").rename(folder / "elsewhere")
+    without = drive(again)
+    assert without.end(120) == 2
+    assert "the journal ends at position" in without.said[-1] and "step 6" in without.said[-1]
+    for file in (folder / "journal").iterdir():
+        file.unlink()
+    (folder / "journal").rmdir()
+    (folder / "elsewhere").rename(folder / "journal")
+
+    resumed = drive(again)
+    assert resumed.end(240) == 0, "".join(resumed.said)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["trainer/global_step"] for line in lines] == list(range(1, 9))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["tokens"]["open"] == summary["tokens"]["stepped"] == 0
+    assert sum(summary["lengths"]["trained"]) == 8 * 16 * 8
+
+    capsys.readouterr()
+    for step in (2, 7):
+        assert main(["replay", str(folder), "--step", str(step), "--json"]) == 0
+        replayed = json.loads(capsys.readouterr().out)
+        assert len(replayed["groups"]) == 16
+        facts = replayed["facts"]
+        assert facts["reward/avg_raw_reward"] == pytest.approx(lines[step - 1]["reward/avg_raw_reward"])

@@ -1,0 +1,16 @@
+"""Two buffers never write one journal."""
+
+from pathlib import Path
+
+import pytest
+
+from actors.buffer import locked
+from service.errors import RunFailed
+
+
+def test_a_journal_belongs_to_one_process_until_that_ends(tmp_path: Path) -> None:
+    first = locked(tmp_path / "journal", 0.0)
+    with pytest.raises(RunFailed, match="another process still writes this journal"):
+        locked(tmp_path / "journal", 0.1)
+    first.close()
+    locked(tmp_path / "journal", 0.0).close()
