@@ -14,6 +14,7 @@ from service.simulate.messages import Tokens, message
 from service.simulate.network import Call, Network
 from service.simulate.scenario import Scenario
 from service.simulate.witness import Witness
+from service.stops import StopReason
 from service.types import Int64s, PolicyVersion, Refusal, RefusalReason, Sender, Steps, TrajectoryEnd, TrajectoryId
 
 POLL_SECONDS = 5.0
@@ -58,7 +59,7 @@ class SimulatedGenerator:
         """Counts deaths and rejoins; what an earlier life scheduled is void."""
         self._frozen_until = 0.0
         self._epoch = 0
-        self._sequence = 0
+        self._sequence = self._claims = 0
         self._outbox: list[Item] = []
         self._served_from: list[float] = [0.0]
         self._served: list[int] = [PolicyVersion(0, 0).pack()]
@@ -103,10 +104,13 @@ class SimulatedGenerator:
             elif answer.reason is not WaitReason.DRAINED:
                 self._claim(since)
 
+        self._claims += 1
+        number = self._claims
+
         def request(reply: Callable[[Any], None]) -> None:
             epoch = self._epoch
             self._host.poll(
-                lambda buffer: buffer.claim(Claim(self.name, epoch, self.serving)),
+                lambda buffer: buffer.claim(Claim(self.name, epoch, self.serving, number)),
                 POLL_SECONDS,
                 reply,
                 lambda: self.serving,
@@ -145,7 +149,10 @@ class SimulatedGenerator:
                 self._put(Item(tokens.of, tokens.steps - 1, steps, None))
                 self._play(tokens, left - count, ended)
             else:
-                end = TrajectoryEnd(tokens.of, tokens.uid, tokens.steps, "stop", reward)
+                failing = self._scenario.faults.failing
+                failed = failing > 0 and self._rng.random() < failing
+                reason = StopReason.ENVIRONMENT_ERROR if failed else StopReason.STOP
+                end = TrajectoryEnd(tokens.of, tokens.uid, tokens.steps, str(reason), reward)
                 self._put(Item(tokens.of, tokens.steps - 1, steps, end))
                 ended()
 

@@ -22,6 +22,8 @@ class Faults:
     clock_jumps: float = 0.0
     silent: float = 0.0
     """Share of turns that never end."""
+    failing: float = 0.0
+    """Share of trajectories whose environment fails at last."""
     bad_steps: float = 0.0
     """Share of optimizer steps that are not applied."""
     delay: float = 0.0

@@ -11,7 +11,17 @@ from service.handoff.invariant import violations
 from service.handoff.lifecycle import USED
 from service.simulate.host import Host
 from service.simulate.loop import Loop
+from service.stops import FAILURES
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
+
+REASONS = {
+    "trained",
+    "filtered/zero_variance",
+    "expired/run_end",
+    "refused/max_attempts",
+    "refused/max_lease_attempts",
+}
+"""Why a group may end. None is for being slow: attempts end by death, failure and silence only."""
 
 
 class Broken(Exception):
@@ -120,5 +130,11 @@ class Witness:
             raise Broken(f"{status.issued} groups were issued, ended are {status.ended}")
         if status.accepted_tokens != sum(status.tokens.values()) or status.tokens["open"]:
             raise Broken(f"{status.accepted_tokens} tokens were accepted, their fates are {status.tokens}")
+        if strange := status.ended.keys() - REASONS:
+            raise Broken(
+                f"groups ended as {strange}, for which there is no reason in a world without deadlines for length"
+            )
+        if strange := status.given_up.keys() - FAILURES:
+            raise Broken(f"trajectories were given up for {strange}")
         if status.ended.get("trained", 0) != len(self._trained):
             raise Broken(f"the trainer used {len(self._trained)} groups, the buffer counts {status.ended}")

@@ -73,4 +73,5 @@ def _faults(rng: np.random.Generator) -> Faults:
         delay=float(rng.choice([0.01, 0.2])),
         lost=maybe(0.1),
         doubled=maybe(0.1),
+        failing=maybe(0.1),
     )

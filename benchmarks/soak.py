@@ -1,0 +1,325 @@
+"""The buffer under load: `python -m benchmarks.soak [--minutes 20] [--rate 160]`.
+
+The real buffer actor in a Ray of its own; producers claim groups and submit each as one step group of about 0.4 MB, at
+a given rate; a consumer leases mini-batches, commits them and covers them by checkpoints, so that the journal's
+segments are given up again. At the end the buffer is killed with -9 and its journal is replayed.
+
+Printed: acknowledged step groups a second and how long each acknowledgement took, the buffer's resident memory against
+its bound, the journal's bytes on the disk, the seconds of the restart, and the replay's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from actors.buffer import BufferActor, Leased  # first: Ray reads the environment that `actors` sets
+from actors.guardian import MARK, start_guardian
+
+# isort: split
+import ray
+
+from service.clock import SystemClock
+from service.config import Config
+from service.handoff.buffer import Buffer
+from service.handoff.journal import Journal
+from service.handoff.tables import step_group
+from service.handoff.verbs import Assignment, Claim, Receipt
+from service.handoff.wire import encode
+from service.rollout.dataset import write_rows
+from service.types import PolicyVersion, Sender, Step, TrajectoryEnd, TrajectoryId
+
+VOCABULARY = 32_000
+SAMPLES = 8
+PROMPT, RESPONSE = 200, 2_700
+"""Tokens of a trajectory's one turn; eight of them take about 0.4 MB."""
+MINI_BATCH = 32
+CHECKPOINT_EVERY = 5
+MAX_BYTES = 512 << 20
+ALLOWANCE = 1.1
+"""Of the bound on the resident memory."""
+WINDOW = 4
+"""Groups that a producer has on their way at once."""
+BARS = {"groups_per_second": 150.0, "p99_ms": 50.0, "restart_seconds": 5.0, "replay_mb_per_second": 200.0}
+
+
+def config() -> Config:
+    """Groups of eight long trajectories, mini-batches of 32 groups."""
+    return Config.model_validate(
+        {
+            "run": {"name": "soak"},
+            "data": {"shuffle": False},
+            "env": {"max_turns": 1},
+            "generator": {"max_input_length": 512, "max_generate_length": RESPONSE},
+            "buffer": {
+                "lookahead": 8,
+                "max_staleness": 1 << 20,
+                "max_bytes": MAX_BYTES,
+                "max_journal_bytes": 4 << 30,
+            },
+            "algorithm": {"n_samples_per_prompt": SAMPLES},
+            "trainer": {
+                "mini_batch_size": MINI_BATCH,
+                "ranks": 1,
+                "max_tokens_per_micro_batch": 32_768,
+                "checkpoint_every": CHECKPOINT_EVERY,
+            },
+            "metrics": {"port": 0},
+        }
+    )
+
+
+class Nobody:
+    """In the place of the metrics hub."""
+
+    def push(self, source: str, snapshot: bytes) -> None:
+        """Take numbers."""
+
+    def put_status(self, part: str, report: dict[str, Any]) -> None:
+        """Take a report."""
+
+
+class Producer:
+    """A generator that needs no time to generate."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._buffer = ray.get_actor("buffer")
+        self._serving = PolicyVersion(0, 0)
+        self._stopped = False
+        self._sequence = self._claims = 0
+        rng = np.random.default_rng(0)
+        self._prompt = rng.integers(0, VOCABULARY, PROMPT, dtype=np.int32)
+        self._response = rng.integers(0, VOCABULARY, RESPONSE, dtype=np.int32)
+        self.ack_seconds: list[float] = []
+        self.late = 0
+
+    def update(self, version: tuple[int, int]) -> None:
+        """The weights that are served from now on."""
+        self._serving = PolicyVersion(*version)
+
+    def stop(self) -> None:
+        """Claim nothing more."""
+        self._stopped = True
+
+    async def run(self, rate: float) -> tuple[list[float], int]:
+        """Produce so many groups a second; returns each acknowledgement's seconds, and how many groups came late."""
+        epoch = await self._buffer.join.remote("generator", self._name)
+        free = asyncio.Semaphore(WINDOW)
+        due = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            while not self._stopped:
+                await free.acquire()
+                due = max(due + 1 / rate, time.monotonic() - 1.0)
+                await asyncio.sleep(max(due - time.monotonic(), 0.0))
+                tasks.create_task(self._one(epoch)).add_done_callback(lambda _: free.release())
+        return self.ack_seconds, self.late
+
+    async def _one(self, epoch: int) -> None:
+        self._claims += 1
+        claim = Claim(self._name, epoch, self._serving, self._claims)
+        work = await self._buffer.claim.remote(claim, 2.0)
+        if not isinstance(work, Assignment):
+            self.late += 1
+            return
+        data = self._message(work, epoch)
+        began = time.monotonic()
+        receipt = await self._buffer.submit.remote(data)
+        if not isinstance(receipt, Receipt) or receipt.duplicate:
+            raise ValueError(f"not accepted: {receipt}")
+        self.ack_seconds.append(time.monotonic() - began)
+
+    def _message(self, work: Assignment, epoch: int) -> bytes:
+        self._sequence += 1
+        steps, ends = [], []
+        for sample in work.samples:
+            of = TrajectoryId(work.ordinal, sample, work.attempts[0])
+            steps.append(
+                Step(
+                    trajectory=of,
+                    prompt_uid=work.prompt_uid,
+                    index=0,
+                    prompt_ids=self._prompt,
+                    response_ids=self._response,
+                    logprobs=np.full(RESPONSE, -1.0, np.float32),
+                    loss_mask=np.ones(RESPONSE, np.bool_),
+                    versions=np.full(RESPONSE, self._serving.pack(), np.int64),
+                )
+            )
+            ends.append(TrajectoryEnd(of, work.prompt_uid, 1, "stop", float(sample % 2)))
+        return encode(step_group(Sender(self._name, epoch, self._sequence), steps, ends))
+
+
+class Consumer:
+    """A trainer that needs no time to train."""
+
+    def __init__(self) -> None:
+        self._buffer = ray.get_actor("buffer")
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Lease nothing more."""
+        self._stopped = True
+
+    async def run(self, producers: list[Any]) -> int:
+        """Consume every mini-batch; returns how many there were."""
+        epoch = await self._buffer.join.remote("trainer", "trainer", 0)
+        step = 0
+        while not self._stopped:
+            for producer in producers:
+                producer.update.remote((epoch, step))
+            leased = await self._buffer.lease.remote(epoch, 1.0)
+            if isinstance(leased, Leased):
+                step += 1
+                await self._buffer.commit.remote(epoch, leased.lease, PolicyVersion(epoch, step))
+                if step % CHECKPOINT_EVERY == 0:
+                    await self._buffer.covered.remote(step, step)
+        return step
+
+
+async def soak(folder: Path, minutes: float, rate: float, n_producers: int) -> dict[str, Any]:
+    """Load the buffer for so long; returns what was measured."""
+    write_rows(folder / "tasks.jsonl", [{"uid": f"p{row}", "prompt": "?"} for row in range(1000)])
+    hub = ray.remote(Nobody).options(name="hub", num_cpus=0).remote()
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "max_restarts": -1, "max_task_retries": -1}
+    buffer = (
+        ray.remote(BufferActor)
+        .options(name="buffer", **options)
+        .remote(config().model_dump_json(), VOCABULARY, str(folder / "tasks.jsonl"), str(folder / "journal"), "hub")
+    )
+    await buffer.status.remote()
+    process = buffer_process(os.environ[MARK])
+    base = process.memory_info().rss
+    light: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100}
+    producers = [ray.remote(Producer).options(**light).remote(f"producer-{i}") for i in range(n_producers)]
+    consumer = ray.remote(Consumer).options(**light).remote()
+    consuming = consumer.run.remote(producers)
+    producing = [producer.run.remote(rate / n_producers) for producer in producers]
+    began, cpu = time.monotonic(), sum(process.cpu_times()[:2])
+    memory, largest = await watch(process, folder / "journal", minutes * 60)
+    seconds, cpu = time.monotonic() - began, sum(process.cpu_times()[:2]) - cpu
+    for producer in producers:
+        await producer.stop.remote()
+    answers = await asyncio.gather(*producing)
+    await consumer.stop.remote()
+    steps = await consuming
+    status = await buffer.status.remote()
+    acks = np.array([second for slow, _ in answers for second in slow])
+    killed = time.monotonic()
+    os.kill(process.pid, signal.SIGKILL)
+    again = await buffer.status.remote()
+    restart = time.monotonic() - killed
+    del hub
+    return {
+        "minutes": seconds / 60,
+        "groups": len(acks),
+        "groups_per_second": len(acks) / seconds,
+        "message_mb": status["journal_position"] / max(len(acks), 1) / 1e6,
+        "p50_ms": 1000 * float(np.quantile(acks, 0.5)),
+        "p99_ms": 1000 * float(np.quantile(acks, 0.99)),
+        "longest_ms": 1000 * float(acks.max()),
+        "claims_that_waited": sum(late for _, late in answers),
+        "optimizer_steps": steps,
+        "buffer_cpu_share": cpu / seconds,
+        "rss_mb_at_start": base / 1e6,
+        "rss_mb_at_most": max(memory) / 1e6,
+        "rss_mb_in_the_last_tenth": max(memory[-max(len(memory) // 10, 1) :]) / 1e6,
+        "rss_mb_bound": ALLOWANCE * (base + MAX_BYTES) / 1e6,
+        "journal_written_mb": status["journal_position"] / 1e6,
+        "journal_mb_at_most": largest / 1e6,
+        "restart_seconds": restart,
+        "lost_over_the_restart": status["accepted_tokens"] - again["accepted_tokens"],
+        "ledger_difference": again["accepted_tokens"] - sum(again["tokens"].values()),
+    }
+
+
+def buffer_process(mark: str) -> psutil.Process:
+    """The buffer's process, by the mark of this run and its title."""
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        info = process.info
+        if "BufferActor" in " ".join(info["cmdline"] or []) and (info["environ"] or {}).get(MARK) == mark:
+            return process
+    raise RuntimeError("the run has no process of the buffer")
+
+
+async def watch(process: psutil.Process, journal: Path, seconds: float) -> tuple[list[int], int]:
+    """The buffer's resident bytes, each second, and the most bytes that the journal took."""
+    memory, largest = [], 0
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        await asyncio.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
+        memory.append(process.memory_info().rss)
+        largest = max(largest, sum(file.stat().st_blocks * 512 for file in journal.glob("*.journal")))
+    return memory, largest
+
+
+def replay(folder: Path) -> dict[str, float]:
+    """Start a buffer on what the run left, in this process."""
+    clock = SystemClock()
+    journal = Journal(folder / "journal", clock)
+    uids = [f"p{row}" for row in range(1000)]
+    began = time.monotonic()
+    Buffer(config(), VOCABULARY, uids, journal, clock, config().run.seed)
+    seconds, n_bytes = time.monotonic() - began, journal.position - journal.start
+    return {"replayed_mb": n_bytes / 1e6, "replay_seconds": seconds, "replay_mb_per_second": n_bytes / 1e6 / seconds}
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    """The bars that were not reached, in words."""
+    wrong = [f"{name} {found[name]:.1f} > {BARS[name]}" for name in ("p99_ms",) if found[name] > BARS[name]]
+    for name in ("groups_per_second", "replay_mb_per_second"):
+        if found[name] < BARS[name]:
+            wrong.append(f"{name} {found[name]:.1f} < {BARS[name]}")
+    if found["restart_seconds"] > BARS["restart_seconds"] + found["replay_seconds"]:
+        wrong.append(f"restart_seconds {found['restart_seconds']:.1f}")
+    if found["rss_mb_at_most"] > found["rss_mb_bound"]:
+        wrong.append(f"rss_mb_at_most {found['rss_mb_at_most']:.0f} > {found['rss_mb_bound']:.0f}")
+    if found["lost_over_the_restart"] or found["ledger_difference"]:
+        wrong.append("tokens are missing")
+    return wrong
+
+
+def main() -> int:
+    """Soak, replay, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--rate", type=float, default=160.0, help="step groups a second that are offered")
+    parser.add_argument("--producers", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where the journal lies while it runs; default: a temporary folder")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-", dir=arguments.folder, ignore_cleanup_errors=True) as name:
+        ray_folder = tempfile.mkdtemp(prefix="soak-ray-")
+        os.environ[MARK] = mark = Path(name).name
+        start_guardian(mark, Path(ray_folder), Path(name))
+        ray.init(
+            address="local",
+            namespace="soak",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            runtime_env={"env_vars": {MARK: mark, "PYTHONPATH": os.getcwd()}},
+            _temp_dir=ray_folder,
+        )
+        found = asyncio.run(soak(Path(name), arguments.minutes, arguments.rate, arguments.producers))
+        ray.shutdown()
+        found |= replay(Path(name))
+    print(json.dumps({key: round(value, 3) for key, value in found.items()}, indent=2))
+    for bar in missed(found):
+        print(f"missed: {bar}")
+    return 1 if missed(found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Chaos runs, and the figures that they leave."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.theatre import Play
+
+FIGURES = pytest.StashKey[Counter[str]]()
+
+
+@pytest.fixture
+def staged(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[str], Play]]:
+    """Makes chaos runs, each with a folder of its own; counts what befell them."""
+    figures = request.config.stash.setdefault(FIGURES, Counter())
+    plays: list[Play] = []
+
+    def make(name: str) -> Play:
+        plays.append(Play(tmp_path / name, figures))
+        return plays[-1]
+
+    yield make
+    for play in plays:
+        play.end()
+        play.count()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    figures = terminalreporter.config.stash.get(FIGURES, Counter())
+    if figures:
+        terminalreporter.section("chaos")
+        for what, count in sorted(figures.items()):
+            terminalreporter.line(f"{count:8d}  {what}")

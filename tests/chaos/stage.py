@@ -1,0 +1,125 @@
+"""One chaos run: Ray, the cast, and whoever dies brought back, until the trainer has trained its steps.
+
+    python -m tests.chaos.stage FOLDER
+
+reads FOLDER/play.json and writes FOLDER/report.json at the end; started again in the same folder, it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from pathlib import Path
+from typing import Any
+
+from actors.guardian import MARK, start_guardian  # first: Ray reads the environment that `actors` sets
+
+# isort: split
+import ray
+import ray.exceptions
+
+from actors.outbox import Unreachable
+from service.config import Config
+from service.runfolder import write_whole
+from tests.chaos.cast import AnsweringEarly, DoomedBuffer, FakeGenerator, FakeTrainer, Scraper
+
+RETRY_SECONDS = 0.05
+MOST_ERRORS = 20
+RAY_SECONDS = 40.0
+"""Seconds without the actor after which Ray itself is taken to be gone."""
+
+
+async def kept_alive(actor: Any) -> Any:
+    """What the actor's `run` returns, however often the actor dies, and though it gave up now and then."""
+    errors, alive = 0, time.monotonic()
+    while True:
+        began = time.monotonic()
+        try:
+            return await actor.run.remote()
+        except ray.exceptions.RayActorError:
+            alive = alive if time.monotonic() - began < RAY_SECONDS / 10 else time.monotonic()
+            if time.monotonic() - alive > RAY_SECONDS:
+                raise
+            await asyncio.sleep(RETRY_SECONDS)
+        except ray.exceptions.RayTaskError as error:
+            errors += 1
+            if errors > MOST_ERRORS or not isinstance(error.cause, Unreachable | BaseExceptionGroup):
+                raise
+            print(f"{actor} gave up: {error}", flush=True)
+
+
+async def play(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
+    """Put the cast on the stage, and let it play to the end."""
+    config = Config.model_validate(told["config"])
+    config_json, where = config.model_dump_json(), str(folder)
+    lasting: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 1000}
+    hub = ray.remote(Scraper).options(name="hub", **lasting).remote(where)
+    await hub.push.remote("stage", b"")
+    buffer = (
+        ray.remote(AnsweringEarly if told["early"] else DoomedBuffer)
+        .options(name="buffer", max_task_retries=-1, **lasting)
+        .remote(config_json, where, told["journal"], told["segment_bytes"], "hub")
+    )
+    generators = [
+        ray.remote(FakeGenerator)
+        .options(name=f"generator-{i}", **lasting)
+        .remote(f"generator-{i}", config_json, where, told["turn_seconds"], told["concurrency"])
+        for i in range(told["generators"])
+    ]
+    trainer = (
+        ray.remote(FakeTrainer).options(name="trainer", **lasting).remote(config_json, where, told["step_seconds"])
+    )
+    generating = [asyncio.ensure_future(kept_alive(generator)) for generator in generators]
+    training = asyncio.ensure_future(kept_alive(trainer))
+    await asyncio.wait([training, *generating], return_when=asyncio.FIRST_EXCEPTION)
+    history = await training
+    slow = sorted(seconds for answers in await asyncio.gather(*generating) for seconds in answers)
+    report: dict[str, Any] = await buffer.report.remote()
+    return {**report, "history": history, "ack_seconds": slow}
+
+
+def start_ray(folder: Path) -> None:
+    """A Ray of the run's own; whoever dies, the guardian cleans up."""
+    mark = uuid.uuid4().hex[:12]
+    write_whole(folder / "mark", mark)
+    os.environ[MARK] = mark
+    ray_folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    start_guardian(mark, ray_folder, folder / "logs")
+    ray.init(
+        address="local",
+        namespace="chaos",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env={"env_vars": {MARK: mark}},
+        _temp_dir=str(ray_folder),
+    )
+
+
+def main() -> int:
+    """Play what the folder says."""
+    folder = Path(sys.argv[1])
+    told = json.loads((folder / "play.json").read_text())
+    (folder / "logs").mkdir(exist_ok=True)
+    start_ray(folder)
+    try:
+        report = asyncio.run(play(folder, told))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Ray would wait for calls that nobody answers any more; the guardian ends what is left.
+        os._exit(1)
+    write_whole(folder / "report.json", json.dumps(report, default=str))
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
