@@ -34,6 +34,11 @@ HISTORY_KEYS = (
 
 MAX_SNAPSHOT_BYTES = 4 << 20
 
+MAX_SOURCES = 4096
+"""Actors, and parts of the status, that the hub keeps; a sender that makes up names does not fill its memory."""
+
+_SOURCE = re.compile(r"[\w.-]{1,64}(/[\w.-]{1,64})?", re.ASCII)
+
 _HEADER = re.compile(rb"^# HELP (\w+) .*\n# TYPE \w+ \w+\n", re.MULTILINE)
 
 
@@ -59,6 +64,7 @@ class Hub:
 
     def push(self, source: str, snapshot: bytes) -> None:
         """Take the numbers of `role/ident`, in place of those it pushed before."""
+        _check_name(source, self._sources)
         role, _, ident = source.partition("/")
         self._sources[source] = _Pushed(role, ident or role, self._clock.monotonic(), _families(snapshot))
 
@@ -69,6 +75,7 @@ class Hub:
 
     def put_status(self, part: str, report: Mapping[str, Any]) -> None:
         """Take the report of a part: `run`, `buffer`, `step`, or an actor's `role/ident`."""
+        _check_name(part, self._parts)
         self._parts[part] = dict(report)
         if part == "buffer" and "accepted_tokens" in report:
             self._accepted.append((self._clock.monotonic(), report["accepted_tokens"]))
@@ -126,6 +133,14 @@ class Hub:
         """The sources that have pushed nothing for too long."""
         now = self._clock.monotonic()
         return sorted(source for source, pushed in self._sources.items() if not _is_up(pushed, now))
+
+
+def _check_name(name: str, known: Mapping[str, object]) -> None:
+    """The name becomes a label, and an entry that stays: it is short and plain, and there are not too many."""
+    if not _SOURCE.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is no name of an actor")
+    if name not in known and len(known) >= MAX_SOURCES:
+        raise ValueError(f"{MAX_SOURCES} names are known already; {name} is one too many")
 
 
 def _families(snapshot: bytes) -> dict[str, bytes]:

@@ -91,10 +91,14 @@ def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> No
         metrics.count_to("baton_refused_steps_total", count, reason=refused)
     for restarted, count in status.restarts.items():
         metrics.count_to("baton_restarted_trajectories_total", count, reason=restarted)
+    for given_up, count in status.given_up.items():
+        metrics.count_to("baton_given_up_trajectories_total", count, reason=given_up)
     metrics.count_to("baton_accepted_tokens_total", status.accepted_tokens)
+    metrics.set("baton_length_distance", status.length_distance, of="trajectories")
+    metrics.set("baton_length_distance", status.token_length_distance, of="tokens")
     metrics.set("baton_buffer_reserved_bytes", status.reserved_bytes)
     metrics.set("baton_buffer_limit_bytes", config.buffer.max_bytes)
-    metrics.set("baton_journal_bytes", status.journal_position)
+    metrics.set("baton_journal_bytes", status.journal_position - status.journal_start)
     metrics.set("baton_journal_limit_bytes", config.buffer.max_journal_bytes)
 
 

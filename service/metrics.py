@@ -8,7 +8,6 @@ hub.push("trainer", "trainer-0", metrics.snapshot())
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
@@ -71,7 +70,6 @@ class Metrics:
         self._numbers: dict[str, dict[tuple[str, ...], float]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
         self._lock = Lock()
-        self._seconds = 0.0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_TableCollector(self))
 
@@ -110,11 +108,21 @@ class Metrics:
 
     def snapshot(self) -> bytes:
         """Everything as Prometheus text, with `role` and `ident` on every series."""
-        start = time.thread_time()
-        text = generate_latest(self._registry)
-        self._seconds += time.thread_time() - start
-        self._put(BY_NAME["baton_metrics_seconds_total"], self._seconds, {}, add=False)
-        return text
+        return generate_latest(self._registry)
+
+    def spent(self, seconds: float) -> None:
+        """Measuring took this many CPU seconds."""
+        self.count("baton_metrics_seconds_total", seconds)
+
+    def in_ray(self) -> list[tuple[Metric, dict[str, str], float]]:
+        """The gauges that Ray shows too, with their labels, as they are now."""
+        with self._lock:
+            return [
+                (BY_NAME[name], dict(zip(BY_NAME[name].labels, key, strict=True)), value)
+                for name, series in self._numbers.items()
+                if BY_NAME[name].in_ray
+                for key, value in series.items()
+            ]
 
     def families(self) -> Iterator[Family]:
         """The families that have been measured, in the client library's form."""

@@ -22,6 +22,8 @@ class Metric(NamedTuple):
     """Name of the boundaries of a histogram, see `service.metrics.boundaries`."""
     key: str = ""
     """The same quantity in `metrics.jsonl`, where there is one."""
+    in_ray: bool = False
+    """Also shown among Ray's own metrics, as `ray_<name>`; gauges only."""
 
 
 LENGTH, STEP_LENGTH, TURNS, STALENESS, SECONDS = "length", "length", "turns", "staleness", "seconds"
@@ -40,6 +42,7 @@ TABLE: tuple[Metric, ...] = (
         "gauge",
         "Padded length of the last mini-batch.",
         key="generate/batch_padded_seq_len",
+        in_ray=True,
     ),
     Metric(
         "baton_batch_padded_sequence_length_alert_tokens",
@@ -87,6 +90,13 @@ TABLE: tuple[Metric, ...] = (
         buckets=STALENESS,
         key="async/staleness_mean",
     ),
+    Metric(
+        "baton_staleness_mean_versions",
+        "gauge",
+        "Mean staleness of the loss tokens of the last mini-batch.",
+        key="async/staleness_mean",
+        in_ray=True,
+    ),
     Metric("baton_staleness_budget_versions", "gauge", "Staleness after which a token carries no loss."),
     Metric(
         "baton_batch_sampled_tokens_total",
@@ -100,7 +110,7 @@ TABLE: tuple[Metric, ...] = (
         "Tokens of trained mini-batches that were too old to carry loss.",
         key="tokens/stale",
     ),
-    Metric("baton_buffer_groups", "gauge", "Groups that are open or done, by state.", labels=("state",)),
+    Metric("baton_buffer_groups", "gauge", "Groups that are open or done, by state.", labels=("state",), in_ray=True),
     Metric("baton_buffer_reserved_bytes", "gauge", "Bytes that admitted groups may need at worst."),
     Metric("baton_buffer_limit_bytes", "gauge", "Bytes that admission may reserve."),
     Metric("baton_tokens", "gauge", "Ledger of accepted tokens: every token has exactly one fate.", labels=("fate",)),
@@ -113,15 +123,33 @@ TABLE: tuple[Metric, ...] = (
         labels=("reason",),
     ),
     Metric(
+        "baton_given_up_trajectories_total",
+        "counter",
+        "Trajectories that their group went on without, because their last attempt failed or came too late.",
+        labels=("reason",),
+    ),
+    Metric(
         "baton_completed_trajectories_total",
         "counter",
         "Completed trajectories, by how they ended.",
         labels=("stop_reason",),
     ),
+    Metric(
+        "baton_length_distance",
+        "gauge",
+        "How far the lengths of what is trained are from the lengths of what was generated, 0 to 1.",
+        labels=("of",),
+    ),
     Metric("baton_journal_bytes", "gauge", "Size of the journal on disk."),
     Metric("baton_journal_limit_bytes", "gauge", "Size that the journal may reach."),
     # Trainer
-    Metric("baton_policy_version", "gauge", "Optimizer steps of the newest policy.", key="trainer/global_step"),
+    Metric(
+        "baton_policy_version",
+        "gauge",
+        "Optimizer steps of the newest policy.",
+        key="trainer/global_step",
+        in_ray=True,
+    ),
     Metric("baton_optimizer_steps_total", "counter", "Optimizer steps since the run started."),
     Metric("baton_aborted_steps_total", "counter", "Optimizer steps that were not applied."),
     Metric("baton_last_optimizer_step_timestamp_seconds", "gauge", "Unix time of the last optimizer step."),

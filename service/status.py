@@ -27,6 +27,9 @@ SCHEMA = 1
 FETCH_SECONDS = 5.0
 MAX_STATUS_BYTES = 16 << 20
 
+BROKEN = (ValueError, TypeError, KeyError, RecursionError, OSError)
+"""What reading a damaged file of JSON raises."""
+
 Status = dict[str, Any]
 
 
@@ -56,10 +59,22 @@ def buffer_status(status: BufferStatus, clock: Clock | None = None) -> dict[str,
     now = (clock or SystemClock()).wall()
     report = status.as_dict()
     report["waits"] = [
-        {"who": wait.who, "reason": str(wait.reason), "detail": wait.detail, "since": now - wait.seconds}
+        # Generators are named generator-0, -1, ...: that they are generators need not be said again.
+        {
+            "who": wait.who.removeprefix("generator "),
+            "reason": str(wait.reason),
+            "detail": wait.detail,
+            "since": now - wait.seconds,
+        }
         for wait in status.waits
     ]
     return report
+
+
+def run_of(target: str, runs: Path = Path("runs")) -> Path | None:
+    """The folder behind a run folder or a run's name; None: the target is neither."""
+    folders = (folder for folder in (Path(target), runs / target) if (folder / "config.yaml").is_file())
+    return next(folders, None)
 
 
 def status_address(target: str, runs: Path = Path("runs")) -> str:
@@ -70,17 +85,53 @@ def status_address(target: str, runs: Path = Path("runs")) -> str:
     """
     if target.startswith(("http://", "https://")):
         return target.rstrip("/").removesuffix("/status")
-    for folder in (Path(target), runs / target):
-        file = folder / "address.json"
-        if file.is_file():
-            address: str = json.loads(file.read_text(encoding="utf-8"))["url"]
-            return address
-        if (folder / "config.yaml").is_file():
-            raise UserError(f"{folder}: this run is still starting, or ended before it served its status")
+    if (folder := run_of(target, runs)) is not None:
+        try:
+            address: str = json.loads((folder / "address.json").read_text(encoding="utf-8"))["url"]
+        except FileNotFoundError:
+            raise UserError(f"{folder}: this run is still starting, or ended before it served its status") from None
+        except BROKEN as error:
+            raise UserError(f"{folder / 'address.json'} is damaged: {error!r}") from None
+        return address
     host, _, port = target.rpartition(":")
     if host and port.isdigit():
         return f"http://{target}"
     raise UserError(f"{target}: neither a URL, host:port, a run folder nor the name of a run in {runs}/")
+
+
+def summary_of(folder: Path) -> dict[str, Any] | None:
+    """How the run of a folder ended; None while it goes on for the first time."""
+    try:
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary["state"]
+    except FileNotFoundError:
+        return None
+    except BROKEN as error:
+        raise UserError(f"{folder / 'summary.json'} is damaged: {error!r}") from None
+    return summary
+
+
+def run_status(target: str, runs: Path = Path("runs")) -> Status:
+    """What the run does now; of a run folder whose run has ended, how it ended, under `summary`.
+
+    Raises:
+        UserError: nobody answers, and nothing says how the run ended.
+    """
+    folder = run_of(target, runs)
+    summary = None if folder is None else summary_of(folder)
+    try:
+        status = fetch_status(status_address(target, runs))
+    except UserError:
+        if folder is None or summary is None:
+            raise
+        return {"folder": str(folder), "summary": summary}
+    # An address outlives its run, and the next one may have taken the port.
+    served = status["run"].get("folder")
+    if folder is None or served is None or Path(served) == folder.resolve():
+        return status
+    if summary is None:
+        raise UserError(f"{folder}: this run does not answer; at its address answers {served}")
+    return {"folder": str(folder), "summary": summary}
 
 
 def fetch_status(address: str) -> Status:

@@ -14,7 +14,9 @@ WAYS = ("claim", "submit", "lease", "publish")
 
 
 def status_lines(status: Status) -> list[str]:
-    """What a run is doing now."""
+    """What a run is doing now, or how it ended."""
+    if "summary" in status:
+        return ended_lines(status["folder"], status["summary"])
     lines = [headline(status), ""]
     lines += ["  " + line for line in road_lines(stations(status))]
     lines += ["", *_counts("groups", status["buffer"].get("groups", {})), *_counts("tokens", status["tokens"])]
@@ -32,6 +34,19 @@ def status_lines(status: Status) -> list[str]:
     silent = [actor["ident"] for actor in status["actors"] if actor["state"] != "up"]
     if silent:
         lines.append(f"  {'silent':<10}{', '.join(silent)}")
+    return lines
+
+
+def ended_lines(folder: str, summary: Mapping[str, Any]) -> list[str]:
+    """How a run ended."""
+    lines = [f"{folder}: {summary['state']} after {summary.get('steps', 0)} optimizer steps"]
+    if "reason" in summary:
+        lines = [f"{folder}: {summary['state']}", f"  {summary['reason']}"]
+    if summary.get("reward_gain") is not None:
+        lines.append(
+            f"  reward {summary['reward_first_tenth']:.3f} over the first tenth of the steps, "
+            f"{summary['reward_last_tenth']:.3f} over the last"
+        )
     return lines
 
 

@@ -13,6 +13,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from service.config import Config, WandbConfig
+from service.errors import UserError
 
 
 class Tracker(Protocol):
@@ -52,21 +53,31 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases; a resumed run goes on under the same name."""
+    """Weights & Biases; a resumed run goes on under the same name.
+
+    Raises:
+        UserError: it does not let this run in, such as for want of a key.
+    """
 
     def __init__(self, settings: WandbConfig, config: Config, folder: Path) -> None:
         # Imported here: it is optional, and few runs use it.
         import wandb
 
-        self._run: Any = wandb.init(
-            project=settings.project,
-            name=folder.name,
-            id=folder.name,
-            resume="allow",
-            dir=str(folder),
-            mode="offline" if settings.offline else "online",
-            config=config.model_dump(mode="json"),
-        )
+        try:
+            self._run: Any = wandb.init(
+                project=settings.project,
+                name=folder.name,
+                id=folder.name,
+                resume="allow",
+                dir=str(folder),
+                mode="offline" if settings.offline else "online",
+                config=config.model_dump(mode="json"),
+            )
+        except wandb.errors.Error as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"metrics.wandb: {reason} (or keep it in the run folder: metrics.wandb.offline=true)"
+            ) from None
         # A trainer that goes back takes steps again, which wandb's own counter does not allow.
         self._run.define_metric("*", step_metric="trainer/global_step")
 

@@ -18,16 +18,22 @@ Words = Callable[[Sequence[int]], list[str]]
 CONTEXT_TOKENS = 4
 """Tokens before one that decide how it is written."""
 
-PROMPT, LOSS, STALE, MASKED = "prompt", "loss", "stale", "masked"
+PROMPT, LOSS, STALE, MASKED, UNUSED = "prompt", "loss", "stale", "masked", "unused"
 
-STYLES = {PROMPT: "dim", LOSS: "green", STALE: "yellow", MASKED: "magenta"}
+STYLES = {PROMPT: "dim", LOSS: "green", STALE: "yellow", MASKED: "magenta", UNUSED: "blue"}
 
 LEGEND = {
     PROMPT: "prompt or observation",
     LOSS: "sampled, carries loss",
     STALE: "sampled, too stale for loss",
     MASKED: "in the response, no loss (appended by code)",
+    UNUSED: "sampled, but its group was not trained",
 }
+
+
+HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+HARMLESS |= {127: 0x2421} | dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+"""Characters that would command a terminal, or turn the direction of text, by those that are shown instead."""
 
 
 class Token(NamedTuple):
@@ -55,20 +61,22 @@ def pieces(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> 
 
 def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) -> Iterator[Token]:
     """The tokens that a step adds: its prompt, or what is new of it, then its response."""
-    texts = words([*step["prompt_ids"], *step["response_ids"]])
+    texts = [text.translate(HARMLESS) for text in words([*step["prompt_ids"], *step["response_ids"]])]
     n_prompt = len(step["prompt_ids"])
     for text in texts[:n_prompt]:
         yield Token(text, PROMPT, None, None)
     versions = [version for count, version in step["versions"] for _ in range(count)]
     logprobs = step["logprobs"] or [None] * len(versions)
     for text, mask, logprob, version in zip(texts[n_prompt:], step["loss_mask"], logprobs, versions, strict=True):
-        yield Token(text, _kind(mask, version, record["trained_at"], max_staleness), logprob, version)
+        yield Token(text, _kind(mask, version, record, max_staleness), logprob, version)
 
 
-def _kind(mask: int, version: str | None, trained_at: str, max_staleness: int) -> str:
+def _kind(mask: int, version: str | None, record: Record, max_staleness: int) -> str:
     if not mask or version is None:
         return MASKED
-    return STALE if _step(trained_at) - _step(version) > max_staleness else LOSS
+    if record["fate"] != "trained":
+        return UNUSED
+    return STALE if _step(record["trained_at"]) - _step(version) > max_staleness else LOSS
 
 
 def _step(version: str) -> int:
@@ -79,15 +87,17 @@ def print_list(console: Console, records: Sequence[Record]) -> None:
     """A line a trajectory."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("id", no_wrap=True)
+    table.add_column("fate", no_wrap=True)
     for name in ("step", "return", "advantage", "turns", "rows", "loss tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("ended by")
     for record in records:
         table.add_row(
             record["id"],
+            fate_of(record),
             str(record["optimizer_step"]),
-            f"{record['return']:.2f}",
-            f"{record['advantage']:+.2f}",
+            _number(record["return"], ".2f"),
+            _number(record["advantage"], "+.2f"),
             str(len(record["steps"])),
             str(record["rows"]),
             f"{record['loss_tokens']}/{record['sampled_tokens']}",
@@ -112,12 +122,25 @@ def print_record(console: Console, record: Record, max_staleness: int, words: Wo
 
 def headline(record: Record) -> str:
     """What became of a trajectory, in a line."""
+    trained = record["fate"] == "trained"
+    when = (
+        f"{'in' if trained else 'after'} optimizer step {record['optimizer_step']} (at policy {record['trained_at']})"
+    )
     return (
-        f"{record['fate']} in optimizer step {record['optimizer_step']} (at policy {record['trained_at']}), "
-        f"return {record['return']:g}, advantage {record['advantage']:+.3f}, {len(record['steps'])} turns in "
+        f"{fate_of(record)} {when}, return {_number(record['return'], 'g')}, "
+        f"advantage {_number(record['advantage'], '+.3f')}, {len(record['steps'])} turns in "
         f"{record['rows']} rows, {record['loss_tokens']} of {record['sampled_tokens']} sampled tokens carry loss, "
         f"ended by {record['stop_reason']}"
     )
+
+
+def fate_of(record: Record) -> str:
+    """`trained`, or the fate with its reason."""
+    return f"{record['fate']} ({record['reason']})" if "reason" in record else str(record["fate"])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "none" if value is None else format(value, form)
 
 
 def step_line(step: Record) -> str:
@@ -129,13 +152,15 @@ def step_line(step: Record) -> str:
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>
 :root {{ --ink: #1f2430; --soft: #667085; --line: #dfe3ea; --page: #f5f6f8; --card: #fff;
-  --loss: #d8f0e0; --stale: #fbe6c8; --masked: #ecdff5; }}
+  --loss: #d8f0e0; --stale: #fbe6c8; --masked: #ecdff5; --unused: #dbe7fb; }}
 @media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ef; --soft: #9aa4b5; --line: #323947; --page: #14171d;
-  --card: #1c2029; --loss: #1f4a33; --stale: #553a12; --masked: #43305a; }} }}
+  --card: #1c2029; --loss: #1f4a33; --stale: #553a12; --masked: #43305a; --unused: #21395f; }} }}
 body {{ margin: 0 auto; max-width: 980px; padding: 20px 14px 60px; background: var(--page); color: var(--ink);
+  overflow-wrap: anywhere;
   font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }}
 h1 {{ font-size: 20px; }} h2 {{ font-size: 15px; margin: 0; overflow-wrap: anywhere; }}
 details {{ background: var(--card); border: 1px solid var(--line); border-radius: 8px;
@@ -148,6 +173,7 @@ summary span, p, .step {{ color: var(--soft); font-size: 13px; }}
 .tokens span {{ border-radius: 3px; }}
 .prompt {{ color: var(--soft); }}
 .loss {{ background: var(--loss); }} .stale {{ background: var(--stale); }} .masked {{ background: var(--masked); }}
+.unused {{ background: var(--unused); }}
 .legend span {{ padding: 1px 6px; margin-right: 8px; border-radius: 3px; }}
 </style></head><body>
 <h1>{title}</h1>
@@ -167,7 +193,8 @@ def html_page(title: str, records: Sequence[Record], max_staleness: int, words: 
 def _html_record(record: Record, max_staleness: int, words: Words) -> str:
     parts = [
         f"<details><summary><h2>{escape(record['id'])}</h2>"
-        f"<span>step {record['optimizer_step']}, return {record['return']:g}</span></summary>",
+        f"<span>step {record['optimizer_step']}, return {_number(record['return'], 'g')}, "
+        f"{escape(fate_of(record))}</span></summary>",
         f"<p>{escape(headline(record))}</p>",
     ]
     for step in record["steps"]:

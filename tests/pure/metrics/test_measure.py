@@ -151,9 +151,13 @@ class FakeBufferStatus:
     tokens: dict[str, int] = field(default_factory=lambda: {"open": 90, "trained": 10})
     refused: dict[str, int] = field(default_factory=lambda: {"schema": 2})
     restarts: dict[str, int] = field(default_factory=lambda: {"silent": 1})
+    given_up: dict[str, int] = field(default_factory=lambda: {"environment_error": 3})
     accepted_tokens: int = 100
     reserved_bytes: int = 4096
-    journal_position: int = 2048
+    length_distance: float = 0.25
+    token_length_distance: float = 0.5
+    journal_start: int = 1024
+    journal_position: int = 3072
 
 
 def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
@@ -167,7 +171,10 @@ def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
         metrics, "baton_accepted_tokens_total"
     )
     assert value(metrics, "baton_refused_steps_total", reason="schema") == 2
-    assert value(metrics, "baton_journal_bytes") == 2048
+    assert value(metrics, "baton_given_up_trajectories_total", reason="environment_error") == 3
+    assert value(metrics, "baton_length_distance", of="trajectories") == 0.25
+    assert value(metrics, "baton_length_distance", of="tokens") == 0.5
+    assert value(metrics, "baton_journal_bytes") == 2048, "what was given up takes no room"
 
 
 def test_label_values_without_end_are_counted_together(metrics: Metrics) -> None:
@@ -188,10 +195,12 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.pushed: list[tuple[str, bytes]] = []
+        self.reports: list[list[tuple[str, dict[str, Any]]]] = []
         self.push = self
 
-    def remote(self, source: str, snapshot: bytes) -> None:
+    def remote(self, source: str, snapshot: bytes, reports: list[tuple[str, dict[str, Any]]]) -> None:
         self.pushed.append((source, snapshot))
+        self.reports.append(reports)
 
 
 def test_a_reporter_pushes_at_once_and_a_last_time_when_it_stops() -> None:
@@ -207,3 +216,33 @@ def test_a_reporter_pushes_at_once_and_a_last_time_when_it_stops() -> None:
     asyncio.run(scenario())
     assert [source for source, _ in hub.pushed] == ["buffer/b", "buffer/b"]
     assert b'baton_optimizer_steps_total{ident="b",role="buffer"} 2.0' in hub.pushed[-1][1]
+
+
+def test_reports_go_with_the_next_push_once_and_as_they_were() -> None:
+    hub = FakeHub()
+    reporter = Reporter("driver", "driver", Config(), hub)
+    line = {"trainer/global_step": 1}
+    reporter.tell("step", line)
+    line["trainer/global_step"] = 2
+    reporter.tell("step", line)
+    reporter.push()
+    reporter.push()
+    assert hub.reports == [[("step", {"trainer/global_step": 1}), ("step", {"trainer/global_step": 2})], []]
+
+
+def test_what_measuring_costs_is_itself_measured() -> None:
+    hub = FakeHub()
+    reporter = Reporter(
+        "r", "i", Config(), hub, lambda metrics: metrics.observe("baton_step_seconds", np.ones(200_000))
+    )
+    for _ in range(3):
+        reporter.push()
+    assert 0.001 < value(reporter.metrics, "baton_metrics_seconds_total") < 3
+
+
+def test_the_gauges_that_ray_shows_too_are_known_with_their_labels(metrics: Metrics) -> None:
+    metrics.set("baton_policy_version", 3)
+    metrics.set("baton_buffer_groups", 5, state="open")
+    metrics.set("baton_reward", 0.5)
+    shown = {(metric.name, *labels.items()): number for metric, labels, number in metrics.in_ray()}
+    assert shown == {("baton_policy_version",): 3.0, ("baton_buffer_groups", ("state", "open")): 5.0}

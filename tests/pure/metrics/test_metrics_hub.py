@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from actors.metrics_hub import MetricsHub
+from actors.metrics_hub import MetricsHub, with_port
 from service.config import Config, load_config
 from service.errors import UserError
 from service.metrics import Boundaries, Metrics
@@ -91,5 +91,20 @@ def test_a_restarted_hub_serves_again_with_the_next_push() -> None:
         _, page = await get(f"http://127.0.0.1:{port}/metrics")
         assert b"baton_actor_up" in page
         await second.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:
+    async def scenario() -> None:
+        config = with_port(load_config([], ["metrics.port=0"]))
+        assert config.metrics.port != 0 and with_port(config) == config
+        snapshot = Metrics("trainer", "t", Boundaries.of(Config())).snapshot()
+        for _ in range(2):
+            hub = MetricsHub(config.model_dump_json())
+            await hub.push("trainer/t", snapshot, [("run", {"name": "r", "state": "training"})])
+            status = await asyncio.to_thread(fetch_status, f"http://127.0.0.1:{config.metrics.port}")
+            assert status["state"] == "training"
+            await hub.stop()
 
     asyncio.run(scenario())

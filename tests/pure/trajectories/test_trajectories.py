@@ -130,7 +130,7 @@ def test_the_page_needs_nothing_from_outside_and_escapes_what_models_say() -> No
         "<run>", json.loads(json.dumps(records())), 8, lambda ids: ["<script>alert(1)</script>"] * len(ids)
     )
     assert "<script" not in page and "&lt;script&gt;" in page and "<h1>&lt;run&gt;</h1>" in page
-    assert "http" not in page and 'class="loss" title="log-probability -0.500, policy 1.0"' in page
+    assert "://" not in page and 'class="loss" title="log-probability -0.500, policy 1.0"' in page
 
 
 def test_records_are_found_by_id_by_group_and_by_the_start_of_an_id() -> None:

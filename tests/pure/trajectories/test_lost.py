@@ -1,0 +1,111 @@
+"""What ended without being trained is kept too, with its fate and its reason, in bounded number."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from service.config import Config
+from service.runfolder import RunFolder
+from service.trajectories import LostTrajectories
+from service.trajectory_views import UNUSED, html_page, print_list, print_record, tokens_of
+from service.types import TrajectoryId
+from tests.pure.buffer.world import World, config, step
+
+
+def watched(folder: Path, settings: Config, kept: int = 8) -> tuple[World, LostTrajectories]:
+    run = settings.run.model_copy(update={"trajectories_per_step": kept})
+    lost = LostTrajectories(settings.model_copy(update={"run": run}))
+    world = World(folder, settings)
+    world.buffer.watch_ends(lost.ended)
+    return world, lost
+
+
+def words(token_ids: list[int]) -> list[str]:
+    return [f" {token}" for token in token_ids]
+
+
+def test_a_filtered_group_is_kept_with_its_reason_and_its_whole_trajectory(tmp_path: Path) -> None:
+    world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}))
+    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    (record,) = lost.take()
+    assert (record["fate"], record["reason"], record["return"]) == ("filtered", "zero_variance", 1.0)
+    assert (record["advantage"], record["loss_tokens"], record["sampled_tokens"]) == (None, 0, 4)
+    assert (record["prompt_uid"], record["rows"], len(record["steps"])) == ("p0", 1, 2)
+    assert lost.take() == []
+
+
+def test_a_refused_group_is_kept_with_as_much_as_had_come(tmp_path: Path) -> None:
+    world, lost = watched(tmp_path, config(buffer={"max_attempts": 1}))
+    work = world.generator.claimed()
+    of = TrajectoryId(work.ordinal, 0)
+    # The last of these steps cannot be shown: the one before it never came.
+    world.generator.send([step(of, work.prompt_uid, 0), step(of, work.prompt_uid, 2)])
+    world.clock.now += 11
+    world.buffer.tick()
+    (record,) = lost.take()
+    assert (record["fate"], record["reason"], record["stop_reason"]) == ("refused", "max_attempts", "unfinished")
+    assert (record["return"], [each["index"] for each in record["steps"]]) == (None, [0])
+
+
+def test_what_is_open_at_the_end_is_kept_as_expired(tmp_path: Path) -> None:
+    world, lost = watched(tmp_path, config())
+    world.generator.finish(world.generator.claimed())
+    world.generator.claimed()
+    world.buffer.end()
+    (record,) = lost.take()
+    assert (record["id"], record["fate"], record["reason"]) == ("ordinal=0/sample=0/attempt=0", "expired", "run_end")
+
+
+def test_trained_groups_are_not_lost_and_a_replay_tells_nothing(tmp_path: Path) -> None:
+    world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}))
+    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    for _ in range(2):
+        world.generator.finish(world.generator.claimed())
+    world.train()
+    assert len(lost.take()) == 1
+    world.crash().watch_ends(lost.ended)
+    assert lost.take() == []
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_no_more_are_kept_than_the_configuration_says(kept: int, tmp_path: Path) -> None:
+    world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}), kept)
+    for _ in range(5):
+        world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    assert len(lost.take()) == kept
+
+
+def test_a_log_probability_that_is_not_finite_can_be_written(tmp_path: Path) -> None:
+    world, lost = watched(tmp_path, config())
+    work = world.generator.claimed()
+    whole = step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)
+    odd = replace(whole, logprobs=np.array([np.nan, -0.5], np.float32))
+    world.generator.send([odd])
+    world.buffer.end()
+    folder = RunFolder(tmp_path / "run")
+    records = lost.take()
+    assert folder.append_trajectories(records) == len(records) == 1
+    assert json.loads((folder.path / "trajectories.jsonl").read_text())["steps"][0]["logprobs"] == [None, -0.5]
+
+
+def test_they_are_listed_shown_and_exported_with_their_fate(tmp_path: Path) -> None:
+    world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}))
+    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    world.generator.send([step(TrajectoryId(world.generator.claimed().ordinal, 0), "p1", 0)])
+    world.buffer.end()
+    records = json.loads(json.dumps(lost.take()))
+    assert {token.kind for token in tokens_of(records[0]["steps"][0], records[0], 8, words)} == {"prompt", UNUSED}
+    console = Console(file=StringIO(), width=140, force_terminal=False)
+    print_list(console, records)
+    for record in records:
+        print_record(console, record, 8, words)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    page = html_page("run", records, 8, words)
+    for text in (shown, page):
+        assert "filtered (zero_variance)" in text and "expired (run_end)" in text
+    assert "return none" in shown and 'class="unused"' in page
