@@ -1,0 +1,183 @@
+"""A misspelt field in any file of deploy/ is found: each file is spoilt in many places, and its check must notice.
+
+The documents for Kubernetes are spoilt in `test_manifests.py`; here are all other files, and that there is no file
+that nobody spoils.
+"""
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from service.config import load_config
+from service.docs import FILES
+from service.errors import UserError
+from tests.pure.deploy.test_manifests import MADE
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
+MOST = 12
+"""Places of a file that are spoilt, spread evenly."""
+FREE = {"labels", "annotations", "matchers", "exp_labels", "exp_annotations"}
+"""Mappings whose keys are anybody's choice."""
+
+Check = Callable[[Path, Any, Path], bool]
+"""(file, what it holds, an empty folder) -> whether its check passes."""
+
+
+def runs(*command: str | Path, cwd: Path | None = None) -> bool:
+    if shutil.which(str(command[0])) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=cwd, capture_output=True, timeout=120, check=False).returncode == 0
+
+
+def written(folder: Path, file: Path, document: Any) -> Path:
+    """The folder of the file, copied, with this in place of the file."""
+    shutil.copytree(file.parent, folder / file.parent.name)
+    target = folder / file.parent.name / file.name
+    target.write_text(yaml.safe_dump(document))
+    return target
+
+
+def prometheus(file: Path, document: Any, folder: Path) -> bool:
+    return runs("promtool", "check", "config", written(folder, file, document))
+
+
+def rules(file: Path, document: Any, folder: Path) -> bool:
+    return runs("promtool", "check", "rules", written(folder, file, document))
+
+
+def rules_test(file: Path, document: Any, folder: Path) -> bool:
+    return runs("promtool", "test", "rules", written(folder, file, document))
+
+
+def alertmanager(file: Path, document: Any, folder: Path) -> bool:
+    return runs("amtool", "check-config", written(folder, file, document))
+
+
+def kustomization(file: Path, document: Any, folder: Path) -> bool:
+    shutil.copytree(DEPLOY / "kuberay", folder / "kuberay")
+    place = folder / file.parent.relative_to(DEPLOY)
+    (place / file.name).write_text(yaml.safe_dump(document))
+    return runs("kubectl", "kustomize", place)
+
+
+def configuration(file: Path, document: Any, folder: Path) -> bool:
+    target = folder / file.name
+    target.write_text(yaml.safe_dump(document))
+    try:
+        load_config([target], [])
+    except UserError:
+        return False
+    return True
+
+
+def made(file: Path, document: Any, folder: Path) -> bool:
+    return bool(document == json.loads(FILES[str(file.relative_to(ROOT))]()))
+
+
+TEXT, FLAG = {"type": "string"}, {"type": "boolean"}
+
+
+def strict(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": list(properties)}
+
+
+def listed(**properties: Any) -> dict[str, Any]:
+    return {"type": "array", "items": strict(**properties), "minItems": 1}
+
+
+PROVIDERS = strict(
+    apiVersion={"const": 1},
+    providers=listed(name=TEXT, folder=TEXT, type={"const": "file"}, disableDeletion=FLAG, options=strict(path=TEXT)),
+)
+DATASOURCES = strict(
+    apiVersion={"const": 1},
+    datasources=listed(
+        name=TEXT, type=TEXT, access={"const": "proxy"}, url=TEXT, isDefault=FLAG, jsonData=strict(timeInterval=TEXT)
+    ),
+)
+PROVISIONING = {"dashboards": PROVIDERS, "datasources": DATASOURCES}
+
+
+def provisioning(file: Path, document: Any, folder: Path) -> bool:
+    return jsonschema.Draft202012Validator(PROVISIONING[file.parent.name]).is_valid(document)
+
+
+CHECKS: dict[str, Check] = {
+    "prometheus/prometheus.yaml": prometheus,
+    "prometheus/rules.yaml": rules,
+    "prometheus/rules_test.yaml": rules_test,
+    "prometheus/alertmanager.yaml": alertmanager,
+    "grafana/dashboards/*.json": made,
+    "grafana/provisioning/*/*.yaml": provisioning,
+    "kuberay/**/kustomization.yaml": kustomization,
+    "kuberay/job/run.yaml": configuration,
+}
+CASES = [(file, check) for pattern, check in CHECKS.items() for file in sorted(DEPLOY.glob(pattern))]
+
+
+def mappings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all mappings whose keys mean something."""
+    if isinstance(value, dict):
+        yield path
+        for key, child in value.items():
+            if key not in FREE:
+                yield from mappings(child, (*path, key))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from mappings(child, (*path, index))
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(DEPLOY))
+
+
+@pytest.mark.parametrize(("file", "check"), CASES, ids=[name_of(file) for file, _ in CASES])
+def test_the_file_passes_and_a_misspelt_field_anywhere_in_it_does_not(file: Path, check: Check, tmp_path: Path) -> None:
+    text = file.read_text()
+    document = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    (tmp_path / "right").mkdir()
+    assert check(file, document, tmp_path / "right")
+    paths = list(mappings(document))
+    chosen = paths if len(paths) <= MOST else paths[:: -(-len(paths) // MOST)]
+    passed = []
+    for number, path in enumerate(chosen):
+        wrong = copy.deepcopy(document)
+        place = wrong
+        for key in path:
+            place = place[key]
+        place["misspelt"] = "x"
+        (tmp_path / str(number)).mkdir()
+        if check(file, wrong, tmp_path / str(number)):
+            passed.append(path)
+    assert passed == []
+
+
+def test_a_misspelt_instruction_of_the_dockerfile_is_found(tmp_path: Path) -> None:
+    hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    right = (DEPLOY / "container/Dockerfile").read_text()
+    for word in ("FROM", "RUN", "COPY", "USER", "WORKDIR", "ENV", "ARG", "CMD"):
+        (tmp_path / "Dockerfile").write_text(right.replace(f"\n{word} ", f"\n{word}X ", 1))
+        assert not runs(hadolint, tmp_path / "Dockerfile"), word
+    assert runs(hadolint, DEPLOY / "container/Dockerfile")
+
+
+def test_no_file_of_deploy_goes_unchecked() -> None:
+    here = {file for file, _ in CASES} | {DEPLOY / "container/Dockerfile"}
+    others = {file for file in DEPLOY.rglob("*") if file.is_file()} - here
+    spoilt = {(document["kind"], document["metadata"]["name"]) for document in MADE}
+    for file in sorted(others):
+        for document in yaml.safe_load_all(file.read_text()):
+            assert (document["kind"], document["metadata"]["name"]) in spoilt, name_of(file)

