@@ -31,7 +31,8 @@ A run serves them at `metrics.host:metrics.port`, path `/metrics`. Every series 
 that measured it; label values are bounded, and none holds text of a prompt. Histograms have the same boundaries in
 every actor of a run: lengths sixteen even steps up to `max_input_length + max_generate_length`, with
 `metrics.long_batch_tokens`, the alert threshold, among them. `metrics.jsonl` and TensorBoard use the keys in the last
-column; one line there is one optimizer step.
+column; one line there is one optimizer step. Beside Ray's own metrics, at each node's agent (`/sd` names them), stand
+BESIDE_RAY, with the run's name as a label.
 
 | metric | kind | labels | meaning | key in `metrics.jsonl` |
 |---|---|---|---|---|
@@ -50,7 +51,8 @@ Lengths are in tokens, times in seconds, memory in bytes.
 
 def metrics_page() -> str:
     """`docs/metrics.md`."""
-    return METRICS_INTRO + "".join(_metric_line(metric) for metric in TABLE)
+    beside = ", ".join(f"`ray_{metric.name}`" for metric in TABLE if metric.in_ray)
+    return METRICS_INTRO.replace("BESIDE_RAY", beside) + "".join(_metric_line(metric) for metric in TABLE)
 
 
 def _metric_line(metric: Metric) -> str:

@@ -1,0 +1,135 @@
+"""The documentation as a site: it builds without a warning, its examples run, its commands exist."""
+
+import asyncio
+import doctest
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from service.cli import main
+from service.config import load
+from service.config.checks import problems
+from service.rollout.dataset import load_tasks
+from service.rollout.environments import environment
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+    return [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+def test_the_site_builds_without_a_warning_and_every_page_is_in_its_menu(site: Path) -> None:
+    assert {page.with_suffix("").name for page in site.glob("*.html")} == {page.stem for page in PAGES} | {"404"}
+    menu = (site / "index.html").read_text()
+    assert [page.name for page in PAGES if f'href="{page.stem}.html"' not in menu and page.stem != "index"] == []
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.glob("*.html"):
+        loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=\"?([^\s\">]+)", page.read_text())
+        assert loaded and [address for address in loaded if "//" in address] == [], page.name
+
+
+def test_what_the_site_shows_of_other_files_is_there(site: Path) -> None:
+    assert "What is not covered" in (site / "security.html").read_text()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if ">>>" in p.read_text()], ids=lambda page: page.name)
+def test_the_examples_of_a_page_give_what_they_show(page: Path) -> None:
+    text = "\n".join(block for block in blocks(page, "python") if ">>>" in block)
+    said = io.StringIO()
+    example = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
+    result = doctest.DocTestRunner().run(example, out=said.write)
+    assert result.attempted > 0 and result.failed == 0, said.getvalue()
+
+
+SERVERS = {"prometheus", "prometheus-alertmanager", "kubectl"}
+"""Programs of others; that they take the files is tested in `tests/e2e/test_monitoring.py` and `tests/pure/deploy`."""
+
+
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_a_command_of_the_pages_is_one_that_there_is(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands with a configuration that comes with Baton are tested further in `test_readme`."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert words[1] in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[0] == "baton":
+        # Here is neither a file nor a run, so a command that is written rightly gets as far as missing them.
+        monkeypatch.chdir(tmp_path)
+        simulates = words[1] == "simulate" and "--config" not in words
+        assert main([*words[1:], *(["--steps", "2"] if simulates else [])]) == (0 if simulates else 2)
+        said = capsys.readouterr().err
+        assert simulates or re.search(r"hangman\.yaml|mine\.yaml|quickstart|RUN", said), said
+    elif words[0] in SERVERS:
+        named = [word.rpartition("=")[2] for word in words if "deploy/" in word]
+        assert named and [name for name in named if not (ROOT / name).exists()] == []
+    else:
+        assert command == "source .venv/bin/activate"
+
+
+def test_the_configuration_of_ones_own_is_right(tmp_path: Path) -> None:
+    (text,) = blocks(DOCS / "own.md", "yaml")
+    file = tmp_path / "hangman.yaml"
+    file.write_text(text)
+    config = load([file]).config
+    assert problems(config) == []
+    assert set(yaml.safe_load(text)["env"]["options"]) == {"lives"}
+
+
+def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = blocks(DOCS / "own.md", "python")
+    (row,) = blocks(DOCS / "own.md", "json")
+    (tmp_path / "own_envs.py").write_text(code)
+    (tmp_path / "train.jsonl").write_text(row)
+    monkeypatch.syspath_prepend(tmp_path)
+    (task,) = load_tasks(tmp_path / "train.jsonl")
+
+    async def play(texts: list[str]) -> tuple[float, bool, str]:
+        episode = environment("own_envs:Hangman", {"lives": 2}, ["own_envs"])
+        assert list(await episode.reset(task, seed=0)) == json.loads(row)["prompt"]
+        for text in texts:
+            result = await episode.step(text)
+        await episode.close()
+        return result.reward, result.done, "".join(message["content"] for message in result.messages)
+
+    try:
+        assert asyncio.run(play(["a"])) == (0.0, False, "_a___, 2 lives")
+        assert asyncio.run(play(["b", "a", "x"])) == (0.0, False, "ba___, 1 lives")
+        assert asyncio.run(play(["b", "a", "I say t", "o", "n"])) == (1.0, True, "")
+        assert asyncio.run(play(["x", "y"])) == (0.0, True, "")
+    finally:
+        sys.modules.pop("own_envs", None)
