@@ -29,37 +29,42 @@ quickstart: venv ## train a small model through vLLM, the buffer and FSDP (minut
 	@echo "baton: training; configuration configs/quickstart.yaml"
 	@$(BIN)/baton run --config configs/quickstart.yaml $(SET)
 
-.PHONY: test test-fast test-full test-chaos soak
-test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
+.PHONY: servers test test-fast test-full test-chaos worlds soak
+servers: dev ## Prometheus, Alertmanager and Chromium for the tests, where root has apt-get (BATON_SERVERS=no: never)
+	@$(BIN)/python scripts/servers.py
+test: dev servers ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing"
-	@$(PYTEST) -m "not full" tests
+	@$(PYTEST) -m "not full and not chaos" tests
 test-fast: dev ## only what needs no Ray and no vLLM
 	@$(PYTEST) -m "not slow and not full" tests/pure
-test-full: dev ## everything that runs on CPU
-	@$(PYTEST) tests
-ifneq ($(wildcard tests/chaos),)
-test-chaos: dev ## kill processes in the middle of real runs
+test-full: dev servers ## everything that runs on CPU, save for test-chaos
+	@$(PYTEST) -m "not chaos" tests
+test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (under twenty minutes)
 	@$(PYTEST) tests/chaos
-endif
-ifneq ($(wildcard benchmarks/soak.py),)
+worlds: dev ## five thousand simulated worlds full of faults, on one core (about ten minutes)
+	@$(BIN)/python -m service simulate --worlds 5000
 soak: dev ## the buffer under load for twenty minutes
 	@$(BIN)/python -m benchmarks.soak
-endif
 
-.PHONY: lint types check format
+.PHONY: lint types check docs format
 lint: dev ## ruff
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 types: dev ## mypy --strict over service/ and actors/
 	@$(BIN)/mypy
 check: lint types test ## what has to pass before a change lands
+docs: dev ## the documentation as a site in build/site
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "baton: the site is in build/site; open build/site/index.html"
 format: dev ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-.PHONY: bench-handoff bench-learn
+.PHONY: bench-handoff bench-learn bench-padded
 bench-handoff: dev ## merging and batching against other systems, in one run
 	@$(BIN)/python -m benchmarks.handoff
+bench-padded: dev ## how long padded mini-batches are, for three ways to make rows
+	@$(BIN)/python -m benchmarks.padded_lengths
 bench-learn: dev ## packed against padded learning, in one run
 	@$(BIN)/python -m benchmarks.learn
 

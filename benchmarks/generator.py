@@ -46,6 +46,7 @@ from service.learn.make import make_model
 from service.rollout.dataset import write_rows
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environments import lookup
+from service.rollout.player import Player
 from service.rollout.tokenizer import load_tokenizer, make_tokenizer
 from service.types import Int32s, PolicyVersion
 
@@ -134,6 +135,7 @@ class BenchedGenerator(Generator):
     def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
         super().__init__(name, config_json, model_folder, tasks_file, buffer, hub)
         self._engine: Recorder = Recorder(self._config, Path(model_folder))
+        self._player = Player(self._config, Path(model_folder), self._engine)
 
     async def replay(self) -> Round:
         """The recorded requests without an agent loop."""

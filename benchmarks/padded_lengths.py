@@ -1,0 +1,189 @@
+"""How long a padded mini-batch is, for three ways to make training rows of the same trajectories, in one run.
+
+    python -m benchmarks.padded_lengths
+
+Runs the small search recipe once and records it; then every mini-batch that it trained is formed again from the
+journal, by the buffer's own code, with
+
+    observations inside responses    a row a turn: prompt | response + what the search then told (loss mask 0)
+    generated tokens only            a row a turn: prompt | response; what was told stands in the next turn's prompt
+    generated tokens only, merged    turns that continue one another share a row
+
+The same seed and the same trajectories, so the rows are all that differs. A loop that keeps observations inside
+responses looks at the length only before the next turn; so the last turn's observation counts too, where the
+trajectory was cut off after it (the environment is asked for it once more).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from service.config import Config, load
+from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.prefix import whole_prompts
+from service.handoff.replay import Recorded, recorded
+from service.handoff.tables import end_objects, step_objects, steps_table
+from service.rollout.chat import Chat, load_chat
+from service.rollout.dataset import load_tasks
+from service.rollout.environment import Task
+from service.rollout.factory import Environments
+from service.rollout.limits import StopReason
+from service.types import NO_VERSION, Int32s, Step
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "configs" / "search_r1_tiny.yaml"
+PLOT = ROOT / "docs" / "padded_lengths.png"
+VARIANTS = ("observations inside responses", "generated tokens only", "generated tokens only, merged")
+CUT_OFF = (StopReason.LENGTH, StopReason.MAX_TURNS)
+
+
+class Measured(NamedTuple):
+    """One mini-batch as one variant."""
+
+    padded_length: int
+    """Tokens of its longest row: what every row would be padded to."""
+    rows: int
+    tokens: int
+
+
+class World(NamedTuple):
+    """What a recorded run can be asked."""
+
+    config: Config
+    chat: Chat
+    tasks: dict[str, Task]
+
+    async def observation(self, step: Step) -> Int32s:
+        """What the environment would have told after a trajectory's last turn."""
+        episode = Environments(self.config.env).make(self.tasks[step.prompt_uid])
+        await episode.reset(self.tasks[step.prompt_uid], 0)
+        result = await episode.step(self.chat.text(step.response_ids))
+        await episode.close()
+        return self.chat.delta(result.messages, int(step.response_ids[-1]))
+
+
+def main() -> None:
+    """Run, measure, print the table, draw the plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of the run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", type=Path, help="a recorded run of the recipe, instead of running it")
+    parser.add_argument("--plot", type=Path, default=PLOT)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = arguments.run or _run(Path(folder), arguments.steps, arguments.seed)
+        config = load([run / "config.yaml"]).config
+        measured = measure(config, run)
+    longest = config.generator.max_input_length + config.generator.max_generate_length
+    beyond = max(batch.padded_length for batch in measured[VARIANTS[1]])
+    if beyond > longest:
+        raise SystemExit(f"a row of generated tokens only has {beyond} tokens, more than {longest}")
+    print(table(measured, longest))
+    draw(measured, longest, arguments.plot)
+
+
+def _run(folder: Path, steps: int, seed: int) -> Path:
+    settings = [f"run.dir={folder}", f"run.max_steps={steps}", f"run.seed={seed}", "buffer.record=true"]
+    settings += ["data.eval_every=0", "metrics.port=0"]
+    command = [sys.executable, "-m", "service", "run", "--config", str(RECIPE), *settings]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=3600, stdout=sys.stderr)
+    return folder / load([RECIPE]).config.run.name
+
+
+def measure(config: Config, run: Path) -> dict[str, list[Measured]]:
+    """Every mini-batch of a recorded run, in each variant."""
+    tasks = {task.uid: task for task in load_tasks(run / "data" / "train.jsonl")}
+    world = World(config, load_chat(run / "model", config.generator), tasks)
+    settings = BatchSettings.of(config)
+    measured: dict[str, list[Measured]] = {name: [] for name in VARIANTS}
+    for step in range(1, len((run / "metrics.jsonl").read_text().splitlines()) + 1):
+        found = recorded(config, run / "journal", step)
+        told = found._replace(groups=[asyncio.run(with_observations(world, group)) for group in found.groups])
+        for name, of, mode in zip(VARIANTS, (told, found, found), ("off", "off", "linear"), strict=True):
+            measured[name].append(_measured(of, replace(settings, mode=mode, token_budget=1 << 30)))
+    return measured
+
+
+def _measured(of: Recorded, settings: BatchSettings) -> Measured:
+    facts = form_mini_batch(of.lease, of.groups, of.history, settings).facts
+    names = ("generate/batch_padded_seq_len", "generate/batch_num_seq", "generate/batch_num_tokens")
+    return Measured(*(int(facts[name]) for name in names))
+
+
+async def with_observations(world: World, group: CompleteGroup) -> CompleteGroup:
+    """The group with each turn's observation behind its response.
+
+    prompt | response        prompt response observation | response        becomes
+    prompt | response observation        prompt response observation | response [observation, where it was cut off]
+    """
+    cut_off = {end.trajectory for end in end_objects(group.ends) if end.stop_reason in CUT_OFF}
+    steps = sorted(step_objects(whole_prompts(group.steps)), key=lambda step: (step.trajectory, step.index))
+    told = []
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if following is not None and following.trajectory == step.trajectory:
+            told.append(_telling(step, following.prompt_ids[len(step.prompt_ids) + len(step.response_ids) :]))
+        elif step.trajectory in cut_off:
+            told.append(_telling(step, await world.observation(step)))
+        else:
+            told.append(step)
+    return group._replace(steps=steps_table(told))
+
+
+def _telling(step: Step, observation: Int32s) -> Step:
+    n = len(observation)
+    return replace(
+        step,
+        response_ids=np.concatenate([step.response_ids, observation]),
+        loss_mask=np.concatenate([step.loss_mask, np.zeros(n, dtype=np.bool_)]),
+        logprobs=None if step.logprobs is None else np.concatenate([step.logprobs, np.zeros(n, dtype=np.float32)]),
+        versions=np.concatenate([step.versions, np.full(n, NO_VERSION, dtype=np.int64)]),
+    )
+
+
+def table(measured: dict[str, list[Measured]], longest: int) -> str:
+    """The variants as a Markdown table."""
+    lines = [
+        "| rows hold | padded length: mean | longest | beyond the limit | rows | padded slots of a mini-batch |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(_line(name, batches, longest) for name, batches in measured.items())])
+
+
+def _line(name: str, batches: Sequence[Measured], longest: int) -> str:
+    lengths = [batch.padded_length for batch in batches]
+    beyond = sum(length > longest for length in lengths)
+    slots = np.mean([batch.padded_length * batch.rows for batch in batches])
+    rows = np.mean([batch.rows for batch in batches])
+    return (
+        f"| {name} | {np.mean(lengths):.0f} | {max(lengths)} | {beyond} of {len(batches)} | {rows:.0f} | {slots:.0f} |"
+    )
+
+
+def draw(measured: dict[str, list[Measured]], longest: int, path: Path) -> None:
+    """Padded length and padded slots over the optimizer steps."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, batches in measured.items():
+        steps = range(1, len(batches) + 1)
+        left.plot(steps, [batch.padded_length for batch in batches], label=name)
+        right.plot(steps, [batch.padded_length * batch.rows for batch in batches], label=name)
+    left.axhline(longest, color="grey", linestyle="--", linewidth=1, label="max_input_length + max_generate_length")
+    left.set(xlabel="optimizer step", ylabel="padded length (tokens)", ylim=(0, None))
+    right.set(xlabel="optimizer step", ylabel="rows x padded length (tokens)", ylim=(0, None))
+    left.legend(fontsize=7, loc="lower left")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
