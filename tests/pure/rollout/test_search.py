@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from service.rollout.environments.search_r1 import SearchR1, normal
 from service.rollout.retrieval import client
 from service.rollout.retrieval.client import RetrievalClient, RetrievalFailed
 from service.rollout.retrieval.dense import DenseEncoder
-from service.rollout.retrieval.index import Index, Passage, Retriever, WordEncoder, flat_index, load_corpus
+from service.rollout.retrieval.index import Index, NumpyIndex, Passage, Retriever, WordEncoder, flat_index, load_corpus
 from service.rollout.retrieval.server import Batcher, application
 from service.rollout.tokenizer import make_tokenizer
 from service.types import Float32s, Int64s
@@ -276,11 +277,18 @@ def test_vectors_are_written_once_and_read_afterwards(tmp_path: Path) -> None:
         Retriever.of(passages[:2], encoder, embeddings)
 
 
-def test_a_flat_index_finds_what_comparing_with_everything_finds() -> None:
+@pytest.mark.parametrize("library", ["faiss", "numpy"])
+def test_a_flat_index_finds_what_comparing_with_everything_finds(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library == "faiss":
+        pytest.importorskip("faiss")
+    else:
+        monkeypatch.setitem(sys.modules, "faiss", None)
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((500, 16)).astype(np.float32)
     queries = rng.standard_normal((7, 16)).astype(np.float32)
-    scores, numbers = flat_index(vectors).search(queries, 5)
+    index = flat_index(vectors)
+    assert isinstance(index, NumpyIndex) == (library == "numpy")
+    scores, numbers = index.search(queries, 5)
     for query, row, nearest in zip(queries, scores, numbers, strict=True):
         everything = vectors @ query
         assert nearest.tolist() == np.argsort(-everything)[:5].tolist()
