@@ -23,7 +23,7 @@ from actors.broadcast import MeetingPoint, announced, init_info, update_info
 from actors.engine_arguments import OWNER_PID, can_overflow, engine_arguments
 from actors.engine_arguments import engine_env as engine_env
 from actors.load import EngineLoad
-from actors.weights_file import WeightBytes, is_tied, policy_elements, weights_in_memory
+from actors.weights_file import WeightBytes, is_tied, opened, policy_elements, weights_in_memory
 from service.config import Config
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
@@ -122,25 +122,38 @@ class VllmEngine:
             routed_experts=_experts(completion.routed_experts),
         )
 
-    async def update_weights(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
-        """Swap the weights under the running requests; `data` is a safetensors file, `checksum` its xxh3_64.
+    def hold(self, data: WeightBytes, checksum: int) -> int:
+        """Weights in a file that all engines of this node can load from, as a descriptor that is yours to close.
+
+        Raises:
+            ValueError: the bytes are not the policy's weights.
+        """
+        return weights_in_memory(data, checksum, self._elements, is_tied(self._model_folder))
+
+    async def update_weights(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
+        """Swap the weights under the running requests.
+
+        `data` is a safetensors file and `checksum` its xxh3_64, or the path of one that `hold` checked.
 
         Raises:
             ValueError: the bytes are not the policy's weights; the engine goes on with the old ones.
+            WeightsGone: there is no file at that path any more; the engine goes on with the old weights.
             RunFailed: the engine could not load them; it stays paused and must be ended.
         """
         async with self._update_lock:
             try:
-                if self._config.weights.transport == "nccl":
+                if self._config.weights.transport == "nccl" and not isinstance(data, str):
                     return await self._receive(version, data, checksum)
                 return await self._take_file(version, data, checksum)
             except Exception as error:
                 raise self._death() or error from error.__cause__
 
-    async def _take_file(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
+    async def _take_file(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
         started = time.monotonic()
-        tied = is_tied(self._model_folder)
-        fd = await asyncio.to_thread(weights_in_memory, data, checksum, self._elements, tied)
+        if isinstance(data, str):
+            fd = opened(data)
+        else:
+            fd = await asyncio.to_thread(self.hold, data, checksum)
         try:
             written = time.monotonic()
             file = {"path": f"/proc/{os.getpid()}/fd/{fd}"}

@@ -14,10 +14,11 @@ import ray.exceptions
 
 from actors.calls import CALL_SECONDS, call, in_a_line
 from actors.evaluation import evaluate_on
+from actors.node_files import NodeFiles
 from actors.telemetry import RunTelemetry
 from actors.trainer import PublishedWeights, TrainerGroup
 from service.config import Config
-from service.errors import BatonError, RunFailed, Starved, UserError
+from service.errors import BatonError, RunFailed, Starved, UserError, WeightsGone
 from service.rollout.evaluate import Evaluation
 from service.types import PolicyVersion
 
@@ -63,6 +64,7 @@ class Fleet:
         self._latest: Published | None = None
         self._sync: asyncio.Task[float] | None = None
         self._locks = {name: asyncio.Lock() for name in self._generators}
+        self._files = NodeFiles(self._generators, config.weights.sync_deadline)
         self._stopping = False
 
     async def start(self) -> None:
@@ -72,7 +74,7 @@ class Fleet:
     async def _start(self, name: str) -> None:
         # The engine keeps to its own deadline and says more when it runs out.
         within = self._config.generator.start_deadline + CALL_SECONDS
-        await call(self._generators[name].start, who=name, within=within)
+        self._files.runs_on(name, await call(self._generators[name].start, who=name, within=within))
 
     async def run(self) -> None:
         """Generate until the buffer is drained; a generator that fails starts again.
@@ -167,12 +169,29 @@ class Fleet:
             try:
                 if self._config.weights.transport == "nccl":
                     await self._begin_broadcast(name)
-                update = self._generators[name].update_weights
-                deadline = self._config.weights.sync_deadline
-                await call(update, version.pack(), weights.data, weights.checksum, who=name, within=deadline)
+                    await self._take(name, version, weights.data, weights.checksum)
+                else:
+                    await self._take_file(name, version, weights)
             except GENERATOR_FAILED as error:
                 self._telemetry.sync_failed()
                 self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
+
+    async def _take_file(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Let an engine load the file of its node; where that is gone with its holder, there is another one soon."""
+        gone: WeightsGone | None = None
+        for _ in self._generators:
+            async with self._files.path_for(name, weights) as path:
+                try:
+                    return await self._take(name, version, path, weights.checksum)
+                except WeightsGone as error:
+                    self._files.forget(name)
+                    gone = error
+        if gone is not None:
+            raise gone
+
+    async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int) -> None:
+        update = self._generators[name].update_weights
+        await call(update, version.pack(), data, checksum, who=name, within=self._config.weights.sync_deadline)
 
     async def _begin_broadcast(self, name: str) -> None:
         """Let the trainer send to one engine, which joins a group with it first unless it is in one."""

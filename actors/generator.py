@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
 import ray.exceptions
 
 from actors.broadcast import MeetingPoint
@@ -76,6 +77,8 @@ class Generator:
         self._played: list[Step] = []
         """Finished turns that are still to be measured."""
         self._paused_seconds = 0.0
+        self._held: dict[str, int] = {}
+        """Descriptors of weights that this process keeps for its node, by their path."""
         self._reporter = Reporter("generator", name, self._config, found(hub), self._measure_now)
         self._metrics = self._reporter.metrics
 
@@ -83,8 +86,8 @@ class Generator:
         state = "not joined" if self._joined is None else f"policy {self._engine.serving}, {self._groups} groups"
         return f"Generator({self._name}, {state})"
 
-    async def start(self) -> None:
-        """Bring the engine up and join the buffer."""
+    async def start(self) -> str:
+        """Bring the engine up and join the buffer; the id of the node where it runs."""
         deadline = self._config.generator.start_deadline
         try:
             async with asyncio.timeout(deadline):
@@ -93,6 +96,7 @@ class Generator:
             raise self._failed(Starved(f"{self._name}: the engine did not start within {deadline:.0f} s")) from error
         self._joined = await self._join()
         self._reporter.start()
+        return str(ray.get_runtime_context().get_node_id())
 
     async def _join(self) -> Joined:
         epoch = await self._ask(self._buffer.join, "generator", self._name)
@@ -191,11 +195,29 @@ class Generator:
             self._counts["cancelled"] += 1
             playing.cancel()
 
-    async def update_weights(self, version: int, data: WeightBytes, checksum: int) -> dict[str, float]:
-        """Swap the engine's weights under the running requests; `version` is packed, `checksum` the data's xxh3_64.
+    async def hold_weights(self, data: WeightBytes, checksum: int) -> str:
+        """Keep weights in memory for all engines of this node, until `release_weights`; the path to load them from.
+
+        Raises:
+            ValueError: the bytes are not the policy's weights.
+        """
+        fd = await asyncio.to_thread(self._engine.hold, data, checksum)
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        self._held[path] = fd
+        return path
+
+    async def release_weights(self, path: str) -> None:
+        """No engine needs the weights at this path any more."""
+        os.close(self._held.pop(path))
+
+    async def update_weights(self, version: int, data: WeightBytes | str, checksum: int) -> dict[str, float]:
+        """Swap the engine's weights under the running requests.
+
+        `version` is packed; `data` is a safetensors file and `checksum` its xxh3_64, or a path of `hold_weights`.
 
         Raises:
             ValueError: the bytes are not the policy's weights; the engine goes on with the old ones.
+            WeightsGone: there is nothing at that path any more; the engine goes on with the old weights.
             RunFailed: the engine could not load them; this process ends.
         """
         try:
@@ -208,6 +230,7 @@ class Generator:
         self._counts["updates"] += 1
         self._paused_seconds += update.pause_seconds
         self._metrics.observe("baton_weight_sync_pause_seconds", update.pause_seconds)
+        self._metrics.count("baton_weight_sync_bytes_total", update.bytes)
         return update._asdict()
 
     async def join_trainer(self, meeting_point: MeetingPoint) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from service.errors import WeightsGone
+
 WeightBytes = bytes | memoryview | NDArray[np.uint8]
 """A safetensors file in memory; an array arrives through Ray's object store without a copy."""
 
@@ -57,6 +59,18 @@ def weights_in_memory(data: WeightBytes, checksum: int, elements: int, tied: boo
     if brought != elements:
         raise ValueError(f"weights have {brought} numbers, but the policy has {elements}")
     return _anonymous_file(view)
+
+
+def opened(path: str) -> int:
+    """A descriptor of one's own for such a file, which keeps it when the process that wrote it ends.
+
+    Raises:
+        WeightsGone: that process has ended, or is about to.
+    """
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:  # which one depends on how far the process has ended
+        raise WeightsGone(f"the weights at {path} are gone ({error.strerror})") from error
 
 
 def _anonymous_file(view: memoryview) -> int:

@@ -5,6 +5,7 @@ BatonError
 │   └── ConfigError    a configuration that cannot be right
 ├── JournalError       the disk or the journal on it; names file and position
 ├── Starved            a wait ran past its deadline; says who waited for what, since when
+├── WeightsGone        the process that held new weights for its node died; they are asked for again
 └── RunFailed          progress is impossible; the run ends with a reason, exit code 1
 
 Bad *data* is none of these: it becomes a `service.types.Refusal`, a value with a reason.
@@ -34,6 +35,10 @@ class JournalError(BatonError):
 
 class Starved(BatonError):
     """A wait ran past its deadline; the message says who waited for what, since when."""
+
+
+class WeightsGone(BatonError):
+    """The file that weights were to be read from is gone, with the process that held it; the next one will do."""
 
 
 class RunFailed(BatonError):

@@ -235,6 +235,11 @@ TABLE: tuple[Metric, ...] = (
         "Seconds that an engine stood still for new weights.",
         buckets=SECONDS,
     ),
+    Metric(
+        "baton_weight_sync_bytes_total",
+        "counter",
+        "Bytes of weights that an engine loaded; over the seconds of its pauses, bytes a second.",
+    ),
     Metric("baton_weight_sync_failures_total", "counter", "Updates of an engine that failed."),
     # The service itself
     Metric("baton_run_info", "gauge", "Always 1; names the run.", labels=("run", "baton_version")),

@@ -33,7 +33,7 @@ from service.config import (
     RunConfig,
     TrainerConfig,
 )
-from service.errors import RunFailed
+from service.errors import RunFailed, WeightsGone
 from service.handoff.wire import decode_mini_batch
 from service.prepare import prepare
 from service.rollout.evaluate import Part
@@ -78,11 +78,10 @@ class Road:
         version = PolicyVersion(self.trainer_epoch, len(self.policies) - 1)
         weights = {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
         data = save(weights)
-        update: dict[str, float] = ray.get(
-            self.generator.update_weights.remote(
-                version.pack(), np.frombuffer(data, np.uint8), xxhash.xxh3_64_intdigest(data)
-            )
-        )
+        checksum = xxhash.xxh3_64_intdigest(data)
+        path = ray.get(self.generator.hold_weights.remote(np.frombuffer(data, np.uint8), checksum))
+        update: dict[str, float] = ray.get(self.generator.update_weights.remote(version.pack(), path, checksum))
+        ray.get(self.generator.release_weights.remote(path))
         return update
 
     def commit(self, leased: Leased) -> None:
@@ -199,6 +198,16 @@ def test_a_waiting_claim_is_renewed_as_soon_as_a_newer_version_is_served(road: R
     start = time.monotonic()
     while road.status()["counts"]["groups"] == before:
         assert time.monotonic() - start < 1.0, "the claim for the older version was waited for"
+
+
+def test_a_file_that_went_with_its_holder_is_refused_and_the_engine_goes_on(road: Road) -> None:
+    before = road.status()
+    version = PolicyVersion(road.trainer_epoch, 1000).pack()
+    with pytest.raises(WeightsGone, match="/proc/1/fd/12345 are gone"):
+        ray.get(road.generator.update_weights.remote(version, "/proc/1/fd/12345", 0))
+    after = road.status()
+    assert after["policy_version"] == before["policy_version"]
+    assert after["counts"]["updates"] == before["counts"]["updates"]
 
 
 def test_evaluation_plays_every_sample_and_the_buffer_sees_none_of_it(road: Road) -> None:
