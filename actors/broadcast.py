@@ -48,10 +48,12 @@ class Announced(NamedTuple):
 
 def announcement(weights: Mapping[str, Tensor]) -> bytes:
     """What an engine is told before it receives these weights."""
-    tensors = [
-        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in weights.items()
-    ]
-    return json.dumps(tensors).encode()
+    return json.dumps(described(weights)).encode()
+
+
+def described(weights: Mapping[str, Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, type and shape of each tensor."""
+    return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in weights.items()]
 
 
 def announced(data: WeightBytes, checksum: int, elements: int, tied: bool) -> list[Announced]:
@@ -60,14 +62,24 @@ def announced(data: WeightBytes, checksum: int, elements: int, tied: bool) -> li
     Raises:
         ValueError: it differs from what was sent, or names something else than the whole policy.
     """
+    tensors = [Announced(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(checked(data, checksum))]
+    refuse_parts(tensors, elements, tied)
+    return tensors
+
+
+def checked(data: WeightBytes, checksum: int) -> bytes:
+    """An announcement's bytes; raises `ValueError` where they differ from what was sent."""
     octets = bytes(data)
     if xxhash.xxh3_64_intdigest(octets) != checksum:
         raise ValueError(f"an announcement of {len(octets)} bytes has another checksum than {checksum:016x}")
-    tensors = [Announced(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(octets)]
+    return octets
+
+
+def refuse_parts(tensors: Sequence[Announced], elements: int, tied: bool) -> None:
+    """Raises `ValueError` where the tensors are not the whole policy."""
     brought = sum(math.prod(tensor.shape) for tensor in tensors if not (tied and tensor.name == TIED_HEAD))
     if brought != elements:
         raise ValueError(f"weights of {brought} numbers are announced, but the policy has {elements}")
-    return tensors
 
 
 def init_info(meeting_point: MeetingPoint, workers: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer import BufferActor
@@ -20,7 +21,7 @@ from actors.engine import engine_env
 from actors.generator import Generator
 from actors.guardian import MARK, start_guardian
 from actors.metrics_hub import MetricsHub, with_port
-from actors.placement import cpus_each, place_ranks, rank_options
+from actors.placement import beside_rank, cpus_each, place_ranks, rank_options
 from actors.retrieval import with_retrieval
 from actors.trainer import TrainerGroup, TrainerRank
 from service.config import Config
@@ -107,8 +108,10 @@ class Cluster:
 def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     """Create every actor of the run; they load models and join each other when they are told to start."""
     gpus = gpus_each()
-    if config.weights.transport == "nccl" and not gpus:
-        raise UserError("weights.transport: nccl sends weights from GPU to GPU, and Ray sees none; use memory")
+    if config.weights.transport != "memory" and not gpus:
+        how = f"weights.transport: {config.weights.transport}"
+        raise UserError(f"{how} hands weights from GPU to GPU, and Ray sees none; use memory")
+    room = place_ranks(config, gpus)
     config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()
     # Prometheus looks for the hub where the driver runs, also after a restart.
@@ -125,11 +128,11 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     )
     generators = tuple(
         ray.remote(Generator)
-        .options(name=f"generator-{i}", max_restarts=-1, **engine_options(config, gpus))
+        .options(name=f"generator-{i}", max_restarts=-1, **engine_options(config, gpus) | beside_rank(config, room, i))
         .remote(f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), BUFFER, HUB)
         for i in range(config.generator.engines)
     )
-    return Cluster(hub, buffer, generators, place_trainer(config, gpus, HUB), retrieval)
+    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), retrieval)
 
 
 def gpus_each() -> int:
@@ -147,9 +150,8 @@ def engine_options(config: Config, gpus: int) -> dict[str, Any]:
     }
 
 
-def place_trainer(config: Config, gpus: int, hub: str | None = None) -> TrainerGroup:
+def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:
     """Create the trainer's ranks; where there is a metrics hub, they report to it."""
-    room = place_ranks(config, gpus)
     config_json = config.model_dump_json()
     ranks = [
         ray.remote(TrainerRank).options(**rank_options(config, gpus, room, rank)).remote(config_json, rank, hub)

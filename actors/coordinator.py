@@ -168,7 +168,7 @@ class Coordinator:
         epoch = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
         self._version = PolicyVersion(epoch, step)
         self._progress.go_on_from(step)
-        await self._fleet.publish(self._version, await self._trainer.weights())
+        await self._fleet.publish(self._version, await self._trainer.weights(self._version))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Coordinator:
         self._failures.progressed()
         if self._version.step % self._config.weights.sync_every == 0:
             self._progress.synced(await self._fleet.published())
-            await self._fleet.publish(self._version, await self._trainer.weights())
+            await self._fleet.publish(self._version, await self._trainer.weights(self._version))
         await self._checkpoints.settle()
         every = self._config.trainer.checkpoint_every
         if every and self._version.step % every == 0:

@@ -22,6 +22,7 @@ import numpy as np
 from actors.broadcast import MeetingPoint, announced, init_info, update_info
 from actors.engine_arguments import OWNER_PID, can_overflow, engine_arguments
 from actors.engine_arguments import engine_env as engine_env
+from actors.gpu_sharing import shared_update_info
 from actors.load import EngineLoad
 from actors.weights_file import WeightBytes, is_tied, opened, policy_elements, weights_in_memory
 from service.config import Config
@@ -142,9 +143,9 @@ class VllmEngine:
         """
         async with self._update_lock:
             try:
-                if self._config.weights.transport == "nccl" and not isinstance(data, str):
-                    return await self._receive(version, data, checksum)
-                return await self._take_file(version, data, checksum)
+                if isinstance(data, str) or self._config.weights.transport == "memory":
+                    return await self._take_file(version, data, checksum)
+                return await self._receive(version, data, checksum)
             except Exception as error:
                 raise self._death() or error from error.__cause__
 
@@ -163,10 +164,15 @@ class VllmEngine:
             os.close(fd)
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
-        """The same with `data` as the announcement of what the trainer has begun to send; it sends once only."""
-        tensors = announced(data, checksum, self._elements, is_tied(self._model_folder))
-        pause_seconds, tries = await self._swap(version, update_info(tensors), tries=1)
-        return WeightUpdate(version.pack(), sum(tensor.n_bytes for tensor in tensors), 0.0, pause_seconds, tries)
+        """The same with `data` as the announcement of what the trainer sends or shares, which it does once only."""
+        tied = is_tied(self._model_folder)
+        if self._config.weights.transport == "ipc":
+            info, n_bytes = shared_update_info(data, checksum, self._elements, tied)
+        else:
+            tensors = announced(data, checksum, self._elements, tied)
+            info, n_bytes = update_info(tensors), sum(tensor.n_bytes for tensor in tensors)
+        pause_seconds, tries = await self._swap(version, info, tries=1)
+        return WeightUpdate(version.pack(), n_bytes, 0.0, pause_seconds, tries)
 
     async def join(self, meeting_point: MeetingPoint) -> None:
         """Meet the trainer's first rank, which does the same meanwhile, in a group of their own."""

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from actors.broadcast import BACKEND
+from actors.gpu_sharing import IPC_BACKEND
 from service.config import Config
 from service.errors import UserError
 
@@ -18,6 +19,9 @@ OWNER_PID = "BATON_OWNER_PID"
 
 FILE_BACKEND = "baton_file"
 """Name of the weight transfer backend that `actors.worker_extension` registers."""
+
+BACKENDS = {"memory": FILE_BACKEND, "nccl": BACKEND, "ipc": IPC_BACKEND}
+"""vLLM's weight transfer backend of each transport."""
 
 MAX_SEQUENCES = 1024
 """Requests that one engine runs at once, at most; more of them wait inside vLLM."""
@@ -72,7 +76,7 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": "actors.worker_extension.WorkerExtension",
-        "weight_transfer_config": {"backend": BACKEND if config.weights.transport == "nccl" else FILE_BACKEND},
+        "weight_transfer_config": {"backend": BACKENDS[config.weights.transport]},
     }
     if on_gpu():
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization

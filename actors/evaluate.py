@@ -19,6 +19,7 @@ from actors.calls import call, in_a_line
 from actors.cluster import engine_options, gpus_each, place_trainer, ray_session
 from actors.evaluation import Evaluator, evaluate_on
 from actors.keeper import TRAINER
+from actors.placement import place_ranks
 from actors.retrieval import with_retrieval
 from service.checkpoints import Checkpoints
 from service.config import Config
@@ -36,6 +37,8 @@ def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -
         RunFailed: an engine did not start, or died.
     """
     refuse_open_ray(os.environ, config.run.insecure_local)
+    # No weights travel here, and engines share no GPU with ranks.
+    config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": "memory"})})
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
         files = prepare_evaluation(config, folder)
@@ -88,7 +91,8 @@ async def _exported(config: Config, evaluated: Evaluated, folder: Path, say: Cal
     if manifest is None or evaluated.step not in (None, manifest.step):
         raise UserError(f"{evaluated.path}: there is no whole checkpoint to evaluate")
     say(f"reading the weights of step {manifest.step} ...")
-    trainer = place_trainer(config, gpus_each())
+    gpus = gpus_each()
+    trainer = place_trainer(config, gpus, place_ranks(config, gpus))
     await trainer.load(evaluated.begun_with)
     await trainer.restore(checkpoints.path(manifest.step) / TRAINER)
     await trainer.export(folder)

@@ -167,11 +167,14 @@ class Fleet:
                 return
             version, weights = self._latest
             try:
-                if self._config.weights.transport == "nccl":
-                    await self._begin_broadcast(name)
-                    await self._take(name, version, weights.data, weights.checksum)
-                else:
-                    await self._take_file(name, version, weights)
+                match self._config.weights.transport:
+                    case "nccl":
+                        await self._begin_broadcast(name)
+                        await self._take(name, version, weights.data, weights.checksum)
+                    case "ipc":
+                        await self._take_shared(name, version)
+                    case "memory":
+                        await self._take_file(name, version, weights)
             except GENERATOR_FAILED as error:
                 self._telemetry.sync_failed()
                 self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
@@ -188,6 +191,12 @@ class Fleet:
                     gone = error
         if gone is not None:
             raise gone
+
+    async def _take_shared(self, name: str, version: PolicyVersion) -> None:
+        """Let an engine load what lies on its GPU; where newer weights do, they are about to be sent."""
+        shared = await self._trainer.share(list(self._generators).index(name), version)
+        if shared is not None:
+            await self._take(name, version, shared.data, shared.checksum)
 
     async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int) -> None:
         update = self._generators[name].update_weights

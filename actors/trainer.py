@@ -23,13 +23,16 @@ from safetensors.torch import save
 
 from actors.broadcast import MeetingPoint, Sender, announcement
 from actors.calls import call, found, in_a_line
+from actors.gpu_sharing import shared
 from actors.reporting import Reporter
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved
 from service.handoff.wire import decode_mini_batch
 from service.learn.learner import Learner, StepReport
-from service.types import Bools, Int32s
+from service.types import Bools, Int32s, PolicyVersion
 
+NOTHING = xxhash.xxh3_64_intdigest(b"")
+"""The checksum of no bytes."""
 RETRY_SECONDS = 0.5
 """Pause before ranks that are not up yet are called again."""
 
@@ -44,6 +47,7 @@ class TrainerRank:
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._learner: Learner | None = None
         self._to_send: dict[str, torch.Tensor] = {}
+        self._shared_version: int | None = None
         self._senders: dict[str, Sender] = {}
         self._steps = 0
         if hub is not None:
@@ -99,11 +103,14 @@ class TrainerRank:
         return report
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    def weights(self) -> tuple[NDArray[np.uint8], int]:
+    def weights(self, version: int) -> tuple[NDArray[np.uint8], int]:
         """The policy as safetensors, or its announcement where it is sent by NCCL, with the xxh3 checksum of that.
 
-        There is nothing on ranks other than 0; every rank must call.
+        There is nothing on ranks other than 0, nor where the ranks share it with engines; every rank must call.
         """
+        if self._config.weights.transport == "ipc":
+            self._keep_to_share(version)
+            return _handed_over(b"")
         weights = self.learner.weights()
         if weights is None:
             data = b""
@@ -111,8 +118,22 @@ class TrainerRank:
             self._to_send, data = weights, announcement(weights)
         else:
             data = save(weights)
-        # Ray hands a numpy array over without a copy, and copies bytes.
-        return np.frombuffer(data, dtype=np.uint8), xxhash.xxh3_64_intdigest(data)
+        return _handed_over(data)
+
+    def _keep_to_share(self, version: int) -> None:
+        """Gather the policy on every rank's GPU, in place of the one before."""
+        self._to_send, self._shared_version = {}, None
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        self._to_send, self._shared_version = self.learner.weights_on_device(), version
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    def share(self, version: int) -> tuple[NDArray[np.uint8], int]:
+        """Where the weights of this version lie on this rank's GPU, for one update of the engine beside it.
+
+        Nothing, where newer ones have taken their place.
+        """
+        data = shared(self._to_send, self._device) if version == self._shared_version else b""
+        return _handed_over(data)
 
     def join_engine(self, engine: str, meeting_point: MeetingPoint) -> None:
         """Meet an engine's workers, which do the same meanwhile, in a group of their own."""
@@ -144,6 +165,11 @@ class TrainerRank:
         if self._learner is None:
             raise ValueError(f"trainer rank {self._rank} was used before load()")
         return self._learner
+
+
+def _handed_over(data: bytes) -> tuple[NDArray[np.uint8], int]:
+    """With their checksum; Ray hands a numpy array over without a copy, and copies bytes."""
+    return np.frombuffer(data, dtype=np.uint8), xxhash.xxh3_64_intdigest(data)
 
 
 class TrainerLost(BatonError):
@@ -224,9 +250,9 @@ class TrainerGroup:
         reports: list[StepReport] = await self._all("step", [(batch,) for batch in batches])
         return reports[0]
 
-    async def weights(self) -> PublishedWeights:
-        """Gather the full policy on rank 0."""
-        pairs = [rank.weights.remote() for rank in self._ranks]
+    async def weights(self, version: PolicyVersion) -> PublishedWeights:
+        """Gather the full policy on rank 0, or on every rank's GPU where they share it with engines."""
+        pairs = [rank.weights.remote(version.pack()) for rank in self._ranks]
         try:
             async with asyncio.timeout(self._deadline):
                 checksums = await asyncio.gather(*(checksum for _, checksum in pairs))
@@ -252,6 +278,22 @@ class TrainerGroup:
     async def begin_send(self, engine: str) -> None:
         """Let rank 0 send the newest weights to an engine; returns as soon as it begins."""
         await call(self._ranks[0].begin_send, engine, who="trainer-0")
+
+    async def share(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
+        """Where weights lie on a rank's GPU, for one update of the engine beside it; None where newer ones do.
+
+        Raises:
+            TrainerLost: the rank died, or did not answer in time.
+        """
+        where, told = self._ranks[number].share.remote(version.pack())
+        try:
+            async with asyncio.timeout(self._deadline):
+                checksum = int(await told)
+        except ray.exceptions.RayError as error:
+            raise _lost(error) from error
+        except TimeoutError:
+            raise TrainerLost(f"trainer-{number} did not share its weights for {self._deadline:.0f} s") from None
+        return None if checksum == NOTHING else PublishedWeights(where, checksum)
 
     async def save(self, folder: Path) -> None:
         """Begin a checkpoint: every rank copies its part and writes it in the background."""

@@ -21,11 +21,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from actors.engine_arguments import FILE_BACKEND, OWNER_PID
+from actors.gpu_sharing import IPC_BACKEND, Handle, ipc_handles
 
 
 def allow_amx() -> None:
@@ -117,11 +119,35 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
+@dataclass
+class OnThisGpu(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """All parameters under their Hugging Face names, in memory of this worker's GPU that another process holds."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    gpu: str
+    handles: list[Handle]
+
+
+class SharedWeights(IPCWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's own engine for CUDA IPC, told in plain values where the weights lie."""
+
+    update_info_cls = OnThisGpu
+
+    def receive_weights(self, update_info: OnThisGpu) -> None:
+        """Load every parameter."""
+        names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
+        handles = ipc_handles(names, dtypes, shapes, update_info.gpu, update_info.handles)
+        super().receive_weights(IPCWeightTransferUpdateInfo(names, dtypes, shapes, ipc_handles=handles))
+
+
 class WorkerExtension:
     """Mixed into vLLM's worker; the module's import is what matters."""
 
 
 allow_amx()
 end_with_owner()
-if FILE_BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(FILE_BACKEND, FileWeights)
+for backend, engine in ((FILE_BACKEND, FileWeights), (IPC_BACKEND, SharedWeights)):
+    if backend not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend, engine)

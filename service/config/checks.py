@@ -312,6 +312,24 @@ def _verification(config: Config) -> Iterator[Problem]:
         )
 
 
+def _shared_gpus(config: Config) -> Iterator[Problem]:
+    if config.weights.transport != "ipc":
+        return
+    engines, ranks = config.generator.engines, config.trainer.ranks
+    if config.generator.tensor_parallel_size > 1:
+        yield Problem(
+            "generator.tensor_parallel_size",
+            f"{config.generator.tensor_parallel_size} GPUs make up an engine, but weights.transport=ipc hands weights "
+            "over within one GPU: the engine's other GPUs would keep old ones; use 1, or another transport",
+        )
+    if engines > ranks:
+        yield Problem(
+            "generator.engines",
+            f"{engines} are more than trainer.ranks ({ranks}), and with weights.transport=ipc each engine shares the "
+            "GPU of a rank: some would never be placed; use at most as many, or another transport",
+        )
+
+
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _one_model,
     _warm_start,
@@ -330,4 +348,5 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _kl,
     _packing,
     _verification,
+    _shared_gpus,
 )

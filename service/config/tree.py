@@ -360,9 +360,10 @@ class WeightsConfig(Section):
 
     sync_every: Positive = 1
     """Optimizer steps between two updates of the engines."""
-    transport: Literal["memory", "nccl"] = "memory"
+    transport: Literal["memory", "nccl", "ipc"] = "memory"
     """`memory`: through Ray's object store and a file in shared memory, with a checksum; `nccl`: from the trainer's
-    first GPU to each engine's, which needs GPUs and has not run on any yet."""
+    first GPU to each engine's; `ipc`: within a GPU that a rank and an engine share, by CUDA IPC, for which
+    `generator.gpu_memory_utilization` has to leave room for the rank. The latter two have not run on any GPU yet."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """What becomes of the running requests' KV cache at an update."""
     sync_deadline: Seconds = 300.0

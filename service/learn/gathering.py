@@ -1,4 +1,4 @@
-"""Whole weights on rank 0, out of every rank's shards: few collectives, and memory for the whole on rank 0 only.
+"""Whole weights out of every rank's shards, in few collectives: on rank 0 alone, or on every rank's device.
 
 Shards are chunks of dimension 0; on the way each is padded to the size of a full chunk, so that all ranks send alike:
 
@@ -26,17 +26,42 @@ def gather_whole(
 ) -> dict[str, Tensor] | None:
     """All parameters in CPU memory, as copies; None on ranks other than 0. Every rank must call."""
     if world == 1:
-        return {name: parameter.detach().to("cpu", dtype, copy=True) for name, parameter in parameters.items()}
+        return _copies(parameters, dtype, torch.device("cpu"))
     whole: dict[str, Tensor] = {}
     for names in _buckets(parameters, dtype, world):
-        sent = torch.cat([_padded(parameters[name], dtype, device, world).flatten() for name in names])
-        # bytes: not every backend knows every number type
-        octets = sent.view(torch.uint8)
+        octets = _sent(names, parameters, dtype, device, world)
         received = [torch.empty_like(octets) for _ in range(world)] if rank == 0 else None
         dist.gather(octets, received, dst=0)
         if received is not None:
             whole |= _reassembled(names, parameters, [part.to("cpu").view(dtype) for part in received])
     return whole if rank == 0 else None
+
+
+@torch.no_grad()
+def gather_everywhere(
+    parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, world: int
+) -> dict[str, Tensor]:
+    """All parameters on the device of every rank, as copies. Every rank must call."""
+    if world == 1:
+        return _copies(parameters, dtype, device)
+    whole: dict[str, Tensor] = {}
+    for names in _buckets(parameters, dtype, world):
+        octets = _sent(names, parameters, dtype, device, world)
+        received = [torch.empty_like(octets) for _ in range(world)]
+        dist.all_gather(received, octets)
+        whole |= _reassembled(names, parameters, [part.view(dtype) for part in received])
+    return whole
+
+
+def _copies(parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    return {name: parameter.detach().to(device, dtype, copy=True) for name, parameter in parameters.items()}
+
+
+def _sent(
+    names: Sequence[str], parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, world: int
+) -> Tensor:
+    """What a rank sends of some parameters, as bytes: not every backend knows every number type."""
+    return torch.cat([_padded(parameters[name], dtype, device, world).flatten() for name in names]).view(torch.uint8)
 
 
 def _buckets(parameters: Mapping[str, Tensor], dtype: torch.dtype, world: int) -> Iterator[list[str]]:

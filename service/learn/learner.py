@@ -225,6 +225,10 @@ class Learner:
         """All weights under their Hugging Face names, on the CPU, in the model's type; None on ranks other than 0."""
         return self.policy.weights()
 
+    def weights_on_device(self) -> dict[str, Tensor]:
+        """The same on every rank's own device."""
+        return self.policy.weights_on_device()
+
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the weights, whole or not at all; every rank must call."""
         self.policy.export(folder)

@@ -12,7 +12,7 @@ from torch import Tensor
 from service.config.tree import Config
 from service.learn.experts import as_on_disk
 from service.learn.files import load_weights, write_folder
-from service.learn.gathering import gather_whole
+from service.learn.gathering import gather_everywhere, gather_whole
 from service.learn.logprob import wide
 from service.learn.masters import Masters
 from service.learn.model import allocate, empty_model, read_config
@@ -65,6 +65,10 @@ class Policy:
         """All weights under their Hugging Face names, on the CPU, in the model's type; None on ranks other than 0."""
         whole = gather_whole(self.masters.parameters, self.dtype, self.device, self.rank, self.world)
         return None if whole is None else as_on_disk(whole)
+
+    def weights_on_device(self) -> dict[str, Tensor]:
+        """The same on every rank's own device."""
+        return as_on_disk(gather_everywhere(self.masters.parameters, self.dtype, self.device, self.world))
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the weights, whole or not at all."""

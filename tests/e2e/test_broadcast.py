@@ -13,6 +13,7 @@ import xxhash
 from actors.broadcast import BUFFER_BYTES, N_BUFFERS, Announced, announced, announcement, init_info, update_info
 from actors.cluster import place_actors
 from actors.engine_arguments import FILE_BACKEND, engine_arguments
+from actors.gpu_sharing import IPC_BACKEND
 from service.config import Config, load
 from service.errors import UserError
 from service.prepare import prepare
@@ -89,16 +90,17 @@ def test_both_ends_cut_the_stream_at_the_same_places() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
-@pytest.mark.parametrize(("transport", "backend"), [("memory", FILE_BACKEND), ("nccl", "nccl")])
+@pytest.mark.parametrize(("transport", "backend"), [("memory", FILE_BACKEND), ("nccl", "nccl"), ("ipc", IPC_BACKEND)])
 def test_the_configured_transport_selects_vllms_backend(tmp_path: Path, transport: str, backend: str) -> None:
     config = load([QUICKSTART], [f"weights.transport={transport}", "model.make.hidden_size=32"]).config
     folder = prepare(config, tmp_path).model_folder
     assert engine_arguments(config, folder)["weight_transfer_config"] == {"backend": backend}
 
 
-def test_without_a_gpu_the_run_is_refused_in_one_line(local_ray: None, tmp_path: Path) -> None:
-    config: Config = load([QUICKSTART], ["weights.transport=nccl", "model.make.hidden_size=32"]).config
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_without_a_gpu_the_run_is_refused_in_one_line(local_ray: None, tmp_path: Path, transport: str) -> None:
+    config: Config = load([QUICKSTART], [f"weights.transport={transport}", "model.make.hidden_size=32"]).config
     prepared = prepare(config, tmp_path / "run")
-    with pytest.raises(UserError, match=r"weights\.transport: nccl sends .* use memory") as refused:
+    with pytest.raises(UserError, match=rf"weights\.transport: {transport} hands .* use memory") as refused:
         place_actors(config, prepared, tmp_path / "journal")
     assert "\n" not in str(refused.value)

@@ -22,6 +22,12 @@ QUICKSTART = Path("configs/quickstart.yaml")
             "algorithm.estimator",
             "does not train",
         ),
+        (["weights.transport=ipc", "generator.engines=3"], "generator.engines", "some would never be placed"),
+        (
+            ["weights.transport=ipc", "generator.tensor_parallel_size=2"],
+            "generator.tensor_parallel_size",
+            "other GPUs would keep old ones",
+        ),
         (["buffer.max_group_bytes=1"], "buffer.max_group_bytes", "the policy would learn to be short"),
         (["model.warm_start.expected_success=[0.5,0.1]"], "model.warm_start.expected_success", "holds no success"),
         (["model.warm_start.demonstrations=63"], "model.warm_start.demonstrations", "not even one batch"),
@@ -91,6 +97,7 @@ def test_a_combination_is_refused_with_its_path_and_consequence(
         ["algorithm.reduction=sequence_mean", "buffer.merge=off"],
         ["algorithm.step_wise=false", "buffer.merge=off"],
         ["generator.concurrent_groups=16"],
+        ["weights.transport=ipc", "generator.engines=2"],
         ["trainer.max_tokens_per_micro_batch=136"],
     ],
 )
