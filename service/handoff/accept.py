@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from service.handoff.digest import token_bytes
 from service.handoff.events import Fresh
+from service.handoff.history import History, known_history
 from service.handoff.ledger import Ledger
 from service.handoff.lifecycle import Group, Trajectory
-from service.handoff.prefix import known_history
 from service.handoff.same import same_step
-from service.handoff.store import Chain, Store, bytes_per_token, grown, routing_of
-from service.handoff.tables import concat_steps, end_objects, ends_table, select_steps
+from service.handoff.store import Chain, Store, bytes_per_token, grown
+from service.handoff.tables import concat_steps, end_objects, ends_table, routing_of, select_steps
 from service.handoff.validate import MAX_SHARE_NOT_FINITE, trajectory_refusal
 from service.stops import FAILURES
-from service.types import Int32s, Int64s, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Int64s, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 
 class Part(NamedTuple):
@@ -228,19 +229,20 @@ def _new_end(case: _Case) -> TrajectoryEnd | Refusal | None:
 def _new_steps(case: _Case) -> list[int] | Refusal:
     """The items of steps that are new, by index; repetitions that mean the same are not, in whatever form."""
     new: dict[int, int] = {}
+    history = cache(lambda: _history(case))
     for k in case.part.steps:
         index = case.columns.index[k]
         known: tuple[Steps, int] | None
         if index in new:
             known = case.message.steps, new[index]
         elif index in case.trajectory.indices:
-            known = _stored(case.store, case.id, index)
+            known = case.store.step(case.id.ordinal, case.id.sample, index)
         else:
             new[index] = k
             continue
         if known is None:
-            continue
-        same = same_step(*known, case.message.steps, k, lambda index: _tokens(case).get(index))
+            continue  # its group was used, and its data is no longer in memory
+        same = same_step(*known, case.message.steps, k, lambda index: history().whole(index))
         if same is None:
             return Refusal(RefusalReason.PREFIX, f"{case.id}/step={index}: extends unknown steps, twice", index)
         if not same:
@@ -248,19 +250,11 @@ def _new_steps(case: _Case) -> list[int] | Refusal:
     return [new[index] for index in sorted(new)]
 
 
-def _stored(store: Store, of: TrajectoryId, index: int) -> tuple[Steps, int] | None:
-    """An accepted step; None when its group was used and its data is no longer in memory."""
-    for table in store.steps_of(of.ordinal, of.sample):
-        for k in np.flatnonzero(table.index_K == index).tolist():
-            return table, k
-    return None
-
-
-def _tokens(case: _Case) -> dict[int, Int32s]:
-    """The whole tokens of the trajectory's steps, of those that are kept and those that come now."""
+def _history(case: _Case) -> History:
+    """The trajectory's steps, those that are kept and those that come now."""
     kept = case.store.steps_of(case.id.ordinal, case.id.sample)
     table = concat_steps([select_steps(case.message.steps, np.array(case.part.steps, np.int64)), *kept])
-    return known_history(table, np.argsort(table.index_K, kind="stable").tolist()).tokens
+    return known_history(table, np.argsort(table.index_K, kind="stable").tolist())
 
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:

@@ -11,7 +11,8 @@ from service.handoff import events
 from service.handoff.accept import Plan, plan
 from service.handoff.frames import Frame
 from service.handoff.ledger import Ledger
-from service.handoff.store import Store, cut, routing_of
+from service.handoff.store import Store, cut
+from service.handoff.tables import routing_of
 from service.handoff.validate import Limits
 from service.handoff.wire import decode
 from service.types import Refusal, StepGroup
@@ -76,6 +77,8 @@ class Applied:
             self.last_progress.pop((fresh.ordinal, fresh.sample), None)
             if (fresh.ordinal, fresh.sample) in held:
                 self.last_progress[fresh.ordinal, fresh.sample] = now
+            else:
+                self.store.no_more_of(fresh.ordinal, fresh.sample)
 
     def _held_since(self, now: float, ordinal: int, samples: Iterable[int]) -> None:
         for sample in samples:

@@ -11,9 +11,9 @@ import numpy as np
 
 from service.handoff.branches import Drift, Mode, check_choice
 from service.handoff.columns import lengths_of, trajectories
+from service.handoff.history import name_of
 from service.handoff.merge import merge
 from service.handoff.pack import Layout, Placement, in_packing_order, micro_batches, place
-from service.handoff.prefix import name_of
 from service.handoff.score import ReturnRule, advantages, returns
 from service.handoff.tables import concat_ends, concat_steps, select_ends
 from service.handoff.versions import VersionHistory

@@ -21,7 +21,8 @@ import numpy as np
 
 from service.handoff.branches import Drift, Mode, Rule, branching_rows, check_choice
 from service.handoff.columns import lengths_of, offsets_of
-from service.handoff.prefix import assembled, check_chain, in_order, name_of, total_lengths, whole_prompts
+from service.handoff.history import name_of
+from service.handoff.prefix import assembled, check_chain, in_order, total_lengths, whole_prompts
 from service.handoff.tables import row_objects, steps_table, with_token_rewards
 from service.types import ROUTE_NATIVELY, Bools, Float32s, Int16s, Int64s, Row, Rows, Step, Steps
 
@@ -137,7 +138,7 @@ def _with_branches(
         for row in branching_rows(steps, int(bounds_G[g]), int(bounds_G[g + 1]), rule, counts):
             plan.last_K[row.steps[0]] = row.steps[-1]
             moved += [(row.steps[0], place, reward) for place, reward in row.moved.items()]
-            start_S, stop_S, live_S = np.array(row.segments, np.int64).reshape(-1, 3).T
+            start_S, stop_S, live_S, _ = np.array(row.segments, np.int64).reshape(-1, 4).T
             segments.append((start_S, stop_S, live_S.astype(np.bool_), np.full(len(start_S), row.steps[0], np.int64)))
     start_S, stop_S, live_S, row_S = (np.concatenate(columns) for columns in zip(*segments, strict=True))
     order = np.argsort(row_S, kind="stable")

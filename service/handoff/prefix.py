@@ -8,88 +8,23 @@ step 1  extends step 0 by 5 tokens, prompt [60 70]                the shared for
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from service.handoff.columns import copy_segments, lengths_of, offsets_of, trajectories
-from service.handoff.digest import digest, token_bytes
+from service.handoff.digest import token_bytes
+from service.handoff.earlier import Earlier
+from service.handoff.history import History, PrefixError, known_history, name_of
 from service.handoff.same import Tokens, same_step
-from service.handoff.tables import TOKEN_COLUMNS, concat_steps, select_steps
-from service.types import NO_VERSION, Bools, Extension, Int16s, Int32s, Int64s, Steps, TrajectoryId, Uint64s
+from service.handoff.tables import STEP_COLUMNS, TOKEN_COLUMNS, items_by_trajectory, select_steps, trajectory_ids
+from service.types import NO_VERSION, Bools, Extension, Int32s, Int64s, Steps, TrajectoryId, Uint64s
 
 CONTEXT_FILL = {"logprobs_N": 0, "loss_mask_N": False, "versions_N": NO_VERSION, "token_rewards_N": 0}
 """What a token has that stands in a row as context only."""
-
-
-class PrefixError(ValueError):
-    """A step names tokens that are not there, or not those."""
-
-
-class Piece(NamedTuple):
-    """Tokens `start:stop` of a table's token axis."""
-
-    start: int
-    stop: int
-
-
-class History:
-    """The full tokens of one trajectory's steps, rebuilt step by step from what each step carries."""
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self.tokens: dict[int, Int32s] = {}
-        """[P + T] by step index: whole prompt, then response."""
-        self.pieces: dict[int, list[Piece]] = {}
-        """Where those tokens lie in the table."""
-
-    def add(self, k: int) -> None:
-        """Rebuild item `k`; the step that it extends must be here already."""
-        steps, index = self._steps, int(self._steps.index_K[k])
-        own = Piece(int(steps.offsets_K[k]), int(steps.offsets_K[k + 1]))
-        parent, length = int(steps.extends_K[k]), int(steps.extends_length_K[k])
-        if parent < 0:
-            self.pieces[index], self.tokens[index] = [own], steps.token_ids_N[own.start : own.stop]
-            return
-        if parent not in self.tokens:
-            raise PrefixError(f"{name_of(steps, k)} extends step {parent}, which is not there")
-        if length > len(self.tokens[parent]) or digest(self.tokens[parent][:length]) != steps.extends_digest_K[k]:
-            raise PrefixError(f"{name_of(steps, k)} extends other tokens than step {parent} has")
-        self.pieces[index] = [*cut(self.pieces[parent], 0, length), own]
-        self.tokens[index] = np.concatenate((self.tokens[parent][:length], steps.token_ids_N[own.start : own.stop]))
-
-
-def name_of(steps: Steps, k: int) -> str:
-    """How item `k` of a table is called in messages."""
-    trajectory = TrajectoryId(int(steps.ordinal_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k]))
-    return f"{trajectory}/step={steps.index_K[k]}"
-
-
-def cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
-    """The part `start:stop` of a sequence made of pieces.
-
-    >>> cut([Piece(0, 5), Piece(20, 25)], 3, 7)
-    [Piece(start=3, stop=5), Piece(start=20, stop=22)]
-    """
-    part, position = [], 0
-    for piece in pieces:
-        length = piece.stop - piece.start
-        low, high = max(start - position, 0), min(stop - position, length)
-        if low < high:
-            part.append(Piece(piece.start + low, piece.start + high))
-        position += length
-    return part
-
-
-def common_prefix(a: Int32s, b: Int32s) -> int:
-    """How many leading tokens two sequences share."""
-    shorter = min(len(a), len(b))
-    differs = a[:shorter] != b[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
 
 
 def total_lengths(steps: Steps) -> Int64s:
@@ -143,19 +78,10 @@ def _repetitions(steps: Steps, number_K: Int64s, again_K: Bools) -> Iterator[tup
         return known_history(steps, np.flatnonzero((number_K == number) & ~again_K).tolist())
 
     def tokens_of(number: int) -> Tokens:
-        return lambda index: history(number).tokens.get(index)
+        return lambda index: history(number).whole(index)
 
     for k in np.flatnonzero(again_K).tolist():
         yield k, same_step(steps, int(first_K[k]), steps, k, tokens_of(int(number_K[k])))
-
-
-def known_history(steps: Steps, items: list[int]) -> History:
-    """The tokens of a trajectory's steps, by index, as far as what they extend is there."""
-    history = History(steps)
-    for k in items:
-        with suppress(PrefixError):  # what it extends may arrive later, or be refused when the trajectory is complete
-            history.add(k)
-    return history
 
 
 def check_references(steps: Steps) -> None:
@@ -184,53 +110,32 @@ def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
         chain.update(view[offsets[k] : offsets[k + 1]])
 
 
-def share_prefixes(steps: Steps, known: Steps | None = None, wanted_K: Bools | None = None) -> Steps:
+def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
     """Let each full-prompt step carry only what the step before it, or else the nearest earlier one, lacks.
 
-    `known` are steps of the same trajectories that came before; what is shared with no earlier step stays full, and so
-    do steps that are not `wanted_K` (default: all are).
+    `known` are steps of the same trajectories that came before; what is shared with no earlier step stays full.
+
+    >>> from service.handoff.tables import steps_table
+    >>> from service.types import Step
+    >>> def step(index, prompt, response):
+    ...     ids = np.array(response, np.int32)
+    ...     sampled, versions = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.int64)
+    ...     return Step(TrajectoryId(0, 0), "a", index, np.array(prompt, np.int32), ids, None, sampled, versions)
+    >>> full = steps_table([step(0, [10, 20, 30], [40, 50]), step(1, [10, 20, 30, 40, 50, 60, 70], [80, 90])])
+    >>> small = share_prefixes(full)
+    >>> small.extends_K.tolist(), small.extends_length_K.tolist(), small.token_ids_N.tolist()
+    ([-1, 0], [0, 5], [10, 20, 30, 40, 50, 60, 70, 80, 90])
     """
     full_K = (steps.extends_K < 0) & (steps.index_K > 0)
-    if wanted_K is not None:
-        full_K &= wanted_K
-    if not full_K.any():
-        return steps
-    table = steps if known is None or not len(known) else concat_steps([steps, known])
-    number_X, _ = trajectories(table.ordinal_K, table.sample_K, table.attempt_K)
+    earlier: dict[TrajectoryId, Earlier] = {}
+    if known is not None:
+        for k, of in enumerate(trajectory_ids(known)):
+            earlier.setdefault(of, Earlier()).add(known, k)
     found: dict[int, Extension] = {}
-    for number in np.unique(number_X[: len(steps)][full_K]):
-        member_M = np.flatnonzero(number_X == number)
-        member_M = member_M[np.argsort(table.index_K[member_M], kind="stable")]
-        history = known_history(table, member_M.tolist())
-        for k in member_M[member_M < len(steps)].tolist():
-            if full_K[k]:
-                parent, length = _nearest(history, table, k)
-                if length:
-                    found[k] = Extension(parent, length, digest(history.tokens[parent][:length]))
+    for of, items in items_by_trajectory(steps).items():
+        if full_K[items].any():
+            found |= earlier.get(of, Earlier()).references(steps, items, full_K)
     return with_references(steps, found)
-
-
-def _nearest(history: History, table: Steps, k: int) -> tuple[int, int]:
-    """The earlier step with which a full prompt shares most, and how much; the later step wins a tie."""
-    start, index = int(table.offsets_K[k]), int(table.index_K[k])
-    stop = start + int(table.prompt_length_K[k])
-    best = (-1, 0)
-    for earlier in sorted((i for i in history.tokens if i < index), reverse=True):
-        length = common_prefix(history.tokens[earlier], table.token_ids_N[start:stop])
-        if table.routed_experts_N is not None:
-            there = [table.routed_experts_N[slice(*piece)] for piece in cut(history.pieces[earlier], 0, length)]
-            length = _alike_routed(there, table.routed_experts_N[start : start + length])
-        if length > best[1]:
-            best = (earlier, length)
-        if earlier == index - 1 and length == len(history.tokens[earlier]):
-            break
-    return best
-
-
-def _alike_routed(there: list[Int16s], here_T: Int16s) -> int:
-    """How many leading tokens have the same routed experts, so that a reference to them loses nothing."""
-    differs_T = (np.concatenate([here_T[:0], *there]) != here_T).any(axis=(1, 2))
-    return int(differs_T.argmax()) if differs_T.any() else len(differs_T)
 
 
 def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
@@ -257,7 +162,8 @@ def whole_prompts(steps: Steps) -> Steps:
             history = History(steps)
         history.add(k)
         own_start = int(steps.offsets_K[k])
-        segments += [(*piece, piece.start >= own_start) for piece in history.pieces[int(steps.index_K[k])]]
+        pieces = history.pieces(int(steps.index_K[k]), 0, int(length_K[k]))
+        segments += [(*piece, piece.start >= own_start) for piece in pieces]
     start_S, stop_S, live_S = np.array(segments, np.int64).T
     return replace(
         steps,
@@ -286,12 +192,14 @@ def assembled(steps: Steps, start_S: Int64s, stop_S: Int64s, live_S: Bools) -> d
 
 def _without_leading(steps: Steps, skip_K: Int64s, parent_K: Int32s, length_K: Int32s, digest_K: Uint64s) -> Steps:
     start_K, stop_K = steps.offsets_K[:-1] + skip_K, steps.offsets_K[1:]
-    return replace(
-        steps,
-        prompt_length_K=(steps.prompt_length_K - skip_K).astype(np.int32),
-        extends_K=parent_K,
-        extends_length_K=length_K,
-        extends_digest_K=digest_K,
-        offsets_K=offsets_of(stop_K - start_K),
-        **assembled(steps, start_K, stop_K, np.ones(len(steps), np.bool_)),
-    )
+    columns = assembled(steps, start_K, stop_K, np.ones(len(steps), np.bool_))
+    columns |= {name: getattr(steps, name) for name in STEP_COLUMNS}
+    columns |= {
+        "prompt_length_K": (steps.prompt_length_K - skip_K).astype(np.int32),
+        "extends_K": parent_K,
+        "extends_length_K": length_K,
+        "extends_digest_K": digest_K,
+    }
+    for name, column in columns.items():  # a view would keep all that it was cut from in memory
+        columns[name] = column if column is None or column.base is None else column.copy()
+    return replace(steps, offsets_K=offsets_of(stop_K - start_K), **columns)

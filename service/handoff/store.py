@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from service.handoff.earlier import Earlier
 from service.handoff.tables import (
     STEP_COLUMNS,
     TOKEN_COLUMNS,
@@ -64,7 +66,30 @@ class Held:
     """By sample."""
     chains: dict[int, Chain] = field(default_factory=dict)
     """By sample, while it grows in order."""
+    places: dict[int, dict[int, tuple[Steps, int]]] | None = None
+    """By sample and step index, its table and its position there, in order of arrival; once somebody has asked."""
+    earlier: dict[int, Earlier] = field(default_factory=dict)
+    """By sample, once a full prompt had to be looked up."""
     n_bytes: int = 0
+
+    def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
+        """Where the steps of one sample are, by index."""
+        if self.places is None:
+            self.places = {}
+            for table in self.steps:
+                self.note(table)
+        return self.places.get(sample, {})
+
+    def note(self, table: Steps) -> None:
+        """Remember where steps are, if that is remembered."""
+        if self.places is not None:
+            for k, (sample, index) in enumerate(zip(table.sample_K.tolist(), table.index_K.tolist(), strict=True)):
+                self.places.setdefault(sample, {})[index] = (table, k)
+
+    def rearranged(self, steps: list[Steps]) -> None:
+        """The same steps, or some of them, lie in other tables."""
+        self.steps, self.places = steps, None
+        self.earlier.clear()
 
 
 class Store:
@@ -82,6 +107,7 @@ class Store:
         held = self._held.setdefault(ordinal, Held())
         if steps is not None:
             held.steps.append(steps)
+            held.note(steps)
             n_bytes = table_bytes(steps)
             held.n_bytes += n_bytes
             self.n_bytes += n_bytes
@@ -113,7 +139,7 @@ class Store:
             return
         held.chains = {sample: chain for sample, chain in held.chains.items() if sample not in samples}
         kept = [select_steps(table, np.flatnonzero(~np.isin(table.sample_K, samples))) for table in held.steps]
-        held.steps = [table for table in kept if len(table)]
+        held.rearranged([table for table in kept if len(table)])
         held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
         self.n_bytes -= held.n_bytes
         held.n_bytes = sum(table_bytes(table) for table in held.steps)
@@ -133,6 +159,27 @@ class Store:
             if len(index_K := np.flatnonzero(table.sample_K == sample))
         ]
 
+    def step(self, ordinal: int, sample: int, index: int) -> tuple[Steps, int] | None:
+        """The table that holds a step, and its position there."""
+        held = self._held.get(ordinal)
+        return None if held is None else held.places_of(sample).get(index)
+
+    def earlier_than(self, ordinal: int, sample: int) -> Earlier:
+        """The steps of one sample, ready to look full prompts up in."""
+        held = self._held.get(ordinal)
+        if held is None:
+            return Earlier()
+        earlier, places = held.earlier.setdefault(sample, Earlier()), held.places_of(sample)
+        for table, k in islice(places.values(), earlier.count, None):
+            earlier.add(table, k)
+        return earlier
+
+    def no_more_of(self, ordinal: int, sample: int) -> None:
+        """No more steps come of one sample: forget what was only kept for them."""
+        if (held := self._held.get(ordinal)) is not None:
+            held.chains.pop(sample, None)
+            held.earlier.pop(sample, None)
+
     def end_of(self, ordinal: int, sample: int) -> TrajectoryEnd | None:
         """The end of one sample, if it is here."""
         held = self._held.get(ordinal)
@@ -141,7 +188,8 @@ class Store:
     def whole(self, ordinal: int) -> tuple[Steps, Ends]:
         """All steps and ends of a complete group; its steps become one table."""
         held = self._held[ordinal]
-        held.steps = [concat_steps(held.steps)] if held.steps else []
+        if len(held.steps) > 1:
+            held.rearranged([concat_steps(held.steps)])
         ends = [held.ends[sample] for sample in sorted(held.ends)]
         return held.steps[0] if held.steps else steps_table([]), ends_table(ends)
 
@@ -162,11 +210,6 @@ def cut(message: StepGroup, items: Sequence[int]) -> Steps | None:
         column = getattr(steps, name)
         columns[name] = None if column is None else column[start:stop].copy()
     return replace(steps, offsets_K=steps.offsets_K[first : after + 1] - start, **columns)
-
-
-def routing_of(steps: Steps) -> tuple[int, ...] | None:
-    """(layers, topk) of a table's routed experts; None: it has none."""
-    return None if steps.routed_experts_N is None or not len(steps) else steps.routed_experts_N.shape[1:]
 
 
 def table_bytes(steps: Steps) -> int:

@@ -114,6 +114,23 @@ def ends_table(ends: Sequence[TrajectoryEnd]) -> Ends:
     )
 
 
+def trajectory_ids(steps: Steps) -> list[TrajectoryId]:
+    """The trajectory of each step."""
+    columns = (steps.ordinal_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist())
+    return [TrajectoryId(*identity) for identity in zip(*columns, strict=True)]
+
+
+def items_by_trajectory(steps: Steps) -> dict[TrajectoryId, list[int]]:
+    """The positions of each trajectory's steps, by index."""
+    items: dict[TrajectoryId, list[int]] = {}
+    for k, of in enumerate(trajectory_ids(steps)):
+        items.setdefault(of, []).append(k)
+    index = steps.index_K.tolist()
+    for members in items.values():
+        members.sort(key=index.__getitem__)
+    return items
+
+
 def concat_steps(tables: Sequence[Steps]) -> Steps:
     """The steps of several tables, in order, as one table."""
     if len(tables) == 1:
@@ -155,6 +172,11 @@ def select_steps(steps: Steps, index_K: Int64s) -> Steps:
     return Steps(
         uids=uids, stop_reasons=steps.stop_reasons, offsets_K=offsets_of(stop_K - start_K), **columns, **tokens
     )
+
+
+def routing_of(steps: Steps) -> tuple[int, ...] | None:
+    """(layers, topk) of a table's routed experts; None: it has none."""
+    return None if steps.routed_experts_N is None or not len(steps) else steps.routed_experts_N.shape[1:]
 
 
 def select_ends(ends: Ends, index_E: Int64s) -> Ends:

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from service.config.tree import Config
 from service.handoff.columns import lengths_of
-from service.handoff.prefix import PrefixError, check_references, contradiction, in_order, total_lengths
+from service.handoff.history import PrefixError
+from service.handoff.prefix import check_references, contradiction, in_order, total_lengths
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,

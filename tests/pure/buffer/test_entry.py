@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,3 +233,63 @@ def test_gaps_in_a_generators_message_numbers_take_bounded_memory() -> None:
         member.note(number, position=number)
     assert len(member.received) <= MESSAGES_REMEMBERED
     assert member.has(3998) and not member.has(3997) and not member.has(2)
+
+
+def stripped_turns(of: TrajectoryId, uid: str, count: int, new: int = 40) -> list[Step]:
+    """Full prompts none of which continues the step before: each answer loses its first half once it is history."""
+    rng, history, made = np.random.default_rng(0), np.zeros(0, np.int32), list[Step]()
+    for now in turns(of, uid, count, new):
+        prompt = np.concatenate((history, rng.integers(0, 500, new, np.int32)))
+        made.append(replace(now, prompt_ids=prompt))
+        history = np.concatenate((prompt, now.response_ids[new // 2 :]))
+    return made
+
+
+def test_full_prompts_that_never_continue_are_kept_in_their_new_tokens(tmp_path: Path) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    made = stripped_turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 50)
+    grew = []
+    for now in made:
+        before = world.buffer.status().n_bytes
+        assert isinstance(world.generator.send([now]), Receipt)
+        grew.append(world.buffer.status().n_bytes - before)
+    assert set(grew[1:]) == {grew[0] + 17 * 20}  # what is left of an answer stands where it did not stand before
+
+
+def test_memory_holds_what_is_kept_of_full_prompts_and_not_the_messages(tmp_path: Path) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    made = stripped_turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 60, new=60)
+    messages = [world.generator.message([now]) for now in made]
+    sent = sum(map(len, messages))
+    tracemalloc.start()
+    try:
+        while messages:
+            assert isinstance(world.buffer.submit(bytes(memoryview(messages.pop(0)))), Receipt)
+            world.journal.sync()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < sent / 2
+
+
+def test_looking_up_full_prompts_costs_what_the_prompts_cost(tmp_path: Path) -> None:
+    def seconds(count: int) -> float:
+        """The least of three runs: what else the machine does only ever adds."""
+        found = []
+        for run in range(3):
+            generator = {"max_input_length": 1 << 15, "max_generate_length": 64}
+            settings = config(
+                env={"max_turns": count}, generator=generator, trainer={"max_tokens_per_micro_batch": 1 << 16}
+            )
+            world = World(tmp_path / f"{count}-{run}", settings)
+            work = world.generator.claimed()
+            made = stripped_turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, count)
+            messages = [world.generator.message([now]) for now in made]
+            start = time.process_time()
+            assert all(isinstance(world.buffer.submit(message), Receipt) for message in messages)
+            found.append(time.process_time() - start)
+        return min(found)
+
+    assert seconds(200) < 16 * seconds(50)  # so much do the tokens grow; comparing all with all would be 64 times

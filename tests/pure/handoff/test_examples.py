@@ -30,5 +30,5 @@ def test_the_examples_of_a_module_hold(name: str) -> None:
 
 
 def test_every_module_that_changes_the_shape_of_data_has_an_example() -> None:
-    for name in ("batch", "branches", "groups", "merge", "pack", "prefix", "score", "columns"):
+    for name in ("batch", "rows", "groups", "merge", "pack", "prefix", "score", "columns", "tree"):
         assert doctest.testmod(importlib.import_module(f"service.handoff.{name}")).attempted > 0, name

@@ -1,0 +1,232 @@
+"""The merge against one that is written for the eye: whole token lists, compared with every row, whatever it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.handoff.digest import digest
+from service.handoff.earlier import Earlier
+from service.handoff.merge import merge
+from service.handoff.prefix import share_prefixes, whole_prompts
+from service.handoff.tables import row_objects, step_objects, steps_table, with_token_rewards
+from service.types import Extension, Row, Step, TrajectoryId
+from tests.pure.handoff.test_properties import DRIFTS, MODES, SLOW_MACHINE, TOKENS
+from tests.pure.handoff.worlds import step
+
+MAX_DRIFT = 2
+
+
+@dataclass
+class PlainRow:
+    """A row as lists: of each token its id, log-probability, mask and reward."""
+
+    steps: list[Step]
+    prompt_length: int
+    first_sampled: int
+    tokens: list[tuple[int, float, bool, float]] = field(default_factory=list)
+    ends: set[int] = field(default_factory=set)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for token, *_ in self.tokens]
+
+
+def ids_of(of: Step) -> list[int]:
+    return [*of.prompt_ids.tolist(), *of.response_ids.tolist()]
+
+
+def same(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def alike(a: Step, b: Step) -> bool:
+    return a.temperature == b.temperature and (a.logprobs is None) == (b.logprobs is None)
+
+
+def drift(tail: list[int], rest: list[int]) -> int:
+    """Tokens until what is left of `tail` stands in `rest`, shifted by at most MAX_DRIFT."""
+    smallest = len(tail)
+    for shift in range(-MAX_DRIFT, MAX_DRIFT + 1):
+        places = [i for i in range(len(tail)) if i + shift >= 0]
+        if not places or places[-1] + shift >= len(rest):
+            continue
+        end = max((i + 1 for i in places if tail[i] != rest[i + shift]), default=places[0])
+        if end < len(tail):
+            smallest = min(smallest, max(end, end + shift))
+    return smallest
+
+
+def outcome(rows: list[PlainRow], before: list[Step], now: Step, mode: str, drift_rule: str) -> tuple[str, int, int]:
+    """(what becomes of a step, the row that matters, how many of its tokens are shared)."""
+    prompt = now.prompt_ids.tolist()
+    shared = {r: same(row.ids, prompt) for r, row in enumerate(rows)}
+    if mode == "linear":
+        shared = {r: length for r, length in shared.items() if r == len(rows) - 1}
+    fitting = {r: length for r, length in shared.items() if alike(rows[r].steps[-1], now)}
+    whole = {r: length for r, length in fitting.items() if length == len(rows[r].tokens)}
+    if whole:
+        chosen = max(whole, key=whole.__getitem__)
+        return "extended", chosen, whole[chosen]
+    if fitting and drift_rule == "realign":
+        near = max(fitting, key=fitting.__getitem__)
+        row, length = rows[near], fitting[near]
+        inside = length >= row.prompt_length and length not in row.ends
+        if inside and drift(row.ids[length:], prompt[length:]) <= MAX_DRIFT:
+            return "realigned", near, length
+    nearest = max(shared, key=shared.__getitem__)
+    if mode == "tree" and drift_rule == "fork":  # of several, the row of the step that had those tokens first
+        first = next(s for s in before if same(ids_of(s), prompt) >= shared[nearest])
+        nearest = next(r for r, row in enumerate(rows) if first in row.steps)
+    forked = shared[nearest] > rows[nearest].first_sampled
+    return "forked" if forked else "reset", nearest, 0
+
+
+def plain_rows(steps: list[Step], mode: str, drift_rule: str, counts: Counter[str]) -> list[PlainRow]:
+    """The rows of one trajectory, whose steps have their whole prompts and come by index."""
+    rows: list[PlainRow] = []
+    for at, now in enumerate(steps):
+        prompt, response = now.prompt_ids.tolist(), now.response_ids.tolist()
+        name, chosen, length = "", 0, 0
+        if rows and mode != "off":
+            name, chosen, length = outcome(rows, steps[:at], now, mode, drift_rule)
+        if name in ("extended", "realigned"):
+            row = rows[chosen]
+        else:
+            begun = rows[chosen].first_sampled if name == "forked" else len(prompt)
+            row = PlainRow([], len(prompt), begun)
+            rows.append(row)
+        lost = row.tokens[length:]
+        counts["realigned_tokens"] += sum(sampled for *_, sampled, _ in lost)
+        rewards = [0.0] * len(response)
+        if response:
+            rewards[-1] = float(np.sum(now.reward))
+        logprobs = [0.0] * len(response) if now.logprobs is None else now.logprobs.tolist()
+        row.tokens = row.tokens[:length] + [(token, 0.0, False, 0.0) for token in prompt[length:]]
+        row.tokens += zip(response, logprobs, now.loss_mask.tolist(), rewards, strict=True)
+        if moved := sum(reward for *_, reward in lost):
+            place = max((i for i, token in enumerate(row.tokens[:length]) if token[2]), default=len(row.tokens) - 1)
+            token = row.tokens[place]
+            row.tokens[place] = (*token[:3], token[3] + moved)
+        row.steps.append(now)
+        row.ends = {end for end in row.ends if end <= length} | {len(row.tokens)}
+        if name:
+            counts[name] += 1
+    return rows
+
+
+@st.composite
+def trees(draw: st.DrawFn, trajectory: TrajectoryId) -> list[Step]:
+    """Steps with whole prompts: each goes on from somewhere in an earlier one, with changes, or starts over."""
+    steps: list[Step] = []
+    for index in range(draw(st.integers(1, 9))):
+        prompt: list[int] = []
+        if steps and draw(st.integers(0, 5)):
+            earlier = ids_of(draw(st.sampled_from([*steps, steps[-1], steps[-1]])))
+            cut = draw(st.sampled_from([len(earlier), len(earlier), draw(st.integers(1, len(earlier)))]))
+            prompt = earlier[:cut]
+            if draw(st.integers(0, 3)) == 0:  # as if tokens had been written another way
+                at = draw(st.integers(0, len(prompt) - 1))
+                prompt[at : at + draw(st.integers(0, 2))] = draw(st.lists(st.integers(0, 2), max_size=2))
+        prompt = prompt + draw(st.lists(st.integers(0, 2), min_size=not prompt, max_size=3))
+        made = step(index, prompt, draw(TOKENS), trajectory=trajectory, reward=draw(st.sampled_from([0.0, 0.0, 1.0])))
+        made = replace(made, loss_mask=np.array([draw(st.integers(0, 4)) > 0 for _ in made.response_ids], np.bool_))
+        if draw(st.integers(0, 5)) == 0:
+            made = replace(made, temperature=0.5)
+        if draw(st.integers(0, 9)) == 0:
+            made = replace(made, logprobs=None)
+        steps.append(made)
+    return steps
+
+
+def sent(steps: list[Step], index: int, data: st.DataObject) -> Step:
+    """A step as somebody may send it: in full, or extending any earlier step by any length that they share."""
+    now = steps[index]
+    if not index or not data.draw(st.integers(0, 2)):
+        return now
+    parent = data.draw(st.integers(0, index - 1))
+    shared = same(ids_of(steps[parent]), now.prompt_ids.tolist())
+    if not shared:
+        return now
+    length = data.draw(st.sampled_from([shared, data.draw(st.integers(1, shared))]))
+    extends = Extension(parent, length, digest(now.prompt_ids[:length]))
+    return replace(now, prompt_ids=now.prompt_ids[length:], extends=extends)
+
+
+def plain_facts(row: PlainRow) -> dict[str, Any]:
+    response = row.tokens[row.prompt_length :]
+    return {
+        "prompt_ids": row.ids[: row.prompt_length],
+        "response_ids": row.ids[row.prompt_length :],
+        "logprobs": None if row.steps[0].logprobs is None else [logprob for _, logprob, *_ in response],
+        "loss_mask": [sampled for *_, sampled, _ in response],
+        "rewards": [reward for *_, reward in response],
+        "steps": (row.steps[0].index, row.steps[-1].index),
+        "temperature": row.steps[0].temperature,
+        "trajectory": row.steps[0].trajectory,
+    }
+
+
+def made_facts(row: Row) -> dict[str, Any]:
+    names = ("prompt_ids", "response_ids", "loss_mask", "rewards")
+    return {name: getattr(row, name).tolist() for name in names} | {
+        "logprobs": None if row.logprobs is None else row.logprobs.tolist(),
+        "steps": (row.first_step, row.last_step),
+        "temperature": row.temperature,
+        "trajectory": row.trajectory,
+    }
+
+
+@SLOW_MACHINE
+@given(st.data(), MODES, DRIFTS)
+def test_any_trees_in_any_form_and_order_merge_as_in_the_plain_merge(
+    data: st.DataObject, mode: Any, drift: Any
+) -> None:
+    episodes = [data.draw(trees(TrajectoryId(0, sample))) for sample in range(data.draw(st.integers(1, 2)))]
+    counts: Counter[str] = Counter()
+    plain = [row for steps in episodes for row in plain_rows(steps, mode, drift, counts)]
+    steps = [sent(steps, index, data) for steps in episodes for index in range(len(steps))]
+    again = data.draw(st.lists(st.sampled_from(steps), max_size=3))
+    table = with_token_rewards(steps_table(data.draw(st.permutations([*steps, *again]))))
+    merged = merge(table, mode, drift, MAX_DRIFT)
+    rows = sorted(row_objects(merged.rows), key=lambda row: (row.trajectory, row.first_step))
+    assert [made_facts(row) for row in rows] == [plain_facts(row) for row in plain]
+    outcomes = ("extended", "forked", "realigned", "reset", "realigned_tokens")
+    assert {name: merged.counts[name] for name in outcomes} == {name: counts[name] for name in outcomes}
+
+
+@SLOW_MACHINE
+@given(st.data())
+def test_what_is_shared_of_any_trees_is_written_out_again_as_it_was(data: st.DataObject) -> None:
+    steps = data.draw(trees(TrajectoryId(0, 0)))
+    first, later = list[Step](), list[Step]()
+    for index in range(len(steps)):
+        now = sent(steps, index, data)
+        there = now.extends is None or now.extends.step in {s.index for s in first}
+        (first if there and data.draw(st.booleans()) else later).append(now)
+    known = steps_table(data.draw(st.permutations(first))) if first else None
+    small = step_objects(share_prefixes(steps_table(later), known)) if later else []
+    again = whole_prompts(steps_table(sorted([*first, *small], key=lambda s: s.index)))
+    assert again.token_ids_N.tolist() == steps_table(steps).token_ids_N.tolist()
+
+
+@SLOW_MACHINE
+@given(st.data())
+def test_a_full_prompt_shares_as_much_as_the_nearest_earlier_step_has_when_steps_come_in_order(
+    data: st.DataObject,
+) -> None:
+    steps = data.draw(trees(TrajectoryId(0, 0)))
+    table, earlier = steps_table(steps), Earlier()
+    for k, now in enumerate(steps):
+        found = earlier.references(table, [k], np.ones(len(steps), np.bool_)) if k else {}
+        shared = max((same(ids_of(before), now.prompt_ids.tolist()) for before in steps[:k]), default=0)
+        assert (found[k].length if found else 0) == shared
+        if found:
+            assert same(ids_of(steps[found[k].step]), now.prompt_ids.tolist()) == shared
+            assert found[k].digest == digest(now.prompt_ids[:shared])
+        earlier.add(table, k)

@@ -1,0 +1,111 @@
+"""What steps cost grows with their tokens: four times as many take about four times as long, however they branch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.handoff.digest import digest
+from service.handoff.merge import merge
+from service.handoff.tables import ends_table, steps_table
+from service.handoff.validate import trajectory_refusal
+from service.types import Extension, Int32s, Step, Steps
+from tests.pure.handoff.worlds import end, step
+
+NEW = 40
+"""Tokens that each step brings: half of them prompt."""
+
+FEW, MANY = 250, 1000
+ALLOWED = 9
+"""Linear work grows by 4, quadratic work by 16."""
+
+Shape = Callable[[int], tuple[int, int]]
+"""Of a step: the step that it extends, and how many of that one's last tokens it drops; step -1: all tokens."""
+
+
+def chain_with_one_fork(index: int) -> tuple[int, int]:
+    return index - 1, NEW // 4 if index == 10 else 0
+
+
+def two_agents(index: int) -> tuple[int, int]:
+    return (index - 2 if index > 2 else 0), 0
+
+
+def resets(index: int) -> tuple[int, int]:
+    return 0, NEW // 2
+
+
+def drifting(index: int) -> tuple[int, int]:
+    return index - 1, 2
+
+
+def comb(index: int) -> tuple[int, int]:
+    return index - 1, NEW // 4
+
+
+def episode(shape: Shape, count: int) -> Steps:
+    """A trajectory whose steps refer to earlier ones."""
+    rng, wholes, made = np.random.default_rng(0), list[Int32s](), list[Step]()
+    for index in range(count):
+        own = rng.integers(0, 1000, NEW, np.int32)
+        parent, dropped = shape(index) if index else (-1, 0)
+        kept = wholes[parent][: len(wholes[parent]) - dropped] if index else own[:0]
+        now = step(index, own[: NEW // 2].tolist(), own[NEW // 2 :].tolist())
+        if index:
+            now = replace(now, extends=Extension(parent, len(kept), digest(kept)))
+        made.append(now)
+        wholes.append(np.concatenate((kept, own)))
+    return steps_table(made)
+
+
+def cpu_seconds(work: Callable[[], Any]) -> float:
+    """The least of three: what else the machine does only ever adds."""
+    found = []
+    for _ in range(3):
+        start = time.process_time()
+        work()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+def growth(prepare: Callable[[int], Callable[[], Any]]) -> float:
+    """By what factor the work grows from FEW steps to MANY."""
+    return cpu_seconds(prepare(MANY)) / cpu_seconds(prepare(FEW))
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "drift", "rows"),
+    [
+        (chain_with_one_fork, "linear", "fork", 2),
+        (chain_with_one_fork, "tree", "fork", 2),
+        (two_agents, "tree", "fork", 2),
+        (two_agents, "tree", "realign", 2),
+        (resets, "linear", "fork", MANY),
+        (resets, "tree", "fork", MANY),
+        (drifting, "linear", "realign", 1),
+        (drifting, "tree", "realign", 1),
+    ],
+)
+def test_merging_costs_what_the_new_tokens_cost(shape: Shape, mode: Any, drift: Any, rows: int) -> None:
+    assert merge(episode(shape, MANY), mode, drift).counts["rows"] == rows
+
+    def prepared(count: int) -> Callable[[], Any]:
+        steps = episode(shape, count)
+        return lambda: merge(steps, mode, drift)
+
+    assert growth(prepared) < ALLOWED
+
+
+@pytest.mark.parametrize("shape", [chain_with_one_fork, two_agents, resets, comb])
+def test_checking_references_costs_what_the_new_tokens_cost(shape: Shape) -> None:
+    def prepared(count: int) -> Callable[[], Any]:
+        steps, ends = episode(shape, count), ends_table([end(steps=count)])
+        assert trajectory_refusal(steps, ends) is None
+        return lambda: trajectory_refusal(steps, ends)
+
+    assert growth(prepared) < ALLOWED
