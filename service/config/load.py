@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from service.config.source import KeyPath, Source, read_sources
+from service.config.source import KeyPath, Source, plain, read_sources, short
 from service.config.tree import Config
 from service.errors import ConfigError
 
@@ -87,7 +87,7 @@ def _line(detail: ErrorDetails, source: Source) -> str:
     path = _tree_path(detail, source)
     place = source.place(path)
     where = f"{place}  " if place else ""
-    return f"{where}{'.'.join(path)}: {_message(detail, path)}"
+    return f"{where}{plain('.'.join(path))}: {_message(detail, path)}"
 
 
 def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
@@ -104,17 +104,18 @@ def _message(detail: ErrorDetails, path: KeyPath) -> str:
     if detail["type"] == "extra_forbidden":
         return f"unknown key{_unknown_hint(path)}"
     if detail["type"] == "literal_error":
-        return f"{value!r} is not one of {detail['ctx']['expected']}{_literal_hint(value, detail)}"
+        return f"{short(value)} is not one of {detail['ctx']['expected']}{_literal_hint(value, detail)}"
     if detail["type"] == "string_type" and isinstance(value, Mapping):
-        return f"must be text, but YAML reads {', '.join(f'{key!s}:' for key in value)} as a key; put quotes around it"
+        keys = short(", ".join(f"{key!s}:" for key in value))[1:-1]
+        return f"must be text, but YAML reads {keys} as a key; put quotes around it"
     if detail["type"] == "string_type":
-        return f"must be text, not {value!r} (write it in quotes inside the value: '\"{value}\"')"
+        return f"must be text, not {short(value)} (write it in quotes inside the value: '\"{short(value)}\"')"
     if detail["type"] in ("model_type", "model_attributes_type"):
-        return f"is a section with keys of its own, not a value like {value!r}"
+        return f"is a section with keys of its own, not a value like {short(value)}"
     if detail["type"] == "string_pattern_mismatch":
-        return f"{value!r} must match {detail['ctx']['pattern']}"
+        return f"{short(value)} must match {detail['ctx']['pattern']}"
     text = detail["msg"][:1].lower() + detail["msg"][1:]
-    return text if isinstance(value, Mapping) else f"{text}, not {_short(value)}"
+    return text if isinstance(value, Mapping) else f"{text}, not {short(value)}"
 
 
 def _unknown_hint(path: KeyPath) -> str:
@@ -129,8 +130,3 @@ def _literal_hint(value: object, detail: ErrorDetails) -> str:
     choices = [choice.strip("'\" ") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
     close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

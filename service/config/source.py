@@ -23,6 +23,9 @@ MAX_FILE_BYTES = 1 << 16
 MAX_DEPTH = 32
 """Far more than the tree has; keeps a nest of brackets from exhausting the stack."""
 
+SHOWN = 120
+"""Characters of what was written that an error repeats."""
+
 KeyPath = tuple[str, ...]
 
 _OVERRIDE = re.compile(r"-{0,2}([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)=(.*)", re.DOTALL)
@@ -55,6 +58,11 @@ def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)
+
+_OPENING = (
+    yaml.BlockMappingStartToken, yaml.BlockSequenceStartToken, yaml.FlowMappingStartToken, yaml.FlowSequenceStartToken
+)  # fmt: skip
+_CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 
 
 @dataclass
@@ -108,8 +116,7 @@ def _read_text(file: Path) -> str:
 
 def _compose(text: str, name: str) -> yaml.Node | None:
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=_Loader)):
-            raise ConfigError(f"{name}: aliases (`*name`) are not read; write the value out")
+        _refuse_odd_nesting(text, name)
         root: yaml.Node | None = yaml.compose(text, Loader=_Loader)
         return root
     except yaml.MarkedYAMLError as error:
@@ -122,6 +129,17 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         raise ConfigError(f"{name}  not a configuration: nested too deeply") from None
 
 
+def _refuse_odd_nesting(text: str, name: str) -> None:
+    """Token by token, and no further than needed: PyYAML takes seconds over thousands of brackets."""
+    depth = 0
+    for token in yaml.scan(text, Loader=_Loader):
+        if isinstance(token, yaml.AliasToken):
+            raise ConfigError(f"{name}: aliases (`*name`) are not read; write the value out")
+        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{name}:{token.start_mark.line + 1}  not a configuration: nested too deeply")
+
+
 class _Reader:
     """Turns the nodes of one file into plain values and notes their lines."""
 
@@ -132,15 +150,13 @@ class _Reader:
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         """The dict of a mapping; a key that is there twice is refused."""
-        if len(path) > MAX_DEPTH:
-            raise ConfigError(f"{self._at(node)}  not a configuration: nested too deeply")
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = key_node.value
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{self._at(key_node)}  {'.'.join(path)}: a key is one word")
+                raise ConfigError(f"{self._at(key_node)}  {plain('.'.join(path))}: a key is one word")
             if key in values:
-                raise ConfigError(f"{self._at(key_node)}  {'.'.join((*path, key))}: this key is here twice")
+                raise ConfigError(f"{self._at(key_node)}  {plain('.'.join((*path, key)))}: this key is here twice")
             self.found[(*path, key)] = self._at(key_node)
             values[key] = self.value(value_node, (*path, key))
         return values
@@ -150,17 +166,27 @@ class _Reader:
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
-            if len(path) > MAX_DEPTH:
-                raise ConfigError(f"{self._at(node)}  not a configuration: nested too deeply")
             return [self.value(item, (*path, str(index))) for index, item in enumerate(node.value)]
         try:
             value: Hashable = self._scalars.construct_object(node)
             return value
         except (yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError):
-            raise ConfigError(f"{self._at(node)}  {'.'.join(path)}: cannot read the value {node.value!r}") from None
+            where = f"{self._at(node)}  {plain('.'.join(path))}"
+            raise ConfigError(f"{where}: cannot read the value {short(node.value)}") from None
 
     def _at(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
+
+
+def plain(text: str) -> str:
+    """The text as it is where it is short and stays in its line, else as `short` has it."""
+    return text if text.isprintable() and len(text) <= SHOWN else short(text)
+
+
+def short(value: object) -> str:
+    """The value as an error shows it: in one line, and not all of a long one."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def _merge(source: Source, values: dict[str, Any], path: KeyPath, found: dict[KeyPath, str]) -> None:
@@ -195,14 +221,14 @@ def _pair_overrides(overrides: Sequence[str]) -> list[tuple[KeyPath, str, str]]:
         elif word.startswith("--"):
             waiting = word
         else:
-            raise ConfigError(f"override {word!r}: not of the form section.key=value")
+            raise ConfigError(f"override {short(word)}: not of the form section.key=value")
     if waiting is not None:
-        raise ConfigError(f"override {waiting}: the value is missing")
+        raise ConfigError(f"override {plain(waiting)}: the value is missing")
     return pairs
 
 
 def _set_override(source: Source, path: KeyPath, text: str, written: str) -> None:
-    name = f"override {written}"
+    name = f"override {plain(written)}"
     root = _compose(text, name)
     reader = _Reader(name)
     value = None if root is None else reader.value(root, path)

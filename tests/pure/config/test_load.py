@@ -136,6 +136,35 @@ def test_files_that_would_blow_up_are_refused(tmp_path: Path) -> None:
         load_config([write(tmp_path, "deeper.yaml", "a: " + "[" * 5000 + "]" * 5000)])
 
 
+def test_a_nest_of_brackets_is_read_no_further_than_needed(tmp_path: Path) -> None:
+    """PyYAML takes seconds over thousands of them; here it would stumble over the @ behind the first sixty."""
+    with pytest.raises(UserError, match=r"deep\.yaml:2  not a configuration: nested too deeply"):
+        load_config([write(tmp_path, "deep.yaml", "a:\n  " + "[" * 60 + "\n  1, 2, @")])
+    with pytest.raises(UserError, match="nested too deeply"):
+        load_config([], ["env.options=" + "{a: " * 60 + "\n1, 2, @"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.name=" + "a b" * 5000,
+        "run.seed=" + "9" * 6000,
+        "trainer.layout=" + "x" * 5000,
+        "run.name='a\nb'",
+        "run.name=[a\n]",
+        "run=" + "x" * 5000,
+        "x" * 5000,
+        "x" * 5000 + "=1",
+        "--" + "x" * 5000,
+        'run={"a\\nb": 1}',
+    ],
+)
+def test_a_mistake_is_one_line_that_repeats_only_the_beginning_of_a_long_value(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([], [override])
+    assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 800
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert load_config([write(tmp_path, "empty.yaml", "# nothing\n")]) == Config()
 
