@@ -98,7 +98,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def dashboards_page() -> str:
     """`docs/dashboards.md`: what each panel means."""
     text = (
-        "# Dashboards\n\nMade from `service/dashboards.py` by `python -m service.docs`. The files in "
+        "# Dashboards\n\nMade from `service/panels/` by `python -m service.docs`. The files in "
         "`deploy/grafana/dashboards/` are provisioned by `deploy/grafana/provisioning/`; the variable *Run* chooses "
         "the run. They are checked against a live Prometheus; they have not been rendered by a Grafana server.\n"
     )

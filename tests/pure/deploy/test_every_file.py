@@ -4,12 +4,11 @@ The documents for Kubernetes are spoilt in `test_manifests.py`; here are all oth
 that nobody spoils.
 """
 
-import copy
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import yaml
 from service.config import load_config
 from service.docs import FILES
 from service.errors import UserError
+from tests.pure.deploy.spoilt import mappings, misspelt
 from tests.pure.deploy.test_manifests import MADE
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,7 @@ def runs(*command: str | Path, cwd: Path | None = None) -> bool:
     if shutil.which(str(command[0])) is None:
         pytest.skip(f"{command[0]} is not installed")
     words = [str(word) for word in command]
-    return subprocess.run(words, cwd=cwd, capture_output=True, timeout=120, check=False).returncode == 0
+    return subprocess.run(words, cwd=cwd, capture_output=True, timeout=240, check=False).returncode == 0
 
 
 def written(folder: Path, file: Path, document: Any) -> Path:
@@ -126,18 +126,6 @@ CHECKS: dict[str, Check] = {
 CASES = [(file, check) for pattern, check in CHECKS.items() for file in sorted(DEPLOY.glob(pattern))]
 
 
-def mappings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all mappings whose keys mean something."""
-    if isinstance(value, dict):
-        yield path
-        for key, child in value.items():
-            if key not in FREE:
-                yield from mappings(child, (*path, key))
-    elif isinstance(value, list):
-        for index, child in enumerate(value):
-            yield from mappings(child, (*path, index))
-
-
 def name_of(file: Path) -> str:
     return str(file.relative_to(DEPLOY))
 
@@ -148,17 +136,12 @@ def test_the_file_passes_and_a_misspelt_field_anywhere_in_it_does_not(file: Path
     document = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     (tmp_path / "right").mkdir()
     assert check(file, document, tmp_path / "right")
-    paths = list(mappings(document))
+    paths = list(mappings(document, FREE))
     chosen = paths if len(paths) <= MOST else paths[:: -(-len(paths) // MOST)]
     passed = []
     for number, path in enumerate(chosen):
-        wrong = copy.deepcopy(document)
-        place = wrong
-        for key in path:
-            place = place[key]
-        place["misspelt"] = "x"
         (tmp_path / str(number)).mkdir()
-        if check(file, wrong, tmp_path / str(number)):
+        if check(file, misspelt(document, path), tmp_path / str(number)):
             passed.append(path)
     assert passed == []
 

@@ -24,7 +24,7 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="pr
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=240)
 
 
 @needs_promtool
