@@ -38,7 +38,7 @@ test: dev servers ## the test suite on CPU, real Ray, vLLM and FSDP included
 test-fast: dev ## only what needs no Ray and no vLLM
 	@$(PYTEST) -m "not slow and not full" tests/pure
 test-full: dev servers ## everything that runs on CPU, save for test-chaos
-	@$(PYTEST) -m "not chaos" tests
+	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh tests
 test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (under twenty minutes)
 	@$(PYTEST) tests/chaos
 worlds: dev ## five thousand simulated worlds full of faults, on one core (about ten minutes)

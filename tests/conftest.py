@@ -14,11 +14,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 MARK = "BATON_TEST_SESSION"
 """Environment variable that every process of a test session inherits."""
 
-GONE_SECONDS = 15.0
+GONE_SECONDS = 60.0
+
+# The same examples everywhere, and no clock: what fails, fails each time and not only on a machine that is slow today.
+settings.register_profile(
+    "same", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+# Other examples each time, as `make test-full` has them.
+settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:

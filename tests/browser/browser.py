@@ -34,7 +34,7 @@ class Browser:
         number = next(self._numbers)
         self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
-        answer = await asyncio.wait_for(self._answers[number], 20)
+        answer = await asyncio.wait_for(self._answers[number], 120)
         del self._answers[number]
         assert "error" not in answer, answer
         return dict(answer["result"])
@@ -44,7 +44,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 10) -> None:
+    async def until(self, expression: str, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not await self.value(expression):
             assert time.monotonic() < deadline, f"{expression} did not come true; {self.complaints}"
@@ -77,6 +77,12 @@ class Browser:
                 self.complaints.append(json.dumps(event["params"]["entry"]))
 
 
+async def targets(session: aiohttp.ClientSession, port: str) -> list[dict[str, Any]]:
+    """The pages that are open."""
+    async with session.get(f"http://127.0.0.1:{port}/json") as answer:
+        return [target for target in await answer.json() if target["type"] == "page"]
+
+
 @asynccontextmanager
 async def browser(folder: Path) -> AsyncIterator[Browser]:
     command = [
@@ -86,15 +92,16 @@ async def browser(folder: Path) -> AsyncIterator[Browser]:
     with (folder / "chromium.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        port_file, deadline = folder / "DevToolsActivePort", time.monotonic() + 30
+        port_file, deadline = folder / "DevToolsActivePort", time.monotonic() + 120
         while not port_file.exists() or "\n" not in port_file.read_text():
             assert process.poll() is None and time.monotonic() < deadline, (folder / "chromium.log").read_text()
             await asyncio.sleep(0.05)
         port = port_file.read_text().split()[0]
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json") as answer:
-                page = next(target for target in await answer.json() if target["type"] == "page")
-            async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+            while not (pages := await targets(session, port)):  # its port is open before its first page is
+                assert time.monotonic() < deadline, (folder / "chromium.log").read_text()
+                await asyncio.sleep(0.05)
+            async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 opened = Browser(socket)
                 for domain in ("Page", "Runtime", "Log"):
                     await opened.call(f"{domain}.enable")
@@ -102,4 +109,7 @@ async def browser(folder: Path) -> AsyncIterator[Browser]:
                 await opened.close()
     finally:
         process.terminate()
-        process.wait(20)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()

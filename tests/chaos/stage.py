@@ -31,20 +31,21 @@ from tests.chaos.cast import AnsweringEarly, DoomedBuffer, FakeGenerator, FakeTr
 
 RETRY_SECONDS = 0.05
 MOST_ERRORS = 20
-RAY_SECONDS = 40.0
-"""Seconds without the actor after which Ray itself is taken to be gone."""
 
 
-async def kept_alive(actor: Any) -> Any:
-    """What the actor's `run` returns, however often the actor dies, and though it gave up now and then."""
+async def kept_alive(actor: Any, ray_seconds: float) -> Any:
+    """What the actor's `run` returns, however often the actor dies, and though it gave up now and then.
+
+    After `ray_seconds` without the actor Ray itself is taken to be gone.
+    """
     errors, alive = 0, time.monotonic()
     while True:
         began = time.monotonic()
         try:
             return await actor.run.remote()
         except ray.exceptions.RayActorError:
-            alive = alive if time.monotonic() - began < RAY_SECONDS / 10 else time.monotonic()
-            if time.monotonic() - alive > RAY_SECONDS:
+            alive = alive if time.monotonic() - began < ray_seconds / 10 else time.monotonic()
+            if time.monotonic() - alive > ray_seconds:
                 raise
             await asyncio.sleep(RETRY_SECONDS)
         except ray.exceptions.RayTaskError as error:
@@ -75,8 +76,9 @@ async def play(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
     trainer = (
         ray.remote(FakeTrainer).options(name="trainer", **lasting).remote(config_json, where, told["step_seconds"])
     )
-    generating = [asyncio.ensure_future(kept_alive(generator)) for generator in generators]
-    training = asyncio.ensure_future(kept_alive(trainer))
+    patience = told["ray_seconds"]
+    generating = [asyncio.ensure_future(kept_alive(generator, patience)) for generator in generators]
+    training = asyncio.ensure_future(kept_alive(trainer, patience))
     await asyncio.wait([training, *generating], return_when=asyncio.FIRST_EXCEPTION)
     history = await training
     slow = sorted(seconds for answers in await asyncio.gather(*generating) for seconds in answers)

@@ -87,7 +87,7 @@ def test_a_run_killed_as_a_whole_goes_on_as_if_nothing_had_been(staged: Stage, c
 def test_a_run_whose_ray_is_killed_ends_by_itself_and_goes_on(
     staged: Stage, calm: dict[str, Any], daemon: str, seconds: float
 ) -> None:
-    play = staged(daemon).tell(settings(steps=STEPS), step_seconds=1.0).start()
+    play = staged(daemon).tell(settings(steps=STEPS), step_seconds=1.0, ray_seconds=40.0).start()
     play.until_step(4)
     play.kill_daemon(daemon)
     assert play.process is not None and play.process.wait(seconds) != 0

@@ -75,6 +75,7 @@ class Play:
         segment_bytes: int = 20_000,
         journal: Path | None = None,
         early: bool = False,
+        ray_seconds: float = 120.0,
     ) -> Play:
         """Write down who plays and who is to die where."""
         (self.folder / "doom").mkdir(parents=True)
@@ -91,6 +92,7 @@ class Play:
             "segment_bytes": segment_bytes,
             "journal": str(journal or self.folder / "journal"),
             "early": early,
+            "ray_seconds": ray_seconds,
         }
         self.retell()
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import subprocess
@@ -15,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from actors import RAY_ENV
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 MARK = "BATON_TEST_RUN"
-START_SECONDS = 240
+START_SECONDS = 300
 
 
 @pytest.fixture(scope="session")
@@ -49,16 +51,33 @@ class Driver:
     folder: Path
     said: list[str]
 
-    def until(self, words: str) -> None:
-        """Read what the run prints up to the line that contains `words`."""
+    def until(self, words: str) -> str:
+        """Read what the run prints up to the line that contains `words`, and return that."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + START_SECONDS
         for line in self.process.stdout:
             self.said.append(line)
             if words in line:
-                return
+                return line
             assert time.monotonic() < deadline, "".join(self.said)
         raise AssertionError(f"the run ended before it said {words!r}:\n" + "".join(self.said))
+
+    def step(self) -> int:
+        """The optimizer step that the run's folder says was taken last."""
+        file = self.folder / "metrics.jsonl"
+        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+        return int(json.loads(whole.splitlines()[-1])["trainer/global_step"]) if whole else 0
+
+    def until_true(self, look: Callable[[], object]) -> None:
+        """Wait for something that shows in the run's folder while it goes on."""
+        until(lambda: look() or self.process.poll() is not None, START_SECONDS)
+        if self.process.poll() is not None:
+            self.end(0)
+            raise AssertionError(f"the run ended:\n{''.join(self.said)}")
+
+    def until_step(self, step: int) -> None:
+        """Wait until the run has taken an optimizer step."""
+        self.until_true(lambda: self.step() >= step)
 
     def end(self, seconds: float) -> int:
         """Read on to the end; the exit code."""

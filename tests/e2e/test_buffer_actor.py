@@ -38,6 +38,6 @@ def test_a_damaged_journal_is_said_to_whoever_asks(local_ray: None, tmp_path: Pa
     buffer = ray.remote(BufferActor).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(*given)
     for method in (buffer.ready, buffer.status):
         with pytest.raises(ray.exceptions.RayTaskError) as caught:
-            ray.get(method.remote(), timeout=60)
+            ray.get(method.remote(), timeout=240)
         assert isinstance(caught.value.cause, JournalError) and "refusing to start" in str(caught.value.cause)
     ray.kill(buffer)

@@ -24,7 +24,7 @@ def test_ranks_share_a_node_where_they_fit(local_ray: None) -> None:
     config = load_config([QUICKSTART], ["trainer.ranks=3"])
     room = place_ranks(config, gpus=0)
     try:
-        assert room.wait(timeout_seconds=30)
+        assert room.wait(timeout_seconds=240)
         table = placement_group_table(room)
         assert table["strategy"] == "PACK" and len(set(table["bundles_to_node_id"].values())) == 1
 
@@ -36,7 +36,7 @@ def test_ranks_share_a_node_where_they_fit(local_ray: None) -> None:
             ray.remote(Where).options(**rank_options(config, 0, room, rank) | {"name": f"where-{rank}"}).remote()
             for rank in range(3)
         ]
-        nodes = ray.get([actor.node.remote() for actor in actors], timeout=60)
+        nodes = ray.get([actor.node.remote() for actor in actors], timeout=240)
         assert set(nodes) == set(table["bundles_to_node_id"].values())
     finally:
         remove_placement_group(room)

@@ -16,7 +16,7 @@ import pytest
 from service.rollout.tokenizer import load_tokenizer
 from service.runfolder import read_lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-STEPS = 24
-SETTINGS = [f"run.max_steps={STEPS}", "trainer.checkpoint_every=4", "model.warm_start.steps=10", "metrics.port=0"]
+EVERY = 4
+ENDLESS = ["run.max_steps=100000", f"trainer.checkpoint_every={EVERY}", "model.warm_start.steps=10", "metrics.port=0"]
 MARK = "BATON_TEST_RUN"
 
 Drive = Callable[[list[str]], Any]
@@ -38,29 +38,42 @@ def belongs(entry: Path, mark: str, title: str) -> bool:
         return False
 
 
+def until_checkpoint(run: Any) -> None:
+    """Wait until there is one of a step that was taken; how many steps the run takes meanwhile differs by machine."""
+    run.until_true(lambda: any((run.folder / "checkpoints").glob("step_[1-9]*/manifest.json")))
+
+
+def step_in(line: str) -> int:
+    """The step that a line of the run ends with."""
+    return int(line.split()[-1])
+
+
 def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> None:
-    run = drive(SETTINGS)
-    run.until("step    6/24")
+    run = drive(ENDLESS)
+    until_checkpoint(run)
     kill(run, "ray::TrainerRank")
-    run.until("the trainer starts again from step 4")
-    run.until("step    9/24")
+    again = step_in(run.until("the trainer starts again from step"))
+    assert again >= EVERY and again % EVERY == 0
+    run.until_step(again + 3)
     kill(run, "ray::Generator")
     run.until("generator-0 is back")
-    run.until("step   12/24")
+    run.until_step(run.step() + 3)
     kill(run, "VLLM::EngineCore")
     run.until("generator-0 is back")
-    run.until("step   15/24")
+    run.until_step(run.step() + 3)
     kill(run, "ray::BufferActor")
-    run.until("step   18/24")
+    run.until_step(run.step() + EVERY + 2)
     run.process.kill()
-    run.process.wait(timeout=10)
+    run.process.wait(timeout=60)
 
-    resumed = drive(["--resume", str(run.folder)])
+    steps = run.step() + 8
+    resumed = drive(["--resume", str(run.folder), f"run.max_steps={steps}"])
     assert resumed.end(240) == 0, "".join(run.said + resumed.said)
 
-    assert any("resuming after step 16" in line for line in resumed.said), "".join(resumed.said)
+    (after,) = [step_in(line) for line in resumed.said if "resuming after step" in line]
+    assert again < after < steps and after % EVERY == 0
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["trainer/global_step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["trainer/global_step"] for line in lines] == list(range(1, steps + 1))
     assert [line["trainer/epoch"] for line in lines] == sorted(line["trainer/epoch"] for line in lines)
     assert all(line["async/staleness_max"] <= 4 for line in lines)
     tokens = json.loads((run.folder / "summary.json").read_text())["tokens"]
@@ -72,14 +85,15 @@ def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> Non
 @pytest.mark.full
 def test_a_part_that_freezes_is_started_again_like_one_that_died(drive: Drive) -> None:
     deadlines = ["generator.silent_deadline=10", "trainer.collective_deadline=10"]
-    run = drive([*SETTINGS, *deadlines])
-    run.until("step    6/24")
+    run = drive([*ENDLESS, *deadlines])
+    until_checkpoint(run)
     kill(run, "ray::TrainerRank", signal.SIGSTOP)
-    run.until("the trainer starts again from step 4")
-    run.until("step    9/24")
+    run.until_step(step_in(run.until("the trainer starts again from step")) + 3)
     kill(run, "ray::Generator", signal.SIGSTOP)
     run.until("no answer of generator-0 for 10 s")
     run.until("generator-0 is back")
-    assert run.end(240) == 0, "".join(run.said)
+    run.until_step(run.step() + 3)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end(240) == 128 + signal.SIGTERM, "".join(run.said)
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["trainer/global_step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["trainer/global_step"] for line in lines] == list(range(1, len(lines) + 1))

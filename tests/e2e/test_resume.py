@@ -10,7 +10,7 @@ import pytest
 
 from service.cli import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
 
 SETTINGS = [
     "run.max_steps=6",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from service.rollout.environment import Task
 from service.rollout.environments import made_search
 from service.rollout.factory import Environments
 from service.rollout.tokenizer import make_tokenizer
+from tests.waiting import free_port, until
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +37,6 @@ def made_encoder(folder: Path) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def listening(port: int) -> set[int]:
     """The living processes that accept connections there; one that is being ended has no id any more."""
     found = [one for one in psutil.net_connections("tcp") if one.laddr.port == port]
@@ -51,7 +45,7 @@ def listening(port: int) -> set[int]:
 
 def post(url: str, question: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(question).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())["result"]
 
 
@@ -84,10 +78,7 @@ def test_a_dense_server_answers_an_environment_also_after_it_was_killed(local_ra
     assert asyncio.run(searched()).startswith(f"<information> 1 : {passage}\n2 : ")
     killed = listening(retrieval.port)
     ray.kill(actor, no_restart=False)
-    deadline = time.monotonic() + 60
-    while not listening(retrieval.port) - killed:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: listening(retrieval.port) - killed, 240)
     answers()
     ray.kill(actor)
 

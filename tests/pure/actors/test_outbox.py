@@ -66,7 +66,7 @@ def decoded(data: bytes) -> StepGroup:
     return group
 
 
-def deliver(buffer: FakeBuffer, items: list[Step | TrajectoryEnd], deadline: float = 10.0) -> Outbox:
+def deliver(buffer: FakeBuffer, items: list[Step | TrajectoryEnd], deadline: float = 120.0) -> Outbox:
     async def main() -> Outbox:
         outbox = Outbox("g", 3, buffer.submit, deadline, buffer.closed.append, buffer.refused.append)
         running = asyncio.ensure_future(outbox.run())
@@ -107,7 +107,7 @@ def test_a_message_without_an_answer_is_sent_again_as_the_same_bytes() -> None:
 
 
 def test_a_buffer_that_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox_module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(outbox_module, "ANSWER_SECONDS", 1.0)
     buffer = FakeBuffer()
     answer = buffer.submit
 

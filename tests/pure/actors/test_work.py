@@ -38,13 +38,13 @@ class FakeBuffer:
         return answer
 
 
-def source(buffer: FakeBuffer, versions: list[PolicyVersion] | None = None, deadline: float = 5.0) -> WorkSource:
+def source(buffer: FakeBuffer, versions: list[PolicyVersion] | None = None, deadline: float = 100.0) -> WorkSource:
     serving = versions or [PolicyVersion(1, 0)]
     return WorkSource("g", 2, buffer.claim, lambda: serving[-1], deadline)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 10))
+    asyncio.run(asyncio.wait_for(main, 120))
 
 
 def test_the_first_claim_asks_at_once_and_the_next_ones_wait() -> None:

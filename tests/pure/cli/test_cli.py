@@ -172,7 +172,7 @@ def test_a_damaged_file_of_a_run_is_one_line(
 def test_an_output_that_takes_nothing_is_one_line(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "service", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-m", "service", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=240
         )
     assert done.returncode == 2 and done.stderr.startswith("baton: ") and done.stderr.count("\n") == 1
 
@@ -194,7 +194,7 @@ def test_an_environment_beside_the_configuration_is_found(tmp_path: Path) -> Non
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
         settings = [f"env.name=my_envs:{name}", "model.warm_start=null", "model.path=model"]
         return subprocess.run(
-            [*command, *settings], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+            [*command, *settings], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
         ).stderr
 
     assert "did you mean my_envs:Guess?" in said("Gues")
@@ -215,9 +215,9 @@ def test_the_module_is_the_command_and_imports_neither_ray_nor_torch() -> None:
         f"main(['config', 'validate', '--config', '{QUICKSTART}']); "
         "sys.exit(sorted({'ray', 'torch', 'vllm', 'matplotlib'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    done = subprocess.run([sys.executable, "-m", "service", "status", "nobody"], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "service", "status", "nobody"], capture_output=True, timeout=240)
     assert done.returncode == 2 and done.stderr.startswith(b"baton: nobody: neither")
 
 

@@ -39,14 +39,14 @@ def form(*steps: Step, history: VersionHistory | None = None) -> Any:
 
 def test_the_core_needs_neither_torch_nor_ray_nor_what_reads_configurations() -> None:
     code = "import sys, service.handoff; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     loaded = set(done.stdout.split())
     assert {"numpy", "xxhash"} <= loaded and not loaded & {"torch", "ray", "vllm", "pydantic", "yaml", "transformers"}
 
 
 def test_the_names_of_the_learner_are_there_and_loaded_late() -> None:
     code = "import sys, service.learn; assert 'torch' not in sys.modules; print(*service.learn.__all__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     names = {name: getattr(service.learn, name).__name__ for name in done.stdout.split()}
     assert names and all(name == found for name, found in names.items())
     with pytest.raises(AttributeError, match="no attribute 'Lerner'"):

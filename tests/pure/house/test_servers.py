@@ -48,14 +48,13 @@ def program(folder: Path, name: str, script: str = "exit 0") -> None:
 
 
 def test_where_everything_is_there_nothing_is_run(
-    servers: ModuleType, bare: Path, capsys: pytest.CaptureFixture[str]
+    servers: ModuleType, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program(bare, "apt-get", "exit 1")
+    program(bare, "apt-get", f"echo > {tmp_path}/ran")
     for name in ("prometheus", "alertmanager", "chromium-browser"):
         program(bare, name)
-    began = time.monotonic()
     assert servers.main() == 0
-    assert time.monotonic() - began < 1 and capsys.readouterr().out == ""
+    assert not (tmp_path / "ran").exists() and capsys.readouterr().out == ""
 
 
 def test_what_is_missing_is_installed_and_no_service_is_started(
@@ -81,22 +80,22 @@ def link() -> str:
 
 
 @pytest.mark.parametrize(
-    ("script", "reason"),
+    ("script", "deadline", "reason"),
     [
-        ("echo 'E: Unable to locate package chromium'; exit 100", "Unable to locate package"),
-        ("exit 100", "apt-get install failed: 100"),
-        ("sleep 60", "took too long"),
+        ("echo 'E: Unable to locate package chromium'; exit 100", 200.0, "Unable to locate package"),
+        ("exit 100", 200.0, "apt-get install failed: 100"),
+        ("sleep 500", 1.0, "took too long"),
     ],
 )
 def test_an_apt_that_refuses_or_hangs_is_no_error(
-    script: str, reason: str, servers: ModuleType, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    script: str, deadline: float, reason: str, servers: ModuleType, bare: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(servers, "DEADLINE", 1.0)
+    monkeypatch.setattr(servers, "DEADLINE", deadline)
     program(bare, "apt-get", script)
     began = time.monotonic()
     assert servers.main() == 0
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 400
     said = capsys.readouterr().out
     assert "without prometheus, prometheus-alertmanager, chromium, whose tests are skipped" in said and reason in said
     assert not (tmp_path / "policy-rc.d").exists()

@@ -48,7 +48,7 @@ def run(*words: str, path: Path, **environment: str) -> subprocess.CompletedProc
         env={"PATH": str(path), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
 

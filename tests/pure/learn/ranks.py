@@ -27,7 +27,7 @@ class Ranks:
             store = str(Path(folder) / "store")
             # each call waits for the others to join the group, so each has a process of its own
             calls = [self._pool.submit(_rank, store, rank, world, function, arguments) for rank in range(world)]
-            return [call.result(timeout=240) for call in calls]
+            return [call.result(timeout=500) for call in calls]
 
     def close(self) -> None:
         """End the processes."""
@@ -38,7 +38,7 @@ class Ranks:
 
 def _rank(store: str, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=240)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     try:
         return function(rank, world, *arguments)

@@ -75,7 +75,7 @@ def test_steps_taken_while_a_checkpoint_is_written_are_not_in_it(
     stepped = Event()
 
     def slow_save(*args: Any) -> None:
-        assert stepped.wait(timeout=60)
+        assert stepped.wait(timeout=240)
         save_file(*args)
 
     monkeypatch.setattr("service.learn.checkpoint.save_file", slow_save)

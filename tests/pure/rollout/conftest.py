@@ -85,8 +85,8 @@ def limits(chat: Chat, **changed: object) -> AgentLimits:
     values: dict[str, object] = {
         "max_turns": 4,
         "max_input_length": 64,
-        "step_deadline": 5.0,
-        "request_deadline": 5.0,
+        "step_deadline": 60.0,
+        "request_deadline": 60.0,
         "sampling": Sampling(max_tokens=7, stop_token_ids=chat.end_ids),
     }
     return AgentLimits(**(values | changed))  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -124,6 +125,10 @@ async def test_an_evaluation_samples_at_its_own_temperature_and_training_does_no
     assert engine.samplings[-1].temperature == 0.9
 
 
+def ours(process: psutil.Process) -> bool:
+    return bool(process.info["ppid"] == os.getpid())
+
+
 @pytest.mark.asyncio
 async def test_isolated_episodes_beyond_the_bound_wait_for_a_process_instead_of_starting_one(model: Path) -> None:
     env = EnvConfig(name="lookup", isolation="process", max_processes=1, max_turns=1)
@@ -132,7 +137,7 @@ async def test_isolated_episodes_beyond_the_bound_wait_for_a_process_instead_of_
     task = Task("p-0", QUESTION.prompt, "", row["reward_spec"], row["extra_info"])
     episodes = await asyncio.gather(*(played(plays, TrajectoryId(i, 0), task) for i in range(3)))
     assert [items[-1].stop_reason for items in episodes] == ["stop"] * 3
-    children = [child.cmdline() for child in psutil.Process().children()]
+    children = [child.info["cmdline"] or [] for child in psutil.process_iter(["cmdline", "ppid"]) if ours(child)]
     assert sum("service.rollout.isolated" in line for line in children) == 1
     await plays.close()
 
