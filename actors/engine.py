@@ -14,8 +14,9 @@ import asyncio
 import os
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
     from actors.engine_stats import LoadRecorder
 
+Answer = TypeVar("Answer")
+
+LOOK_SECONDS = 1.0
+"""How often a core that owes an answer is looked at."""
 UPDATE_TRIES = 2
 """Times that an update is tried; in between the engine stays paused, for it never resumes on half of the weights."""
 
@@ -144,8 +149,8 @@ class VllmEngine:
         async with self._update_lock:
             try:
                 if isinstance(data, str) or self._config.weights.transport == "memory":
-                    return await self._take_file(version, data, checksum)
-                return await self._receive(version, data, checksum)
+                    return await self._unless_dead(self._take_file(version, data, checksum))
+                return await self._unless_dead(self._receive(version, data, checksum))
             except Exception as error:
                 raise self._death() or error from error.__cause__
 
@@ -207,7 +212,7 @@ class VllmEngine:
         """
         try:
             async with asyncio.timeout(deadline):
-                await self._running().get_weight_version()
+                await self._unless_dead(self._running().get_weight_version())
         except TimeoutError:
             raise RunFailed(f"the engine core did not answer within {deadline:.0f} s") from None
         except Exception as error:
@@ -217,6 +222,17 @@ class VllmEngine:
     def load(self) -> EngineLoad | None:
         """What the engine has to do; None where its KV cache holds whatever may come."""
         return self._recorder.load if self._recorder is not None else None
+
+    async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
+        """Wait for the core's answer; one that died owes it for ever, which vLLM does not say."""
+        waiting = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait([waiting], timeout=LOOK_SECONDS))[0]:
+                if (death := self._death()) is not None:
+                    raise death
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     def _death(self) -> RunFailed | None:
         """The error to raise instead of vLLM's where its core is dead: the driver knows none of vLLM's errors."""

@@ -101,6 +101,9 @@ def difference(model: PreTrainedModel, prompt_ids: np.ndarray, generation: Gener
 class Observed(VllmEngine):
     """Shows the engine's load to other processes."""
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def look(self) -> EngineLoad | None:
         return self.load
 
@@ -287,6 +290,18 @@ def test_a_kv_cache_that_overflows_is_seen_and_loses_no_request(small_engine: An
     for seed, generation in enumerate(generations):
         assert len(generation.token_ids) == 200 or generation.token_ids[-1] == END
         assert difference(mixture(1), prompt(seed), generation, 1.0) < ATOL
+
+
+def test_a_core_that_dies_amid_an_update_is_said_at_once(small_engine: Any) -> None:
+    """vLLM itself never answers a call that its core took along."""
+    owner = psutil.Process(ray.get(small_engine.pid.remote()))
+    (core,) = [child for child in owner.children() if "EngineCore" in " ".join(child.cmdline())]
+    core.suspend()
+    updating = update(small_engine, 106, weights_of(mixture(0)))
+    assert ray.wait([updating], timeout=1.0)[0] == []
+    core.kill()
+    with pytest.raises(RunFailed, match="the engine core died"):
+        ray.get(updating, timeout=120)
 
 
 OWNER = """
