@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from service.errors import RunFailed, Starved
 from service.handoff.tables import step_group
 from service.handoff.verbs import Receipt
-from service.handoff.wire import encode
+from service.handoff.wire import MAX_HEADER_BYTES, encode
 from service.types import Refusal, RefusalReason, Sender, Step, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ WINDOW = 4
 """Messages that may be on their way at once."""
 MESSAGE_BYTES = 4 << 20
 """A message is closed once it holds as many bytes."""
+NAME_BYTES = MAX_HEADER_BYTES // 2
+"""It is also closed once its uids and stop reasons, if all were different, take as many; one item takes far less."""
 TOKEN_BYTES = 4 + 4 + 1 + 8
 """A token's id, log-probability, mask and version."""
 ANSWER_SECONDS = 10.0
@@ -96,9 +98,10 @@ class Outbox:
 
     def _next_message(self) -> list[Item]:
         """The longest run of queued items that fits into a message."""
-        size = count = 0
-        while count < len(self._items) and size < MESSAGE_BYTES:
+        size = names = count = 0
+        while count < len(self._items) and size < MESSAGE_BYTES and names < NAME_BYTES:
             size += _bytes(self._items[count])
+            names += _name_bytes(self._items[count])
             count += 1
         message, self._items = self._items[:count], self._items[count:]
         if not self._items:
@@ -170,6 +173,11 @@ def _bytes(item: Item) -> int:
         return 0
     experts = item.routed_experts.nbytes if item.routed_experts is not None else 0
     return TOKEN_BYTES * (len(item.prompt_ids) + len(item.response_ids)) + experts
+
+
+def _name_bytes(item: Item) -> int:
+    """Bytes of its names in a message's header, with a length before each, at most."""
+    return len(item.prompt_uid.encode()) + len(item.stop_reason.encode()) + 2 * 5
 
 
 def _by_trajectory(items: Iterable[Item]) -> list[list[Item]]:

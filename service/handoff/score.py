@@ -21,9 +21,7 @@ the published definitions above, in which nothing is subtracted; the configurati
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from service.errors import UserError
 from service.handoff.columns import trajectories
+from service.registered import registered
 from service.types import Ends, Float64s, Int64s, Steps
 
 EPSILON = 1e-6
@@ -101,19 +100,9 @@ def estimator_named(setting: str) -> Estimator:
     """The estimator behind `algorithm.estimator`: a known name, or `module:name` with the module that registers it.
 
     Raises:
-        UserError: the module cannot be imported, or nothing is registered under that name.
+        ConfigError: the module cannot be imported, or nothing is registered under that name.
     """
-    module, _, name = setting.rpartition(":")
-    if module:
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise UserError(f"algorithm.estimator: the module {module!r} cannot be imported: {error}") from error
-    if name not in ESTIMATORS:
-        near = difflib.get_close_matches(name.lower(), ESTIMATORS, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(ESTIMATORS)}"
-        raise UserError(f"algorithm.estimator: no estimator is named {name!r}{meant}")
-    return ESTIMATORS[name]
+    return registered("algorithm.estimator", "estimator", setting, ESTIMATORS)
 
 
 def returns(steps: Steps, ends: Ends, rule: ReturnRule) -> Float64s:

@@ -38,6 +38,7 @@ STEP_GROUP, MINI_BATCH = 1, 2
 PREFIX = struct.Struct("<4sHHIQQ")
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 1 << 20
+"""Of a step group's header, which is mostly uids and stop reasons."""
 
 _STEP_ARRAYS = (*STEP_COLUMNS, "offsets_K", *TOKEN_COLUMNS)
 _OPTIONAL = ("token_rewards_N", "routed_experts_N")
@@ -108,14 +109,23 @@ class _Damaged(Exception):
 
 
 def encode(group: StepGroup) -> bytes:
-    """The bytes of a step group."""
+    """The bytes of a step group.
+
+    Raises:
+        ValueError: its names (uids, stop reasons) take more than the header of a message may hold.
+    """
     steps, ends = group.steps, group.ends
     arrays = {name: getattr(steps, name) for name in _STEP_ARRAYS}
     arrays |= {name: getattr(ends, name) for name in END_COLUMNS}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     names = (steps.uids, steps.stop_reasons, ends.uids, ends.stop_reasons)
-    head = GroupHead(*group.sender, *names, _array_heads(arrays))
-    return _framed(STEP_GROUP, msgspec.msgpack.encode(head), arrays)
+    head = msgspec.msgpack.encode(GroupHead(*group.sender, *names, _array_heads(arrays)))
+    if len(head) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"a step group's header takes {len(head)} bytes, MAX_HEADER_BYTES is {MAX_HEADER_BYTES}: send its "
+            f"{sum(map(len, names))} uids and stop reasons in several messages"
+        )
+    return _framed(STEP_GROUP, head, arrays)
 
 
 def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:

@@ -19,8 +19,6 @@ GRPO is `ppo_clip` with `estimator: grpo`; Dr. GRPO is `estimator: grpo_no_std` 
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from service.config.tree import AlgorithmConfig
 from service.errors import ConfigError
+from service.registered import registered
 
 MAX_LOG_RATIO = 20.0
 
@@ -81,17 +80,7 @@ def policy_loss(name: str, over_trajectory: bool = False) -> Callable[[LossFunct
 
 def loss_named(setting: str) -> PolicyLoss:
     """The loss behind `algorithm.loss`: a known name, or `module:name` with the module that registers it."""
-    module, _, name = setting.rpartition(":")
-    if module:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"algorithm.loss: the module {module!r} cannot be imported: {error}") from error
-    if name not in _LOSSES:
-        near = difflib.get_close_matches(name.lower(), _LOSSES, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(_LOSSES)}"
-        raise ConfigError(f"algorithm.loss: no loss is named {name!r}{meant}")
-    return _LOSSES[name]
+    return registered("algorithm.loss", "loss", setting, _LOSSES)
 
 
 def checked(setting: str, terms: object, tokens: Tokens) -> Terms:

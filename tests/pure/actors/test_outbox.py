@@ -98,6 +98,14 @@ def test_long_messages_are_split_and_numbered(monkeypatch: pytest.MonkeyPatch) -
     assert len(buffer.sent) == 5
 
 
+def test_no_message_has_more_names_than_its_header_may_hold() -> None:
+    buffer = FakeBuffer()
+    ends = [TrajectoryEnd(TrajectoryId(o, 0), f"{o:0500}", 0, "stop", 1.0) for o in range(3000)]
+    deliver(buffer, list(ends))
+    sent = [ordinal for data in buffer.sent for ordinal in decoded(data).ends.ordinal_E.tolist()]
+    assert sent == list(range(3000)) and len(buffer.sent) == 3
+
+
 def test_a_message_without_an_answer_is_sent_again_as_the_same_bytes() -> None:
     buffer = FakeBuffer()
     buffer.fail_first = [Unreachable("gone"), Unreachable("gone")]

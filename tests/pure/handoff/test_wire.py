@@ -9,7 +9,7 @@ import xxhash
 
 from service.handoff.tables import end_objects, step_group
 from service.handoff.validate import refusal, trajectory_refusal
-from service.handoff.wire import PREFIX, decode, encode
+from service.handoff.wire import MAX_HEADER_BYTES, PREFIX, decode, encode
 from service.types import Refusal, RefusalReason, StepGroup, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, shared
 
@@ -39,6 +39,14 @@ def test_token_rewards_and_routed_experts_survive_their_bytes() -> None:
     assert isinstance(again, StepGroup)
     assert again.steps.routed_experts_N is not None and again.steps.routed_experts_N.shape[1:] == (2, 4)
     assert again.steps.token_rewards_N is not None and again.steps.reward_K[0] == 0.5 * len(STEPS[0].response_ids)
+
+
+def test_a_header_that_no_reader_would_take_is_not_written() -> None:
+    ends = [end(TrajectoryId(ordinal, 0), uid=f"{ordinal:0500}") for ordinal in range(2000)]
+    assert isinstance(decode(encode(step_group(SENDER, [], ends)), replace(LIMITS, max_group_bytes=1 << 24)), StepGroup)
+    more = [end(TrajectoryId(ordinal, 0), uid=f"{ordinal:0500}") for ordinal in range(3000)]
+    with pytest.raises(ValueError, match=f"MAX_HEADER_BYTES is {MAX_HEADER_BYTES}: send its 3001 uids"):
+        encode(step_group(SENDER, [], more))
 
 
 def test_arrays_lie_at_multiples_of_64_bytes() -> None:
