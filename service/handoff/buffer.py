@@ -9,22 +9,23 @@ Decisions are made here and nowhere else; what was decided goes to the record as
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from service.clock import Clock
 from service.config.tree import Config
 from service.errors import RunFailed
 from service.handoff import events
-from service.handoff.accept import failed, kept, plan
+from service.handoff.accept import kept, plan
 from service.handoff.admission import Admission
+from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batch import CompleteGroup
 from service.handoff.entry import shared
-from service.handoff.filters import filtered
+from service.handoff.filters import end_filtered
 from service.handoff.form import Formed, Former, Forming, Unscored
 from service.handoff.journal import Journal
 from service.handoff.lengths import Lengths
-from service.handoff.lifecycle import UNFINISHED, USED, Group, GroupState
+from service.handoff.lifecycle import USED, GroupState
 from service.handoff.lookahead import Lookahead
 from service.handoff.prompts import Prompts
 from service.handoff.record import OnEnd, Record
@@ -33,10 +34,7 @@ from service.handoff.validate import Limits, Routing, refusal
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.handoff.waits import Waits
 from service.handoff.wire import decode, encode
-from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, StepGroup
-
-RUN_END = "run_end"
-GROUP_DEADLINE = "group_deadline"
+from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason
 
 
 class Buffer:
@@ -64,12 +62,17 @@ class Buffer:
         opened = events.Opened(seed, self._prompts.digest(), n_samples, config.trainer.mini_batch_size)
         self._record = Record(opened, self._limits, journal, clock)
         self.ledger = self._record.ledger
+        self._attempts = Attempts(config, self._record)
         self._former = Former(config, self._record)
         self._waits = Waits(config, self._record, clock)
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
-        self._filter([o for o, group in self.ledger.state.groups.items() if not group.lives and not group.rolled_back])
+        end_filtered(
+            self._record,
+            self._config.algorithm,
+            [o for o, group in self.ledger.state.groups.items() if not group.lives and not group.rolled_back],
+        )
 
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
@@ -106,24 +109,24 @@ class Buffer:
         member = self.ledger.state.generators[sender.generator]
         if member.has(sender.sequence):
             self._duplicates += 1
-            return Receipt(max(member.position, self._lose_failed(message)), duplicate=True)
+            return Receipt(max(member.position, self._attempts.lose_failed(message)), duplicate=True)
         refused = refusal(message, self._limits)
         entering = message if refused else shared(self.ledger, self._record.store, message)
         made = refused or plan(self.ledger, self._record.store, entering)
         if isinstance(made, Refusal):
-            self._restart_refused(message, made)
+            self._attempts.restart_refused(message, made)
             return self._refuse(made)
         self._late += bool(made.superseded)
         if not made.fresh:
-            if lost := self._lose_failed(message):
+            if lost := self._attempts.lose_failed(message):
                 return Receipt(lost, superseded=made.superseded)
             self._duplicates += not made.superseded
             return Receipt(member.position, not made.superseded, made.superseded)
         if entering is not message:
             data = encode(kept(entering, made))
         position = self._record.accept(data, entering, made)
-        self._filter(made.parts)
-        return Receipt(max(position, self._lose_failed(message)), superseded=made.superseded)
+        end_filtered(self._record, self._config.algorithm, made.parts)
+        return Receipt(max(position, self._attempts.lose_failed(message)), superseded=made.superseded)
 
     def lease(self, trainer_epoch: int) -> MiniBatch | Wait | Refusal:
         """The next mini-batch; the same one again while its lease is open."""
@@ -223,7 +226,7 @@ class Buffer:
         for ordinal, sample in sorted(self.ledger.held[generator]):
             by_group.setdefault(ordinal, []).append(sample)
         for ordinal, samples in by_group.items():
-            self._restart(ordinal, tuple(samples), "generator_left")
+            self._attempts.restart(ordinal, tuple(samples), "generator_left")
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
         """A durable checkpoint covers `step`; nobody will go back further than to `oldest_kept`, or to `step`."""
@@ -252,15 +255,11 @@ class Buffer:
     def tick(self) -> None:
         """Act on deadlines that have passed."""
         now, settings = self._clock.monotonic(), self._config.buffer
-        while self._record.last_progress:
-            (ordinal, sample), since = next(iter(self._record.last_progress.items()))
-            if now - since < settings.step_deadline:
-                break
-            self._restart(ordinal, (sample,), "silent")
+        self._attempts.restart_silent(now)
         for lease, since in list(self._record.leased_at.items()):
             if now - since >= settings.lease_deadline:
                 self._release(lease, "deadline")
-        self._end_overdue_groups(now)
+        self._attempts.end_overdue_groups(now)
 
     @property
     def lengths(self) -> Lengths:
@@ -369,80 +368,6 @@ class Buffer:
         uid = self._prompts.uid(row)
         self._record.add(events.Issued(ordinal, row, uid, claim.generator, claim.epoch, claim.serving, claim.number))
         return self._assignment(ordinal, tuple(range(self.ledger.state.n_samples)))
-
-    def _restart(self, ordinal: int, samples: tuple[int, ...], reason: str) -> None:
-        """New attempts for samples of a group, or its end when there are none left."""
-        trajectories = self.ledger.state.groups[ordinal].trajectories
-        if self.ledger.state.draining is not None:
-            self._record.add(events.Expired(ordinal, RUN_END))
-        elif max(trajectories[sample].attempt for sample in samples) + 1 >= self._config.buffer.max_attempts:
-            self._record.add(events.Refused(ordinal, str(RefusalReason.MAX_ATTEMPTS)))
-        else:
-            self._record.add(events.Restarted(ordinal, samples, reason))
-
-    def _lose_failed(self, message: StepGroup) -> int:
-        """Attempts that the message says have failed start anew; returns the position that says so, 0 without any."""
-        position = 0
-        for ordinal, sample, reason in failed(self.ledger, message):
-            self._lose(ordinal, sample, reason)
-            position = self._record.journal.position
-        return position
-
-    def _lose(self, ordinal: int, sample: int, reason: str) -> None:
-        """A failure costs its own trajectory only: a new attempt, or when none is left the group goes on without it."""
-        trajectories = self.ledger.state.groups[ordinal].trajectories
-        others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]
-        draining = self.ledger.state.draining is not None
-        has_lives = trajectories[sample].attempt + 1 < self._config.buffer.max_attempts
-        # One trajectory alone has no baseline.
-        if (draining or not has_lives) and len(others) > 1:
-            self._record.add(events.Curtailed(ordinal, (sample,), reason))
-            self._filter([ordinal])
-        else:
-            self._restart(ordinal, (sample,), reason)
-
-    def _end_overdue_groups(self, now: float) -> None:
-        """What the configuration wants done about groups that take too long; by default nothing."""
-        issued_at, settings = self._record.issued_at, self._config.buffer
-        while issued_at:
-            ordinal, since = next(iter(issued_at.items()))
-            group = self.ledger.state.groups.get(ordinal)
-            unfinished = group is not None and group.state in UNFINISHED
-            if unfinished and (settings.on_group_deadline is None or now - since < settings.group_deadline):
-                break
-            del issued_at[ordinal]
-            if group is not None and unfinished:
-                self._end_overdue_group(ordinal, group)
-
-    def _end_overdue_group(self, ordinal: int, group: Group) -> None:
-        open_samples = tuple(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
-        # One trajectory alone has no baseline.
-        partial = (
-            self._config.buffer.on_group_deadline == "train_partial" and len(group.trajectories) - len(open_samples) > 1
-        )
-        if partial:
-            self._record.add(events.Curtailed(ordinal, open_samples, GROUP_DEADLINE))
-            self._filter([ordinal])
-        else:
-            self._record.add(events.Expired(ordinal, GROUP_DEADLINE))
-
-    def _restart_refused(self, message: StepGroup, refused: Refusal) -> None:
-        """A trajectory whose own message is refused cannot become whole; it starts anew at once."""
-        keys = set(zip(message.steps.ordinal_K.tolist(), message.steps.sample_K.tolist(), strict=True))
-        keys |= set(zip(message.ends.ordinal_E.tolist(), message.ends.sample_E.tolist(), strict=True))
-        held = self.ledger.held[message.sender.generator]
-        if len(keys) == 1 and keys <= held and refused.reason is not RefusalReason.IDENTITY:
-            ((ordinal, sample),) = keys
-            self._restart(ordinal, (sample,), f"refused_{refused.reason}")
-
-    def _filter(self, ordinals: Iterable[int]) -> None:
-        """Complete groups that a filter takes end here; they vacate their slots."""
-        algorithm, groups = self._config.algorithm, self.ledger.state.groups
-        if not algorithm.filter_zero_variance and algorithm.filter_over_long is None:
-            return
-        for ordinal in [o for o in ordinals if groups[o].state is GroupState.COMPLETE]:
-            if (ended := filtered(self._record.complete_group(ordinal), algorithm)) is not None:
-                self._record.add(ended)
 
     def _next_groups(self) -> tuple[int, ...]:
         """The groups of the next mini-batch, in the configured order."""

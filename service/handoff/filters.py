@@ -8,11 +8,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from service.config.tree import AlgorithmConfig
 from service.handoff.batch import CompleteGroup
 from service.handoff.events import Filtered
+from service.handoff.lifecycle import GroupState
+from service.handoff.record import Record
 from service.handoff.score import returns
 
 AT_LENGTH_LIMIT = "length"
@@ -36,3 +40,13 @@ def over_long_share(group: CompleteGroup) -> float:
     """Share of the group's trajectories that ended at the length limit."""
     long = [reason == AT_LENGTH_LIMIT for reason in group.ends.stop_reasons]
     return float(np.mean([long[code] for code in group.ends.stop_reason_E.tolist()] or [False]))
+
+
+def end_filtered(record: Record, algorithm: AlgorithmConfig, ordinals: Iterable[int]) -> None:
+    """Complete groups that a filter takes end here; they vacate their slots."""
+    groups = record.ledger.state.groups
+    if not algorithm.filter_zero_variance and algorithm.filter_over_long is None:
+        return
+    for ordinal in [o for o in ordinals if groups[o].state is GroupState.COMPLETE]:
+        if (ended := filtered(record.complete_group(ordinal), algorithm)) is not None:
+            record.add(ended)

@@ -1,0 +1,95 @@
+"""What becomes of trajectories that fail, fall silent, are refused or take too long: another attempt, or their end."""
+
+from __future__ import annotations
+
+from service.config.tree import Config
+from service.handoff import events
+from service.handoff.accept import failed
+from service.handoff.filters import end_filtered
+from service.handoff.lifecycle import UNFINISHED, Group
+from service.handoff.record import Record
+from service.types import Refusal, RefusalReason, StepGroup
+
+RUN_END = "run_end"
+GROUP_DEADLINE = "group_deadline"
+
+
+class Attempts:
+    """Decides on new attempts; what it decides goes to the record."""
+
+    def __init__(self, config: Config, record: Record) -> None:
+        self._config = config
+        self._record = record
+
+    def restart(self, ordinal: int, samples: tuple[int, ...], reason: str) -> None:
+        """New attempts for samples of a group, or its end when there are none left."""
+        trajectories = self._record.ledger.state.groups[ordinal].trajectories
+        if self._record.ledger.state.draining is not None:
+            self._record.add(events.Expired(ordinal, RUN_END))
+        elif max(trajectories[sample].attempt for sample in samples) + 1 >= self._config.buffer.max_attempts:
+            self._record.add(events.Refused(ordinal, str(RefusalReason.MAX_ATTEMPTS)))
+        else:
+            self._record.add(events.Restarted(ordinal, samples, reason))
+
+    def lose_failed(self, message: StepGroup) -> int:
+        """Attempts that the message says have failed start anew; returns the position that says so, 0 without any."""
+        position = 0
+        for ordinal, sample, reason in failed(self._record.ledger, message):
+            self._lose(ordinal, sample, reason)
+            position = self._record.journal.position
+        return position
+
+    def _lose(self, ordinal: int, sample: int, reason: str) -> None:
+        """A failure costs its own trajectory only: a new attempt, or when none is left the group goes on without it."""
+        trajectories = self._record.ledger.state.groups[ordinal].trajectories
+        others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]
+        draining = self._record.ledger.state.draining is not None
+        has_lives = trajectories[sample].attempt + 1 < self._config.buffer.max_attempts
+        # One trajectory alone has no baseline.
+        if (draining or not has_lives) and len(others) > 1:
+            self._record.add(events.Curtailed(ordinal, (sample,), reason))
+            end_filtered(self._record, self._config.algorithm, [ordinal])
+        else:
+            self.restart(ordinal, (sample,), reason)
+
+    def end_overdue_groups(self, now: float) -> None:
+        """What the configuration wants done about groups that take too long; by default nothing."""
+        issued_at, settings = self._record.issued_at, self._config.buffer
+        while issued_at:
+            ordinal, since = next(iter(issued_at.items()))
+            group = self._record.ledger.state.groups.get(ordinal)
+            unfinished = group is not None and group.state in UNFINISHED
+            if unfinished and (settings.on_group_deadline is None or now - since < settings.group_deadline):
+                break
+            del issued_at[ordinal]
+            if group is not None and unfinished:
+                self._end_overdue_group(ordinal, group)
+
+    def _end_overdue_group(self, ordinal: int, group: Group) -> None:
+        open_samples = tuple(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
+        # One trajectory alone has no baseline.
+        partial = (
+            self._config.buffer.on_group_deadline == "train_partial" and len(group.trajectories) - len(open_samples) > 1
+        )
+        if partial:
+            self._record.add(events.Curtailed(ordinal, open_samples, GROUP_DEADLINE))
+            end_filtered(self._record, self._config.algorithm, [ordinal])
+        else:
+            self._record.add(events.Expired(ordinal, GROUP_DEADLINE))
+
+    def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
+        """A trajectory whose own message is refused cannot become whole; it starts anew at once."""
+        keys = set(zip(message.steps.ordinal_K.tolist(), message.steps.sample_K.tolist(), strict=True))
+        keys |= set(zip(message.ends.ordinal_E.tolist(), message.ends.sample_E.tolist(), strict=True))
+        held = self._record.ledger.held[message.sender.generator]
+        if len(keys) == 1 and keys <= held and refused.reason is not RefusalReason.IDENTITY:
+            ((ordinal, sample),) = keys
+            self.restart(ordinal, (sample,), f"refused_{refused.reason}")
+
+    def restart_silent(self, now: float) -> None:
+        """Trajectories that have not moved for the step deadline start anew."""
+        while self._record.last_progress:
+            (ordinal, sample), since = next(iter(self._record.last_progress.items()))
+            if now - since < self._config.buffer.step_deadline:
+                break
+            self.restart(ordinal, (sample,), "silent")
