@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 from service.config import Config
-from service.errors import BatonError, RunFailed
+from service.errors import BatonError, RunFailed, UserError
 from service.simulate.report import Report, simulated
 from service.simulate.scenario import Scenario
 from service.simulate.witness import Broken
@@ -18,6 +20,7 @@ ABOUT = """\
 Run the real buffer under a virtual clock with simulated generators and a simulated trainer.
 
 Without --worlds: reports throughput, waiting and staleness for a configuration and for lengths, times and costs.
+A run's few longest trajectories decide much of it: --seeds N says the mean of N runs, and how sure it is.
 With --worlds N: N seeded worlds full of deaths, freezes, lost, doubled and overtaken messages, full disks and jumping
 clocks, each checked against the promises; the seed of a failure is printed, and --worlds 1 --seed S repeats it.
 """
@@ -25,6 +28,7 @@ clocks, each checked against the promises; the seed of a failure is printed, and
 EXAMPLES = """\
 examples:
   baton simulate --sigma 1.0 buffer.lookahead=4                     # long-tailed lengths
+  baton simulate --sigma 1.0 buffer.lookahead=8 buffer.order=strict --seeds 16
   baton simulate --config mine.yaml --token-seconds 0.03 --trainer-seconds 40
   baton simulate --generators 200 generator.concurrent_groups=800 trainer.mini_batch_size=256
   baton simulate --worlds 5000
@@ -34,7 +38,7 @@ PRESET = (
     "env.max_turns=1",
     "generator.concurrent_groups=64",
     "generator.max_input_length=64",
-    "generator.max_generate_length=2048",
+    "generator.max_generate_length=16384",
     "buffer.lookahead=4",
     "buffer.max_staleness=8",
     "buffer.step_deadline=1e6",
@@ -44,7 +48,8 @@ PRESET = (
     "trainer.ranks=1",
     "trainer.max_tokens_per_micro_batch=131072",
 )
-"""Settings when no configuration is given: 64 groups of 8 at once, mini-batches of 32 groups."""
+"""Settings when no configuration is given: 64 groups of 8 at once, mini-batches of 32 groups, and room for the longest
+trajectories: a limit on the length is a different distribution, whose tail nobody waits for."""
 
 _HELP = {
     "generators": "generator actors that share generator.concurrent_groups",
@@ -66,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = defaults[name]
         shown = text if default is None else f"{text} (default {default})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kinds.get(name, float), metavar="X", help=shown)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the run, or of the first world")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run or world")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="report the means of N runs (default 1)")
     parser.add_argument("--worlds", type=int, metavar="N", help="check the promises in N worlds full of faults")
 
 
@@ -76,10 +82,14 @@ def run(config: Config, arguments: argparse.Namespace) -> int:
         return _worlds(arguments.seed, arguments.worlds)
     given = {name: value for name in _HELP if (value := getattr(arguments, name)) is not None}
     scenario = Scenario(**given)
-    report = simulated(config, scenario, arguments.seed)
-    on_policy = simulated(_on_policy(config), replace(scenario, steps=min(scenario.steps, 60)), arguments.seed)
-    print(f"seed {arguments.seed}, {scenario.steps} optimizer steps of {config.trainer.mini_batch_size} groups")
-    for line in _lines(report, on_policy, config):
+    if arguments.seeds < 1:
+        raise UserError(f"--seeds {arguments.seeds}: at least one run is needed")
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    on_policy, short = _on_policy(config), replace(scenario, steps=min(scenario.steps, 60))
+    runs = [(simulated(config, scenario, seed), simulated(on_policy, short, seed)) for seed in seeds]
+    named = f"seed {seeds[0]}" if len(seeds) == 1 else f"means of seeds {seeds[0]} to {seeds[-1]}, ± standard error"
+    print(f"{named}, {scenario.steps} optimizer steps of {config.trainer.mini_batch_size} groups")
+    for line in _lines(runs, config):
         print(line)
     return 0
 
@@ -88,16 +98,40 @@ def _on_policy(config: Config) -> Config:
     return config.model_copy(update={"buffer": config.buffer.model_copy(update={"lookahead": 0})})
 
 
-def _lines(report: Report, on_policy: Report, config: Config) -> list[str]:
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of several runs, and its standard error; 0 where there is only one.
+
+    >>> mean_and_error([1.0, 3.0])
+    (2.0, 1.0)
+    """
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return statistics.fmean(values), spread / math.sqrt(len(values))
+
+
+def _lines(runs: Sequence[tuple[Report, Report]], config: Config) -> list[str]:
+    """The findings of runs and of the same runs on-policy."""
+    reports, bases = [run for run, _ in runs], [base for _, base in runs]
+
+    def said(values: Sequence[float], form: str) -> str:
+        mean, error = mean_and_error(values)
+        return f"{mean:{form}}" + (f" ± {error:{form}}" if len(values) > 1 else "")
+
+    def share(waits: Sequence[float], on_policy: Sequence[float]) -> str:
+        return f"{said(waits, '.1%')}   (on-policy {said(on_policy, '.1%')})"
+
+    waits = share([r.trainer_wait for r in reports], [b.trainer_wait for b in bases])
+    idle = share([r.generator_wait for r in reports], [b.generator_wait for b in bases])
+    beyond = said([r.beyond for r in reports], ".2%")
     return [
-        f"speed over on-policy    {report.steps_per_second / on_policy.steps_per_second:.2f} x",
-        f"trained tokens          {report.tokens_per_second:.0f} /s",
-        f"trainer waits           {report.trainer_wait:.1%}   (on-policy {on_policy.trainer_wait:.1%})",
-        f"generator slots idle    {report.generator_wait:.1%}   (on-policy {on_policy.generator_wait:.1%})",
-        f"token staleness         mean {report.staleness_mean:.2f}, p99 {report.staleness_p99}, "
-        f"max {report.staleness_max} versions",
-        f"tokens beyond {config.buffer.max_staleness:<3}       {report.beyond:.2%} carried no loss",
-        f"length distance         {report.length_distance:.3f}   (generated against trained, 0 is none)",
+        f"speed over on-policy    {said([r.steps_per_second / b.steps_per_second for r, b in runs], '.2f')} x",
+        f"trained tokens          {said([r.tokens_per_second for r in reports], '.0f')} /s",
+        f"trainer waits           {waits}",
+        f"generator slots idle    {idle}",
+        f"token staleness         mean {said([r.staleness_mean for r in reports], '.2f')}, "
+        f"p99 {max(r.staleness_p99 for r in reports)}, max {max(r.staleness_max for r in reports)} versions",
+        f"tokens beyond {config.buffer.max_staleness:<3}       {beyond} carried no loss",
+        f"length distance         {said([r.length_distance for r in reports], '.3f')}   "
+        "(generated against trained, 0 is none)",
     ]
 
 
