@@ -40,7 +40,7 @@ test-fast: dev ## only what needs no Ray and no vLLM
 test-full: dev servers ## everything that runs on CPU, save for test-chaos
 	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh tests
 test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (under twenty minutes)
-	@$(PYTEST) tests/chaos
+	@$(BIN)/python -m tests.chaos
 worlds: dev ## five thousand simulated worlds full of faults, on one core (about ten minutes)
 	@$(BIN)/python -m service simulate --worlds 5000
 soak: dev ## the buffer under load for twenty minutes

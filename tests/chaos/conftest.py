@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.chaos.theatre import Play
+from tests.chaos.theatre import STEPS, Play, settings
 
+FIGURES_FILE = "BATON_CHAOS_FIGURES"
+"""Environment variable that names a file for the figures of a session, beside what is printed."""
 FIGURES = pytest.StashKey[Counter[str]]()
 
 
@@ -29,9 +34,17 @@ def staged(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
         play.count()
 
 
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What happens when nothing fails."""
+    return Play(tmp_path_factory.mktemp("calm"), Counter()).tell(settings(steps=STEPS)).start().ended(300)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     figures = terminalreporter.config.stash.get(FIGURES, Counter())
     if figures:
         terminalreporter.section("chaos")
         for what, count in sorted(figures.items()):
             terminalreporter.line(f"{count:8d}  {what}")
+        if file := os.environ.get(FIGURES_FILE):
+            Path(file).write_text(json.dumps(figures))

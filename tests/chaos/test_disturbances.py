@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.test_kills import SEED
-from tests.chaos.theatre import Play, settings
+from tests.chaos.theatre import SEED, Play, settings
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 

@@ -24,6 +24,9 @@ N_SAMPLES = 2
 GROUPS = 2
 """Of a mini-batch."""
 TURNS = 3
+SEED = int(os.environ.get("BATON_CHAOS_SEED", "1"))
+STEPS = 150
+"""Optimizer steps of a long run."""
 
 
 def settings(lookahead: int = 0, steps: int = 40, **buffer: Any) -> dict[str, Any]:
@@ -51,6 +54,16 @@ def settings(lookahead: int = 0, steps: int = 40, **buffer: Any) -> dict[str, An
         },
         "metrics": {"port": 0},
     }
+
+
+LONGEST = "ms, slowest "
+"""How the figures begin that are times; others are counts."""
+
+
+def merge_figures(figures: Counter[str], more: Mapping[str, int]) -> None:
+    """Add counts up, and keep the longest of times."""
+    for what, count in more.items():
+        figures[what] = max(figures[what], count) if what.startswith(LONGEST) else figures[what] + count
 
 
 @dataclass
@@ -165,12 +178,12 @@ class Play:
         for promise in ("lost", "trained twice"):
             self.figures[promise] += found.count(promise)
         if (self.folder / "restarts.txt").exists():
-            self.at_most("ms, slowest replay of the buffer", max(self.restart_seconds()))
+            self.at_most("replay of the buffer", max(self.restart_seconds()))
         return sum(self.kills.values())
 
     def at_most(self, what: str, seconds: float) -> None:
         """Keep the longest of all times."""
-        self.figures[what] = max(self.figures[what], round(1000 * seconds))
+        merge_figures(self.figures, {f"{LONGEST}{what}": round(1000 * seconds)})
 
     def restart_seconds(self) -> list[float]:
         """How long the buffer took, each time, to replay its journal and serve."""
@@ -214,7 +227,7 @@ class Play:
         os.kill(victim, signal.SIGKILL)
         self.kills[f"{role.split('-')[0]} at random"] += 1
         self.until_up(role, after=victim)
-        self.at_most("ms, slowest return after a kill at random", time.monotonic() - began)
+        self.at_most("return after a kill at random", time.monotonic() - began)
 
     def kill_at_random(self, seed: int, count: int, roles: Sequence[str]) -> None:
         """Kill so often, whoever it hits, at any moment."""

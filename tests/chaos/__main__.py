@@ -1,0 +1,77 @@
+"""All chaos runs, two at a time: `python -m tests.chaos`, which is `make test-chaos`.
+
+A chaos run spends most of its time on processes that come back one after the other, each on one core, or on waiting
+for Ray to notice a death; so two lanes of tests run beside each other. The exit code is 1 where a test failed or the
+runs had fewer kills than they are meant to have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.chaos.conftest import FIGURES_FILE
+from tests.chaos.theatre import ROOT, SEED, merge_figures
+
+LANES = (
+    ["tests/chaos/test_kills.py"],
+    ["tests/chaos/test_moments.py", "tests/chaos/test_disturbances.py"],
+)
+LEAST_KILLS = 200
+MOST_SECONDS = 1200.0
+
+
+def main() -> int:
+    """Run both lanes, and print what they say as they say it, and all figures at the end."""
+    began, figures, codes = time.monotonic(), Counter[str](), []
+    with tempfile.TemporaryDirectory(prefix="chaos-figures-") as folder:
+        files = [Path(folder) / f"{number}.json" for number in range(len(LANES))]
+        lanes = [start(lane, file) for lane, file in zip(LANES, files, strict=True)]
+        readers = [threading.Thread(target=relay, args=lane) for lane in enumerate(lanes)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        for lane, file in zip(lanes, files, strict=True):
+            codes.append(lane.wait())
+            if file.exists():
+                merge_figures(figures, json.loads(file.read_text()))
+    seconds = time.monotonic() - began
+    print(f"\nchaos: {seconds:.0f} s (at most {MOST_SECONDS:.0f} on two quiet cores), seed {SEED}")
+    for what, count in sorted(figures.items()):
+        print(f"{count:8d}  {what}")
+    if figures["kills"] < LEAST_KILLS:
+        print(f"missed: {figures['kills']} kills, at least {LEAST_KILLS} are meant")
+    return int(any(codes) or figures["kills"] < LEAST_KILLS)
+
+
+def start(tests: list[str], figures: Path) -> subprocess.Popen[str]:
+    """One lane in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-v", "--durations=0", "--durations-min=1", *tests],
+        cwd=ROOT,
+        env={**os.environ, FIGURES_FILE: str(figures), "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def relay(number: int, lane: subprocess.Popen[str]) -> None:
+    """Print a lane's lines as they come."""
+    assert lane.stdout is not None
+    for line in lane.stdout:
+        print(f"[{number}] {line}", end="", flush=True)
+    lane.stdout.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
