@@ -14,6 +14,7 @@ from actors.cluster import Cluster
 from actors.evaluations import Evaluations
 from actors.fleet import Fleet
 from actors.keeper import CheckpointKeeper
+from actors.metrics_hub import serving
 from actors.telemetry import RunTelemetry
 from actors.trainer import TrainerLost
 from service.agreement import disagreement
@@ -119,7 +120,7 @@ class Coordinator:
             self._folder.write_config(self._config)
         self._say("loading the model: engines and trainer ranks start ...")
         url, *_ = await asyncio.gather(
-            call(self._hub.start, who="the metrics hub"),
+            serving(self._hub, self._config.run.max_restarts),
             self._trainer.load(self._prepared.model_folder),
             self._fleet.start(),
         )

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray.exceptions
 from aiohttp import web
 
 import service
+from actors.calls import call
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.hub import Hub
 
+RETRY_SECONDS = 0.5
+"""Pause before a hub that is not up yet is called again."""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 PAGE = Path(service.__file__).parent / "status_page.html"
@@ -55,6 +59,24 @@ def with_port(config: Config) -> Config:
         free.bind((config.metrics.host, 0))
         port = int(free.getsockname()[1])
     return config.model_copy(update={"metrics": config.metrics.model_copy(update={"port": port})})
+
+
+async def serving(hub: Any, max_restarts: int) -> str:
+    """Let the hub serve; returns its address. One that dies meanwhile is called again when Ray has brought it back.
+
+    Raises:
+        UserError: the port is taken, or the host is not one of this machine.
+        RayActorError: it died more than `max_restarts` times.
+    """
+    for left in range(max_restarts, -1, -1):
+        try:
+            address: str = await call(hub.start, who="the metrics hub")
+            return address
+        except ray.exceptions.RayActorError:
+            if not left:
+                raise
+            await asyncio.sleep(RETRY_SECONDS)
+    raise AssertionError("the last try returns or raises")
 
 
 class MetricsHub:

@@ -27,7 +27,8 @@ from service.runfolder import RunFolder, new_run_folder
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the entry point of a job."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Ways to ask a run to stop; the last one comes when its terminal is closed, unless nohup has it ignored."""
 
 
 def run(config: Config, resume: Path | None = None) -> int:
@@ -123,10 +124,11 @@ def runs_folder(config: Config) -> Path:
 async def _until_stopped(coordinator: Coordinator) -> int:
     """Run the coordinator; the first stop signal ends it in order."""
     loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in heard:
         loop.add_signal_handler(number, coordinator.stop, number)
     await coordinator.run()
-    for number in STOP_SIGNALS:
+    for number in heard:
         # What follows ends by itself within seconds; a second signal would only cut it short.
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
@@ -134,5 +136,8 @@ async def _until_stopped(coordinator: Coordinator) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line of progress at once."""
-    print(line, flush=True, file=sys.stdout)
+    """Print a line of progress at once; where nobody can read it any more, the run goes on without."""
+    try:
+        print(line, flush=True, file=sys.stdout)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open as long as the process lives

@@ -407,7 +407,9 @@ class FakeTrainer(Player):
         return {"step": len(self._history) + 1, "groups": list(batch.groups), "chain": chain.hexdigest()}
 
     def _publish(self, version: PolicyVersion) -> None:
-        write_whole(self._folder / "weights.json", json.dumps(version))
+        # The last weights would admit work that has begun or not, as it happens, when the run's end expires it.
+        if version.step < self._config.run.max_steps:
+            write_whole(self._folder / "weights.json", json.dumps(version))
 
     # -- checkpoints, as the keeper wants them ------------------------------------------------------------------------
 

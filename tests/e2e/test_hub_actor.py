@@ -1,0 +1,56 @@
+"""The metrics hub's actor, which dies while a run starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from actors.metrics_hub import MetricsHub, serving, with_port
+from service.config import Config
+
+pytestmark = [pytest.mark.slow]
+
+
+class DyingHub(MetricsHub):
+    """Dies when it is first told to serve, as by kill -9."""
+
+    def __init__(self, config_json: str, died: str) -> None:
+        super().__init__(config_json)
+        self._died = Path(died)
+
+    async def start(self) -> str:
+        if not self._died.exists():
+            self._died.touch()
+            os._exit(1)
+        return await super().start()
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_hub_that_dies_while_the_run_starts_is_told_again_to_serve(tmp_path: Path) -> None:
+    import ray
+
+    config = with_port(Config.model_validate({"metrics": {"port": 0}}))
+    hub = (
+        ray.remote(DyingHub)
+        .options(num_cpus=0, max_restarts=-1)
+        .remote(config.model_dump_json(), str(tmp_path / "died"))
+    )
+    assert asyncio.run(serving(hub, max_restarts=3)) == f"http://127.0.0.1:{config.metrics.port}"
+    ray.kill(hub)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_hub_that_dies_again_and_again_ends_the_start(tmp_path: Path) -> None:
+    import ray
+    import ray.exceptions
+
+    hub = (
+        ray.remote(DyingHub)
+        .options(num_cpus=0)
+        .remote(Config.model_validate({"metrics": {"port": 0}}).model_dump_json(), str(tmp_path / "died"))
+    )
+    with pytest.raises(ray.exceptions.RayActorError):
+        asyncio.run(serving(hub, max_restarts=1))
