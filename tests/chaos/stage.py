@@ -33,18 +33,21 @@ RETRY_SECONDS = 0.05
 MOST_ERRORS = 20
 
 
-async def kept_alive(actor: Any, ray_seconds: float) -> Any:
+async def kept_alive(actor: Any, comings: Path, ray_seconds: float) -> Any:
     """What the actor's `run` returns, however often the actor dies, and though it gave up now and then.
 
-    After `ray_seconds` without the actor Ray itself is taken to be gone.
+    After `ray_seconds` without the actor Ray itself is taken to be gone. `comings` grows whenever somebody plays the
+    role again: one who dies as soon as he is there says that Ray is there.
     """
-    errors, alive = 0, time.monotonic()
+    errors, alive, came = 0, time.monotonic(), 0
     while True:
         began = time.monotonic()
         try:
             return await actor.run.remote()
         except ray.exceptions.RayActorError:
-            alive = alive if time.monotonic() - began < ray_seconds / 10 else time.monotonic()
+            size = comings.stat().st_size if comings.exists() else 0
+            if size > came or time.monotonic() - began > ray_seconds / 10:
+                alive, came = time.monotonic(), size
             if time.monotonic() - alive > ray_seconds:
                 raise
             await asyncio.sleep(RETRY_SECONDS)
@@ -61,7 +64,7 @@ async def play(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
     config_json, where = config.model_dump_json(), str(folder)
     lasting: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 1000}
     hub = ray.remote(Scraper).options(name="hub", **lasting).remote(where)
-    await hub.push.remote("stage", b"")
+    await hub.push.options(max_task_retries=-1).remote("stage", b"")
     buffer = (
         ray.remote(AnsweringEarly if told["early"] else DoomedBuffer)
         .options(name="buffer", max_task_retries=-1, **lasting)
@@ -77,8 +80,11 @@ async def play(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
         ray.remote(FakeTrainer).options(name="trainer", **lasting).remote(config_json, where, told["step_seconds"])
     )
     patience = told["ray_seconds"]
-    generating = [asyncio.ensure_future(kept_alive(generator, patience)) for generator in generators]
-    training = asyncio.ensure_future(kept_alive(trainer, patience))
+    generating = [
+        asyncio.ensure_future(kept_alive(generator, folder / f"up-generator-{i}.txt", patience))
+        for i, generator in enumerate(generators)
+    ]
+    training = asyncio.ensure_future(kept_alive(trainer, folder / "up-trainer.txt", patience))
     await asyncio.wait([training, *generating], return_when=asyncio.FIRST_EXCEPTION)
     history = await training
     slow = sorted(seconds for answers in await asyncio.gather(*generating) for seconds in answers)
