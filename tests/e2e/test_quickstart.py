@@ -91,6 +91,18 @@ def roles(status: bytes) -> set[str]:
     return {actor["role"] for actor in json.loads(status)["actors"]}
 
 
+@pytest.mark.full
+def test_a_run_whose_terminal_is_closed_ends_in_order(drive: Drive, left_over: LeftOver) -> None:
+    run = drive(ENDLESS)
+    run.until("training:")
+    run.process.stdout.close()
+    run.process.send_signal(signal.SIGHUP)
+    assert run.process.wait(120) == 128 + signal.SIGHUP
+    assert left_over(MARK, run.mark, END_SECONDS) == {}
+    assert (run.folder / "final" / "model.safetensors").is_file()
+    assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
+
+
 def test_a_killed_run_leaves_no_process(drive: Drive, left_over: LeftOver) -> None:
     run = drive(ENDLESS)
     run.until("training:")
