@@ -109,9 +109,10 @@ class Producer:
         """The weights that are served from now on."""
         self._serving = PolicyVersion(*version)
 
-    def stop(self) -> None:
-        """Claim nothing more."""
+    def stop(self) -> int:
+        """Claim nothing more; how many groups were acknowledged so far."""
         self._stopped = True
+        return len(self.ack_seconds)
 
     async def run(self, rate: float) -> tuple[list[float], int]:
         """Produce so many groups a second; returns each acknowledgement's seconds, and how many groups came late."""
@@ -207,10 +208,9 @@ async def soak(folder: Path, minutes: float, rate: float, n_producers: int) -> d
     consuming = consumer.run.remote(producers)
     producing = [producer.run.remote(rate / n_producers) for producer in producers]
     began, cpu = time.monotonic(), sum(process.cpu_times()[:2])
-    memory, largest = await watch(process, folder / "journal", minutes * 60)
+    memory, disk = await watch(process, folder / "journal", minutes * 60)
+    in_time = sum([await producer.stop.remote() for producer in producers])
     seconds, cpu = time.monotonic() - began, sum(process.cpu_times()[:2]) - cpu
-    for producer in producers:
-        await producer.stop.remote()
     answers = await asyncio.gather(*producing)
     await consumer.stop.remote()
     steps = await consuming
@@ -224,7 +224,7 @@ async def soak(folder: Path, minutes: float, rate: float, n_producers: int) -> d
     return {
         "minutes": seconds / 60,
         "groups": len(acks),
-        "groups_per_second": len(acks) / seconds,
+        "groups_per_second": in_time / seconds,
         "message_mb": status["journal_position"] / max(len(acks), 1) / 1e6,
         "p50_ms": 1000 * float(np.quantile(acks, 0.5)),
         "p99_ms": 1000 * float(np.quantile(acks, 0.99)),
@@ -234,10 +234,11 @@ async def soak(folder: Path, minutes: float, rate: float, n_producers: int) -> d
         "buffer_cpu_share": cpu / seconds,
         "rss_mb_at_start": base / 1e6,
         "rss_mb_at_most": max(memory) / 1e6,
-        "rss_mb_in_the_last_tenth": max(memory[-max(len(memory) // 10, 1) :]) / 1e6,
+        "rss_mb_in_the_last_tenth": max(last_tenth(memory)) / 1e6,
         "rss_mb_bound": ALLOWANCE * (base + MAX_BYTES) / 1e6,
         "journal_written_mb": status["journal_position"] / 1e6,
-        "journal_mb_at_most": largest / 1e6,
+        "journal_mb_at_most": max(disk) / 1e6,
+        "journal_mb_in_the_last_tenth": max(last_tenth(disk)) / 1e6,
         "restart_seconds": restart,
         "lost_over_the_restart": status["accepted_tokens"] - again["accepted_tokens"],
         "ledger_difference": again["accepted_tokens"] - sum(again["tokens"].values()),
@@ -253,15 +254,23 @@ def buffer_process(mark: str) -> psutil.Process:
     raise RuntimeError("the run has no process of the buffer")
 
 
-async def watch(process: psutil.Process, journal: Path, seconds: float) -> tuple[list[int], int]:
-    """The buffer's resident bytes, each second, and the most bytes that the journal took."""
-    memory, largest = [], 0
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        await asyncio.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
+async def watch(process: psutil.Process, journal: Path, seconds: float) -> tuple[list[int], list[int]]:
+    """The buffer's resident bytes and the bytes that its journal takes, each second; says both each minute."""
+    memory, disk = [], []
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < seconds:
+        await asyncio.sleep(min(1.0, seconds - passed))
         memory.append(process.memory_info().rss)
-        largest = max(largest, sum(file.stat().st_blocks * 512 for file in journal.glob("*.journal")))
-    return memory, largest
+        disk.append(sum(file.stat().st_blocks * 512 for file in journal.glob("*.journal")))
+        if len(memory) % 60 == 0:
+            now = f"buffer {memory[-1] / 1e6:.0f} MB, journal {disk[-1] / 1e6:.0f} MB"
+            print(f"{passed / 60:4.0f} of {seconds / 60:.0f} min  {now}", file=sys.stderr, flush=True)
+    return memory, disk
+
+
+def last_tenth(values: list[int]) -> list[int]:
+    """The last tenth of the seconds, one at least."""
+    return values[-max(len(values) // 10, 1) :]
 
 
 def replay(folder: Path) -> dict[str, float]:
@@ -272,7 +281,12 @@ def replay(folder: Path) -> dict[str, float]:
     began = time.monotonic()
     Buffer(config(), VOCABULARY, uids, journal, clock, config().run.seed)
     seconds, n_bytes = time.monotonic() - began, journal.position - journal.start
-    return {"replayed_mb": n_bytes / 1e6, "replay_seconds": seconds, "replay_mb_per_second": n_bytes / 1e6 / seconds}
+    return {
+        "reclaimed_mb": journal.start / 1e6,
+        "replayed_mb": n_bytes / 1e6,
+        "replay_seconds": seconds,
+        "replay_mb_per_second": n_bytes / 1e6 / seconds,
+    }
 
 
 def missed(found: dict[str, Any]) -> list[str]:
@@ -285,6 +299,8 @@ def missed(found: dict[str, Any]) -> list[str]:
         wrong.append(f"restart_seconds {found['restart_seconds']:.1f}")
     if found["rss_mb_at_most"] > found["rss_mb_bound"]:
         wrong.append(f"rss_mb_at_most {found['rss_mb_at_most']:.0f} > {found['rss_mb_bound']:.0f}")
+    if found["reclaimed_mb"] <= 0:
+        wrong.append("no segment of the journal was reclaimed")
     if found["lost_over_the_restart"] or found["ledger_difference"]:
         wrong.append("tokens are missing")
     return wrong

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from actors import RAY_ENV
+from tests.e2e.ledger_watch import LedgerWatch
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -88,8 +89,12 @@ class Driver:
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    """Starts runs, each with a mark of its own in its environment; ends what a failed test left running."""
+    """Starts runs, each with a mark of its own in its environment; ends what a failed test left running.
+
+    At every scrape of every one of them the token ledger has to close.
+    """
     drivers: list[Driver] = []
+    watches: list[LedgerWatch] = []
 
     def start(settings: list[str], recipe: str = "quickstart") -> Driver:
         mark = secrets.token_hex(8)
@@ -104,6 +109,7 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
             text=True,
         )
         drivers.append(Driver(process, mark, tmp_path / recipe, []))
+        watches.append(LedgerWatch(tmp_path / recipe))
         return drivers[-1]
 
     yield start
@@ -112,3 +118,6 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
         driver.process.wait(timeout=10)
         if driver.process.stdout is not None:
             driver.process.stdout.close()
+    for watch in watches:
+        watch.stop()
+    assert [watch.open for watch in watches] == [[] for _ in watches], "the token ledger does not close"

@@ -1,0 +1,55 @@
+"""Scrapes a run each second, as Prometheus does, and keeps the pages on which the token ledger does not close."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import urllib.request
+from pathlib import Path
+
+FATE = re.compile(r"^baton_tokens\{.*\} (\S+)$", re.MULTILINE)
+ACCEPTED = re.compile(r"^baton_accepted_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
+
+
+def difference(page: str) -> float:
+    """Accepted tokens less the tokens of every fate, on one page of `/metrics`."""
+    return sum(map(float, ACCEPTED.findall(page))) - sum(map(float, FATE.findall(page)))
+
+
+class LedgerWatch:
+    """Watches the run whose folder this is, from when it serves its metrics until `stop`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._address = folder / "address.json"
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.scrapes = 0
+        """Pages that showed accepted tokens."""
+        self.open: list[float] = []
+        """The difference of each page that did not close."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Scrape no more."""
+        self._stopped.set()
+        self._thread.join(30)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(1.0):
+            page = self._page()
+            if ACCEPTED.search(page):
+                self.scrapes += 1
+                if difference(page):
+                    self.open.append(difference(page))
+
+    def _page(self) -> str:
+        """What `/metrics` shows; nothing while the run does not serve it."""
+        try:
+            url = json.loads(self._address.read_text())["url"]
+            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+                page: str = answer.read().decode()
+        except (OSError, ValueError, http.client.HTTPException):  # not begun to serve, or just ended
+            return ""
+        return page
