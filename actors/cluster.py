@@ -44,7 +44,10 @@ def ray_session(config: Config, mark: str, logs: Path) -> Iterator[None]:
     os.environ[MARK] = mark
     try:
         _connect(config, mark, logs)
-    except (RuntimeError, ConnectionError) as error:
+    except Exception as error:
+        # Ray raises a bare Exception where its node is not up within thirty seconds, as on a busy machine.
+        if not isinstance(error, RuntimeError | ConnectionError) and type(error) is not Exception:
+            raise
         (logs / "failure.txt").write_text(str(error))
         raise RunFailed(f"Ray did not start: {in_a_line(error)} (all of it: {logs / 'failure.txt'})") from error
     try:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service import commands, replay
+from service import commands
 from service.errors import BatonError
-from service.simulate import command as simulate
 from service.version import installed_version
 
 PLAIN = ("trajectories", "status")
@@ -114,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As with `python -m`: modules of one's own, such as environments, lie where the command is typed.
         sys.path.insert(0, os.getcwd())
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(words)
+    arguments = _parser(words[0] if words else "").parse_args(words)
     try:
         return int(arguments.command(arguments, overrides))
     except BatonError as error:
@@ -162,12 +161,15 @@ def _next(words: object) -> list[str]:
     return [] if word is None else [word]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(typed: str) -> argparse.ArgumentParser:
+    """The parser; the two commands that describe themselves are loaded only where they are what was typed."""
     parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=EXAMPLES, formatter_class=RAW)
     parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
     added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_run, _add_eval, _add_submit, _add_config_actions, _add_status, _add_simulate, _add_replay):
+    for add in (_add_run, _add_eval, _add_submit, _add_config_actions, _add_status):
         add(added)
+    _add_simulate(added, typed == "simulate")
+    _add_replay(added, typed == "replay")
     _add_trajectories(added)
     return parser
 
@@ -225,29 +227,31 @@ def _add_config_actions(added: Any) -> None:
     schema.set_defaults(command=commands.config_schema)
 
 
-def _add_simulate(added: Any) -> None:
+def _add_simulate(added: Any, whole: bool) -> None:
     simulation = added.add_parser(
         "simulate",
         help="what a configuration would do, without GPUs, under a virtual clock",
-        description=simulate.ABOUT,
-        epilog=simulate.EXAMPLES,
         formatter_class=RAW,
     )
-    _add_config(simulation)
-    simulate.add_arguments(simulation)
-    simulation.set_defaults(command=commands.simulate)
+    if whole:
+        from service.simulate import command as simulate
+
+        simulation.description, simulation.epilog = simulate.ABOUT, simulate.EXAMPLES
+        _add_config(simulation)
+        simulate.add_arguments(simulation)
+        simulation.set_defaults(command=commands.simulate)
 
 
-def _add_replay(added: Any) -> None:
+def _add_replay(added: Any, whole: bool) -> None:
     again = added.add_parser(
-        "replay",
-        help="one mini-batch of a run, formed again from its journal",
-        description=replay.ABOUT,
-        epilog=replay.EXAMPLES,
-        formatter_class=RAW,
+        "replay", help="one mini-batch of a run, formed again from its journal", formatter_class=RAW
     )
-    replay.add_arguments(again)
-    again.set_defaults(command=lambda arguments, overrides: replay.run(arguments))
+    if whole:
+        from service import replay
+
+        again.description, again.epilog = replay.ABOUT, replay.EXAMPLES
+        replay.add_arguments(again)
+        again.set_defaults(command=commands.replay)
 
 
 def _add_eval(added: Any) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from service.config import Config, check, check_paths, load, resolved_yaml
 from service.errors import UserError
-from service.simulate import command as simulation
-from service.status import run_status
-from service.status_view import status_lines
+
+if TYPE_CHECKING:
+    from service.config import Config
+
+# What a command needs is imported by it alone: `baton status`, which is typed often, loads neither NumPy nor pydantic.
 
 PIPED_WIDTH = 120
 """Columns of a table when nothing says how wide the terminal is."""
@@ -22,6 +25,8 @@ PIPED_WIDTH = 120
 
 def _load(arguments: argparse.Namespace, overrides: list[str]) -> Config:
     """The checked configuration of a command line."""
+    from service.config import check, load
+
     _no_more_words(arguments)
     if not arguments.config:
         raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
@@ -39,6 +44,8 @@ def _no_more_words(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run a training."""
+    from service.config import check_paths
+
     resume: Path | None = arguments.resume
     if resume is not None:
         if not (resume / "config.yaml").is_file():
@@ -46,7 +53,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         arguments.config.insert(0, resume / "config.yaml")
     config = _load(arguments, overrides)
     check_paths(config)
-    # Only this command needs Ray, which takes seconds to import.
+    # Ray takes seconds to import: first what may be wrong.
     from actors.run import run
 
     return run(config, None if resume is None else resume.resolve())
@@ -82,6 +89,8 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the resolved configuration."""
+    from service.config import load, resolved_yaml
+
     _no_more_words(arguments)
     sys.stdout.write(resolved_yaml(load(arguments.config, overrides).config))
     return 0
@@ -89,6 +98,8 @@ def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check a configuration, and what it names."""
+    from service.config import check_paths
+
     config = _load(arguments, overrides)
     check_paths(config)
     from service.handoff.score import estimator_named
@@ -106,21 +117,40 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def config_schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the JSON schema of the configuration."""
+    from service.config import Config
+
     print(json.dumps(Config.model_json_schema(), indent=2))
     return 0
 
 
 def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Simulate a configuration."""
+    from service.config import load
+    from service.simulate import command as simulation
+
     _no_more_words(arguments)
     preset = [] if arguments.config else simulation.PRESET
     return simulation.run(load(arguments.config, [*preset, *overrides]).config, arguments)
 
 
+def replay(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Form a mini-batch again."""
+    from service.replay import run
+
+    return run(arguments)
+
+
 def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Show what a run does now, or how it ended."""
+    from service.status import run_status
+    from service.status_view import status_lines
+
     status = run_status(arguments.run)
-    print(json.dumps(status, indent=2) if arguments.json else "\n".join(status_lines(status)))
+    if arguments.json:
+        print(json.dumps(status, indent=2))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print("\n".join(status_lines(status, width)))
     return 0
 
 
@@ -164,6 +194,7 @@ def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> 
 
 def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
     """The staleness bound of a run, and its tokenizer's words."""
+    from service.config import load
     from service.rollout.tokenizer import load_tokenizer
     from service.trajectory_views import pieces
 

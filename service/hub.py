@@ -81,6 +81,8 @@ class Hub:
             self._accepted.append((self._clock.monotonic(), report["accepted_tokens"]))
             self._parts[part]["tokens_per_second"] = self._tokens_per_second()
         if part == "step" and "trainer/global_step" in report:
+            while self._steps and self._steps[-1]["trainer/global_step"] >= report["trainer/global_step"]:
+                self._steps.pop()  # a trainer that went back to a checkpoint takes these steps again
             self._steps.append(self._parts[part])
 
     def _tokens_per_second(self) -> float:

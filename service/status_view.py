@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,28 @@ Column = tuple[str, tuple[str, ...]]
 
 WAYS = ("claim", "submit", "lease", "publish")
 
+LABEL = 12
+"""Columns in front of what a label says."""
 
-def status_lines(status: Status) -> list[str]:
-    """What a run is doing now, or how it ended."""
+
+def status_lines(status: Status, width: int | None = None) -> list[str]:
+    """What a run is doing now, or how it ended; in a terminal of so many columns, or as wide as it gets."""
     if "summary" in status:
         return ended_lines(status["folder"], status["summary"])
-    lines = [headline(status), ""]
-    lines += ["  " + line for line in road_lines(stations(status))]
+    lines = _lines(status, width)
+    return lines if width is None else [part for line in lines for part in _wrapped(line, width)]
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    indent = " " * LABEL
+    return textwrap.wrap(line, max(width, 2 * LABEL), subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
+def _lines(status: Status, width: int | None) -> list[str]:
+    road = ["  " + line for line in road_lines(stations(status))]
+    if width is not None and max(map(len, road)) > width:
+        road = ["  " + line for line in road_lines(stations(status), ways=("",) * len(WAYS))]
+    lines = [headline(status), "", *road]
     lines += ["", *_counts("groups", status["buffer"].get("groups", {})), *_counts("tokens", status["tokens"])]
     step = status["step"]
     if "reward/avg_raw_reward" in step:
@@ -91,15 +107,15 @@ def stations(status: Status) -> list[Column]:
     ]
 
 
-def road_lines(columns: Sequence[Column]) -> list[str]:
-    """The stations side by side, with the ways between them.
+def road_lines(columns: Sequence[Column], ways: Sequence[str] = WAYS) -> list[str]:
+    """The stations side by side, with the ways between them; a way without a name is an arrow.
 
     >>> for line in road_lines([("prompts", ("9 issued",)), ("GENERATORS", ("1 up",))]): print(line)
     prompts --claim--> GENERATORS
     9 issued           1 up
     """
-    ways = [f" --{way}--> " for way in WAYS[: len(columns) - 1]] + [""]
-    road = [name + way for (name, _), way in zip(columns, ways, strict=True)]
+    arrows = [f" --{way}--> " if way else " --> " for way in ways[: len(columns) - 1]] + [""]
+    road = [name + arrow for (name, _), arrow in zip(columns, arrows, strict=True)]
     widths = [
         max(len(part), 2 + max((len(line) for line in lines), default=0))
         for part, (_, lines) in zip(road, columns, strict=True)

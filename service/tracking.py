@@ -8,10 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
 from service.config import Config, WandbConfig
 from service.errors import UserError
 
@@ -38,10 +34,16 @@ class TensorBoard:
     """Scalars in TensorBoard's event files, written without torch."""
 
     def __init__(self, folder: Path) -> None:
+        # Imported here: those who only read a run folder need not wait a second for it.
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._writer = EventFileWriter(str(folder), flush_secs=5)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """One point per curve; a number that is not finite is left out."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         values = [
             Summary.Value(tag=key, simple_value=float(value)) for key, value in numbers.items() if math.isfinite(value)
         ]

@@ -97,6 +97,19 @@ async def paints_soon(page: Browser, url: str, size: str) -> None:
         seen.append(await page.value(paint))
 
 
+def test_the_charts_go_back_with_a_trainer_that_does(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with run_under_way(30) as (url, hub), browser(tmp_path) as page:
+            await page.show(url, "desktop")
+            last = "[...document.querySelectorAll('.chart svg text')].some(e => e.textContent === '{}')"
+            await page.until(last.format(30))
+            await hub.put_status("step", a_step(21))
+            await page.until(last.format(21))
+            assert page.complaints == []
+
+    asyncio.run(scenario())
+
+
 def test_the_page_says_so_when_the_run_is_gone(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with run_under_way(3) as (url, hub), browser(tmp_path) as page:

@@ -221,6 +221,26 @@ def test_the_module_is_the_command_and_imports_neither_ray_nor_torch() -> None:
     assert done.returncode == 2 and done.stderr.startswith(b"baton: nobody: neither")
 
 
+@pytest.mark.parametrize(
+    ("argv", "unneeded"),
+    [
+        (["--help"], "numpy, pydantic, yaml"),
+        (["status", "nobody"], "numpy, pydantic, yaml"),
+        (["trajectories", "list", "nobody"], "tensorboard, matplotlib, torch"),
+    ],
+)
+def test_commands_that_are_typed_often_load_only_what_they_need(argv: list[str], unneeded: str) -> None:
+    code = (
+        "import contextlib, sys\n"
+        "from service.cli import main\n"
+        "with contextlib.suppress(SystemExit):\n"
+        f"    main({argv})\n"
+        f"sys.exit(sorted(set({unneeded!r}.split(', ')) & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_road_is_drawn_with_its_stations_above_their_numbers() -> None:
     lines = road_lines(
         [("prompts", ("1,203 issued",)), ("GENERATORS", ("1 of 1 up", "2,310 tokens/s")), ("BUFFER", ("14 open",))]
@@ -232,6 +252,16 @@ def test_the_road_is_drawn_with_its_stations_above_their_numbers() -> None:
     ]
     wide = road_lines([("prompts", ("a line that is longer than the way",)), ("GENERATORS", ("up",))])
     assert wide[0].index("GENERATORS") == wide[1].index("up") and "--claim---" in wide[0]
+
+
+def test_a_narrow_terminal_gets_the_road_without_names_and_lines_that_end_between_words() -> None:
+    hub = Hub(SystemClock())
+    wait = {"who": "generator-0", "reason": "lookahead", "detail": "the engine has to serve version 12, it serves 11"}
+    hub.put_status("buffer", {"groups": {"open": 4}, "waits": [{**wait, "since": hub.status()["time"]}], "tokens": {}})
+    wide, narrow = status_lines(hub.status()), status_lines(hub.status(), 80)
+    assert max(map(len, wide)) > 80 and "--publish-->" in wide[2]
+    assert max(map(len, narrow)) <= 80 and "GENERATORS --> BUFFER" in narrow[2]
+    assert narrow[-1].startswith(" " * 12) and narrow[-1].strip() in wide[-1]
 
 
 def test_a_run_that_has_just_begun_has_a_status_too() -> None:

@@ -223,6 +223,14 @@ def test_the_history_gives_the_steps_after_a_step_as_columns_without_nan() -> No
     assert history["columns"]["timing/step"] == [None, None]
 
 
+def test_steps_that_a_trainer_takes_again_replace_those_it_took_before() -> None:
+    hub = Hub(FakeClock())
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.7)):
+        hub.put_status("step", {"trainer/global_step": step, "reward/avg_raw_reward": reward})
+    history = hub.history(-1)
+    assert (history["steps"], history["columns"]["reward/avg_raw_reward"]) == ([1, 2], [0.1, 0.7])
+
+
 def test_the_hub_takes_the_buffers_rate_over_its_last_reports() -> None:
     clock = FakeClock()
     hub = Hub(clock)
