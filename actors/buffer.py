@@ -253,9 +253,11 @@ class BufferActor:
             await asyncio.sleep(self._config.buffer.sync_interval)
 
     async def _tick(self) -> None:
-        """Let deadlines pass."""
+        """Let deadlines pass, and what the disk had no room for be tried again."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._buffer.tick()
+            if self._journal.stalled is not None:
+                self._queued.set()
             async with self._changed:
                 self._changed.notify_all()

@@ -260,6 +260,10 @@ class Buffer:
             if now - since >= settings.lease_deadline:
                 self._release(lease, "deadline")
         self._attempts.end_overdue_groups(now)
+        if (stalled := self._record.journal.stalled) is not None:
+            self._waits.begin("journal", WaitReason.DISK, stalled)
+        else:
+            self._waits.end("journal")
 
     @property
     def lengths(self) -> Lengths:

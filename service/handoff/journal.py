@@ -23,6 +23,10 @@ from service.handoff.disk import Buffer, Disk, File, LocalDisk
 from service.handoff.frames import Frame, Segment, frame_bytes, frames, has_data, synced_later
 
 ALLOCATION_BYTES = 1 << 20
+PAGE_BYTES = 1 << 12
+LEAST_PIECE_BYTES = 1 << 16
+MOST_PIECES = 256
+"""Into how many pieces reserved space is cut that goes from one file to another on a full disk."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 KEPT = "reclaimed"
 """Folder of segments that nobody needs any more but that are kept for replay."""
@@ -232,7 +236,7 @@ class Journal:
             written = 0
         if written < batch[-1].end - self.synced:
             # The next sync writes the same bytes to the same place, so a part that was written does no harm.
-            self.stalled = f"the disk of {self.folder} is full"
+            self.stalled = f"the disk of {self.folder} is full, {batch[-1].end - self.synced} bytes are not written"
             return False
         try:
             active.file.sync()
@@ -271,20 +275,28 @@ class Journal:
 def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
     """Cut a file to what it uses, and reserve as much in a new one as it had reserved beyond; returns how much that is.
 
-    On a full disk the space goes over piece by piece. What another process takes meanwhile is missing: what was to be
-    written there waits until the disk has room again.
+    On a full disk the space goes over piece by piece, but for the page that both files have a part of. What another
+    process takes meanwhile is missing too: what was to be written there waits until the disk has room again.
     """
     wanted = moved = max(allocated - used, 0)
     if not _allocated(new, wanted):
-        moved = 0
-        while moved < wanted:
-            more = min(moved + ALLOCATION_BYTES, wanted)
-            old.truncate(used + wanted - more)
-            if not _allocated(new, more):
-                break
-            moved = more
+        given, moved, piece = 0, 0, max(LEAST_PIECE_BYTES, wanted // MOST_PIECES)
+        while given < wanted:
+            given = min(given + piece, wanted)
+            old.truncate(used + wanted - given)
+            moved = _grown(new, moved, given - moved)
     old.truncate(used)
     return moved
+
+
+def _grown(file: File, size: int, more: int) -> int:
+    """Reserve `more` bytes after a file's first `size`, or what the disk has of them; returns how many it has then."""
+    if _allocated(file, size + more):
+        return size + more
+    while (more := more // 2) >= PAGE_BYTES:
+        if _allocated(file, size + more):
+            size += more
+    return size
 
 
 def _allocated(file: File, size: int) -> bool:

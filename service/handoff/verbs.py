@@ -41,7 +41,7 @@ class WaitReason(StrEnum):
     BYTES = "bytes"
     """claim: the worst case of one more group does not fit into `max_bytes`."""
     DISK = "disk"
-    """claim: the journal's disk is full."""
+    """claim: the journal's disk is full; journal: so full that what happened is not on it."""
     ANSWERED = "answered"
     """claim: it was answered before, and what it got is finished or with someone else."""
     DRAINED = "drained"

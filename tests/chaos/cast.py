@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,14 +222,17 @@ class Scraper:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
 
-    def push(self, source: str, snapshot: bytes) -> None:
-        pass
+    def push(self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
+        for _, report in reports:
+            self._look(report)
 
-    def put_status(self, part: str, report: dict[str, Any]) -> None:
+    def _look(self, report: dict[str, Any]) -> None:
         if report["accepted_tokens"] != sum(report["tokens"].values()):
             break_promise(self._folder, f"the token ledger does not close: {report['tokens']}")
         with (self._folder / "waits.txt").open("a") as file:
             file.writelines(f"{wait['who']} {wait['reason']}\n" for wait in report["waits"])
+        with (self._folder / "scrapes.txt").open("a") as file:
+            file.write(f"{report['accepted_tokens']}\n")
 
 
 # -- a generator ------------------------------------------------------------------------------------------------------

@@ -148,6 +148,7 @@ class Play:
         assert len(trained) == len(set(trained)), "trained twice"
         assert [entry["step"] for entry in report["history"]] == list(range(1, len(report["history"]) + 1))
         assert status["accepted_tokens"] == sum(status["tokens"].values())
+        assert self.scrapes(), "nobody checked the token ledger while the run went on"
         for fate in ("open", "stepped", "rolled_back", "stale", "masked", "refused"):
             assert status["tokens"][fate] == 0, status["tokens"]
         groups = {state: count for state, count in status["groups"].items() if count}
@@ -156,6 +157,12 @@ class Play:
         assert sum(status["groups"].values()) == status["issued"]
         self.figures["acknowledged steps"] += len(self.acknowledged())
         self.figures["trained groups"] += len(trained)
+        self.figures["scrapes at which the token ledger closed"] += len(self.scrapes())
+
+    def scrapes(self) -> list[int]:
+        """The accepted tokens at each scrape at which the token ledger was checked."""
+        file = self.folder / "scrapes.txt"
+        return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def acknowledged(self) -> list[str]:
         return [line for file in self.folder.glob("acks-*.txt") for line in file.read_text().splitlines()]

@@ -9,7 +9,7 @@ from service.handoff.disk import Buffer as Bytes
 from service.handoff.disk import File, LocalDisk, LocalFile
 from service.handoff.frames import ALIGNMENT
 from service.handoff.journal import Journal
-from service.simulate.disk import MemoryDisk
+from service.simulate.disk import MemoryDisk, MemoryFile, Stored
 from tests.pure.buffer.world import TurnedClock
 
 
@@ -299,6 +299,41 @@ def test_on_a_full_disk_segments_still_begin_and_keep_the_reserved_space(tmp_pat
     journal.reclaim(journal.position)
     journal.sync()
     assert len(disk.files) == 1 and disk.used() < disk.room
+
+
+class SharedDisk(MemoryDisk):
+    """A full disk beside another process, which takes what is given back first."""
+
+    def __init__(self, taken: int) -> None:
+        super().__init__()
+        self.taken = taken
+
+    def open(self, path: Path) -> File:
+        return SharedFile(self, self.files.setdefault(path, Stored()))
+
+
+class SharedFile(MemoryFile):
+    def truncate(self, size: int) -> None:
+        super().truncate(size)
+        disk = self._disk
+        assert isinstance(disk, SharedDisk)
+        disk.room, disk.taken = disk.room - disk.taken, 0
+
+
+def test_of_reserved_space_only_what_another_process_takes_is_missing(tmp_path: Path) -> None:
+    disk = SharedDisk(taken=50_000)
+    journal = Journal(tmp_path, TurnedClock(), disk, segment_bytes=500)
+    assert list(journal.replay()) == []
+    assert journal.reserve(3 << 20)
+    for payload in HISTORY:
+        disk.room = disk.used()
+        journal.append(2, payload, begins_segment=journal.segment_is_full)
+        journal.sync()
+    assert journal.synced == journal.position and len(disk.files) > 10
+    disk.room = disk.used()
+    left = (3 << 20) - journal.position - 50_000
+    assert not journal.reserve(left + 1)
+    assert journal.reserve(left - 4096 * len(disk.files))
 
 
 def test_reserved_space_survives_a_restart(tmp_path: Path) -> None:
