@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from actors import RAY_ENV
 from tests.e2e.ledger_watch import LedgerWatch
-from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 MARK = "BATON_TEST_RUN"
-START_SECONDS = 300
+WAIT_SECONDS = 900
+"""For what a run does next: starting, or bringing a dead part back, takes minutes on a loaded machine."""
+LAST_SECONDS = 60
+"""From a run's last word to its end."""
+PAUSE = 0.05
+"""Seconds between two looks."""
+TAIL_LINES = 80
+"""Of a run, in what a failed test says."""
 
 
 @pytest.fixture(scope="session")
@@ -47,21 +54,26 @@ def local_ray() -> Iterator[None]:
 class Driver:
     """A run under way."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     mark: str
     folder: Path
-    said: list[str]
+    said: list[str] = field(default_factory=list)
+    """Its lines so far."""
+    _passed: int = 0
+    """How many of them `until` has looked at."""
+    _begun: bytes = b""
+    """The line that it has not finished."""
 
     def until(self, words: str) -> str:
-        """Read what the run prints up to the line that contains `words`, and return that."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + START_SECONDS
-        for line in self.process.stdout:
-            self.said.append(line)
-            if words in line:
-                return line
-            assert time.monotonic() < deadline, "".join(self.said)
-        raise AssertionError(f"the run ended before it said {words!r}:\n" + "".join(self.said))
+        """Read what the run prints up to the next line that contains `words`, and return that."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            for line in self.said[self._passed :]:
+                self._passed += 1
+                if words in line:
+                    return line
+            assert self._hear(PAUSE), f"the run ended before it said {words!r}:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"{WAIT_SECONDS} s without {words!r}; the run said:\n{self.tail()}"
 
     def step(self) -> int:
         """The optimizer step that the run's folder says was taken last."""
@@ -69,22 +81,45 @@ class Driver:
         whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
         return int(json.loads(whole.splitlines()[-1])["trainer/global_step"]) if whole else 0
 
-    def until_true(self, look: Callable[[], object]) -> None:
+    def until_true(self, look: Callable[[], object], what: str = "what was waited for") -> None:
         """Wait for something that shows in the run's folder while it goes on."""
-        until(lambda: look() or self.process.poll() is not None, START_SECONDS)
-        if self.process.poll() is not None:
-            self.end(0)
-            raise AssertionError(f"the run ended:\n{''.join(self.said)}")
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not look():
+            assert self._hear(PAUSE), f"the run ended before {what}:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"{WAIT_SECONDS} s without {what}; the run said:\n{self.tail()}"
 
     def until_step(self, step: int) -> None:
         """Wait until the run has taken an optimizer step."""
-        self.until_true(lambda: self.step() >= step)
+        self.until_true(lambda: self.step() >= step, f"step {step}")
 
-    def end(self, seconds: float) -> int:
-        """Read on to the end; the exit code."""
+    def end(self) -> int:
+        """Read on to the end; the exit code. A run that goes on may take as long as it says something now and then."""
+        heard, lines = time.monotonic(), len(self.said)
+        while self._hear(PAUSE):
+            if len(self.said) > lines:
+                heard, lines = time.monotonic(), len(self.said)
+            silent = time.monotonic() - heard
+            assert silent < WAIT_SECONDS, f"no end and no word for {silent:.0f} s; the run said:\n{self.tail()}"
+        return self.process.wait(LAST_SECONDS)
+
+    def tail(self) -> str:
+        """The last of what the run said."""
+        return "".join(self.said[-TAIL_LINES:])
+
+    def _hear(self, seconds: float) -> bool:
+        """Read on for so long, or for what there is; False when the run has ended and said everything."""
         assert self.process.stdout is not None
-        self.said += self.process.stdout.readlines()
-        return self.process.wait(timeout=seconds)
+        out = self.process.stdout.fileno()
+        ended = self.process.poll() is not None
+        if not select.select([out], [], [], seconds)[0]:
+            return not ended
+        heard = os.read(out, 1 << 16)
+        *lines, self._begun = (self._begun + heard).split(b"\n")
+        self.said += [line.decode(errors="replace") + "\n" for line in lines]
+        if not heard and self._begun:
+            self.said.append(self._begun.decode(errors="replace"))
+            self._begun = b""
+        return bool(heard)
 
 
 @pytest.fixture
@@ -106,14 +141,14 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
         )
-        drivers.append(Driver(process, mark, tmp_path / recipe, []))
+        drivers.append(Driver(process, mark, tmp_path / recipe))
         watches.append(LedgerWatch(tmp_path / recipe))
         return drivers[-1]
 
     yield start
     for driver in drivers:
+        print(driver.tail())  # for a test that failed
         driver.process.kill()
         driver.process.wait(timeout=10)
         if driver.process.stdout is not None:

@@ -36,7 +36,7 @@ def get(folder: Path, page: str) -> bytes:
 
 def test_a_short_run_trains_and_leaves_its_folder(drive: Drive, left_over: LeftOver) -> None:
     run = drive(SHORT)
-    assert run.end(120) == 0, "".join(run.said)
+    assert run.end() == 0, "".join(run.said)
 
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["trainer/global_step"] for line in lines] == list(range(1, 13))
@@ -80,7 +80,7 @@ def test_a_run_serves_metrics_and_once_terminated_writes_its_final_weights_and_l
     assert status["schema"] == 1 and status["run"]["max_steps"] == 100000
 
     run.process.send_signal(signal.SIGTERM)  # wherever in a step it is
-    assert run.end(60) == 128 + signal.SIGTERM, "".join(run.said)
+    assert run.end() == 128 + signal.SIGTERM, "".join(run.said)
     assert left_over(MARK, run.mark, END_SECONDS) == {}
     assert (run.folder / "final" / "model.safetensors").is_file()
     assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
@@ -116,7 +116,7 @@ def test_a_killed_run_leaves_no_process(drive: Drive, left_over: LeftOver) -> No
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_quickstart_learns(drive: Drive, seed: int) -> None:
     run = drive([f"run.seed={seed}", "metrics.port=0"])
-    assert run.end(480) == 0, "".join(run.said)
+    assert run.end() == 0, "".join(run.said)
     summary = json.loads((run.folder / "summary.json").read_text())
     assert 0.15 <= summary["warm_start_success"] <= 0.25
     assert summary["reward_gain"] >= 0.3

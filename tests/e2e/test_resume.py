@@ -10,7 +10,7 @@ import pytest
 
 from service.cli import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
 SETTINGS = [
     "run.max_steps=6",
@@ -28,13 +28,13 @@ def test_a_finished_run_goes_on_longer_with_other_ranks_and_engines_and_its_own_
     drive: Drive, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = drive(SETTINGS)
-    assert first.end(240) == 0, "".join(first.said)
+    assert first.end() == 0, "".join(first.said)
     folder = first.folder
     again = ["--resume", str(folder), "run.max_steps=8", "trainer.ranks=1", "generator.engines=2"]
 
     (folder / "journal").rename(folder / "elsewhere")
     without = drive(again)
-    assert without.end(120) == 2
+    assert without.end() == 2
     assert "the journal ends at position" in without.said[-1] and "step 6" in without.said[-1]
     for file in (folder / "journal").iterdir():
         file.unlink()
@@ -42,7 +42,7 @@ def test_a_finished_run_goes_on_longer_with_other_ranks_and_engines_and_its_own_
     (folder / "elsewhere").rename(folder / "journal")
 
     resumed = drive(again)
-    assert resumed.end(240) == 0, "".join(resumed.said)
+    assert resumed.end() == 0, "".join(resumed.said)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["trainer/global_step"] for line in lines] == list(range(1, 9))
     summary = json.loads((folder / "summary.json").read_text())
