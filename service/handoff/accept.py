@@ -44,6 +44,14 @@ class Plan(NamedTuple):
     superseded: tuple[int, ...]
     """Ordinals for which the message came too late."""
 
+    def leaves_out(self, message: StepGroup) -> bool:
+        """Whether the message has items that are not kept: repetitions, ends of failed attempts, what came too late.
+
+        Those were not checked, so a journal that held them would bring them back.
+        """
+        n_kept = sum(len(part.steps) + len(part.ends) for part in self.parts.values())
+        return n_kept < len(message.steps) + len(message.ends)
+
 
 @dataclass(frozen=True, slots=True)
 class _Columns:

@@ -122,7 +122,7 @@ class Buffer:
                 return Receipt(lost, superseded=made.superseded)
             self._duplicates += not made.superseded
             return Receipt(member.position, not made.superseded, made.superseded)
-        if entering is not message:
+        if entering is not message or made.leaves_out(message):
             data = encode(kept(entering, made))
         position = self._record.accept(data, entering, made)
         end_filtered(self._record, self._config.algorithm, made.parts)

@@ -1,9 +1,11 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from service.errors import JournalError
+from service.handoff.attempts import Attempts
 from service.handoff.invariant import violations
 from service.handoff.verbs import Receipt, Wait, WaitReason
 from service.handoff.wire import encode_mini_batch
@@ -248,3 +250,37 @@ def test_a_run_that_had_ended_issues_prompts_again_when_it_is_resumed(world: Wor
     assert world.buffer.status().draining is None
     world.buffer.resume()
     assert violations(world.buffer.ledger) == []
+
+
+@pytest.mark.parametrize("segment_bytes", [1 << 20, 1])
+def test_what_comes_too_late_for_a_used_group_is_not_in_it_when_it_is_trained_again(
+    tmp_path: Path, segment_bytes: int
+) -> None:
+    world = World(tmp_path, config(trainer={"checkpoint_every": 1}), segment_bytes=segment_bytes)
+    used = [world.generator.claimed() for _ in range(2)]
+    for work in used:
+        world.generator.finish(work)
+    open_work, first = world.generator.claimed(), world.train()
+    of, late = TrajectoryId(open_work.ordinal, 0), TrajectoryId(used[0].ordinal, 0)
+    steps = [step(of, open_work.prompt_uid, 0), replace(step(late, "another", 1), index=0)]
+    answer = world.generator.send(steps, [TrajectoryEnd(late, "another", 4, "stop", 7.0)])
+    assert isinstance(answer, Receipt) and answer.superseded == (late.ordinal,)
+    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=0)
+    again = world.batch()
+    assert again.groups == first.groups
+    assert again.return_G.tolist() == first.return_G.tolist()
+    assert (again.ranks[0][0].token_ids_N == first.ranks[0][0].token_ids_N).all()
+
+
+def test_the_end_of_a_failed_attempt_is_not_its_end_when_a_crash_took_away_what_followed_from_it(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, segment_bytes=1)
+    work = world.generator.claimed()
+    of = TrajectoryId(work.ordinal, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attempts, "lose_failed", lambda self, message: 0)
+        world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "abort", 0.0)])
+    world.crash()
+    answer = world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
+    assert isinstance(answer, Receipt), answer
