@@ -93,8 +93,24 @@ class Applied:
         if frame.kind == events.EVENT:
             self.apply(events.decode(frame.payload))
         elif frame.kind == events.STEPS:
-            message = decode(frame.payload, self._limits)
-            made = message if isinstance(message, Refusal) else plan(self.ledger, self.store, message)
-            if isinstance(made, Refusal) or isinstance(message, Refusal):
-                raise JournalError(f"position {frame.position} of the journal was accepted, but is refused: {made}")
+            message = accepted(frame, self._limits)
+            made = plan(self.ledger, self.store, message)
+            if isinstance(made, Refusal):
+                raise _refused_now(frame, made)
             self.take_in(message, made, frame.position, frame.end)
+
+
+def accepted(frame: Frame, limits: Limits) -> StepGroup:
+    """The step group in a journal's frame.
+
+    Raises:
+        JournalError: it is refused now, such as for a lower `max_group_bytes`.
+    """
+    message = decode(frame.payload, limits)
+    if isinstance(message, Refusal):
+        raise _refused_now(frame, message)
+    return message
+
+
+def _refused_now(frame: Frame, refused: Refusal) -> JournalError:
+    return JournalError(f"position {frame.position} of the journal was accepted, but is refused: {refused}")

@@ -68,23 +68,28 @@ class Attempts:
     def _end_overdue_group(self, ordinal: int, group: Group) -> None:
         open_samples = tuple(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
         # One trajectory alone has no baseline.
-        partial = (
-            self._config.buffer.on_group_deadline == "train_partial" and len(group.trajectories) - len(open_samples) > 1
-        )
-        if partial:
+        n_finished = sum(trajectory.complete and not trajectory.given_up for trajectory in group.trajectories)
+        if self._config.buffer.on_group_deadline == "train_partial" and n_finished > 1:
             self._record.add(events.Curtailed(ordinal, open_samples, GROUP_DEADLINE))
             end_filtered(self._record, self._config.algorithm, [ordinal])
         else:
             self._record.add(events.Expired(ordinal, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
-        """A trajectory whose own message is refused cannot become whole; it starts anew at once."""
-        keys = set(zip(message.steps.ordinal_K.tolist(), message.steps.sample_K.tolist(), strict=True))
-        keys |= set(zip(message.ends.ordinal_E.tolist(), message.ends.sample_E.tolist(), strict=True))
-        held = self._record.ledger.held[message.sender.generator]
-        if len(keys) == 1 and keys <= held and refused.reason is not RefusalReason.IDENTITY:
-            ((ordinal, sample),) = keys
-            self.restart(ordinal, (sample,), f"refused_{refused.reason}")
+        """A trajectory whose own message is refused cannot become whole; it starts anew at once.
+
+        Not for a message of an attempt before the one that is held now, such as one that is refused once more.
+        """
+        steps, ends, ledger = message.steps, message.ends, self._record.ledger
+        columns = (steps.ordinal_K, steps.sample_K, steps.attempt_K), (ends.ordinal_E, ends.sample_E, ends.attempt_E)
+        keys = {key for table in columns for key in zip(*(column.tolist() for column in table), strict=True)}
+        if len(keys) != 1 or refused.reason is RefusalReason.IDENTITY:
+            return
+        ((ordinal, sample, attempt),) = keys
+        if (ordinal, sample) in ledger.held[message.sender.generator]:
+            trajectory = ledger.state.groups[ordinal].trajectories[sample]
+            if (trajectory.attempt, trajectory.epoch) == (attempt, message.sender.epoch):
+                self.restart(ordinal, (sample,), f"refused_{refused.reason}")
 
     def restart_silent(self, now: float) -> None:
         """Trajectories that have not moved for the step deadline start anew."""

@@ -107,10 +107,10 @@ class Buffer:
         if (fenced := self._fenced(sender.generator, sender.epoch)) is not None:
             return fenced
         member = self.ledger.state.generators[sender.generator]
-        if member.has(sender.sequence):
+        refused = refusal(message, self._limits)
+        if refused is None and member.has(sender.sequence):
             self._duplicates += 1
             return Receipt(max(member.position, self._attempts.lose_failed(message)), duplicate=True)
-        refused = refusal(message, self._limits)
         entering = message if refused else shared(self.ledger, self._record.store, message)
         made = refused or plan(self.ledger, self._record.store, entering)
         if isinstance(made, Refusal):
@@ -199,6 +199,11 @@ class Buffer:
         """
         state = self.ledger.state
         if role == "trainer":
+            if step is not None and not 0 <= step <= state.step:
+                raise RunFailed(
+                    f"a trainer wants to go on from step {step}, but the journal knows the steps 0 to {state.step}: "
+                    "go on from a checkpoint of this run"
+                )
             if step is not None and step != state.step and not self._config.trainer.checkpoint_every:
                 raise RunFailed(
                     f"a trainer wants to go on from step {step}, but step {state.step} was made and what was trained "

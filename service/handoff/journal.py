@@ -67,7 +67,8 @@ class Journal:
         self._keep_reclaimed = False
         self._segment_position = 0
         """Where the segment of the next frame begins."""
-        self._unneeded_below = 0
+        self._reclaims: list[tuple[int, int]] = []
+        """(position that has to be synced, position below which nothing is needed once it is), in order."""
         self._queue: list[_Queued] = []
         self._queue_lock = threading.Lock()
         self._sync_lock = threading.Lock()
@@ -142,9 +143,10 @@ class Journal:
         ends = [*(segment.start for segment in self._segments[1:]), self.position]
         return max((end for end in ends if end <= position), default=self.start) - self.start
 
-    def reclaim(self, below: int) -> None:
-        """Nothing before position `below` is needed any more; the next sync removes the segments before it."""
-        self._unneeded_below = max(self._unneeded_below, below)
+    def reclaim(self, below: int, once: int) -> None:
+        """Nothing before position `below` is needed once everything before `once` is synced; `sync` removes it then."""
+        with self._queue_lock:
+            self._reclaims.append((once, below))
 
     def replay(self) -> Iterator[Frame]:
         """All frames so far, oldest first; cuts a torn tail; the journal takes new frames when this is exhausted."""
@@ -262,7 +264,10 @@ class Journal:
             self._allocated = reserved
 
     def _remove_unneeded(self) -> None:
-        while len(self._segments) > 1 and self._segments[1].start < min(self._unneeded_below + 1, self.synced):
+        with self._queue_lock:
+            unneeded_below = max((below for once, below in self._reclaims if once <= self.synced), default=0)
+            self._reclaims = [(once, below) for once, below in self._reclaims if once > self.synced]
+        while len(self._segments) > 1 and self._segments[1].start <= unneeded_below:
             with self._segments_lock:
                 oldest = self._segments.pop(0)
             oldest.file.close()

@@ -12,7 +12,7 @@ from service.clock import Clock
 from service.errors import JournalError
 from service.handoff import events
 from service.handoff.accept import Plan, parts
-from service.handoff.applied import Applied
+from service.handoff.applied import Applied, accepted
 from service.handoff.batch import CompleteGroup
 from service.handoff.frames import Frame
 from service.handoff.journal import Journal
@@ -20,7 +20,6 @@ from service.handoff.ledger import Ledger
 from service.handoff.lifecycle import USED, GroupState
 from service.handoff.store import Store, cut
 from service.handoff.validate import Limits
-from service.handoff.wire import decode
 from service.types import PolicyVersion, StepGroup
 
 OnEnd = Callable[[events.GroupEnd, str, Store, PolicyVersion], None]
@@ -84,7 +83,7 @@ class Record(Applied):
         """
         needed = self._needed_from()
         self._snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
-        self.journal.reclaim(needed)
+        self.journal.reclaim(needed, once=self._snapshot_end)
 
     def _needed_from(self) -> int:
         """Position of the oldest step that a group still needs."""
@@ -143,7 +142,8 @@ def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[
     """Put the steps and ends of some groups into a store: of each ordinal's samples only these attempts, once."""
     seen: set[tuple[int, int, int]] = set()
     for frame in frames:
-        if frame.kind == events.STEPS and isinstance(message := decode(frame.payload, limits), StepGroup):
+        if frame.kind == events.STEPS:
+            message = accepted(frame, limits)
             for of, part in parts(message).items():
                 if of.ordinal in attempts and attempts[of.ordinal][of.sample] == of.attempt:
                     keys = {(of.ordinal, of.sample, int(message.steps.index_K[k])): k for k in reversed(part.steps)}

@@ -21,8 +21,10 @@ def half_finished(world: World, samples: int) -> Assignment:
     return work
 
 
-def world_with(tmp_path: Path, action: str) -> World:
-    buffer = {"on_group_deadline": action, "group_deadline": 50.0, "step_deadline": 1000.0}
+def world_with(tmp_path: Path, action: str, max_attempts: int = 3) -> World:
+    buffer = {
+        "on_group_deadline": action, "group_deadline": 50.0, "step_deadline": 1000.0, "max_attempts": max_attempts
+    }  # fmt: skip
     return World(tmp_path, config(buffer=buffer, algorithm={"n_samples_per_prompt": 3}))
 
 
@@ -58,6 +60,18 @@ def test_steps_of_a_trajectory_that_was_given_up_come_too_late_also_after_a_cras
 def test_one_trajectory_alone_has_no_baseline_and_its_group_expires(tmp_path: Path) -> None:
     world = world_with(tmp_path, "train_partial")
     half_finished(world, samples=1)
+    world.clock.now += 51
+    world.buffer.tick()
+    assert world.buffer.status().ended == {"expired/group_deadline": 1}
+
+
+def test_a_trajectory_that_was_given_up_before_the_deadline_is_no_baseline_for_the_one_that_finished(
+    tmp_path: Path,
+) -> None:
+    world = world_with(tmp_path, "train_partial", max_attempts=1)
+    work = half_finished(world, samples=1)
+    world.generator.send([], [TrajectoryEnd(TrajectoryId(work.ordinal, 1), work.prompt_uid, 0, "abort", 0.0)])
+    assert world.buffer.status().given_up == {"abort": 1}
     world.clock.now += 51
     world.buffer.tick()
     assert world.buffer.status().ended == {"expired/group_deadline": 1}

@@ -185,7 +185,7 @@ def test_damage_at_the_beginning_of_the_oldest_segment_left_refuses_to_start_and
     tmp_path: Path, byte: int
 ) -> None:
     journal = rotated(tmp_path, HISTORY)
-    journal.reclaim(journal.position)
+    journal.reclaim(journal.position, once=journal.position)
     journal.sync()
     journal.close()
     segment = only_segment(tmp_path)
@@ -230,7 +230,7 @@ def test_segments_that_nobody_needs_are_removed(tmp_path: Path) -> None:
     journal = rotated(tmp_path, HISTORY)
     before = len(list(tmp_path.glob("*.journal")))
     needed = journal.position // 2
-    journal.reclaim(needed)
+    journal.reclaim(needed, once=journal.position)
     journal.sync()
     assert journal.start <= needed
     assert len(list(tmp_path.glob("*.journal"))) < before
@@ -245,7 +245,7 @@ def test_segments_can_be_kept_for_replay(tmp_path: Path) -> None:
     for payload in HISTORY:
         journal.append(2, payload, begins_segment=journal.segment_is_full)
         journal.sync()
-    journal.reclaim(journal.position)
+    journal.reclaim(journal.position, once=journal.position)
     journal.sync()
     assert len(list(tmp_path.glob("*.journal"))) == 1
     assert len(list(tmp_path.glob("reclaimed/*.journal"))) > 5
@@ -296,7 +296,7 @@ def test_on_a_full_disk_segments_still_begin_and_keep_the_reserved_space(tmp_pat
     assert journal.synced == journal.position
     assert len(disk.files) > 10
     assert journal.reserve((3 << 20) - journal.position)
-    journal.reclaim(journal.position)
+    journal.reclaim(journal.position, once=journal.position)
     journal.sync()
     assert len(disk.files) == 1 and disk.used() < disk.room
 

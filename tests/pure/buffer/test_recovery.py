@@ -1,11 +1,15 @@
+import errno
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from service.errors import JournalError
+from service.errors import JournalError, RunFailed
 from service.handoff.attempts import Attempts
+from service.handoff.disk import Buffer as Bytes
+from service.handoff.disk import LocalFile
 from service.handoff.invariant import violations
 from service.handoff.verbs import Receipt, Wait, WaitReason
 from service.handoff.wire import encode_mini_batch
@@ -284,3 +288,42 @@ def test_the_end_of_a_failed_attempt_is_not_its_end_when_a_crash_took_away_what_
     world.crash()
     answer = world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
     assert isinstance(answer, Receipt), answer
+
+
+def test_a_trainer_cannot_go_on_from_a_step_that_the_journal_does_not_know(tmp_path: Path) -> None:
+    world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
+    for unknown in (-1, 1):
+        with pytest.raises(RunFailed, match=f"step {unknown}, but the journal knows the steps 0 to 0"):
+            world.buffer.join("trainer", "trainer", step=unknown)
+    before = world.buffer.digest()
+    assert world.crash().digest() == before
+
+
+def test_steps_that_a_lower_limit_refuses_now_are_not_left_out_of_their_group_silently(tmp_path: Path) -> None:
+    world = World(tmp_path, segment_bytes=1)
+    world.generator.finish(world.generator.claimed())
+    world.journal.sync()
+    world.settings = config(buffer={"max_group_bytes": 1000})
+    with pytest.raises(JournalError, match="was accepted, but is refused: too_large"):
+        world.opened()
+
+
+def test_steps_stay_in_the_journal_until_the_snapshot_that_needs_them_no_more_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_for_new_files(self: LocalFile, offset: int, buffers: Sequence[Bytes]) -> int:
+        if not offset:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, offset, buffers)
+
+    world, write = World(tmp_path, segment_bytes=1500), LocalFile.write
+    for _ in range(2):
+        world.generator.finish(world.generator.claimed())
+        world.journal.sync()
+    monkeypatch.setattr(LocalFile, "write", full_for_new_files)
+    world.train()
+    while not world.journal.stalled:
+        world.buffer.join("generator", "another")
+        world.journal.sync()
+    world.crash(synced=False)
+    assert world.batch().groups == (0, 1)

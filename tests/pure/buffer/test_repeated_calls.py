@@ -1,13 +1,17 @@
 """Ray repeats a call whose answer was lost: saying anything twice is saying it once."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from service.handoff import wire
 from service.handoff.lifecycle import CLAIMS_REMEMBERED, Member
+from service.handoff.tables import ends_table, steps_table
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
-from service.types import Refusal, RefusalReason
-from tests.pure.buffer.world import START, World
+from service.types import Refusal, RefusalReason, Sender, StepGroup, TrajectoryEnd, TrajectoryId
+from tests.pure.buffer.world import START, World, step
 
 
 @pytest.fixture
@@ -99,3 +103,31 @@ def test_a_release_said_twice_is_one_and_one_of_a_committed_lease_is_refused(wor
     for unknown in (trained, 0, 99):
         answer = world.buffer.release(world.trainer_epoch, unknown, "late")
         assert isinstance(answer, Refusal) and answer.reason is RefusalReason.LEASE
+
+
+def test_a_refused_message_said_again_does_not_cost_the_new_attempt_its_life(world: World) -> None:
+    work = claimed(world, 1)
+    made = step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)
+    bad = world.generator.message([replace(made, temperature=0.0)])
+    for _ in range(2):
+        assert isinstance(world.buffer.submit(bad), Refusal)
+        again = claimed(world, 2)
+        assert (again.samples, again.attempts) == ((0,), (1,))
+    assert world.buffer.status().restarts == {"refused_temperature": 1}
+
+
+def test_a_message_number_below_all_is_refused_and_not_taken_for_one_that_came(world: World) -> None:
+    work = claimed(world, 1)
+    world.generator.sequence = -2
+    answer = world.generator.send([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
+    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.IDENTITY
+
+
+def test_a_number_that_came_before_does_not_let_a_malformed_message_in(world: World) -> None:
+    work = claimed(world, 1)
+    of = TrajectoryId(work.ordinal, 0)
+    world.generator.send([step(of, work.prompt_uid, 0)])
+    ends = replace(ends_table([TrajectoryEnd(of, work.prompt_uid, 1, "abort", 0.0)]), uid_E=np.array([9], np.int32))
+    sender = Sender(world.generator.name, world.generator.epoch, world.generator.sequence)
+    answer = world.buffer.submit(wire.encode(StepGroup(sender, steps_table([]), ends)))
+    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.MALFORMED
