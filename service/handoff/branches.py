@@ -7,7 +7,8 @@ where they stand only so that later tokens follow what the policy saw:
     step 1: prompt [1 2 3]      response [9]        row 1: context [1 2 3] (of step 0), live [9]
 
 A step costs what its own tokens cost, and the way from where it branches off to where the row ends that it is compared
-with, counted in branches; not what the trajectory has so far.
+with, counted in branches; not what the trajectory has so far. Only in a tree with `drift: realign`, where rows lose
+tokens, a step that goes on from no row's end is compared with every row: 1000 resets take half a million comparisons.
 """
 
 from __future__ import annotations
