@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from service.errors import UserError
-from service.rollout.environment import Message, Task
+from service.rollout.environment import Message, Task, is_text
 
 COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model", "extra_info", "tools", "temperature"})
 
@@ -66,7 +66,9 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def _line(row: Mapping[str, Any], number: int, path: Path) -> str:
     try:
-        return json.dumps(row, ensure_ascii=False)
+        line = json.dumps(row, ensure_ascii=False)
+        # Half a surrogate pair is no text, but as JSON it can be written.
+        return line if is_text(line) else json.dumps(row)
     except TypeError as error:
         raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
 
@@ -82,11 +84,16 @@ def read_rows(path: Path) -> list[Any]:
     if path.suffix == ".parquet":
         try:
             return list(pq.read_table(path).to_pylist())
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise UserError(f"dataset {path}: no parquet file: {error}") from error
+        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+            # What pyarrow raises depends on whether bytes or values are broken: a date of the year 300000 is none.
+            raise UserError(f"dataset {path}: no parquet file that can be read: {_in_a_line(error)}") from error
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
     raise UserError(f"dataset {path}: it ends in {path.suffix!r}; give a .jsonl or a .parquet file")
+
+
+def _in_a_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _read_jsonl(path: Path) -> list[Any]:
@@ -139,17 +146,9 @@ def _message(value: Any, i: int, number: int, path: Path) -> Message:
     for key in ("role", "content"):
         if not isinstance(value.get(key), str):
             raise _bad(path, number, "prompt", f"message {i} has no text as {key}")
-        if not _encodable(value[key]):
+        if not is_text(value[key]):
             raise _bad(path, number, "prompt", f"message {i} has half a surrogate pair in its {key}, which is no text")
     return Message(role=value["role"], content=value["content"])
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _mapping(row: Mapping[str, Any], column: str, number: int, path: Path) -> dict[str, Any]:
@@ -166,6 +165,8 @@ def _tools(value: Any, number: int, path: Path) -> tuple[Mapping[str, Any], ...]
         raise _bad(path, number, "tools", f"no JSON: {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise _bad(path, number, "tools", f"give a list of JSON schemas, not {value!r:.80}")
+    if tools and not is_text(json.dumps(tools, ensure_ascii=False, default=str)):
+        raise _bad(path, number, "tools", "holds half a surrogate pair, which is no text")
     return tuple(tools or ())
 
 
@@ -179,6 +180,8 @@ def _text(row: Mapping[str, Any], column: str, number: int, path: Path) -> str:
     value = row.get(column)
     if value is not None and not isinstance(value, str):
         raise _bad(path, number, column, f"give a text, not {value!r:.80}")
+    if value and not is_text(value):
+        raise _bad(path, number, column, f"{value!r:.80} holds half a surrogate pair, which is no text")
     return value or ""
 
 

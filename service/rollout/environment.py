@@ -13,6 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 
+def is_text(value: Any) -> bool:
+    """A text that can be written as UTF-8, which half of a surrogate pair cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Message(TypedDict):
     """One message of a conversation."""
 

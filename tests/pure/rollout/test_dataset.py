@@ -131,3 +131,25 @@ def test_a_file_that_is_no_dataset_is_refused(tmp_path: Path, name: str, content
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rows\.jsonl: there is no such file"):
         load_tasks(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("column", ["uid", "env_class", "tools"])
+def test_half_a_surrogate_pair_is_refused_where_it_becomes_a_name_or_a_prompt(tmp_path: Path, column: str) -> None:
+    value = [{"name": "\ud800"}] if column == "tools" else "\ud800"
+    with pytest.raises(UserError, match=f"row 0, column {column}: .*half a surrogate pair"):
+        load_tasks(written(tmp_path, {"prompt": PROMPT, column: value}))
+
+
+def test_half_a_surrogate_pair_elsewhere_is_written_as_it_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "again.jsonl"
+    write_rows(path, [{"prompt": PROMPT, "extra_info": {"note": "\ud800"}}])
+    assert load_tasks(path)[0].extra_info == {"note": "\ud800"}
+
+
+@pytest.mark.parametrize(
+    "value", [pa.array([1 << 62], pa.timestamp("us")), pa.array([1 << 30], pa.date32()), pa.array([5], pa.time64("ns"))]
+)
+def test_a_date_that_python_cannot_hold_is_a_clear_line(tmp_path: Path, value: pa.Array) -> None:
+    pq.write_table(pa.table({"prompt": ["?"], "when": value}), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"rows\.parquet: no parquet file that can be read: [^\n]+$"):
+        load_tasks(tmp_path / "rows.parquet")
