@@ -7,10 +7,11 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from jinja2 import TemplateError
+import numpy as np
 
+from service.rollout.chat import MessagesRefused
 from service.rollout.engine import Engine, Generation
 from service.rollout.environment import Environment, Message, OversizedOutput, StepResult
 from service.rollout.limits import AgentLimits, StopReason
@@ -19,6 +20,8 @@ from service.types import Int32s, TrajectoryId
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+KEYS = ("role", "content")
 
 
 class TrajectoryFailed(Exception):
@@ -56,6 +59,12 @@ async def ask(answer: Awaitable[T], limits: AgentLimits) -> T:
     try:
         async with asyncio.timeout(limits.step_deadline) as scope:
             return await answer
+    except asyncio.CancelledError as error:
+        current = asyncio.current_task()
+        if current is None or current.cancelling():
+            raise
+        # Nobody cancelled the trajectory: something that the environment waited for was cancelled.
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, "what it waited for was cancelled") from error
     except OversizedOutput as error:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
     except (Exception, SystemExit) as error:
@@ -78,18 +87,41 @@ async def close(environment: Environment, limits: AgentLimits, trajectory: Traje
 
 
 def checked(result: StepResult, limits: AgentLimits) -> StepResult:
-    """The result, if it is one.
+    """The result in plain values, if it is one.
 
     Raises:
-        TrajectoryFailed: it is none, its reward is no finite number, or its messages are malformed or too large.
+        TrajectoryFailed: it is none, its reward is no finite number, or its other parts are malformed or too large.
     """
     if not isinstance(result, StepResult):
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"step returned a {type(result).__name__}, no StepResult")
-    if not isinstance(result.reward, Real) or not math.isfinite(result.reward):
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, f"the reward is {result.reward!r}")
+    if not isinstance(result.reward, Real) or not _is_finite(result.reward):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, f"the reward is {_shown(result.reward)}")
+    if not isinstance(result.done, bool | np.bool_ | int):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"done is true or false, not {_shown(result.done)}")
     if not result.done:
         checked_messages(result.messages, limits)
-    return result
+    return result._replace(reward=float(result.reward), done=bool(result.done), info=_facts(result.info))
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # an integer of too many digits, or whatever a user's class does when it is shown
+        return f"a {type(value).__name__}"
+
+
+def _facts(info: Any) -> dict[str, float]:
+    info = {} if info is None else info
+    if not isinstance(info, Mapping) or not all(isinstance(value, Real | np.bool_) for value in info.values()):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"info holds numbers by name, not {_shown(info)}")
+    return {str(name): float(value) if _is_finite(value) else math.nan for name, value in info.items()}
 
 
 def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequence[Message]:
@@ -102,7 +134,7 @@ def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequen
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"{type(messages).__name__} is no list of messages")
     size = 0
     for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in KEYS):
             raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, "a message needs a role and a text as content")
         size += len(message["content"])
     if size > limits.max_observation_characters:
@@ -112,12 +144,12 @@ def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequen
 
 
 def rendered(make: Callable[[], T]) -> T:
-    """What the chat makes of messages; a template refuses some orders of roles, and then the environment erred.
+    """What the chat makes of messages; it refuses some of them, and then the environment erred.
 
     Raises:
-        TrajectoryFailed: the template refuses.
+        TrajectoryFailed: it refuses.
     """
     try:
         return make()
-    except TemplateError as error:
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"the chat template refuses: {error}") from error
+    except MessagesRefused as error:
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error

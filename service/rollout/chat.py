@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from service.config.tree import GeneratorConfig
 from service.errors import UserError
-from service.rollout.environment import Message
+from service.rollout.environment import Message, is_text
 from service.rollout.tokenizer import load_tokenizer
 from service.types import Int32s
 
@@ -46,6 +46,10 @@ ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MA
 Key = tuple[tuple[str, str], ...]
 Tool = Mapping[str, Any]
 """The JSON schema of a tool, as templates expect it."""
+
+
+class MessagesRefused(UserError):
+    """The chat template or the tokenizer does not take these messages."""
 
 
 class Chat:
@@ -87,7 +91,13 @@ class Chat:
         return str(self._backend.decode(response_ids.tolist(), skip_special_tokens=True))
 
     def encode(self, text: str) -> Int32s:
-        """The token ids of a template's text, in which special tokens count as such."""
+        """The token ids of a template's text, in which special tokens count as such.
+
+        Raises:
+            MessagesRefused: it holds half of a surrogate pair, which no tokenizer takes.
+        """
+        if not is_text(text):
+            raise MessagesRefused("a message holds half a surrogate pair, which is no text")
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def plain(self, text: str) -> Int32s:
@@ -113,7 +123,7 @@ class Chat:
         text, hidden = self._render([*ASKED, *messages])
         _, found, after = text.partition(MARK)
         if not found:
-            raise UserError("the chat template leaves out an assistant's message; use another template")
+            raise MessagesRefused("the chat template leaves out an assistant's message; use another template")
         return after, hidden
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[str, list[str]]:
@@ -124,19 +134,16 @@ class Chat:
             hidden.append(found[0])
             return f"{OPEN}{len(hidden) - 1}{CLOSE}"
 
-        text = self._tokenizer.apply_chat_template(
-            [
-                {
-                    key: self._special_text.sub(hide, value) if isinstance(value, str) else value
-                    for key, value in of.items()
-                }
-                for of in messages
-            ],
-            tools=list(tools) or None,
-            add_generation_prompt=True,
-            tokenize=False,
-            **self._template_options,
-        )
+        seen = [
+            {key: self._special_text.sub(hide, value) if isinstance(value, str) else value for key, value in of.items()}
+            for of in messages
+        ]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                seen, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **self._template_options
+            )
+        except Exception as error:  # a template is a program that came with the model: anything can come out of it
+            raise MessagesRefused(f"the chat template refuses: {type(error).__name__}: {error}") from error
         return str(text), hidden
 
     def _find_end(self) -> int:
@@ -154,6 +161,8 @@ def load_chat(folder: Path, config: GeneratorConfig) -> Chat:
 
 
 def _cached(cache: OrderedDict[Key, Int32s], messages: Sequence[Message], make: Callable[[], Int32s]) -> Int32s:
+    if any(len(message) != 2 for message in messages):  # a template may look at whatever else it holds
+        return make()
     key = tuple((message["role"], message["content"]) for message in messages)
     found = cache.get(key)
     if found is not None:

@@ -13,6 +13,7 @@ from service.errors import UserError
 from service.handoff.digest import digest
 from service.rollout.agent import AgentLimits
 from service.rollout.chat import Chat
+from service.rollout.conversation import Mode
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.environments import lookup
@@ -284,3 +285,66 @@ def test_a_response_limit_without_room_for_an_appended_end_is_refused(chat: Chat
 def test_the_engine_is_asked_for_one_token_less_than_a_response_may_have(chat: Chat) -> None:
     sampling = AgentLimits.of(Config(generator=GeneratorConfig(max_generate_length=8)), chat).sampling
     assert (sampling.max_tokens, sampling.stop_token_ids) == (7, (chat.end_id,))
+
+
+class Cancelled(ScriptedEnvironment):
+    """What it waits for is cancelled by somebody else."""
+
+    async def step(self, text: str) -> StepResult:
+        other = asyncio.ensure_future(asyncio.sleep(60))
+        other.cancel()
+        await other
+        return await super().step(text)
+
+
+@pytest.mark.asyncio
+async def test_an_environment_whose_own_work_is_cancelled_loses_its_trajectory_with_a_reason(chat: Chat) -> None:
+    steps, end = await play(chat, ScriptedEngine(chat, lambda words: "look fox age"), Cancelled([told("17")]))
+    assert (steps, end.stop_reason) == ([], "environment_error")
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (told("17")._replace(reward=10**400), "environment_reward"),
+        (told("17")._replace(reward=10**5000), "environment_reward"),
+        (told("17")._replace(info=5), "environment_error"),
+        (told("17")._replace(info={"why": None}), "environment_error"),
+        (told("17")._replace(done=np.ones(2)), "environment_error"),
+        (told("17")._replace(messages=[{"role": ["user"], "content": "17"}]), "environment_output"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_a_result_that_cannot_be_used_costs_its_own_trajectory_only(
+    chat: Chat, result: StepResult, reason: str
+) -> None:
+    steps, end = await play(chat, ScriptedEngine(chat, lambda words: "look fox age"), ScriptedEnvironment([result]))
+    assert (steps, end.stop_reason) == ([], reason)
+
+
+@pytest.mark.parametrize("info", [None, {"tokens": 10**400, "right": np.bool_(True)}])
+@pytest.mark.asyncio
+async def test_facts_that_are_missing_or_too_large_for_a_float_cost_nothing(
+    chat: Chat, info: dict[str, float] | None
+) -> None:
+    environment = ScriptedEnvironment([told("17", 1.0, True)._replace(info=info)])  # type: ignore[arg-type]
+    steps, end = await play(chat, ScriptedEngine(chat, lambda words: "look fox age"), environment)
+    assert (len(steps), end.stop_reason, end.reward) == (1, "stop", 1.0)
+
+
+@pytest.mark.parametrize("mode", ["append", "rerender", "inline"])
+@pytest.mark.parametrize(
+    "result",
+    [
+        told("half \ud800 pair"),
+        told("17")._replace(history=[]),
+        told("17")._replace(history=[{"role": "\udfff", "content": "17"}]),
+    ],
+)
+@pytest.mark.asyncio
+async def test_messages_that_are_no_prompt_end_their_own_trajectory_after_its_finished_step(
+    chat: Chat, result: StepResult, mode: Mode
+) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    steps, end = await play(chat, engine, ScriptedEnvironment([result]), conversation=mode)
+    assert (len(steps), end.n_steps, end.stop_reason) == (1, 1, "environment_output")

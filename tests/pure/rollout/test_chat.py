@@ -18,7 +18,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from service.errors import UserError
-from service.rollout.chat import Chat
+from service.rollout.chat import Chat, MessagesRefused
 from service.rollout.environment import Message
 from service.rollout.environments import lookup
 from service.rollout.tokenizer import END, load_tokenizer, make_tokenizer
@@ -182,3 +182,21 @@ def test_special_tokens_that_a_message_writes_stay_the_characters_they_are(byte_
 def test_what_stands_between_two_turns_of_a_chatml_model_starts_after_its_end_token(byte_level_chat: Chat) -> None:
     delta = byte_level_chat.delta([Message(role="tool", content="17")], byte_level_chat.end_id)
     assert byte_level_chat.text(delta) == "\nuser\n<tool_response>\n17\n</tool_response>\nassistant\n"
+
+
+def test_a_template_that_loses_the_response_beside_some_messages_refuses_these(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, lookup.vocabulary())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if messages[-1].role == 'user' %}{{ m.content }} {% endif %}{% endfor %}"
+    )
+    chat = Chat(load_tokenizer(tmp_path), {})
+    with pytest.raises(MessagesRefused, match="leaves out an assistant's message"):
+        chat.delta([Message(role="tool", content="17")], chat.end_id)
+
+
+def test_what_a_template_reads_beside_role_and_content_is_not_taken_from_another_message(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, lookup.vocabulary())
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.name }} {{ m.content }}{% endfor %}")
+    chat = Chat(load_tokenizer(tmp_path), {})
+    prompts = [chat.prompt([{"role": "tool", "content": "17", "name": name}]) for name in ("fox", "owl")]  # type: ignore[typeddict-unknown-key]
+    assert [chat.text(prompt) for prompt in prompts] == ["fox 17", "owl 17"]
