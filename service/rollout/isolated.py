@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from threading import Thread
 from typing import IO, Any
 
+import numpy as np
+
 from service.rollout.environment import Environment, Task
 from service.rollout.environments import environment
 
@@ -33,7 +35,7 @@ async def _serve(answers: IO[bytes]) -> None:
             episode = None
         try:
             episode, returned = await _answer(episode, request)
-            answer = json.dumps({"returned": returned})
+            answer = json.dumps({"returned": returned}, default=_plain)
         except (Exception, SystemExit) as error:
             answer = json.dumps({"raised": f"{type(error).__name__}: {error}"})
         answers.write(answer.encode() + b"\n")
@@ -51,14 +53,21 @@ async def _answer(episode: Environment | None, request: Mapping[str, Any]) -> tu
         make = request["make"]
         episode = environment(make["name"], make["options"], make["trusted"])
         task = request["task"]
-        return episode, list(await episode.reset(Task(**{**task, "prompt": tuple(task["prompt"])}), request["seed"]))
+        task = Task(**{**task, "prompt": tuple(task["prompt"]), "tools": tuple(task["tools"])})
+        return episode, list(await episode.reset(task, request["seed"]))
     if episode is None:
         raise RuntimeError(f"{request['verb']} before reset")
     if request["verb"] == "step":
         result = await episode.step(request["text"])
-        return episode, {**result._asdict(), "reward": float(result.reward), "info": dict(result.info)}
+        return episode, result._asdict()
     await episode.close()
     return None, None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):  # numbers like Python's own, but not for JSON
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot leave the environment's process")
 
 
 if __name__ == "__main__":

@@ -193,4 +193,6 @@ def task_as_json(task: Task) -> dict[str, Any]:
         "env_class": task.env_class,
         "reward_spec": dict(task.reward_spec),
         "extra_info": dict(task.extra_info),
+        "tools": list(task.tools),
+        "temperature": task.temperature,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +11,12 @@ from pathlib import Path
 import xxhash
 
 from service.config import Config
+from service.errors import UserError
 from service.rollout.agent import AgentLimits, Observed, run_trajectory
 from service.rollout.chat import load_chat
 from service.rollout.dataset import load_tasks
 from service.rollout.engine import Engine
-from service.rollout.environment import Task
+from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.evaluate import Part, Played, play_all
 from service.rollout.factory import Environments
 from service.types import Step, TrajectoryEnd, TrajectoryId
@@ -60,7 +61,7 @@ class Player:
             episode = run_trajectory(
                 trajectory,
                 task,
-                self._environments.make(task),
+                self._environment(task),
                 self._engine,
                 self._chat,
                 self._limits,
@@ -71,5 +72,30 @@ class Player:
                 async for item in episode:
                     yield item
 
+    def _environment(self, task: Task) -> Environment:
+        """The task's environment; a constructor that fails now worked at the start, and costs one trajectory."""
+        try:
+            return self._environments.make(task)
+        except UserError as error:
+            return _Unmade(error)
+
     def _observe(self, played: Observed) -> None:
         self.last_failure = played.failure or self.last_failure
+
+
+class _Unmade:
+    """Stands for an environment whose constructor raised."""
+
+    def __init__(self, error: UserError) -> None:
+        self._error = error
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        """Say why there is none."""
+        raise self._error
+
+    async def step(self, text: str) -> StepResult:
+        """Say why there is none."""
+        raise self._error
+
+    async def close(self) -> None:
+        """Nothing was made."""

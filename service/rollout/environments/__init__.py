@@ -42,14 +42,19 @@ def environment(name: str, options: Options, trusted_modules: Sequence[str] = ()
     """A fresh instance of the environment `name`, for one trajectory.
 
     Raises:
-        UserError: there is no such environment, or it does not take these options.
+        UserError: there is no such environment, or it cannot be made with these options.
     """
     family, slash, member = name.partition("/")
     make = find(name, trusted_modules)
     try:
         return make(member, **options) if slash and family in ADAPTERS else make(**options)
+    except UserError:
+        raise
     except TypeError as error:
         raise UserError(f"env.options: the environment {name!r} refuses them: {error}") from error
+    except Exception as error:
+        # Constructors are code of a user as well.
+        raise UserError(f"env.name: {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def find(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Environment]:

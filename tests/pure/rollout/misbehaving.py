@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from service.rollout.environment import Message, StepResult, Task
 
 
@@ -53,6 +55,21 @@ class Raises(Echo):
 class Nan(Echo):
     async def step(self, text: str) -> StepResult:
         return (await super().step(text))._replace(reward=float("nan"))
+
+
+class Unmakeable(Echo):
+    def __init__(self) -> None:
+        raise ConnectionError("nobody listens")
+
+
+class CountsInNumpy(Echo):
+    async def step(self, text: str) -> StepResult:
+        return StepResult([], np.float32(0.5), np.bool_(True), {"right": np.int64(1)})  # type: ignore[arg-type]
+
+
+class ReadsTools(Echo):
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        return [Message(role="user", content=f"{[dict(tool) for tool in task.tools]} {task.temperature}")]
 
 
 class Floods(Echo):

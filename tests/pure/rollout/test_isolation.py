@@ -120,3 +120,20 @@ async def test_closing_ends_every_process_also_one_that_blocks() -> None:
             await gone(pid)
         with pytest.raises(Exception, match="process ended with code -9"):
             await waiting
+
+
+@pytest.mark.asyncio
+async def test_numbers_of_numpy_leave_the_process_of_an_isolated_environment(chat: Chat) -> None:
+    async with started() as processes:
+        engine = ScriptedEngine(chat, lambda words: "look fox age")
+        steps, end = await play(chat, engine, isolated(processes, "CountsInNumpy"), step_deadline=240.0)
+        assert (len(steps), end.stop_reason, end.reward) == (1, "stop", 0.5)
+
+
+@pytest.mark.asyncio
+async def test_an_isolated_environment_sees_the_tools_and_the_temperature_of_its_row() -> None:
+    async with started() as processes:
+        episode = isolated(processes, "ReadsTools")
+        (message,) = await episode.reset(Task("p", QUESTION.prompt, "", tools=({"name": "find"},), temperature=0.5), 0)
+        assert message["content"] == "[{'name': 'find'}] 0.5"
+        await episode.close()

@@ -152,3 +152,12 @@ async def test_the_configured_options_of_the_chat_template_reach_the_prompt(tmp_
     generator = GeneratorConfig(max_input_length=64, max_generate_length=8, chat_template_options={"mood": "owl"})
     await played(Player(Config(env=SEEDED, generator=generator), tmp_path, engine), TrajectoryId(0, 0), QUESTION)
     assert engine.chat.text(np.asarray(engine.prompts[0])) == "owl what is the age of fox ?"
+
+
+@pytest.mark.asyncio
+async def test_an_environment_that_cannot_be_made_costs_its_own_trajectory_only(model: Path) -> None:
+    module = "tests.pure.rollout.misbehaving"
+    plays, _ = player(model, EnvConfig(name=f"{module}:Unmakeable", trusted_modules=(module,)))
+    (end,) = await played(plays, TrajectoryId(0, 0), QUESTION)
+    assert end.stop_reason == "environment_error"
+    assert "nobody listens" in plays.last_failure
