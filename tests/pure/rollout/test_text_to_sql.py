@@ -88,6 +88,12 @@ def test_a_query_that_takes_too_long_is_interrupted(database: Path) -> None:
     assert clock.now < 20
 
 
+def test_a_query_is_looked_at_every_few_rows_for_each_may_take_long(database: Path) -> None:
+    numbers = ENDLESS.replace("count(*) FROM n", "sum(i) FROM (SELECT i FROM n LIMIT 100)")
+    with pytest.raises(QueryFailed, match="took longer than 5 s"):
+        Reader(seconds=5.0, clock=Ticking()).query(database, numbers)
+
+
 def test_more_rows_than_asked_for_are_cut_off_and_said_to_be(database: Path) -> None:
     endless_rows = ENDLESS.replace("count(*)", "i")
     result = Reader(max_rows=5).query(database, endless_rows)
@@ -210,3 +216,21 @@ def test_the_made_vocabulary_covers_questions_demonstrations_and_observations() 
 def _no_leftovers(tmp_path: Path) -> Iterator[None]:
     yield
     assert not list(tmp_path.glob("**/*-journal"))
+
+
+@pytest.mark.parametrize("sql", ["SELECT fts3_tokenizer('simple')", "SELECT FTS3_Tokenizer('simple', x'00')"])
+def test_a_query_neither_reads_nor_writes_addresses_of_the_process(database: Path, sql: str) -> None:
+    with pytest.raises(QueryFailed, match=r"not authorized|no such function"):
+        Reader().query(database, sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT zeroblob(300000)",
+        "SELECT " + " + ".join(["instr(name, 'a')"] * 11) + " FROM items",
+    ],
+)
+def test_what_no_clock_interrupts_is_bounded_in_size_and_number(database: Path, sql: str) -> None:
+    with pytest.raises(QueryFailed, match=r"too big|not authorized"):
+        Reader().query(database, sql)
