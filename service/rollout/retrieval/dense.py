@@ -55,8 +55,10 @@ class DenseEncoder:
         tokens = self._tokenizer(
             texts, padding=True, truncation=True, max_length=self._max_length, return_tensors="pt"
         ).to(self._device)
+        if not tokens["input_ids"].shape[1]:  # texts without any token: as near to one passage as to another
+            return np.zeros((len(texts), self._model.config.hidden_size), dtype=np.float32)
         hidden = self._model(**tokens).last_hidden_state.float()
         mask = tokens["attention_mask"].unsqueeze(-1)
-        mean = torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1)
+        mean = torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1).clamp(min=1)
         normal: Float32s = torch.nn.functional.normalize(mean, dim=1).cpu().numpy()
         return normal

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from service.rollout.environment import is_text
 from service.rollout.retrieval.index import Found, Retriever
 
 MAX_TOPK = 100
@@ -63,7 +64,10 @@ def application(retriever: Retriever, default_topk: int = 3) -> web.Application:
     batcher = Batcher(retriever)
 
     async def retrieve(request: web.Request) -> web.Response:
-        asked = await request.json()
+        try:
+            asked = await request.json()
+        except (ValueError, LookupError, RecursionError) as error:  # no JSON, no such encoding, or nested too deep
+            raise web.HTTPBadRequest(text=f"the body is no JSON: {error}") from error
         queries, topk = _checked(asked, default_topk)
         found = await batcher.search(queries, topk)
         scored = bool(asked.get("return_scores", True))
@@ -91,7 +95,7 @@ def _checked(asked: Any, default_topk: int) -> tuple[list[str], int]:
         raise web.HTTPBadRequest(text="give an object with query or queries")
     queries = asked.get("queries", asked.get("query"))
     queries = [queries] if isinstance(queries, str) else queries
-    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+    if not isinstance(queries, list) or not all(map(is_text, queries)):
         raise web.HTTPBadRequest(text="query is a text, queries a list of texts")
     topk = asked.get("topk") or default_topk
     if not isinstance(topk, int) or not 0 < topk <= MAX_TOPK or not 0 < len(queries) <= MAX_QUERIES:

@@ -91,12 +91,26 @@ async def test_the_server_understands_one_query_and_many_with_scores_and_without
         {"query": "a", "topk": 0.5},
         {"query": "a", "topk": 101},
         {"query": "a", "topk": -1},
+        {"query": "a", "topk": 10**9},
+        {"queries": ["a"] * 257},
+        {"queries": ["a", "half \ud800 pair"]},
     ],
 )
 async def test_a_question_that_is_none_is_refused_and_the_server_goes_on(question: Any) -> None:
     async with served(application(retriever())) as url:
         assert (await post(f"{url}/retrieve", question))[0] == 400
         assert (await post(f"{url}/retrieve", {"query": "salt"}))[0] == 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000])
+async def test_a_body_that_is_no_json_is_the_callers_fault(body: bytes) -> None:
+    async with (
+        served(application(retriever())) as url,
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/retrieve", data=body) as response,
+    ):
+        assert (response.status, "no JSON" in await response.text()) == (400, True)
 
 
 class Counting:
@@ -306,6 +320,9 @@ def test_a_dense_encoder_averages_over_real_tokens_only(tmp_path: Path) -> None:
     # Padding beside a longer text must not change a shorter one, nor must the order.
     np.testing.assert_allclose(encoder.queries(["olt"])[0], vectors[3], atol=1e-5)
     np.testing.assert_allclose(encoder.passages([TEXTS[2]])[0], vectors[2], atol=1e-5)
+    # A question may have no token at all, alone or beside others.
+    assert not encoder.queries([""]).any()
+    assert not encoder.queries(["olt", ""])[1].any()
 
 
 def test_a_folder_without_an_encoder_is_refused(tmp_path: Path) -> None:
