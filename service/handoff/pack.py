@@ -10,6 +10,7 @@ micro-batch takes rows x longest row.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -117,28 +118,29 @@ def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
 def _packed(rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
     """Rows in bins that are alike; where that takes more than `count`, as few as either way of packing finds."""
     alike = pack_bins(rows, lengths, budget, count, layout)
-    return alike if len(alike) <= count else min(alike, first_fit(rows, lengths, budget, layout), key=len)
+    return alike if len(alike) <= count else min(alike, best_fit(rows, lengths, budget, layout), key=len)
 
 
-def first_fit(rows: Sequence[int], lengths: Sequence[int], budget: int, layout: Layout) -> list[list[int]]:
-    """Rows into few bins within the budget: longest first, into the first bin that has room.
+def best_fit(rows: Sequence[int], lengths: Sequence[int], budget: int, layout: Layout) -> list[list[int]]:
+    """Rows into few bins within the budget: longest first, into the fullest bin that has room.
 
-    >>> first_fit(range(4), [6, 5, 5, 4], 10, "packed")
+    >>> best_fit(range(4), [6, 5, 5, 4], 10, "packed")
     [[0, 3], [1, 2]]
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    room: list[tuple[int, int]] = []
     for row in sorted(rows, key=lambda r: -lengths[r]):
-        for b, left in enumerate(room):
-            size = lengths[row] if layout == "packed" else lengths[bins[b][0]]  # the longest comes first
-            if size <= left:
-                break
+        size = lengths[row] if layout == "packed" or not bins else lengths[bins[-1][0]]  # the longest comes first
+        fullest = bisect_left(room, (size, -1))
+        if fullest < len(room):
+            left, b = room.pop(fullest)
         else:
-            b, size = len(bins), lengths[row]
+            if layout == "padded":
+                room.clear()  # no older bin has room for one more row as long as its own longest
+            left, b, size = budget, len(bins), lengths[row]
             bins.append([])
-            room.append(budget)
         bins[b].append(row)
-        room[b] -= size
+        insort(room, (left - size, b))
     return bins
 
 

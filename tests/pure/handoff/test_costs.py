@@ -12,6 +12,7 @@ import pytest
 
 from service.handoff.digest import digest
 from service.handoff.merge import merge
+from service.handoff.pack import Layout, place
 from service.handoff.tables import ends_table, steps_table
 from service.handoff.validate import trajectory_refusal
 from service.types import Extension, Int32s, Step, Steps
@@ -115,5 +116,14 @@ def test_checking_references_costs_what_the_new_tokens_cost(shape: Shape) -> Non
         steps, ends = episode(shape, count), ends_table([end(steps=count)])
         assert trajectory_refusal(steps, ends) is None
         return lambda: trajectory_refusal(steps, ends)
+
+    assert growth(prepared) < ALLOWED
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_placing_rows_of_which_hardly_two_fit_a_micro_batch_costs_what_the_rows_cost(layout: Layout) -> None:
+    def prepared(count: int) -> Callable[[], Any]:
+        length_R = np.random.default_rng(0).integers(400, 700, 8 * count)
+        return lambda: place(length_R, np.arange(8 * count, dtype=np.int32), 2, 1000, layout)
 
     assert growth(prepared) < ALLOWED
