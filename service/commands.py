@@ -194,10 +194,17 @@ def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> 
 
 def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
     """The staleness bound of a run, and its tokenizer's words."""
+    # Not transformers, which takes seconds to import: ids into text is all that is needed.
+    from tokenizers import Tokenizer
+
     from service.config import load
-    from service.rollout.tokenizer import load_tokenizer
     from service.trajectory_views import pieces
 
     config = load([folder / "config.yaml"], []).config
-    tokenizer = load_tokenizer(config.model.path or folder / "model")
-    return config.buffer.max_staleness, partial(pieces, lambda ids: str(tokenizer.decode(ids)))
+    file = (config.model.path or folder / "model") / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; the run's tokenizer is needed to show its tokens as text")
+    tokenizer = Tokenizer.from_file(str(file))
+    return config.buffer.max_staleness, partial(
+        pieces, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    )

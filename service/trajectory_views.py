@@ -128,10 +128,14 @@ def headline(record: Record) -> str:
     )
     return (
         f"{fate_of(record)} {when}, return {_number(record['return'], 'g')}, "
-        f"advantage {_number(record['advantage'], '+.3f')}, {len(record['steps'])} turns in "
-        f"{record['rows']} rows, {record['loss_tokens']} of {record['sampled_tokens']} sampled tokens carry loss, "
-        f"ended by {record['stop_reason']}"
+        f"advantage {_number(record['advantage'], '+.3f')}, {_counted(len(record['steps']), 'turn')} in "
+        f"{_counted(record['rows'], 'row')}, {record['loss_tokens']} of "
+        f"{record['sampled_tokens']} sampled tokens carry loss, ended by {record['stop_reason']}"
     )
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def fate_of(record: Record) -> str:
@@ -174,7 +178,10 @@ summary span, p, .step {{ color: var(--soft); font-size: 13px; }}
 .prompt {{ color: var(--soft); }}
 .loss {{ background: var(--loss); }} .stale {{ background: var(--stale); }} .masked {{ background: var(--masked); }}
 .unused {{ background: var(--unused); }}
-.legend span {{ padding: 1px 6px; margin-right: 8px; border-radius: 3px; }}
+summary::before {{ content: "\\25b8"; color: var(--soft); }}
+details[open] > summary::before {{ content: "\\25be"; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: 4px 8px; }}
+.legend span {{ padding: 1px 6px; border-radius: 3px; }}
 </style></head><body>
 <h1>{title}</h1>
 <p class="legend">{legend}</p>

@@ -83,6 +83,6 @@ class Waits:
         trajectory = self._record.ledger.state.groups[ordinal].trajectories[sample]
         since = self._record.last_progress.get((ordinal, sample))
         seconds = "" if since is None else f", silent for {self._clock.monotonic() - since:.0f} s"
-        where = "waiting for a claim" if trajectory.generator is None else f"on generator {trajectory.generator}"
+        where = "waiting for a claim" if trajectory.generator is None else f"on {trajectory.generator}"
         steps = len(trajectory.indices)
         return f"ordinal={ordinal}/sample={sample}/attempt={trajectory.attempt} after {steps} steps {where}{seconds}"

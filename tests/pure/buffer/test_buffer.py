@@ -59,7 +59,7 @@ def test_in_strict_order_a_mini_batch_waits_for_the_next_slots(tmp_path: Path) -
     world.generator.finish(first)
     answer = world.buffer.lease(world.trainer_epoch)
     assert waits(answer) is WaitReason.SLOT
-    assert "ordinal=1/sample=0/attempt=0 after 0 steps on generator g1" in answer.detail
+    assert "ordinal=1/sample=0/attempt=0 after 0 steps on g1" in answer.detail
     world.generator.finish(second)
     assert world.batch().groups == (0, 1)
 

@@ -1,5 +1,7 @@
 """The one table, the recorder over it, and the hub that brings the actors' numbers together."""
 
+import time
+
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -221,6 +223,23 @@ def test_the_history_gives_the_steps_after_a_step_as_columns_without_nan() -> No
     assert history["steps"] == [3, 4]
     assert history["columns"]["reward/avg_raw_reward"] == [0.3, None]
     assert history["columns"]["timing/step"] == [None, None]
+
+
+def test_a_page_of_64_actors_costs_less_than_fifty_milliseconds() -> None:
+    hub = Hub(FakeClock())
+    for number in range(64):
+        metrics = Metrics("generator", f"generator-{number}", Boundaries.of(Config()))
+        for metric in TABLE:
+            record = {"gauge": metrics.set, "counter": metrics.count, "histogram": metrics.observe}[metric.kind]
+            record(metric.name, 1.0, **dict.fromkeys(metric.labels, "a"))
+        hub.push(f"generator/generator-{number}", metrics.snapshot())
+
+    def cost() -> float:
+        began = time.process_time()
+        assert hub.page().count(b"generator-63") > len(TABLE)
+        return time.process_time() - began
+
+    assert min(cost() for _ in range(20)) < 0.05
 
 
 def test_steps_that_a_trainer_takes_again_replace_those_it_took_before() -> None:
