@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from ray.util.metrics import Gauge
 from service.config import Config
 from service.measure import measure_process
 from service.metrics import Boundaries, Metrics
+
+log = logging.getLogger(__name__)
 
 PUSH_SECONDS = 1.0
 
@@ -72,9 +75,14 @@ class Reporter:
         self.push()
 
     async def _push_forever(self) -> None:
-        while True:
-            self.push()
-            await asyncio.sleep(PUSH_SECONDS)
+        try:
+            while True:
+                self.push()
+                await asyncio.sleep(PUSH_SECONDS)
+        except Exception:
+            # Nobody awaits this task: what ended it would show nowhere.
+            log.exception("%s tells the metrics hub nothing any more", self._source)
+            raise
 
     def _push_in_thread(self) -> None:
         self.push()

@@ -1,0 +1,28 @@
+"""The reporter of an actor, with a hub that is none."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from actors.reporting import Reporter
+from service.config import Config
+from service.metrics import Metrics
+
+
+def fails(metrics: Metrics) -> None:
+    raise ZeroDivisionError("a bug in what is measured")
+
+
+@pytest.mark.asyncio
+async def test_a_push_that_fails_says_so_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    hub = SimpleNamespace(push=SimpleNamespace(remote=lambda *arguments: None))
+    reporter = Reporter("generator", "generator-7", Config(), hub, refresh=fails)
+    reporter.start()
+    (pushing,) = asyncio.all_tasks() - {asyncio.current_task()}
+    with pytest.raises(ZeroDivisionError):
+        await pushing
+    assert "generator/generator-7 tells the metrics hub nothing" in caplog.text
+    assert "a bug in what is measured" in caplog.text
