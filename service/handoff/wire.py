@@ -226,6 +226,8 @@ def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> di
         if position > len(view):
             raise _Damaged(RefusalReason.MALFORMED, name[:80], min(count, 1 << 62))
         array = np.frombuffer(view, dtype, count, start) if count else np.zeros(0, dtype)
+        if dtype.kind == "b" and array.view(np.uint8).max(initial=0) > 1:  # numpy would count a byte of 2 twice
+            raise _Damaged(RefusalReason.MALFORMED, name[:80])
         arrays[name] = array if ndim == 1 else array.reshape(shape)
     if position != len(view):
         raise _Damaged(RefusalReason.MALFORMED, "payload", len(view) - position)

@@ -16,7 +16,17 @@ from service.handoff.digest import digest
 from service.handoff.tables import ends_table, select_steps, step_group, steps_table
 from service.handoff.validate import Routing, refusal, trajectory_refusal
 from service.handoff.wire import PREFIX, decode, encode
-from service.types import Extension, Refusal, RefusalReason, Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
+from service.types import (
+    Extension,
+    Refusal,
+    RefusalReason,
+    Sender,
+    Step,
+    StepGroup,
+    Steps,
+    TrajectoryEnd,
+    TrajectoryId,
+)
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, ids, shared, step
 
 R = RefusalReason
@@ -359,8 +369,15 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], RefusalReason]] = {
     "a payload too long": (lambda: reframed(lambda head: None, payload=encode(GOOD)[200:] + b"\0" * 4096), R.MALFORMED),
     "a column shorter than its axis": (lambda: encode_unchecked("sample_K"), R.LENGTH_MISMATCH),
     "a token column shorter than its axis": (lambda: encode_unchecked("logprobs_N"), R.LENGTH_MISMATCH),
+    "a truth that is 2": (lambda: encode(replace(GOOD, steps=with_truths_of(2))), R.MALFORMED),
     "a column of ends shorter than its axis": (lambda: encode_unchecked("reward_E"), R.LENGTH_MISMATCH),
 }  # fmt: skip
+
+
+def with_truths_of(byte: int) -> Steps:
+    """The good message's steps, the loss mask of whose sampled tokens is this byte."""
+    mask_N = GOOD.steps.loss_mask_N
+    return replace(GOOD.steps, loss_mask_N=(mask_N.astype(np.uint8) * byte).view(np.bool_))
 
 
 def encode_unchecked(column: str) -> bytes:
