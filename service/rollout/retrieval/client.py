@@ -35,7 +35,7 @@ class RetrievalClient:
                 await asyncio.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
             try:
                 return await self._ask({"queries": [query], "topk": topk, "return_scores": True})
-            except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 last = f"{type(error).__name__}: {error}"
         raise RetrievalFailed(f"{self._url} did not answer {ATTEMPTS} times, at last with {last}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -109,15 +110,17 @@ class Retriever:
 
     @staticmethod
     def of(passages: Sequence[Passage], encoder: Encoder, embeddings: Path | None = None) -> Retriever:
-        """Encode the corpus, or read its vectors from `embeddings` (.npy), which is written where it is missing."""
+        """Encode the corpus, or read its vectors from `embeddings` (.npy), which is written where it is missing.
+
+        Raises:
+            UserError: the file holds no vectors, or not those of this corpus and encoder.
+        """
         if embeddings is not None and embeddings.is_file():
-            vectors = np.load(embeddings, mmap_mode="r")
-            if len(vectors) != len(passages):
-                raise UserError(f"{embeddings} has {len(vectors)} vectors for {len(passages)} passages; remove it")
+            vectors = _kept(embeddings, (len(passages), encoder.queries(["width"]).shape[1]))
         else:
             vectors = encoder.passages([passage.contents for passage in passages])
             if embeddings is not None:
-                np.save(embeddings, vectors)
+                _keep(vectors, embeddings)
         return Retriever(passages, encoder, flat_index(vectors))
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
@@ -127,6 +130,28 @@ class Retriever:
             [Found(self.passages[number], score) for score, number in zip(row, nearest, strict=True)]
             for row, nearest in zip(scores.tolist(), numbers.tolist(), strict=True)
         ]
+
+
+def _kept(path: Path, shape: tuple[int, int]) -> Float32s:
+    try:
+        vectors: Float32s = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} holds no vectors ({error}); remove it") from error
+    if vectors.shape != shape or vectors.dtype != np.float32:
+        found = f"vectors of {vectors.dtype} {list(vectors.shape)}"
+        raise UserError(f"{path} has {found}, this corpus and encoder have float32 {list(shape)}; remove it")
+    return vectors
+
+
+def _keep(vectors: Float32s, path: Path) -> None:
+    """Write them to another name first: who starts next finds the whole file or none."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        with unfinished.open("wb") as file:  # an open file, as np.save gives a name without .npy another one
+            np.save(file, vectors)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def load_corpus(path: Path) -> list[Passage]:

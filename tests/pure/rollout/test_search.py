@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,26 @@ async def test_the_client_asks_again_while_the_server_is_away_and_then_says_so(
 
 
 @pytest.mark.asyncio
+async def test_a_server_that_dies_amid_its_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE", 0.01)
+    whole = b'{"result": [[{"id": "0", "contents": "salt"}]]}'
+    answers = [whole[:9], whole]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(whole)}\r\n\r\n"
+        writer.write(head.encode() + answers.pop(0))
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        asking = RetrievalClient("http://127.0.0.1:{1}/retrieve".format(*server.sockets[0].getsockname()), 5.0)
+        assert await asking.retrieve("?", 1) == ["salt"]
+        await asking.close()
+
+
+@pytest.mark.asyncio
 async def test_an_answer_without_passages_is_an_error_that_names_the_server() -> None:
     async with served(answering("nothing")) as url:
         asking = RetrievalClient(f"{url}/retrieve", 5.0)
@@ -287,8 +308,30 @@ def test_vectors_are_written_once_and_read_afterwards(tmp_path: Path) -> None:
     written = embeddings.stat().st_mtime_ns
     assert Retriever.of(passages, encoder, embeddings).search(TEXTS, 3) == first
     assert embeddings.stat().st_mtime_ns == written
-    with pytest.raises(UserError, match="3 vectors for 2 passages"):
-        Retriever.of(passages[:2], encoder, embeddings)
+    assert os.listdir(tmp_path) == ["vectors.npy"]
+
+
+def test_vectors_are_kept_under_the_configured_name(tmp_path: Path) -> None:
+    Retriever.of([Passage("0", "salt")], WordEncoder(["salt"]), tmp_path / "vectors")
+    assert os.listdir(tmp_path) == ["vectors"]
+
+
+@pytest.mark.parametrize(
+    ("write", "told"),
+    [
+        (lambda path: np.save(path, np.zeros((2, 3), np.float32)), r"float32 \[2, 3\], .* float32 \[3, \d+\]"),
+        (lambda path: np.save(path, np.zeros((3, 2), np.float32)), r"float32 \[3, 2\], .* float32 \[3, \d+\]"),
+        (lambda path: np.save(path, np.array([{}])), "no vectors"),
+        (lambda path: path.write_bytes(b"\x93NUMPY\x01\0\x76\0{'descr"), "no vectors"),
+    ],
+)
+def test_kept_vectors_that_do_not_fit_corpus_and_encoder_are_refused(
+    tmp_path: Path, write: Callable[[Path], Any], told: str
+) -> None:
+    write(tmp_path / "vectors.npy")
+    passages = [Passage(str(i), text) for i, text in enumerate(TEXTS)]
+    with pytest.raises(UserError, match=f"vectors.npy .*{told}.*remove it"):
+        Retriever.of(passages, WordEncoder(TEXTS), tmp_path / "vectors.npy")
 
 
 @pytest.mark.parametrize("library", ["faiss", "numpy"])
