@@ -186,6 +186,8 @@ class Journal:
         names = [name for name in self._disk.names(self.folder) if name.endswith(".journal")]
         for name in names or [_segment_name(0)]:
             path = self.folder / name
+            if not path.stem.isdecimal():
+                raise JournalError(f"{path}: a segment's name is the position of its first byte; move the file away")
             self._segments.append(Segment(int(path.stem), self._disk.open(path), path))
 
     def _check_end(self, segment: Segment, following: Segment) -> None:

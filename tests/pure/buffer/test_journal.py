@@ -172,6 +172,13 @@ def test_a_missing_segment_refuses_to_start(tmp_path: Path) -> None:
         payloads(tmp_path)
 
 
+def test_a_file_that_only_ends_like_a_segment_is_named(tmp_path: Path) -> None:
+    written(tmp_path, [b"a"])
+    (tmp_path / "copy.journal").write_bytes(b"")
+    with pytest.raises(JournalError, match=r"copy\.journal: .*move the file away"):
+        opened(tmp_path)
+
+
 def test_a_torn_segment_that_is_not_the_last_refuses_to_start(tmp_path: Path) -> None:
     rotated(tmp_path, HISTORY).close()
     first = sorted(tmp_path.glob("*.journal"))[0]
