@@ -34,11 +34,11 @@ servers: dev ## Prometheus, Alertmanager and Chromium for the tests, where root 
 	@$(BIN)/python scripts/servers.py
 test: dev servers ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing"
-	@$(PYTEST) -m "not full and not chaos" tests
+	@$(PYTEST) --durations=15 -m "not full and not chaos" tests
 test-fast: dev ## only what needs no Ray and no vLLM
 	@$(PYTEST) -m "not slow and not full" tests/pure
 test-full: dev servers ## everything that runs on CPU, save for test-chaos
-	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh tests
+	@$(PYTEST) --durations=15 -m "not chaos" --hypothesis-profile=fresh tests
 test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (under twenty minutes)
 	@$(BIN)/python -m tests.chaos
 worlds: dev ## five thousand simulated worlds full of faults, on one core (about ten minutes)

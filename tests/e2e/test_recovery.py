@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
 EVERY = 4
 ENDLESS = ["run.max_steps=100000", f"trainer.checkpoint_every={EVERY}", "model.warm_start.steps=10", "metrics.port=0"]
@@ -82,7 +82,6 @@ def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> Non
     assert tokens["trained"] == trained > 0
 
 
-@pytest.mark.full
 def test_a_part_that_freezes_is_started_again_like_one_that_died(drive: Drive) -> None:
     deadlines = ["generator.silent_deadline=10", "trainer.collective_deadline=10"]
     run = drive([*ENDLESS, *deadlines])
