@@ -185,7 +185,7 @@ def _add_run(added: Any) -> None:
         metavar="RUN",
         help="go on from the newest checkpoint of a run folder, with its configuration",
     )
-    run.set_defaults(command=commands.run)
+    run.set_defaults(command=commands.in_ray, in_ray="run")
 
 
 def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -205,7 +205,7 @@ def _add_submit(added: Any) -> None:
     _add_config(submit)
     submit.add_argument("--address", metavar="URL", help="of the cluster's dashboard (default: what Ray finds)")
     submit.add_argument("--no-follow", action="store_true", help="return at once instead of showing the output")
-    submit.set_defaults(command=commands.submit)
+    submit.set_defaults(command=commands.in_ray, in_ray="submit")
 
 
 def _add_config_actions(added: Any) -> None:
@@ -265,7 +265,7 @@ def _add_eval(added: Any) -> None:
     evaluation.add_argument("path", type=Path, metavar="PATH", help="a Hugging Face folder, a run or a checkpoint")
     evaluation.add_argument("--output", type=Path, metavar="FILE", help="write the results here, as JSON")
     _add_config(evaluation)
-    evaluation.set_defaults(command=commands.evaluate)
+    evaluation.set_defaults(command=commands.in_ray, in_ray="eval")
 
 
 def _add_status(added: Any) -> None:

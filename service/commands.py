@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,8 +22,12 @@ PIPED_WIDTH = 120
 """Columns of a table when nothing says how wide the terminal is."""
 
 
-def _load(arguments: argparse.Namespace, overrides: list[str]) -> Config:
-    """The checked configuration of a command line."""
+def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Config:
+    """The checked configuration of a command line.
+
+    Raises:
+        UserError: there is none, it is wrong, or words are left over.
+    """
     from service.config import check, load
 
     _no_more_words(arguments)
@@ -42,49 +45,11 @@ def _no_more_words(arguments: argparse.Namespace) -> None:
         raise UserError(f"{word!r}: not of the form section.key=value{hint}")
 
 
-def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Run a training."""
-    from service.config import check_paths
+def in_ray(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run, evaluate or submit: what needs Ray is beyond this door, the only one from `service` to `actors`."""
+    from actors.commands import COMMANDS
 
-    resume: Path | None = arguments.resume
-    if resume is not None:
-        if not (resume / "config.yaml").is_file():
-            raise UserError(f"--resume {resume}: not a run folder (it has no config.yaml)")
-        arguments.config.insert(0, resume / "config.yaml")
-    config = _load(arguments, overrides)
-    check_paths(config)
-    # Ray takes seconds to import: first what may be wrong.
-    from actors.run import run
-
-    return run(config, None if resume is None else resume.resolve())
-
-
-def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Evaluate a model, a run or a checkpoint."""
-    from service.evaluated import evaluated
-    from service.rollout.evaluate import table
-
-    chosen = evaluated(arguments.path)
-    arguments.config = [*chosen.settings, *arguments.config]
-    config = _load(arguments, overrides)
-    from actors.evaluate import evaluate
-
-    found = evaluate(config, chosen, partial(print, flush=True))
-    print(table(found))
-    if arguments.output is not None:
-        result = {"path": str(arguments.path), "sets": [evaluation.record() for evaluation in found]}
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Run a training as a job."""
-    config = _load(arguments, overrides)
-    # Ray reads it when it is imported, and would otherwise come without its token.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    from actors.submit import submit_run
-
-    return submit_run(config, arguments.config, overrides, arguments.address, not arguments.no_follow)
+    return COMMANDS[arguments.in_ray](arguments, overrides)
 
 
 def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -100,7 +65,7 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check a configuration, and what it names."""
     from service.config import check_paths
 
-    config = _load(arguments, overrides)
+    config = checked_config(arguments, overrides)
     check_paths(config)
     from service.handoff.score import estimator_named
     from service.rollout.inputs import check_inputs
@@ -204,7 +169,10 @@ def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]
     file = (config.model.path or folder / "model") / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"{file}: no such file; the run's tokenizer is needed to show its tokens as text")
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special, whatever is wrong with the file
+        raise UserError(f"{file}: no tokenizer can be read from it: {error}") from error
     return config.buffer.max_staleness, partial(
         pieces, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
     )

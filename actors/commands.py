@@ -1,0 +1,59 @@
+"""What the commands of `baton` do that need Ray, which takes seconds to import: first what may be wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+from service.commands import checked_config
+from service.errors import UserError
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run a training."""
+    from service.config import check_paths
+
+    resume: Path | None = arguments.resume
+    if resume is not None:
+        if not (resume / "config.yaml").is_file():
+            raise UserError(f"--resume {resume}: not a run folder (it has no config.yaml)")
+        arguments.config.insert(0, resume / "config.yaml")
+    config = checked_config(arguments, overrides)
+    check_paths(config)
+    from actors.run import run
+
+    return run(config, None if resume is None else resume.resolve())
+
+
+def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Evaluate a model, a run or a checkpoint."""
+    from service.evaluated import evaluated
+    from service.rollout.evaluate import table
+
+    chosen = evaluated(arguments.path)
+    arguments.config = [*chosen.settings, *arguments.config]
+    config = checked_config(arguments, overrides)
+    from actors.evaluate import evaluate
+
+    found = evaluate(config, chosen, partial(print, flush=True))
+    print(table(found))
+    if arguments.output is not None:
+        result = {"path": str(arguments.path), "sets": [evaluation.record() for evaluation in found]}
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run a training as a job."""
+    config = checked_config(arguments, overrides)
+    # Ray reads it when it is imported, and would otherwise come without its token.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from actors.submit import submit_run
+
+    return submit_run(config, arguments.config, overrides, arguments.address, not arguments.no_follow)
+
+
+COMMANDS = {"run": run, "eval": evaluate, "submit": submit}
