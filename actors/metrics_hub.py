@@ -119,16 +119,12 @@ class MetricsHub:
         self._url = f"http://{host}:{runner.addresses[0][1]}"
 
     async def push(self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
-        """Take the numbers of `role/ident`, and reports as in `put_status`; a hub that was restarted serves again."""
+        """Take the numbers of `role/ident`, and reports by part of the status; a restarted hub serves again."""
         self._hub.push(source, snapshot)
         for part, report in reports:
             self._hub.put_status(part, report)
         if self._runner is None and not self._refused:
             await self.start()
-
-    async def put_status(self, part: str, report: dict[str, Any]) -> None:
-        """Take the report of `run`, `buffer`, `step`, or of an actor `role/ident`."""
-        self._hub.put_status(part, report)
 
     async def forget(self, source: str) -> None:
         """The actor `role/ident` is gone on purpose."""

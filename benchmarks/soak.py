@@ -86,9 +86,6 @@ class Nobody:
     def push(self, *told: Any) -> None:
         """Take numbers."""
 
-    def put_status(self, part: str, report: dict[str, Any]) -> None:
-        """Take a report."""
-
 
 class Producer:
     """A generator that needs no time to generate."""

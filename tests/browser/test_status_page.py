@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,25 +22,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=REAS
 async def run_under_way(steps: int) -> AsyncIterator[tuple[str, MetricsHub]]:
     hub = MetricsHub(load_config([], ["metrics.port=0"]).model_dump_json())
     url = await hub.start()
-    for source in ("buffer/buffer", "driver/driver", "generator/generator-0"):
-        await hub.push(source, Metrics(*source.split("/"), Boundaries.of(Config())).snapshot())
-    for step in range(1, steps + 1):
-        await hub.put_status("step", a_step(step))
+    await push(hub, "generator/generator-0")
+    await push(hub, "driver/driver", *(("step", a_step(step)) for step in range(1, steps + 1)))
     policy = {"epoch": 1, "step": steps}
     run = {"name": "<b>quick</b>", "state": "training", "max_steps": 100, "policy_version": policy, "generators": 1}
-    await hub.put_status("run", run)
+    await push(hub, "driver/driver", ("run", run))
     wait = {"who": "trainer", "reason": "groups", "detail": "11 of 16", "since": time.time() - 3}
     attack = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
     attacks = {"who": attack, "reason": attack, "detail": attack, "since": time.time() - 3}
     tokens = {"trained": 90000, "open": 1200, "stale": 40}
     groups = {"open": 7, "complete": 11, "leased": 0}
-    await hub.put_status(
-        "buffer", {"groups": groups, "tokens": tokens, "waits": [wait, attacks], "accepted_tokens": 91240}
-    )
+    buffer = {"groups": groups, "tokens": tokens, "waits": [wait, attacks], "accepted_tokens": 91240}
+    await push(hub, "buffer/buffer", ("buffer", buffer))
     try:
         yield url, hub
     finally:
         await hub.stop()
+
+
+async def push(hub: MetricsHub, source: str, *reports: tuple[str, dict[str, Any]]) -> None:
+    await hub.push(source, Metrics(*source.split("/"), Boundaries.of(Config())).snapshot(), reports)
 
 
 def a_step(step: int) -> dict[str, float]:
@@ -74,7 +76,7 @@ def test_the_page_shows_the_run_soon_without_errors_at_both_sizes(size: str, tmp
             small = "Math.min(...[...document.querySelectorAll('td, dd, dt, h2, .note')]"
             assert await page.value(small + ".map(e => parseFloat(getComputedStyle(e).fontSize)))") >= 12
 
-            await hub.put_status("step", a_step(61))
+            await push(hub, "driver/driver", ("step", a_step(61)))
             await page.until("document.querySelector('#charts').textContent.includes('61')")
             await page.screenshot(tmp_path / f"{size}.png")
             assert (tmp_path / f"{size}.png").stat().st_size > 20_000
@@ -103,7 +105,7 @@ def test_the_charts_go_back_with_a_trainer_that_does(tmp_path: Path) -> None:
             await page.show(url, "desktop")
             last = "[...document.querySelectorAll('.chart svg text')].some(e => e.textContent === '{}')"
             await page.until(last.format(30))
-            await hub.put_status("step", a_step(21))
+            await push(hub, "driver/driver", ("step", a_step(21)))
             await page.until(last.format(21))
             assert page.complaints == []
 

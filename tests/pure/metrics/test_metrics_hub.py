@@ -32,8 +32,7 @@ def test_metrics_status_and_health_are_served_on_one_port() -> None:
         assert await hub.start() == url
         metrics = Metrics("trainer", "trainer-0", Boundaries.of(Config()))
         metrics.set("baton_policy_version", 3)
-        await hub.push("trainer/trainer-0", metrics.snapshot())
-        await hub.put_status("run", {"name": "r", "state": "training"})
+        await hub.push("trainer/trainer-0", metrics.snapshot(), [("run", {"name": "r", "state": "training"})])
         kind, page = await get(f"{url}/metrics")
         assert kind == "text/plain; version=0.0.4; charset=utf-8"
         assert b'baton_policy_version{ident="trainer-0",role="trainer"} 3.0\n' in page
