@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.panels.parts import Dashboard, Panel, Query, mean, part, quantile, rate, share
+from service.panels.parts import Dashboard, Panel, Query, mean_and_worst, part, rate, share
 
 BUFFER = Dashboard(
     "baton-buffer",
@@ -48,10 +48,7 @@ BUFFER = Dashboard(
         Panel(
             "Trainer waits",
             "s",
-            (
-                Query(mean("baton_trainer_wait_seconds"), "mean"),
-                Query(quantile(0.99, "baton_trainer_wait_seconds"), "99 %"),
-            ),
+            mean_and_worst("baton_trainer_wait_seconds"),
             "Seconds that the trainer waited for a mini-batch.",
             8,
         ),

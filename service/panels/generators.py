@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.panels.parts import RUN, Dashboard, Panel, Query, last, mean, quantile, rate
+from service.panels.parts import RUN, Dashboard, Panel, Query, last, mean, mean_and_worst, rate
 
 GENERATORS = Dashboard(
     "baton-generators",
@@ -42,10 +42,7 @@ GENERATORS = Dashboard(
         Panel(
             "Weight updates",
             "s",
-            (
-                Query(mean("baton_weight_sync_seconds"), "mean"),
-                Query(quantile(0.99, "baton_weight_sync_seconds"), "99 %"),
-            ),
+            mean_and_worst("baton_weight_sync_seconds"),
             "Seconds from sending weights until every engine serves them.",
             8,
         ),
