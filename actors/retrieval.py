@@ -13,7 +13,7 @@ import ray
 from aiohttp import web
 
 from service.config import Config
-from service.config.tree import RetrievalConfig
+from service.config.rollout import RetrievalConfig
 from service.errors import RunFailed
 from service.rollout.retrieval.opened import open_retriever
 from service.rollout.retrieval.server import application

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from benchmarks.learn import micro_batch_of
-from service.config.tree import Config, ModelConfig, TrainerConfig
+from service.config.learn import TrainerConfig
+from service.config.tree import Config, ModelConfig
 from service.learn.broadcast import broadcast, row_of_token
 from service.learn.learner import Learner
 from service.learn.policy import Policy

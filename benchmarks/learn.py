@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from service.config.tree import Config, MakeModelConfig, ModelConfig, TrainerConfig
+from service.config.learn import TrainerConfig
+from service.config.tree import Config, MakeModelConfig, ModelConfig
 from service.learn.learner import Learner
 from service.learn.make import make_model
 from service.types import MicroBatch, MiniBatch

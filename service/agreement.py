@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from service.config.tree import WeightsConfig
+from service.config.learn import WeightsConfig
 
 FRESH_KL = "policy/by_staleness/0/kl"
 

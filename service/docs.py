@@ -41,7 +41,7 @@ BESIDE_RAY, with the run's name as a label.
 CONFIG_INTRO = """\
 # Configuration
 
-Made from `service/config/tree.py` by `python -m service.docs`.
+Made from `service/config/` by `python -m service.docs`.
 
 Files are given with `--config`, later ones merged deep over earlier ones; `section.key=value` overrides both.
 An unknown key is refused. `baton config show` prints the resolved configuration, `baton config schema` its JSON schema.

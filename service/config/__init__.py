@@ -1,23 +1,19 @@
 """The configuration: one strict tree, read from YAML files and dotted overrides."""
 
 from service.config.checks import check
+from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.load import load, load_config, resolved_yaml
 from service.config.paths import check_paths
+from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
 from service.config.tree import (
-    AlgorithmConfig,
     BufferConfig,
     Config,
-    DataConfig,
-    EnvConfig,
-    GeneratorConfig,
     MakeModelConfig,
     MetricsConfig,
     ModelConfig,
     RunConfig,
-    TrainerConfig,
     WandbConfig,
     WarmStartConfig,
-    WeightsConfig,
 )
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from service.config.tree import AlgorithmConfig
+from service.config.learn import AlgorithmConfig
 from service.handoff.batch import CompleteGroup
 from service.handoff.events import Filtered
 from service.handoff.lifecycle import GroupState

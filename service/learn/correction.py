@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from service.config.tree import CorrectionConfig
+from service.config.learn import CorrectionConfig
 from service.learn.loss import safe_exp
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from service.config.tree import AlgorithmConfig
+from service.config.learn import AlgorithmConfig
 from service.learn.masters import Masters
 from service.learn.place import Placed
 from service.learn.policy import Policy

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from service.config.tree import AlgorithmConfig
+from service.config.learn import AlgorithmConfig
 from service.errors import ConfigError
 from service.registered import registered
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from service.config.tree import TrainerConfig
+from service.config.learn import TrainerConfig
 from service.errors import UserError
 from service.learn import attention
 from service.learn.experts import RouterReplay

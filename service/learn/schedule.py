@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from service.config.tree import TrainerConfig
+from service.config.learn import TrainerConfig
 
 
 def learning_rate(trainer: TrainerConfig, step: int, max_steps: int) -> float:

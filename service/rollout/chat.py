@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from service.config.tree import GeneratorConfig
+from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.rollout.environment import Message, is_text
 from service.rollout.tokenizer import load_tokenizer

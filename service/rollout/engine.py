@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.config.tree import GeneratorConfig
+from service.config.rollout import GeneratorConfig
 from service.types import Float32s, Int16s, Int32s, Int64s
 
 

@@ -7,7 +7,7 @@ from asyncio import Semaphore
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from service.config.tree import EnvConfig
+from service.config.rollout import EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Environment, Task
 from service.rollout.environments import Options, environment

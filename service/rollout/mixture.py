@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from service.config.tree import DataConfig, MixturePart
+from service.config.rollout import DataConfig, MixturePart
 from service.errors import UserError
 from service.rollout.dataset import read_rows, tasks_of, write_rows
 from service.rollout.environments import made

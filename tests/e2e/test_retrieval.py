@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel
 
 from actors.retrieval import with_retrieval
 from service.config import Config
-from service.config.tree import EnvConfig, RetrievalConfig
+from service.config.rollout import EnvConfig, RetrievalConfig
 from service.errors import RunFailed
 from service.rollout import data
 from service.rollout.environment import Task

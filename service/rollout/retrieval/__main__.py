@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from service.config.tree import RetrievalConfig
+from service.config.rollout import RetrievalConfig
 from service.errors import UserError
 from service.rollout.retrieval.opened import open_retriever
 from service.rollout.retrieval.server import application

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.config.tree import RetrievalConfig
+from service.config.rollout import RetrievalConfig
 from service.rollout.data import CORPUS
 from service.rollout.retrieval.index import Encoder, Retriever, WordEncoder, load_corpus
 

@@ -14,7 +14,7 @@ from actors.fleet import Fleet
 from actors.telemetry import RunTelemetry
 from actors.trainer import TrainerGroup
 from service.config import Config
-from service.config.tree import DataConfig
+from service.config.rollout import DataConfig
 from service.errors import RunFailed
 from service.rollout.evaluate import Evaluation, Part, Played, summary
 from service.runfolder import RunFolder, read_lines

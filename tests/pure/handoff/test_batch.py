@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.config.tree import AlgorithmConfig, BufferConfig, Config
+from service.config.learn import AlgorithmConfig
+from service.config.tree import BufferConfig, Config
 from service.handoff import merge_steps, mini_batch_boundaries
 from service.handoff.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch
 from service.handoff.events import Filtered

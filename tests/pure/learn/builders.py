@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from service.config.tree import AlgorithmConfig, Config, MakeModelConfig, ModelConfig, TrainerConfig
+from service.config.learn import AlgorithmConfig, TrainerConfig
+from service.config.tree import Config, MakeModelConfig, ModelConfig
 from service.learn.make import make_model
 from service.types import MicroBatch, MiniBatch
 

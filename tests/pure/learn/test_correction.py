@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.config.tree import CorrectionConfig
+from service.config.learn import CorrectionConfig
 from service.learn.correction import Correction, correct, over_trajectory, trajectory_ratios
 
 RATIO_M = np.array([0.5, 1.0, 3.0, 1.0, 1.2, 0.1])

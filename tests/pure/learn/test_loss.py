@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from service.config.checks import LOSSES
-from service.config.tree import AlgorithmConfig
+from service.config.learn import AlgorithmConfig
 from service.errors import ConfigError
 from service.learn.learner import Learner
 from service.learn.loss import _LOSSES, PolicyLoss, Terms, Tokens, checked, kl_term, loss_named

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.config.tree import TrainerConfig
+from service.config.learn import TrainerConfig
 from service.errors import UserError
 from service.learn import logprob
 from service.learn.learner import Learner

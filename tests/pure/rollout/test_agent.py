@@ -8,7 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
-from service.config.tree import Config, GeneratorConfig
+from service.config.rollout import GeneratorConfig
+from service.config.tree import Config
 from service.errors import UserError
 from service.handoff.digest import digest
 from service.rollout.agent import AgentLimits

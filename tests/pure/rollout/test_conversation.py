@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.config.tree import GeneratorConfig
+from service.config.rollout import GeneratorConfig
 from service.rollout.agent import Observed
 from service.rollout.chat import Chat, load_chat
 from service.rollout.environment import Message, StepResult

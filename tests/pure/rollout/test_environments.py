@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from service.config.tree import EnvConfig
+from service.config.rollout import EnvConfig
 from service.errors import UserError
 from service.rollout import environments
 from service.rollout.environment import Task

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.config.tree import DataConfig, MixturePart
+from service.config.rollout import DataConfig, MixturePart
 from service.errors import UserError
 from service.rollout.dataset import load_tasks, write_rows
 from service.rollout.mixture import eval_files, mixed_rows, train_file

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from service.config import Config
-from service.config.tree import DataConfig, EnvConfig, GeneratorConfig, RunConfig
+from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
+from service.config.tree import RunConfig
 from service.rollout.chat import Chat
 from service.rollout.dataset import write_rows
 from service.rollout.environment import Message, StepResult, Task

@@ -1,0 +1,20 @@
+"""What the parts of the configuration tree have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+MergeMode = Literal["off", "linear", "tree"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A part of the tree: unknown keys are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
