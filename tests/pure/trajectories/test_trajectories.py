@@ -15,6 +15,7 @@ from service.errors import UserError
 from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.tables import ends_table, steps_table
 from service.handoff.versions import VersionHistory
+from service.rollout.tokenizer import make_tokenizer
 from service.runfolder import RunFolder
 from service.trajectories import find_record, find_run, load_records, trained, trajectory_records
 from service.trajectory_views import LOSS, MASKED, PROMPT, STALE, html_page, pieces, print_list, print_record, tokens_of
@@ -160,3 +161,19 @@ def test_the_commands_read_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert "neither a run folder" in capsys.readouterr().err
     (tmp_path / "r" / "trajectories.jsonl").write_text("{broken}\n")
     assert main(["trajectories", "list", str(tmp_path / "r")]) == 2
+
+
+def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunFolder(tmp_path).append_trajectories(records())
+    (tmp_path / "config.yaml").write_text("run: {name: r}\n")
+    show = ["trajectories", "show", str(tmp_path), str(records()[0]["id"])]
+    assert main(show) == 2
+    assert "tokenizer.json: no such file" in capsys.readouterr().err
+    make_tokenizer(tmp_path / "model", [f"w{number}" for number in range(30)])
+    assert main(show) == 0
+    assert "w2" in capsys.readouterr().out
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    assert main(show) == 2
+    assert "no tokenizer can be read from it" in capsys.readouterr().err
