@@ -92,7 +92,7 @@ class BufferActor:
             prompt_uids = [task.uid for task in load_tasks(Path(tasks_file))]
             seed = self._config.run.seed
             self._opened = Buffer(self._config, vocab_size, prompt_uids, self._journal, self._clock, seed, routing)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised by `_buffer`, for whoever asks
             # Ray would start an actor whose constructor raises again and again; here the first who asks is told.
             self._failure = error
             return

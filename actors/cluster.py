@@ -45,7 +45,7 @@ def ray_session(config: Config, mark: str, logs: Path) -> Iterator[None]:
     try:
         _connect(config, mark, logs)
     except Exception as error:
-        # Ray raises a bare Exception where its node is not up within thirty seconds, as on a busy machine.
+        # Ray raises a bare Exception where its node is not up in time, as on a busy machine.
         if not isinstance(error, RuntimeError | ConnectionError) and type(error) is not Exception:
             raise
         (logs / "failure.txt").write_text(str(error))

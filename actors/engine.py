@@ -109,7 +109,7 @@ class VllmEngine:
         try:
             outputs = self._running().generate(prompt, self._sampling_params(sampling), request_id)
             output = [output async for output in outputs][-1]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
             raise self._death() or error from None
         finally:
             self.running -= 1
@@ -151,7 +151,7 @@ class VllmEngine:
                 if isinstance(data, str) or self._config.weights.transport == "memory":
                     return await self._unless_dead(self._take_file(version, data, checksum))
                 return await self._unless_dead(self._receive(version, data, checksum))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
                 raise self._death() or error from error.__cause__
 
     async def _take_file(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
@@ -215,7 +215,7 @@ class VllmEngine:
                 await self._unless_dead(self._running().get_weight_version())
         except TimeoutError:
             raise RunFailed(f"the engine core did not answer within {deadline:.0f} s") from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
             raise self._death() or error from None
 
     @property

@@ -113,7 +113,7 @@ def _is_finite(value: Any) -> bool:
 def _shown(value: Any) -> str:
     try:
         return f"{value!r:.80}"
-    except Exception:  # an integer of too many digits, or whatever a user's class does when it is shown
+    except Exception:  # noqa: BLE001 - an integer of too many digits, or whatever a user's class does when it is shown
         return f"a {type(value).__name__}"
 
 

@@ -36,7 +36,7 @@ async def _serve(answers: IO[bytes]) -> None:
         try:
             episode, returned = await _answer(episode, request)
             answer = json.dumps({"returned": returned}, default=_plain)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again where the answer is read
             answer = json.dumps({"raised": f"{type(error).__name__}: {error}"})
         answers.write(answer.encode() + b"\n")
         answers.flush()

@@ -119,7 +119,7 @@ def main() -> int:
     start_ray(folder)
     try:
         report = asyncio.run(play(folder, told))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - told, and the exit code says it
         traceback.print_exc()
         sys.stderr.flush()
         # Ray would wait for calls that nobody answers any more; the guardian ends what is left.

@@ -45,7 +45,7 @@ class Batcher:
                 batch.append(self._asked.get_nowait())
             try:
                 await self._answer(batch)
-            except Exception as error:  # whoever asked gets it; the server goes on
+            except Exception as error:  # noqa: BLE001 - whoever asked gets it; the server goes on
                 for asked in batch:
                     if not asked.answer.done():
                         asked.answer.set_exception(error)
