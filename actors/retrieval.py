@@ -16,12 +16,9 @@ from service.config import Config
 from service.config.rollout import RetrievalConfig
 from service.errors import RunFailed
 from service.rollout.retrieval.opened import open_retriever
-from service.rollout.retrieval.server import application
+from service.rollout.retrieval.server import BACKLOG, application
 
 log = logging.getLogger(__name__)
-
-BACKLOG = 1024
-"""Connections that wait to be accepted, at most: all trajectories may ask at once."""
 
 
 class RetrievalServer:
@@ -48,7 +45,7 @@ class RetrievalServer:
 
 
 async def _forever(app: web.Application, listening: socket.socket) -> None:
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.SockSite(runner, listening).start()
     await asyncio.Event().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from aiohttp import web
 from service.config.rollout import RetrievalConfig
 from service.errors import UserError
 from service.rollout.retrieval.opened import open_retriever
-from service.rollout.retrieval.server import application
+from service.rollout.retrieval.server import BACKLOG, application
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,13 +26,30 @@ def main(arguments: list[str] | None = None) -> int:
         passage_prefix=options.passage_prefix,
     )
     try:
-        retriever = open_retriever(config, options.device)
+        # The address first of all, as encoding a corpus may take a day; who asks meanwhile is refused.
+        with _bound(options.host, options.port) as bound:
+            retriever = open_retriever(config, options.device)
+            bound.listen(BACKLOG)
+            address = f"http://{options.host}:{bound.getsockname()[1]}/retrieve"
+            print(f"{len(retriever.passages)} passages at {address}", flush=True)
+            web.run_app(application(retriever), sock=bound, print=None, backlog=BACKLOG, handler_cancellation=True)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(f"{len(retriever.passages)} passages at http://{options.host}:{options.port}/retrieve", flush=True)
-    web.run_app(application(retriever), host=options.host, port=options.port, print=None)
     return 0
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at the address, which takes no connection yet."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError, UnicodeError) as error:
+        bound.close()
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--host {host} --port {port}: cannot listen there: {reason}") from error
+    return bound
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--passage-prefix", default="", help="before each passage, such as 'passage: ' for E5")
     parser.add_argument("--device", default="cpu", help="where the encoder runs")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     return parser
 
 

@@ -43,7 +43,10 @@ class RetrievalClient:
         async with self._session.post(self._url, json=question) as response:
             if response.status != 200:
                 raise RetrievalFailed(f"{self._url} answered {response.status}: {(await response.text())[:200]}")
-            answer = await response.json()
+            try:
+                answer = await response.json(content_type=None)
+            except (ValueError, RecursionError) as error:
+                raise RetrievalFailed(f"{self._url} answered with no JSON: {error}") from error
         try:
             return [str(hit.get("document", hit)["contents"]) for hit in answer["result"][0]]
         except (KeyError, IndexError, TypeError, AttributeError) as error:

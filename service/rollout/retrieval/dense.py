@@ -7,10 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoModel, AutoTokenizer
 
 from service.errors import UserError
 from service.types import Float32s
+
+UNREADABLE = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, SafetensorError,
+    StrictDataclassError,
+)  # fmt: skip
+"""What transformers raises depends on which of its assumptions about a folder is broken."""
 
 
 class DenseEncoder:
@@ -27,8 +35,13 @@ class DenseEncoder:
     ) -> None:
         if not (folder / "config.json").is_file():
             raise UserError(f"encoder: {folder} is no Hugging Face model folder (it has no config.json)")
-        self._tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        self._model = AutoModel.from_pretrained(str(folder), local_files_only=True).to(device).eval()
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            model = AutoModel.from_pretrained(str(folder), local_files_only=True)
+        except UNREADABLE as error:
+            first = str(error).strip().partition("\n")[0]
+            raise UserError(f"encoder: {folder} holds no encoder that can be read: {first}") from error
+        self._model = model.to(device).eval()
         self._device = device
         self._query_prefix, self._passage_prefix = query_prefix, passage_prefix
         self._batch_size, self._max_length = batch_size, max_length

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from service.errors import UserError
+from service.rollout.environment import is_text
 from service.types import Float32s, Int64s
 
 WORD = re.compile(r"\w+")
@@ -163,16 +164,25 @@ def load_corpus(path: Path) -> list[Passage]:
     if not path.is_file():
         raise UserError(f"corpus: there is no file {path}")
     passages = []
-    with path.open(encoding="utf-8") as file:
-        for row, line in enumerate(file):
-            try:
-                document = json.loads(line)
-                passages.append(Passage(str(document["id"]), str(document["contents"])))
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise UserError(f"corpus: {path}, row {row}: give an object with id and contents ({error})") from error
+    try:
+        with path.open(encoding="utf-8") as file:
+            for row, line in enumerate(file):
+                passages.append(_passage(line, row, path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"corpus: {path}, row {len(passages)} or one soon after it: not UTF-8: {error}") from error
     if not passages:
         raise UserError(f"corpus: {path} has no rows")
     return passages
+
+
+def _passage(line: str, row: int, path: Path) -> Passage:
+    try:
+        document = json.loads(line)
+        if not is_text(document["contents"]):
+            raise TypeError("contents is no text")
+        return Passage(str(document["id"]), document["contents"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"corpus: {path}, row {row}: give an object with id and contents ({error})") from error
 
 
 def _words(text: str) -> list[str]:

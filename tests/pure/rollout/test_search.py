@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
 from transformers import BertConfig, BertModel
 
 from service.errors import UserError
@@ -24,37 +18,11 @@ from service.rollout import data
 from service.rollout.environment import Task
 from service.rollout.environments import made, made_search
 from service.rollout.environments.search_r1 import SearchR1, normal
-from service.rollout.retrieval import client
-from service.rollout.retrieval.client import RetrievalClient, RetrievalFailed
 from service.rollout.retrieval.dense import DenseEncoder
-from service.rollout.retrieval.index import Index, NumpyIndex, Passage, Retriever, WordEncoder, flat_index, load_corpus
-from service.rollout.retrieval.server import Batcher, application
+from service.rollout.retrieval.index import NumpyIndex, Passage, Retriever, WordEncoder, flat_index, load_corpus
+from service.rollout.retrieval.server import application
 from service.rollout.tokenizer import make_tokenizer
-from service.types import Float32s, Int64s
-
-TEXTS = ["marn lies on the olt", "the olt flows through sarn", "sarn is known for salt"]
-
-
-def retriever(texts: Sequence[str] = TEXTS) -> Retriever:
-    return Retriever.of([Passage(str(i), text) for i, text in enumerate(texts)], WordEncoder(texts))
-
-
-@asynccontextmanager
-async def served(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield "http://127.0.0.1:{1}".format(*runner.addresses[0])
-    finally:
-        await runner.cleanup()
-
-
-async def post(url: str, question: Any) -> tuple[int, Any]:
-    async with aiohttp.ClientSession() as session, session.post(url, json=question) as response:
-        body = await response.text()
-        return response.status, json.loads(body) if response.status == 200 else body
+from tests.pure.rollout.test_retrieval import TEXTS, retriever, served
 
 
 def test_passages_that_share_rare_words_come_first() -> None:
@@ -66,152 +34,6 @@ def test_passages_that_share_rare_words_come_first() -> None:
 def test_a_question_without_known_words_still_gets_an_answer() -> None:
     (found,) = retriever().search(["?"], topk=9)
     assert {(hit.passage.id, hit.score) for hit in found} == {("0", 0.0), ("1", 0.0), ("2", 0.0)}
-
-
-@pytest.mark.asyncio
-async def test_the_server_understands_one_query_and_many_with_scores_and_without() -> None:
-    async with served(application(retriever())) as url:
-        status, one = await post(f"{url}/retrieve", {"query": "salt", "topk": 1, "return_scores": True})
-        assert status == 200
-        ((hit,),) = one["result"]
-        assert hit["document"] == {"id": "2", "contents": TEXTS[2]}
-        assert 0 < hit["score"] <= 1
-        _, many = await post(f"{url}/retrieve", {"queries": ["salt", "marn"], "topk": 2, "return_scores": False})
-        assert [(len(documents), documents[0]["id"]) for documents in many["result"]] == [(2, "2"), (2, "0")]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    "question",
-    [
-        [],
-        {},
-        {"query": 3},
-        {"queries": [3]},
-        {"queries": []},
-        {"query": "a", "topk": 0.5},
-        {"query": "a", "topk": 101},
-        {"query": "a", "topk": -1},
-        {"query": "a", "topk": 10**9},
-        {"queries": ["a"] * 257},
-        {"queries": ["a", "half \ud800 pair"]},
-    ],
-)
-async def test_a_question_that_is_none_is_refused_and_the_server_goes_on(question: Any) -> None:
-    async with served(application(retriever())) as url:
-        assert (await post(f"{url}/retrieve", question))[0] == 400
-        assert (await post(f"{url}/retrieve", {"query": "salt"}))[0] == 200
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000])
-async def test_a_body_that_is_no_json_is_the_callers_fault(body: bytes) -> None:
-    async with (
-        served(application(retriever())) as url,
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/retrieve", data=body) as response,
-    ):
-        assert (response.status, "no JSON" in await response.text()) == (400, True)
-
-
-class Counting:
-    """An index that keeps how many questions it was asked at once."""
-
-    def __init__(self, index: Index) -> None:
-        self.index = index
-        self.sizes: list[int] = []
-
-    def search(self, queries: Float32s, topk: int) -> tuple[Float32s, Int64s]:
-        self.sizes.append(len(queries))
-        return self.index.search(queries, topk)
-
-
-@pytest.mark.asyncio
-async def test_questions_that_come_while_the_encoder_is_busy_are_answered_together() -> None:
-    made = retriever()
-    counting = Counting(made.index)
-    batcher = Batcher(replace(made, index=counting))
-    asked = [asyncio.ensure_future(batcher.search([text], 1 + i % 2)) for i, text in enumerate(TEXTS * 10)]
-    await asyncio.sleep(0)
-    running = asyncio.ensure_future(batcher.run())
-    answers = await asyncio.gather(*asked)
-    running.cancel()
-    assert [found[0].passage.contents for (found,) in answers] == TEXTS * 10
-    assert [len(found) for (found,) in answers] == [1, 2] * 15
-    assert counting.sizes == [30]
-
-
-@pytest.mark.asyncio
-async def test_a_search_that_fails_is_told_to_those_who_asked_and_the_next_one_succeeds() -> None:
-    made = retriever()
-    batcher = Batcher(made)
-    running = asyncio.ensure_future(batcher.run())
-    with pytest.raises(AttributeError):
-        await batcher.search([None], 1)  # type: ignore[list-item]
-    assert await batcher.search(["salt"], 1) == made.search(["salt"], 1)
-    running.cancel()
-
-
-@pytest.mark.asyncio
-async def test_the_client_reads_passages_with_scores_and_without() -> None:
-    for answer in ({"document": {"id": "1", "contents": "a"}, "score": 1.0}, {"id": "1", "contents": "a"}):
-        async with served(answering(answer)) as url:
-            asking = RetrievalClient(f"{url}/retrieve", 5.0)
-            assert await asking.retrieve("?", 3) == ["a"]
-            await asking.close()
-
-
-def answering(hit: Any) -> web.Application:
-    async def retrieve(request: web.Request) -> web.Response:
-        return web.json_response({"result": [[hit]]})
-
-    app = web.Application()
-    app.add_routes([web.post("/retrieve", retrieve)])
-    return app
-
-
-@pytest.mark.asyncio
-async def test_the_client_asks_again_while_the_server_is_away_and_then_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE", 0.01)
-    asking = RetrievalClient("http://127.0.0.1:9/retrieve", 5.0)
-    with pytest.raises(RetrievalFailed, match="did not answer 4 times"):
-        await asking.retrieve("?", 3)
-    await asking.close()
-
-
-@pytest.mark.asyncio
-async def test_a_server_that_dies_amid_its_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE", 0.01)
-    whole = b'{"result": [[{"id": "0", "contents": "salt"}]]}'
-    answers = [whole[:9], whole]
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(whole)}\r\n\r\n"
-        writer.write(head.encode() + answers.pop(0))
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        asking = RetrievalClient("http://127.0.0.1:{1}/retrieve".format(*server.sockets[0].getsockname()), 5.0)
-        assert await asking.retrieve("?", 1) == ["salt"]
-        await asking.close()
-
-
-@pytest.mark.asyncio
-async def test_an_answer_without_passages_is_an_error_that_names_the_server() -> None:
-    async with served(answering("nothing")) as url:
-        asking = RetrievalClient(f"{url}/retrieve", 5.0)
-        with pytest.raises(RetrievalFailed, match=r"127\.0\.0\.1.*answered without passages"):
-            await asking.retrieve("?", 3)
-        await asking.close()
-        missing = RetrievalClient(f"{url}/elsewhere", 5.0)
-        with pytest.raises(RetrievalFailed, match="answered 404"):
-            await missing.retrieve("?", 3)
-        await missing.close()
 
 
 def question(truth: Any) -> Task:
@@ -292,11 +114,18 @@ def test_the_corpus_that_comes_with_baton_is_the_one_its_module_makes(tmp_path: 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "has no rows"), ('{"id": 1}\n', "row 0.*contents"), ('{"id": 1, "contents": "a"}\n[]\n', "row 1")],
+    [
+        (b"", "has no rows"),
+        (b'{"id": 1}\n', "row 0.*contents"),
+        (b'{"id": 1, "contents": null}\n', "row 0.*contents is no text"),
+        (b'{"id": 1, "contents": "a"}\n[]\n', "row 1"),
+        (b'{"id": 1, "contents": "a"}\n' + b"[" * 100_000, "row 1"),
+        (b"\xff\n", "not UTF-8"),
+    ],
 )
-def test_a_file_that_is_no_corpus_is_refused_by_row(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_that_is_no_corpus_is_refused_by_row(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "corpus.jsonl"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_corpus(path)
 
@@ -371,3 +200,7 @@ def test_a_dense_encoder_averages_over_real_tokens_only(tmp_path: Path) -> None:
 def test_a_folder_without_an_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no config\.json"):
         DenseEncoder(tmp_path, torch.device("cpu"))
+    for text in ("{", "{}", '{"model_type": "bert", "hidden_size": "wide"}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"^encoder: .* holds no encoder that can be read: .+$"):
+            DenseEncoder(tmp_path, torch.device("cpu"))
