@@ -29,7 +29,7 @@ from actors.weights_file import WeightBytes, is_tied, opened, policy_elements, w
 from service.config import Config
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
-from service.types import NO_VERSION, Int16s, Int32s, Int64s, PolicyVersion
+from service.types import NO_VERSION, Float32s, Int16s, Int32s, Int64s, PolicyVersion
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -121,7 +121,7 @@ class VllmEngine:
         self.counts["generated_tokens"] += len(token_ids)
         return Generation(
             token_ids=token_ids,
-            logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+            logprobs=_logprobs(completion.logprobs),
             versions=_versions(completion.weight_versions, len(token_ids)),
             stop_reason=completion.finish_reason,
             sampled_end=completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str),
@@ -308,6 +308,10 @@ async def _load(llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tri
             if tried == tries:
                 raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
     return tried
+
+
+def _logprobs(flat: Any | None) -> Float32s:
+    return np.asarray(() if flat is None else flat.logprobs, np.float32)
 
 
 def _experts(recorded: Any | None) -> Int16s | None:

@@ -16,6 +16,8 @@ class StopReason(StrEnum):
     ABORT = "abort"
     """The engine gave the turn up."""
     ENGINE_TIMEOUT = "engine_timeout"
+    ENGINE_OUTPUT = "engine_output"
+    """What the engine answered contradicts itself or what it was asked."""
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     ENVIRONMENT_REWARD = "environment_reward"

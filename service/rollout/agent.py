@@ -68,7 +68,8 @@ async def run_trajectory(
         script.read(messages)
         prompt = rendered(partial(talk.begin, messages, task.tools))
         while (prompt_ids := episode.next_prompt(prompt)) is not None:
-            generation = await generate(engine, prompt_ids, limits, f"{trajectory}/turn={episode.n_steps}")
+            request_id = f"{trajectory}/turn={episode.n_steps}"
+            generation = await generate(engine, prompt_ids, limits, chat.vocab_size, request_id)
             text = _cut_at_stop(chat.text(generation.token_ids), limits.sampling.stop)
             result = checked(await ask(environment.step(text), limits), limits)
             response_ids = talk.close(generation, episode.is_last(result.done))

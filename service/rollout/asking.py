@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from service.rollout.answer import fault
 from service.rollout.chat import MessagesRefused
 from service.rollout.engine import Engine, Generation
 from service.rollout.environment import Environment, Message, OversizedOutput, StepResult
@@ -32,11 +33,13 @@ class TrajectoryFailed(Exception):
         self.reason = reason
 
 
-async def generate(engine: Engine, prompt_ids: Int32s, limits: AgentLimits, request_id: str) -> Generation:
+async def generate(
+    engine: Engine, prompt_ids: Int32s, limits: AgentLimits, vocab_size: int, request_id: str
+) -> Generation:
     """One turn of the policy; an engine that breaks is no trajectory's fault and raises what it raises.
 
     Raises:
-        TrajectoryFailed: the turn was aborted, or took too long.
+        TrajectoryFailed: the turn was aborted, took too long, or cannot be what the engine sampled.
     """
     try:
         async with asyncio.timeout(limits.request_deadline) as scope:
@@ -47,6 +50,8 @@ async def generate(engine: Engine, prompt_ids: Int32s, limits: AgentLimits, requ
         raise TrajectoryFailed(StopReason.ENGINE_TIMEOUT, f"no turn after {limits.request_deadline:g} s") from error
     if generation.stop_reason == StopReason.ABORT:
         raise TrajectoryFailed(StopReason.ABORT, "the engine aborted the turn")
+    if (wrong := fault(generation, len(prompt_ids), limits.sampling.max_tokens, vocab_size)) is not None:
+        raise TrajectoryFailed(StopReason.ENGINE_OUTPUT, f"the engine answered {request_id} with {wrong}")
     return generation
 
 

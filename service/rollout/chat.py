@@ -59,6 +59,7 @@ class Chat:
         self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, str | int | float | bool] | None = None
     ) -> None:
         self._tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)
         self._template_options = dict(template_options or {})
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()

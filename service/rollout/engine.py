@@ -48,8 +48,8 @@ class Generation:
 
     token_ids: Int32s
     """[T] exactly the sampled ids, the end-of-sequence token included where it was sampled."""
-    logprobs: Float32s | None
-    """[T] of the sampling distribution; None when the engine gave none."""
+    logprobs: Float32s
+    """[T] of the sampling distribution."""
     versions: Int64s
     """[T] packed `PolicyVersion` that sampled each token."""
     stop_reason: str

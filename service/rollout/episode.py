@@ -68,7 +68,7 @@ class Episode:
             index=self.n_steps,
             prompt_ids=self._carried,
             response_ids=response_ids,
-            logprobs=None if generation.logprobs is None else _with_zeros(generation.logprobs, n_tokens),
+            logprobs=_with_zeros(generation.logprobs, n_tokens),
             loss_mask=_sampled(len(generation.token_ids), n_tokens),
             versions=_with_no_version(generation.versions, n_tokens),
             temperature=self._limits.sampling.temperature,

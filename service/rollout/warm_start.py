@@ -68,4 +68,10 @@ def _with(row: SupervisedRow, token_ids: Int32s, said: bool) -> SupervisedRow:
 
 
 def _unclosed(token_ids: Int32s) -> Generation:
-    return Generation(token_ids, None, np.full(len(token_ids), NO_VERSION, dtype=np.int64), "stop", sampled_end=False)
+    return Generation(
+        token_ids,
+        np.zeros(len(token_ids), np.float32),
+        np.full(len(token_ids), NO_VERSION, np.int64),
+        "stop",
+        sampled_end=False,
+    )

@@ -188,14 +188,6 @@ async def test_the_environment_hears_the_text_up_to_its_stop_string_and_the_ids_
     assert chat.text(step.response_ids) == "look fox age owl"
 
 
-@pytest.mark.asyncio
-async def test_an_engine_without_log_probabilities_gives_steps_without_them(chat: Chat) -> None:
-    ids = chat.encode("look fox age")
-    engine = ScriptedEngine(chat, lambda words: Generation(ids, None, np.zeros(3, dtype=np.int64), "length", False))
-    (step,), _ = await play(chat, engine, ScriptedEnvironment([told("x", 0.0, True)]))
-    assert (step.logprobs, step.stop_reason) == (None, "length")
-
-
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
