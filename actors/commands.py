@@ -5,25 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 from service.commands import checked_config
 from service.errors import UserError
+from service.phases import phase, say
+
+SHORT_SECONDS = 1.0
+"""A configuration is read within this time, unless the machine is busy; one that is wrong is one line then."""
+LOADING = "loading Ray, PyTorch and vLLM"
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run a training."""
-    from service.config import check_paths
-
     resume: Path | None = arguments.resume
     if resume is not None:
         if not (resume / "config.yaml").is_file():
             raise UserError(f"--resume {resume}: not a run folder (it has no config.yaml)")
         arguments.config.insert(0, resume / "config.yaml")
-    config = checked_config(arguments, overrides)
-    check_paths(config)
-    from actors.run import run
+    with phase("reading the configuration", after=SHORT_SECONDS):
+        from service.config import check_paths
+
+        config = checked_config(arguments, overrides)
+        check_paths(config)
+    with phase(LOADING):
+        from actors.run import run
 
     return run(config, None if resume is None else resume.resolve())
 
@@ -35,10 +41,12 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     chosen = evaluated(arguments.path)
     arguments.config = [*chosen.settings, *arguments.config]
-    config = checked_config(arguments, overrides)
-    from actors.evaluate import evaluate
+    with phase("reading the configuration", after=SHORT_SECONDS):
+        config = checked_config(arguments, overrides)
+    with phase(LOADING):
+        from actors.evaluate import evaluate
 
-    found = evaluate(config, chosen, partial(print, flush=True))
+    found = evaluate(config, chosen, say)
     print(table(found))
     if arguments.output is not None:
         result = {"path": str(arguments.path), "sets": [evaluation.record() for evaluation in found]}

@@ -23,6 +23,7 @@ from service.config import Config
 from service.errors import RunFailed
 from service.failures import FailureWatch
 from service.handoff.verbs import Wait
+from service.phases import phase
 from service.prepare import Prepared, demonstrations
 from service.progress import Progress
 from service.runfolder import RunFolder
@@ -113,27 +114,42 @@ class Coordinator:
     async def _start(self) -> None:
         self._telemetry.start()
         self._telemetry.state("starting")
-        await call(self._buffer.ready, who="the buffer")
+        with phase("starting the actors", self._say):
+            await call(self._buffer.ready, who="the buffer")
         if self._resume_from is not None:
             await self._resume_journal(self._resume_from)
             # Not before: settings that the journal refuses must not take the place of those that it was written with.
             self._folder.write_config(self._config)
-        self._say("loading the model: engines and trainer ranks start ...")
-        url, *_ = await asyncio.gather(
-            serving(self._hub, self._config.run.max_restarts),
-            self._trainer.load(self._prepared.model_folder),
-            self._fleet.start(),
-        )
+        url = await self._all_up()
         self._folder.write_address(url)
         self._say(f"metrics and status: {url}/metrics, {url}/status")
         if self._resume_from is not None:
-            await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
-            await self._go_on_from(self._resume_from.step)
+            with phase(f"reading the checkpoint of step {self._resume_from.step}", self._say):
+                await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
+                await self._go_on_from(self._resume_from.step)
             self._say(f"resuming after step {self._resume_from.step}")
         else:
             await self._start_anew()
         self._progress.begin()
         self._telemetry.state("training")
+
+    async def _all_up(self) -> str:
+        """Every actor loads what it needs; returns the address of the metrics hub."""
+        starting = {
+            "the metrics hub": serving(self._hub, self._config.run.max_restarts),
+            "the trainer": self._trainer.load(self._prepared.model_folder),
+            "the generators": self._fleet.start(),
+        }
+        waited_for = dict.fromkeys(starting)
+
+        async def up(name: str) -> str | None:
+            answer = await starting[name]
+            del waited_for[name]
+            return answer
+
+        with phase("loading the model: engines and trainer ranks start", self._say, lambda: ", ".join([*waited_for])):
+            url, *_ = await asyncio.gather(*(up(name) for name in starting))
+        return str(url)
 
     async def _resume_journal(self, manifest: Manifest) -> None:
         """The buffer goes on from the journal that the checkpoint was written beside.
@@ -150,16 +166,19 @@ class Coordinator:
         settings = self._config.model.warm_start
         if settings is not None:
             self._telemetry.state("warm_start")
-            self._say(f"warm start: {settings.steps} supervised steps on demonstrations of mixed habits ...")
-            loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
+            with phase(f"warm start: {settings.steps} supervised steps on demonstrations of mixed habits", self._say):
+                loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
             self._say(f"warm start: cross-entropy {loss:.3f} per token")
         await self._go_on_from(0)
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
         if settings is not None and settings.probe_prompts:
-            await self._fleet.published()
             samples = self._config.algorithm.n_samples_per_prompt
-            probe = await self._fleet.evaluate("warm_start", self._prepared.tasks_file, samples, settings.probe_prompts)
+            with phase("warm start: sampling tasks to see what it left", self._say):
+                await self._fleet.published()
+                probe = await self._fleet.evaluate(
+                    "warm_start", self._prepared.tasks_file, samples, settings.probe_prompts
+                )
             if probe is not None:
                 self._progress.probed(probe.avg_score, settings.expected_success)
         await self._evaluate()
@@ -266,7 +285,8 @@ class Coordinator:
     async def _finish(self) -> None:
         """Write the final weights, then let the generators go; a stopped run keeps its open work for a resumption."""
         self._telemetry.state("stopping")
-        await self._trainer.export(self._folder.path / "final")
+        with phase("writing the final weights", self._say):
+            await self._trainer.export(self._folder.path / "final")
         await self._checkpoints.settle()
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)

@@ -25,6 +25,7 @@ from service.checkpoints import Checkpoints
 from service.config import Config
 from service.errors import RunFailed, UserError
 from service.evaluated import Evaluated
+from service.phases import phase
 from service.prepare import prepare_evaluation
 from service.rollout.evaluate import Evaluation
 
@@ -45,7 +46,8 @@ def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -
         if not files:
             raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
         (folder / "logs").mkdir()
-        held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder / "logs"))
+        with phase("starting Ray", say):
+            held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder / "logs"))
         try:
             return asyncio.run(_evaluate(config, evaluated, files, folder / "exported", say))
         except ray.exceptions.RayError as error:
@@ -62,14 +64,14 @@ async def _evaluate(
         ray.remote(Evaluator).options(**engine_options(config, gpus)).remote(config.model_dump_json(), str(model))
         for _ in range(config.generator.engines)
     ]
-    say("loading the model: engines start ...")
-    await asyncio.gather(
-        *(call(engine.start, who="an engine", within=config.generator.start_deadline) for engine in engines)
-    )
+    with phase("loading the model: engines start", say):
+        await asyncio.gather(
+            *(call(engine.start, who="an engine", within=config.generator.start_deadline) for engine in engines)
+        )
     found = []
     for name, path in files.items():
-        say(f"evaluating {name} ...")
-        found.append(await _in_time(config, evaluate_on(engines, name, path, config.data.eval_samples)))
+        with phase(f"evaluating {name}", say):
+            found.append(await _in_time(config, evaluate_on(engines, name, path, config.data.eval_samples)))
     await asyncio.gather(*(call(engine.stop, who="an engine") for engine in engines))
     return found
 
@@ -90,11 +92,11 @@ async def _exported(config: Config, evaluated: Evaluated, folder: Path, say: Cal
     manifest = checkpoints.newest(evaluated.step)
     if manifest is None or evaluated.step not in (None, manifest.step):
         raise UserError(f"{evaluated.path}: there is no whole checkpoint to evaluate")
-    say(f"reading the weights of step {manifest.step} ...")
     gpus = gpus_each()
-    trainer = place_trainer(config, gpus, place_ranks(config, gpus))
-    await trainer.load(evaluated.begun_with)
-    await trainer.restore(checkpoints.path(manifest.step) / TRAINER)
-    await trainer.export(folder)
+    with phase(f"reading the weights of step {manifest.step}", say):
+        trainer = place_trainer(config, gpus, place_ranks(config, gpus))
+        await trainer.load(evaluated.begun_with)
+        await trainer.restore(checkpoints.path(manifest.step) / TRAINER)
+        await trainer.export(folder)
     trainer.end()
     return folder

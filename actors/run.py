@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import uuid
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from service.config import Config, check
 from service.errors import BatonError, RunFailed, UserError
 from service.evaluated import CHECKPOINTS, FINAL
 from service.folders import restore
+from service.phases import phase, say
 from service.prepare import Prepared, prepare
 from service.runfolder import RunFolder, new_run_folder
 
@@ -49,7 +49,8 @@ def run(config: Config, resume: Path | None = None) -> int:
     folder = RunFolder(path)
     with folder.locked():
         manifest = None if resume is None else newest_checkpoint(config, path)
-        prepared = _prepared(config, path, is_new=resume is None)
+        with phase("preparing the data and the model"):
+            prepared = _prepared(config, path, is_new=resume is None)
         if resume is None:
             folder.write_config(config)
         say(f"run folder: {path}")
@@ -76,9 +77,10 @@ def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
 def _run_on_ray(config: Config, folder: RunFolder, prepared: Prepared, manifest: Manifest | None) -> int:
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
-    say(f"connecting to the Ray cluster at {address} ..." if address else "starting Ray ...")
     try:
-        with ray_session(config, mark, folder.path / "logs"):
+        with contextlib.ExitStack() as held:
+            with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
+                held.enter_context(ray_session(config, mark, folder.path / "logs"))
             if missing := missing_resources(config, gpus_each()):
                 say(f"WAITING for resources that the Ray cluster does not have: {missing}")
             cluster = place_actors(config, prepared, folder.path / "journal")
@@ -133,11 +135,3 @@ async def _until_stopped(coordinator: Coordinator) -> int:
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
     return 128 + coordinator.stopped_by if coordinator.stopped_by else 0
-
-
-def say(line: str) -> None:
-    """Print a line of progress at once; where nobody can read it any more, the run goes on without."""
-    try:
-        print(line, flush=True, file=sys.stdout)
-    except OSError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open as long as the process lives

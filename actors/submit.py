@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shlex
 import time
@@ -10,11 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import ray.exceptions
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from actors.authentication import keep_token_private, refuse_open_ray
 from service.config import Config
-from service.errors import UserError
+from service.errors import RunFailed, UserError
+from service.phases import phase, say
 
 START_SECONDS = 60.0
 """Ray refuses jobs for some seconds after its head has started; this long one tries again."""
@@ -22,6 +26,11 @@ START_SECONDS = 60.0
 RETRY_SECONDS = 1.0
 
 STARTING = ("No available agent", "Failed to connect to Ray")
+
+REFUSALS = (OSError, RuntimeError, ValueError, ray.exceptions.RayError, aiohttp.ClientError)
+"""What Ray's client raises for wrong addresses, wrong tokens, and clusters that refuse."""
+
+ADDRESS = "RAY_API_SERVER_ADDRESS"
 
 LEFT_OUT = [".git", ".venv", "runs", "build", "dist", "tests", "benchmarks", "docs", "**/__pycache__"]
 """What of the working directory the job does not need."""
@@ -65,29 +74,57 @@ def submit(
 
     Raises:
         UserError: no cluster answers at the address, or it refuses the job.
+        RunFailed: the cluster is gone while the output is followed.
     """
+    # What Ray says of its packing is about files that nobody misses; what goes wrong is raised.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    if address is not None:
+        # Ray itself would prefer what the environment says to what was asked for.
+        os.environ[ADDRESS] = address
     client, job = _submitted(command, address, connect)
-    print(f"submitted {job}; stop it with: ray job stop {job}", flush=True)
+    to_job = f"--address {address} {job}" if address else job
+    say(f"submitted {job}; stop it with: ray job stop {to_job}")
     if not follow:
         return 0
-    asyncio.run(_follow(client, job))
-    status = client.get_job_status(job)
-    print(f"{job}: {status}", flush=True)
+    try:
+        asyncio.run(_follow(client, job))
+        status = client.get_job_status(job)
+    except KeyboardInterrupt:
+        say(f"{job} goes on; see it with: ray job logs --follow {to_job}")
+        return 130
+    except REFUSALS as error:
+        raise RunFailed(f"the cluster does not answer any more ({_reason(error)}); {job} may go on") from error
+    say(f"{job}: {status}")
     return 0 if status == JobStatus.SUCCEEDED else 1
 
 
 def _submitted(command: str, address: str | None, connect: Callable[[str | None], Any]) -> tuple[Any, str]:
     deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            client = connect(address)
-            return client, client.submit_job(entrypoint=command, runtime_env={"working_dir": ".", "excludes": LEFT_OUT})
-        except (ConnectionError, RuntimeError) as error:
-            starting = any(sign in str(error) for sign in STARTING)
-            if not starting or time.monotonic() > deadline:
-                reason = str(error).strip().splitlines()[0]
-                raise UserError(f"--address: the cluster at {address or 'the default address'}: {reason}") from None
-            time.sleep(RETRY_SECONDS)
+    where = address or os.environ.get(ADDRESS) or os.environ.get("RAY_ADDRESS") or "the default address"
+    refused = ""
+    with phase(f"submitting the job to the cluster at {where}", left=lambda: refused):
+        while True:
+            try:
+                client = connect(address)
+                environment = {"working_dir": ".", "excludes": LEFT_OUT}
+                return client, client.submit_job(entrypoint=command, runtime_env=environment)
+            except REFUSALS as error:
+                reason = _reason(error)
+                if not any(sign in str(error) for sign in STARTING) or time.monotonic() > deadline:
+                    raise UserError(f"--address: the cluster at {where}: {reason}") from None
+                refused = f"a cluster that may still be starting: {reason}"
+                time.sleep(RETRY_SECONDS)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line that names what to do."""
+    if isinstance(error, ray.exceptions.AuthenticationError):
+        found = "there is no token" if "couldn't find" in str(error) else "the cluster refuses the token"
+        return f"{found}; ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN must hold the cluster's"
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, ValueError | ray.exceptions.RpcError):
+        return f"{first} (a dashboard's address is of the form http://HOST:8265)"
+    return first
 
 
 async def _follow(client: Any, job: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import urllib.request
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
+ROOT = Path(__file__).parents[2]
 MARK = "BATON_TEST_RUN"
 END_SECONDS = 60
 SHORT = ["run.max_steps=12", "model.warm_start.steps=30", "metrics.port=0", "weights.verify=true"]
@@ -37,6 +39,7 @@ def get(folder: Path, page: str) -> bytes:
 def test_a_short_run_trains_and_leaves_its_folder(drive: Drive, left_over: LeftOver) -> None:
     run = drive(SHORT)
     assert run.end() == 0, "".join(run.said)
+    assert_the_readme_shows_what_is_said(run.said)
 
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["trainer/global_step"] for line in lines] == list(range(1, 13))
@@ -54,6 +57,22 @@ def test_a_short_run_trains_and_leaves_its_folder(drive: Drive, left_over: LeftO
     assert any((run.folder / "tensorboard").iterdir())
     assert_final_weights_load_and_differ(run.folder)
     assert left_over(MARK, run.mark, END_SECONDS) == {}
+
+
+def assert_the_readme_shows_what_is_said(said: list[str]) -> None:
+    """Each line as far as its first figure, in order; how often a phase that goes on is said again differs."""
+    (sample,) = re.findall(r"```\n(loading Ray.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    shown, heard = ([begun(line) for line in lines if begun(line)] for lines in (sample.splitlines(), said))
+    assert list(dict.fromkeys(shown)) == list(dict.fromkeys(heard))
+
+
+def begun(line: str) -> str:
+    """The words of a line before its first figure or path.
+
+    >>> begun("starting Ray ... 5 s"), begun("step    5/100  reward 0.3")
+    ('starting Ray', 'step')
+    """
+    return re.split(r"\d|/|\.\.\.", line)[0].strip()
 
 
 def assert_final_weights_load_and_differ(folder: Path) -> None:

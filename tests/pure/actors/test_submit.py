@@ -1,16 +1,19 @@
 """A run as a Ray job: the command, the retries, and the refusals."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import AuthenticationError, RpcError
 
 from actors import submit as submitting
 from actors.authentication import refuse_open_ray
 from actors.submit import entrypoint, submit
 from service.cli import main
-from service.errors import UserError
+from service.errors import RunFailed, UserError
+from service.phases import phase
 
 
 class FakeClient:
@@ -42,6 +45,7 @@ class FakeClient:
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submitting, "RETRY_SECONDS", 0.0)
+    monkeypatch.setenv(submitting.ADDRESS, "")  # restored afterwards: an address that is asked for is put there
 
 
 def test_the_command_names_files_as_the_copy_has_them(tmp_path: Path) -> None:
@@ -73,6 +77,84 @@ def test_a_cluster_that_never_answers_is_one_clear_error(monkeypatch: pytest.Mon
 
     with pytest.raises(UserError, match=r"^--address: the cluster at http://127\.0\.0\.1:1: Failed to connect"):
         submit("x", "http://127.0.0.1:1", follow=True, connect=nobody)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            AuthenticationError("Ray couldn't find a token"),
+            "there is no token; ~/.ray",
+        ),
+        (AuthenticationError("Forbidden: Invalid authentication token"), "the cluster refuses the token; ~/.ray"),
+        (
+            ValueError("Invalid address format: nowhere"),
+            "nowhere (a dashboard's address is of the form http://HOST:8265)",
+        ),
+        (RpcError("Timed out while waiting for GCS"), "of the form http://HOST:8265"),
+    ],
+)
+def test_a_wrong_token_or_address_is_one_clear_error(error: Exception, said: str) -> None:
+    def refusing(address: str | None) -> Any:
+        raise error
+
+    with pytest.raises(UserError, match=r"^--address: the cluster at http://head:1: [^\n]+$") as refused:
+        submit("x", "http://head:1", follow=True, connect=refusing)
+    assert said in str(refused.value)
+
+
+def test_the_address_that_is_asked_for_counts_more_than_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.dashboard.utils import get_address_for_submission_client
+
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://another:8265")
+    found: list[str] = []
+    client = FakeClient(0)
+
+    def connect(address: str | None) -> Any:
+        found.append(get_address_for_submission_client(address))
+        return client
+
+    assert submit("x", "http://head:1", follow=False, connect=connect) == 0
+    assert found == ["http://head:1"]
+
+
+def test_it_says_at_once_what_it_does_and_then_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submitting, "phase", partial(phase, seconds=0.01))
+    said = ""
+
+    class Slow(FakeClient):
+        def submit_job(self, **job: Any) -> str:
+            nonlocal said
+            said += capsys.readouterr().out
+            self.refusals = 0 if "waiting for" in said else 1
+            return super().submit_job(**job)
+
+    assert submit("x", "http://head:1", follow=False, connect=Slow(0)) == 0
+    assert said.startswith("submitting the job to the cluster at http://head:1 ...\n")
+    assert "waiting for a cluster that may still be starting: Request failed with status code 500" in said
+    assert capsys.readouterr().out.endswith("stop it with: ray job stop --address http://head:1 job-1\n")
+
+
+def test_a_cluster_that_goes_away_while_its_job_is_followed_is_one_clear_error() -> None:
+    class Gone(FakeClient):
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            yield "step 1\n"
+            raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+    with pytest.raises(RunFailed, match=r"does not answer any more .*close code 1006\); job-1 may go on"):
+        submit("x", None, follow=True, connect=Gone(0))
+
+
+def test_an_interrupt_stops_the_following_and_says_that_the_job_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted(FakeClient):
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            yield "step 1\n"
+            raise KeyboardInterrupt
+
+    assert submit("x", None, follow=True, connect=Interrupted(0)) == 130
+    assert capsys.readouterr().out.endswith("job-1 goes on; see it with: ray job logs --follow job-1\n")
 
 
 def test_a_refused_job_is_not_tried_again() -> None:

@@ -1,0 +1,80 @@
+"""A command says what it does before that takes long, and again while it lasts."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.phases import phase, say
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_phase_is_said_at_once_again_while_it_lasts_and_no_more_afterwards() -> None:
+    said: list[str] = []
+    waited_for = ["the trainer"]
+    with phase("loading the model", said.append, lambda: ", ".join(waited_for), seconds=0.01):
+        assert said[0] == "loading the model ..."
+        until(lambda: len(said) >= 3)
+        assert re.fullmatch(r"loading the model \.\.\. \d+ s, waiting for the trainer", said[1])
+        waited_for.clear()
+        until(lambda: re.fullmatch(r"loading the model \.\.\. \d+ s", said[-1]))
+    until_the_end = list(said)
+    with phase("the next one", said.append, seconds=60):
+        pass
+    assert said == [*until_the_end, "the next one ..."]
+
+
+def test_a_phase_that_is_over_soon_is_not_spoken_of_where_that_is_asked() -> None:
+    said: list[str] = []
+    with phase("reading", said.append, after=60):
+        pass
+    assert said == []
+    with phase("reading", said.append, after=0.01, seconds=60):
+        until(lambda: said)
+    assert said == ["reading ..."]
+
+
+def test_a_phase_that_fails_is_over_too() -> None:
+    said: list[str] = []
+    with pytest.raises(ValueError, match="as it is"), phase("failing", said.append, seconds=0.01):
+        raise ValueError("as it is")
+    lines = len(said)
+    with phase("another", said.append, seconds=60):
+        assert said[lines:] == ["another ..."]
+
+
+def test_a_reader_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    say("one")
+    with sys.stdout as nowhere:
+        assert not isinstance(nowhere, Gone)
+        say("two")
+
+
+def test_a_run_says_what_it_does_before_it_loads_what_takes_seconds(tmp_path: Path) -> None:
+    # An open Ray is refused after all imports and before anything starts.
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "service", "run", "--config", "configs/quickstart.yaml",
+         f"run.dir={tmp_path}", "metrics.port=0"],
+        cwd=ROOT, env={**os.environ, "RAY_AUTH_MODE": "disabled"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout[-2000:]
+    lines = done.stdout.splitlines()
+    at = {name: number for number, line in enumerate(lines) if (name := line.rpartition("|")[2].strip()) in SLOW}
+    assert at.keys() == SLOW
+    assert min(at.values()) > lines.index("loading Ray, PyTorch and vLLM ...")
+
+
+SLOW = {"ray", "torch"}
+"""Imports that take a second or more where the disk is cold; a line of `-X importtime` comes when one is done."""
