@@ -142,11 +142,13 @@ class VllmEngine:
         `data` is a safetensors file and `checksum` its xxh3_64, or the path of one that `hold` checked.
 
         Raises:
-            ValueError: the bytes are not the policy's weights; the engine goes on with the old ones.
+            ValueError: the bytes are not the policy's weights, or older than those that are served; the engine goes on.
             WeightsGone: there is no file at that path any more; the engine goes on with the old weights.
             RunFailed: the engine could not load them; it stays paused and must be ended.
         """
         async with self._update_lock:
+            if version < self.serving:
+                raise ValueError(f"weights of version {version} are older than {self.serving}, which the engine serves")
             try:
                 if isinstance(data, str) or self._config.weights.transport == "memory":
                     return await self._unless_dead(self._take_file(version, data, checksum))

@@ -61,6 +61,8 @@ class Fleet:
         self._telemetry = telemetry
         self._say = say
         self._failures: Counter[str] = Counter()
+        self._down: set[str] = set()
+        """Generators that start again; their engines can be asked for nothing yet."""
         self._latest: Published | None = None
         self._sync: asyncio.Task[float] | None = None
         self._locks = {name: asyncio.Lock() for name in self._generators}
@@ -114,6 +116,7 @@ class Fleet:
             raise RunFailed(f"{name} failed {self._failures[name]} times; the last time: {in_a_line(error)}") from error
         self._say(f"{name} failed ({in_a_line(error)}); it starts again")
         generator = self._generators[name]
+        self._down.add(name)
         self._joined.discard(name)
         ray.kill(generator, no_restart=False)
         deadline = time.monotonic() + self._config.generator.start_deadline
@@ -125,6 +128,7 @@ class Fleet:
                 if time.monotonic() > deadline:
                     raise RunFailed(f"{name} did not come back: {in_a_line(down)}") from down
                 await asyncio.sleep(RETRY_SECONDS)
+        self._down.discard(name)
         await self._update(name)
         self._say(f"{name} is back")
 
@@ -161,16 +165,15 @@ class Fleet:
         return time.monotonic() - start
 
     async def _update(self, name: str) -> None:
-        """Give one engine the newest weights; one that fails meanwhile gets them when it is back."""
+        """Give one engine the newest weights; one that is down, or fails meanwhile, gets them when it is back."""
         async with self._locks[name]:
-            if self._latest is None:
+            if self._latest is None or name in self._down:
                 return
             version, weights = self._latest
             try:
                 match self._config.weights.transport:
                     case "nccl":
-                        await self._begin_broadcast(name)
-                        await self._take(name, version, weights.data, weights.checksum)
+                        await self._take_broadcast(name, version, weights)
                     case "ipc":
                         await self._take_shared(name, version)
                     case "memory":
@@ -193,7 +196,7 @@ class Fleet:
             raise gone
 
     async def _take_shared(self, name: str, version: PolicyVersion) -> None:
-        """Let an engine load what lies on its GPU; where newer weights do, they are about to be sent."""
+        """Let an engine load what lies on its GPU; where newer weights do, those are about to be published."""
         shared = await self._trainer.share(list(self._generators).index(name), version)
         if shared is not None:
             await self._take(name, version, shared.data, shared.checksum)
@@ -202,12 +205,13 @@ class Fleet:
         update = self._generators[name].update_weights
         await call(update, version.pack(), data, checksum, who=name, within=self._config.weights.sync_deadline)
 
-    async def _begin_broadcast(self, name: str) -> None:
-        """Let the trainer send to one engine, which joins a group with it first unless it is in one."""
+    async def _take_broadcast(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Let the trainer send to one engine, in a group of their own; newer weights are about to be published."""
         if name not in self._joined:
             await self._trainer.join_engine(name, self._generators[name])
             self._joined.add(name)
-        await self._trainer.begin_send(name)
+        if await self._trainer.begin_send(name, version):
+            await self._take(name, version, weights.data, weights.checksum)
 
     def trainer_started_again(self) -> None:
         """The trainer is another process: no engine is in a group with it."""
@@ -218,10 +222,14 @@ class Fleet:
 
         The buffer sees none of it.
         """
+        up = [generator for other, generator in self._generators.items() if other not in self._down]
+        if not up:
+            self._say(f"the evaluation of {name} was given up: no generator is up")
+            return None
         deadline = self._config.data.eval_deadline
         try:
             async with asyncio.timeout(deadline):
-                return await evaluate_on(list(self._generators.values()), name, tasks_file, n_samples, most)
+                return await evaluate_on(up, name, tasks_file, n_samples, most)
         except TimeoutError:
             self._say(f"the evaluation of {name} was given up after {deadline:.0f} s")
         except GENERATOR_FAILED as error:

@@ -207,8 +207,9 @@ class Generator:
         return path
 
     async def release_weights(self, path: str) -> None:
-        """No engine needs the weights at this path any more."""
-        os.close(self._held.pop(path))
+        """No engine needs the weights at this path any more; those that an earlier process held are gone already."""
+        if (fd := self._held.pop(path, None)) is not None:
+            os.close(fd)
 
     async def update_weights(self, version: int, data: WeightBytes | str, checksum: int) -> dict[str, float]:
         """Swap the engine's weights under the running requests.

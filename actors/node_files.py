@@ -81,6 +81,9 @@ class NodeFiles:
                     del self._held[node]
                 if held.holder == name:
                     raise
+            except asyncio.CancelledError:
+                held.users -= 1
+                raise
 
     async def _release(self, node: str, held: Held) -> None:
         if self._held.get(node) is held:

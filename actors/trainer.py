@@ -47,7 +47,7 @@ class TrainerRank:
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._learner: Learner | None = None
         self._to_send: dict[str, torch.Tensor] = {}
-        self._shared_version: int | None = None
+        self._version_to_send: int | None = None
         self._senders: dict[str, Sender] = {}
         self._steps = 0
         if hub is not None:
@@ -115,16 +115,16 @@ class TrainerRank:
         if weights is None:
             data = b""
         elif self._config.weights.transport == "nccl":
-            self._to_send, data = weights, announcement(weights)
+            self._to_send, self._version_to_send, data = weights, version, announcement(weights)
         else:
             data = save(weights)
         return _handed_over(data)
 
     def _keep_to_share(self, version: int) -> None:
         """Gather the policy on every rank's GPU, in place of the one before."""
-        self._to_send, self._shared_version = {}, None
+        self._to_send, self._version_to_send = {}, None
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        self._to_send, self._shared_version = self.learner.weights_on_device(), version
+        self._to_send, self._version_to_send = self.learner.weights_on_device(), version
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def share(self, version: int) -> tuple[NDArray[np.uint8], int]:
@@ -132,16 +132,19 @@ class TrainerRank:
 
         Nothing, where newer ones have taken their place.
         """
-        data = shared(self._to_send, self._device) if version == self._shared_version else b""
+        data = shared(self._to_send, self._device) if version == self._version_to_send else b""
         return _handed_over(data)
 
     def join_engine(self, engine: str, meeting_point: MeetingPoint) -> None:
         """Meet an engine's workers, which do the same meanwhile, in a group of their own."""
         self._senders[engine] = Sender(meeting_point, self._config.generator.tensor_parallel_size)
 
-    def begin_send(self, engine: str) -> None:
-        """Begin to send the weights that `weights` announced to an engine."""
+    def begin_send(self, engine: str, version: int) -> bool:
+        """Begin to send the weights of this version to an engine; False where newer ones have taken their place."""
+        if version != self._version_to_send:
+            return False
         self._senders[engine].begin(self._to_send, self._device)
+        return True
 
     def save(self, folder: str) -> None:
         """Copy this rank's part of a checkpoint and begin to write it."""
@@ -275,9 +278,10 @@ class TrainerGroup:
             call(generator.join_trainer, point, who=engine, within=within),
         )
 
-    async def begin_send(self, engine: str) -> None:
-        """Let rank 0 send the newest weights to an engine; returns as soon as it begins."""
-        await call(self._ranks[0].begin_send, engine, who="trainer-0")
+    async def begin_send(self, engine: str, version: PolicyVersion) -> bool:
+        """Let rank 0 send these weights to an engine; as soon as it begins, or False where it has newer ones."""
+        begun: bool = await call(self._ranks[0].begin_send, engine, version.pack(), who="trainer-0")
+        return begun
 
     async def share(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
         """Where weights lie on a rank's GPU, for one update of the engine beside it; None where newer ones do.

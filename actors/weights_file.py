@@ -9,6 +9,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -22,7 +23,8 @@ WeightBytes = bytes | memoryview | NDArray[np.uint8]
 TIED_HEAD = "lm_head.weight"
 """Some checkpoints hold it, others only the embedding that it is tied to."""
 
-MAX_HEADER_BYTES = 100 << 20
+METADATA = "__metadata__"
+"""Stands among a header's tensors and is none."""
 
 
 def policy_elements(model_folder: Path) -> int:
@@ -31,7 +33,7 @@ def policy_elements(model_folder: Path) -> int:
     for path in sorted(model_folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            total += _elements(file.read(length), is_tied(model_folder))
+            total += _elements(json.loads(file.read(length)), is_tied(model_folder))
     return total
 
 
@@ -51,10 +53,10 @@ def weights_in_memory(data: WeightBytes, checksum: int, elements: int, tied: boo
     found = xxhash.xxh3_64_intdigest(view)
     if found != checksum:
         raise ValueError(f"weights of {len(view)} bytes have the checksum {found:016x}, not {checksum:016x}")
-    length = int.from_bytes(view[:8], "little")
-    if length > min(len(view), MAX_HEADER_BYTES):
-        raise ValueError(f"weights of {len(view)} bytes are not a safetensors file")
-    brought = _elements(bytes(view[8 : 8 + length]), tied)
+    try:
+        brought = _elements(_whole_header(view), tied)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"weights of {len(view)} bytes are not a safetensors file") from error
     # vLLM would keep the old values of whatever is missing, without a word.
     if brought != elements:
         raise ValueError(f"weights have {brought} numbers, but the policy has {elements}")
@@ -68,7 +70,7 @@ def opened(path: str) -> int:
         WeightsGone: that process has ended, or is about to.
     """
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY)
     except OSError as error:  # which one depends on how far the process has ended
         raise WeightsGone(f"the weights at {path} are gone ({error.strerror})") from error
 
@@ -85,10 +87,19 @@ def _anonymous_file(view: memoryview) -> int:
     return fd
 
 
-def _elements(header: bytes, tied: bool) -> int:
-    tensors = json.loads(header)
+def _whole_header(view: memoryview) -> dict[str, Any]:
+    """What the file says of each tensor, if its data end where it says."""
+    length = int.from_bytes(view[:8], "little")
+    tensors: dict[str, Any] = json.loads(bytes(view[8 : 8 + length]))
+    ends = [end for name, tensor in tensors.items() if name != METADATA for end in tensor["data_offsets"]]
+    if 8 + length + max(ends, default=0) != len(view):
+        raise ValueError("data were cut off")
+    return tensors
+
+
+def _elements(tensors: dict[str, Any], tied: bool) -> int:
     return sum(
         math.prod(tensor["shape"])
         for name, tensor in tensors.items()
-        if name != "__metadata__" and not (tied and name == TIED_HEAD)
+        if name != METADATA and not (tied and name == TIED_HEAD)
     )

@@ -299,6 +299,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generator", description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="50M")
+    parser.add_argument("--part", choices=["loop", "updates"], help="only what the agent loop or what updates cost")
     parser.add_argument("--groups", type=int, default=8, help="groups of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=50)
@@ -316,8 +317,11 @@ def main() -> int:
             _temp_dir=folder,
         )
         road = Road(arguments.shape, arguments.groups, Path(folder) / "run")
-        figures = {"shape": arguments.shape, **agent_loop_cost(road, arguments.rounds)}
-        figures |= update_cost(road, arguments.updates)
+        figures: dict[str, Any] = {"shape": arguments.shape}
+        if arguments.part != "updates":
+            figures |= agent_loop_cost(road, arguments.rounds)
+        if arguments.part != "loop":
+            figures |= update_cost(road, arguments.updates)
         road.call("stop")
         ray.shutdown()
     print(json.dumps(figures, indent=2))

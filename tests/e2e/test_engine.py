@@ -1,5 +1,6 @@
 """The engine against a Hugging Face forward pass of the same weights, before, during and after updates."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from actors.engine import VllmEngine, engine_env
 from actors.load import EngineLoad
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
+from service.rollout.answer import fault
 from service.rollout.engine import Generation, Sampling
 from service.types import PolicyVersion
 
@@ -107,6 +109,17 @@ class Observed(VllmEngine):
     async def look(self) -> EngineLoad | None:
         return self.load
 
+    async def under_way(self) -> int:
+        return self.running
+
+    async def generate_within(self, prompt_ids: np.ndarray, sampling: Sampling, seconds: float) -> Generation | None:
+        """A turn, or None where it was given up at its deadline."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.generate(prompt_ids, sampling, "deadline")
+        except TimeoutError:
+            return None
+
 
 def started(folder: Path, model: PreTrainedModel, config: Config = CONFIG) -> Any:
     model.save_pretrained(folder)
@@ -137,6 +150,20 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(engine
     for p, generation in zip(prompts, generations, strict=True):
         assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) > 0
         assert difference(dense(0), p, generation, temperature) < ATOL
+
+
+def test_at_temperature_zero_the_likeliest_tokens_come_back_also_after_the_longest_prompt(engine: Any) -> None:
+    longest = np.resize(prompt(0), CONFIG.generator.max_input_length)
+    sampling = Sampling(max_tokens=CONFIG.generator.max_generate_length - 1, temperature=0.0)
+    first, again = ray.get([engine.generate.remote(longest, sampling, "r") for _ in range(2)])
+    assert first.token_ids.tolist() == again.token_ids.tolist()
+    assert len(first.token_ids) == sampling.max_tokens or first.sampled_end
+    for generation in (first, again):
+        assert fault(generation, len(longest), sampling.max_tokens, VOCABULARY) is None
+        assert difference(dense(0), longest, generation, 1.0) < ATOL
+    with torch.no_grad():
+        logits = dense(0)(torch.from_numpy(longest.astype(np.int64))[None]).logits[0, -1]
+    assert first.token_ids[0] == logits.argmax()
 
 
 def test_a_turn_ends_at_a_sampled_end_or_at_its_length_and_says_which(engine: Any) -> None:
@@ -199,34 +226,48 @@ def test_fifty_updates_under_load_lose_no_request_and_repeat_none(engine: Any) -
     assert len({generation.versions[-1] for generation in generations}) > 1
 
 
+def test_turns_that_are_given_up_amid_updates_leave_nothing_behind(engine: Any) -> None:
+    weights = [weights_of(dense(0)), weights_of(dense(1))]
+    sampling = Sampling(max_tokens=255, stop_token_ids=())
+    deadlines = [0.02 * (i + 1) for i in range(40)]
+    turns = [engine.generate_within.remote(prompt(i), sampling, seconds) for i, seconds in enumerate(deadlines)]
+    for step in range(100, 106):
+        ray.get(update(engine, step, weights[step % 2]))
+    assert None in ray.get(turns)
+    assert ray.get(engine.under_way.remote()) == 0
+    generation = ray.get(engine.generate.remote(prompt(1), Sampling(max_tokens=40), "r"))
+    assert difference(dense(1), prompt(1), generation, 1.0) < ATOL
+    assert set(generation.versions.tolist()) == {PolicyVersion(1, 105).pack()}
+
+
 def test_bytes_that_are_not_the_policy_are_refused_and_the_old_weights_go_on(engine: Any) -> None:
-    ray.get(update(engine, 100, weights_of(dense(0))))
+    ray.get(update(engine, 110, weights_of(dense(0))))
     whole = weights_of(dense(1))
     partial = {name: tensor for name, tensor in whole.items() if not name.endswith("layers.1.self_attn.k_proj.weight")}
     with pytest.raises(ValueError, match="the policy has"):
-        ray.get(update(engine, 101, partial))
+        ray.get(update(engine, 111, partial))
     with pytest.raises(ValueError, match="checksum"):
-        ray.get(engine.update_weights.remote(PolicyVersion(1, 101), save(whole), 12345))
+        ray.get(engine.update_weights.remote(PolicyVersion(1, 111), save(whole), 12345))
     with pytest.raises(ValueError, match="not a safetensors file"):
         ray.get(
-            engine.update_weights.remote(PolicyVersion(1, 101), b"\xff" * 64, xxhash.xxh3_64_intdigest(b"\xff" * 64))
+            engine.update_weights.remote(PolicyVersion(1, 111), b"\xff" * 64, xxhash.xxh3_64_intdigest(b"\xff" * 64))
         )
     generation = ray.get(engine.generate.remote(prompt(1), Sampling(max_tokens=20), "r"))
     assert difference(dense(0), prompt(1), generation, 1.0) < ATOL
-    assert set(generation.versions.tolist()) == {PolicyVersion(1, 100).pack()}
+    assert set(generation.versions.tolist()) == {PolicyVersion(1, 110).pack()}
 
 
 def test_an_engine_never_resumes_on_weights_that_were_loaded_in_part(engine: Any) -> None:
     weights = weights_of(dense(1))
     renamed = {name.replace("layers.1.mlp", "layers.1.lost"): tensor for name, tensor in weights.items()}
     with pytest.raises(RunFailed, match="not loaded in 2 tries"):
-        ray.get(update(engine, 102, renamed))
+        ray.get(update(engine, 112, renamed))
     request = engine.generate.remote(prompt(1), Sampling(max_tokens=20), "r")
     assert ray.wait([request], timeout=1.0)[0] == []
-    ray.get(update(engine, 103, weights))
+    ray.get(update(engine, 113, weights))
     generation = ray.get(request)
     assert difference(dense(1), prompt(1), generation, 1.0) < ATOL
-    assert set(generation.versions.tolist()) == {PolicyVersion(1, 103).pack()}
+    assert set(generation.versions.tolist()) == {PolicyVersion(1, 113).pack()}
 
 
 @pytest.fixture(scope="module")

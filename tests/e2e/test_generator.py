@@ -212,6 +212,7 @@ def test_a_file_that_went_with_its_holder_is_refused_and_the_engine_goes_on(road
     version = PolicyVersion(road.trainer_epoch, 1000).pack()
     with pytest.raises(WeightsGone, match="/proc/1/fd/12345 are gone"):
         ray.get(road.generator.update_weights.remote(version, "/proc/1/fd/12345", 0))
+    ray.get(road.generator.release_weights.remote("/proc/1/fd/12345"))  # of its process before it started again
     after = road.status()
     assert after["policy_version"] == before["policy_version"]
     assert after["counts"]["updates"] == before["counts"]["updates"]

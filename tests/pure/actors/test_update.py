@@ -1,0 +1,317 @@
+"""The order of an update: check, pause, load, label, resume; and what happens where a part of it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save
+
+import actors.engine
+from actors.broadcast import announcement
+from actors.engine import VllmEngine
+from actors.weights_file import opened
+from service.config import Config, WeightsConfig
+from service.errors import RunFailed, WeightsGone
+from service.rollout.engine import Sampling
+from service.types import PolicyVersion
+
+pytestmark = pytest.mark.asyncio
+
+WEIGHTS = {"w": torch.arange(6.0).view(2, 3)}
+LOADED = ["pause", "start", "load", "finish", "label 1.1", "resume"]
+NEW = PolicyVersion(1, 1)
+
+
+class Scheduler:
+    """vLLM's core, as far as pausing goes."""
+
+    def __init__(self, llm: FakeVllm) -> None:
+        self._llm = llm
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        self._llm.modes.append((mode, clear_cache))
+        await self._llm.does("pause")
+
+
+class FakeVllm:
+    """Writes down what it was asked; `failing` says how often a part raises, `silent` which part never answers."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+        self.modes: list[tuple[str, bool]] = []
+        self.infos: list[dict[str, Any]] = []
+        self.loaded: list[bytes] = []
+        self.failing: dict[str, int] = {}
+        self.silent = ""
+        self.errored = False
+        self.engine_core = Scheduler(self)
+
+    async def does(self, what: str) -> None:
+        self.did.append(what)
+        await asyncio.sleep(0)
+        if what == self.silent:
+            await asyncio.Event().wait()
+        if self.failing.get(what):
+            self.failing[what] -= 1
+            raise Exception(f"{what} failed in the worker")
+
+    async def start_weight_update(self) -> None:
+        await self.does("start")
+
+    async def update_weights(self, request: Any) -> None:
+        self.infos.append(request.update_info)
+        if "path" in request.update_info:
+            self.loaded.append(Path(request.update_info["path"]).read_bytes())
+        await self.does("load")
+
+    async def finish_weight_update(self) -> None:
+        await self.does("finish")
+
+    async def update_weight_version(self, version: str) -> None:
+        await self.does(f"label {PolicyVersion.unpack(int(version))}")
+
+    async def resume_generation(self) -> None:
+        await self.does("resume")
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        self.infos.append(request.init_info)
+
+    async def get_weight_version(self) -> str:
+        await self.does("version")
+        return "1"
+
+
+class Request(NamedTuple):
+    update_info: dict[str, Any] | None = None
+    init_info: dict[str, Any] | None = None
+
+
+@pytest.fixture(autouse=True)
+def vllms_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's module of requests without vLLM, whose import takes seconds."""
+    names = ["vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.distributed.weight_transfer.base"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    base: Any = sys.modules[names[-1]]
+    base.WeightTransferUpdateRequest = base.WeightTransferInitRequest = Request
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> VllmEngine:
+    return engine_of(tmp_path)
+
+
+def engine_of(folder: Path, **weights: Any) -> VllmEngine:
+    """Serves 1.0 to begin with; its policy has 6 numbers."""
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    engine = VllmEngine(Config(weights=WeightsConfig(**weights)), folder)
+    engine._llm, engine._elements = FakeVllm(), 6  # type: ignore[assignment]
+    engine._serve(PolicyVersion(1, 0))
+    return engine
+
+
+def llm_of(engine: VllmEngine) -> FakeVllm:
+    assert isinstance(engine._llm, FakeVllm)
+    return engine._llm
+
+
+def sent(value: float = 0.0) -> tuple[np.ndarray, int]:
+    data = save({"w": WEIGHTS["w"] + value})
+    return np.frombuffer(data, np.uint8), xxhash.xxh3_64_intdigest(data)
+
+
+def files_open() -> int:
+    """Files of weights that this process has open."""
+    own = Path("/proc/self/fd")
+    return sum("baton-weights" in os.readlink(own / fd) for fd in os.listdir(own) if (own / fd).is_symlink())
+
+
+async def test_an_update_is_checked_before_the_pause_and_labelled_before_the_resumption(engine: VllmEngine) -> None:
+    llm = llm_of(engine)
+    data, checksum = sent()
+    update = await engine.update_weights(NEW, data, checksum)
+    assert llm.did == LOADED
+    assert llm.loaded == [data.tobytes()]
+    assert (engine.serving, update.version, update.bytes, update.tries) == (NEW, NEW.pack(), data.nbytes, 1)
+    assert files_open() == 0
+
+
+@pytest.mark.parametrize(("kv_cache", "clear_cache"), [("recompute", True), ("keep", False)])
+async def test_requests_stay_and_their_cache_is_cleared_or_kept_as_configured(
+    tmp_path: Path, kv_cache: str, clear_cache: bool
+) -> None:
+    engine = engine_of(tmp_path, kv_cache=kv_cache)
+    await engine.update_weights(NEW, *sent())
+    assert llm_of(engine).modes == [("keep", clear_cache)]
+    assert engine._salt == (None if clear_cache else str(NEW.pack()))
+
+
+@pytest.mark.parametrize("part", ["start", "load", "finish"])
+async def test_what_fails_once_is_loaded_again_in_the_same_pause(engine: VllmEngine, part: str) -> None:
+    llm = llm_of(engine)
+    llm.failing = {part: 1}
+    update = await engine.update_weights(NEW, *sent())
+    assert update.tries == 2
+    assert (llm.did[0], llm.did[-5:]) == ("pause", LOADED[1:])
+    assert [llm.did.count(once) for once in ("pause", "resume", "label 1.1")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("part", ["start", "load", "finish"])
+async def test_an_engine_that_cannot_load_stays_paused_and_keeps_its_label(engine: VllmEngine, part: str) -> None:
+    llm = llm_of(engine)
+    llm.failing = {part: 2}
+    with pytest.raises(RunFailed, match=r"version 1\.1 were not loaded in 2 tries") as failed:
+        await engine.update_weights(NEW, *sent())
+    assert f"{part} failed in the worker" in str(failed.value.__cause__)
+    assert not {"resume", "label 1.1"} & set(llm.did)
+    assert (engine.serving, files_open()) == (PolicyVersion(1, 0), 0)
+    await engine.update_weights(NEW, *sent())
+    assert llm.did[-6:] == LOADED
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda data, checksum: (data, checksum + 1), "have the checksum"),
+        (lambda data, checksum: (data[:-4], checksum), "have the checksum"),
+        (lambda data, checksum: (np.append(data, np.uint8(0)), checksum), "have the checksum"),
+        (lambda data, checksum: (np.roll(data, 1), checksum), "have the checksum"),
+    ],
+)
+async def test_bytes_that_differ_from_what_was_sent_never_pause_the_engine(
+    engine: VllmEngine, spoil: Any, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        await engine.update_weights(NEW, *spoil(*sent()))
+    assert (llm_of(engine).did, engine.serving, files_open()) == ([], PolicyVersion(1, 0), 0)
+
+
+async def test_weights_older_than_those_that_are_served_are_refused(engine: VllmEngine) -> None:
+    await engine.update_weights(PolicyVersion(2, 5), *sent())
+    llm_of(engine).did.clear()
+    for older in (PolicyVersion(2, 4), PolicyVersion(1, 9)):
+        with pytest.raises(ValueError, match=rf"version {older} are older than 2\.5"):
+            await engine.update_weights(older, *sent())
+    assert (llm_of(engine).did, engine.serving) == ([], PolicyVersion(2, 5))
+    await engine.update_weights(PolicyVersion(2, 5), *sent())
+    await engine.update_weights(PolicyVersion(3, 0), *sent())
+
+
+async def test_two_updates_at_once_are_made_one_after_the_other(engine: VllmEngine) -> None:
+    await asyncio.gather(engine.update_weights(NEW, *sent(1.0)), engine.update_weights(PolicyVersion(1, 2), *sent(2.0)))
+    llm = llm_of(engine)
+    assert llm.did == [*LOADED, *LOADED[:4], "label 1.2", "resume"]
+    assert llm.loaded == [sent(1.0)[0].tobytes(), sent(2.0)[0].tobytes()]
+    assert engine.serving == PolicyVersion(1, 2)
+
+
+async def test_a_file_that_another_process_holds_is_loaded_and_its_own_descriptor_closed(engine: VllmEngine) -> None:
+    data, checksum = sent()
+    fd = engine.hold(data, checksum)
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    update = await engine.update_weights(NEW, path, checksum)
+    assert (llm_of(engine).loaded, update.bytes, files_open()) == ([data.tobytes()], data.nbytes, 1)
+    os.close(fd)
+    llm_of(engine).did.clear()
+    with pytest.raises(WeightsGone):
+        await engine.update_weights(PolicyVersion(1, 2), path, checksum)
+    assert (llm_of(engine).did, engine.serving) == ([], NEW)
+
+
+@pytest.mark.parametrize("part", ["pause", "load", "resume"])
+async def test_a_core_that_dies_amid_an_update_is_said_though_it_never_answers(
+    engine: VllmEngine, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.engine, "LOOK_SECONDS", 0.01)
+    llm = llm_of(engine)
+    llm.silent = part
+    updating = asyncio.ensure_future(engine.update_weights(NEW, *sent()))
+    while part not in llm.did:
+        await asyncio.sleep(0.005)
+    assert not (await asyncio.wait([updating], timeout=0.05))[0], "it may yet answer"
+    llm.errored = True
+    with pytest.raises(RunFailed, match="the engine core died"):
+        await asyncio.wait_for(updating, 60)
+    assert files_open() == 0
+
+
+async def test_an_engine_that_does_not_answer_in_time_fails_its_check(engine: VllmEngine) -> None:
+    await engine.check(60)
+    llm_of(engine).silent = "version"
+    with pytest.raises(RunFailed, match="did not answer within 0 s"):
+        await engine.check(0.05)
+    llm_of(engine).silent, llm_of(engine).failing = "", {"version": 1}
+    llm_of(engine).errored = True
+    with pytest.raises(RunFailed, match="the engine core died"):
+        await engine.check(60)
+
+
+async def test_what_a_trainer_sends_is_announced_checked_and_loaded_once(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, transport="nccl")
+    llm = llm_of(engine)
+    data = announcement(WEIGHTS)
+    with pytest.raises(ValueError, match="another checksum"):
+        await engine.update_weights(NEW, data, 1)
+    assert llm.did == []
+    update = await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
+    assert llm.did == LOADED
+    assert llm.infos == [{"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]]}]
+    assert (update.bytes, update.tries, update.write_seconds) == (24, 1, 0.0)
+    llm.failing = {"load": 1}
+    with pytest.raises(RunFailed, match="not loaded in 1 tries"):
+        await engine.update_weights(PolicyVersion(1, 2), data, xxhash.xxh3_64_intdigest(data))
+    assert llm.did[-1] == "load", "the trainer sends once, so there is nothing to load a second time"
+
+
+async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, transport="ipc")
+    told = {"tensors": [["w", "bfloat16", [2, 3]]], "gpu": "0b4a", "handles": [{"storage_handle": "07"}]}
+    data = json.dumps(told).encode()
+    with pytest.raises(ValueError, match="another checksum"):
+        await engine.update_weights(NEW, data, 1)
+    assert llm_of(engine).did == []
+    update = await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
+    assert llm_of(engine).did == LOADED
+    assert update.bytes == 12
+    (info,) = llm_of(engine).infos
+    assert (info["names"], info["gpu"], info["handles"]) == (["w"], "0b4a", [{"storage_handle": "07"}])
+
+
+async def test_an_engine_joins_a_group_of_its_workers_and_the_trainer(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, transport="nccl")
+    await engine.join(("10.0.0.1", 29500))
+    (info,) = llm_of(engine).infos
+    assert (info["master_address"], info["master_port"], info["rank_offset"], info["world_size"]) == (
+        "10.0.0.1",
+        29500,
+        1,
+        2,
+    )
+
+
+async def test_an_engine_that_is_not_started_is_a_bug_to_ask(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path)
+    engine._llm = None
+    with pytest.raises(RuntimeError, match="not started"):
+        await engine.update_weights(NEW, *sent())
+    with pytest.raises(RuntimeError, match="not started"):
+        await engine.generate(np.ones(3, np.int32), Sampling(max_tokens=2), "r")
+    assert (engine.running, files_open()) == (0, 0)
+
+
+async def test_an_opened_file_is_not_inherited_by_the_engines_processes(engine: VllmEngine) -> None:
+    fd = engine.hold(*sent())
+    own = opened(f"/proc/{os.getpid()}/fd/{fd}")
+    assert not os.get_inheritable(fd) and not os.get_inheritable(own)
+    os.close(own)
+    os.close(fd)
