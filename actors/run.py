@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import uuid
 from pathlib import Path
 
@@ -49,19 +50,36 @@ def run(config: Config, resume: Path | None = None) -> int:
     folder = RunFolder(path)
     with folder.locked():
         manifest = None if resume is None else newest_checkpoint(config, path)
-        with phase("preparing the data and the model"):
-            prepared = _prepared(config, path, is_new=resume is None)
-        if resume is None:
-            folder.write_config(config)
-        say(f"run folder: {path}")
         try:
+            _exit_on_stop_signals()
+            with phase("preparing the data and the model"):
+                prepared = _prepared(config, path, is_new=resume is None)
+            if resume is None:
+                folder.write_config(config)
+            say(f"run folder: {path}")
             return _run_on_ray(config, folder, prepared, manifest)
+        except (SystemExit, KeyboardInterrupt) as stopped:
+            folder.write_summary({"state": "stopped", "steps": 0})
+            say("stopped before the first optimizer step")
+            return 128 + (int(stopped.code or 0) if isinstance(stopped, SystemExit) else signal.SIGINT)
         except (BatonError, OSError) as error:
             reason = (
                 error if isinstance(error, BatonError) else RunFailed(f"{error.filename or path}: {error.strerror}")
             )
             _keep_failure(folder, reason)
             raise reason from error
+
+
+def _exit_on_stop_signals() -> None:
+    """Until the event loop takes the signals they exit with their number, as Ray's own handler of SIGTERM does."""
+    for number in _heard():
+        if number != signal.SIGINT:
+            signal.signal(number, lambda number, frame: sys.exit(number))
+
+
+def _heard() -> list[signal.Signals]:
+    """The stop signals that nobody had ignored, such as nohup."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
@@ -88,11 +106,6 @@ def _run_on_ray(config: Config, folder: RunFolder, prepared: Prepared, manifest:
             return asyncio.run(_until_stopped(coordinator))
     except OSError as error:
         raise RunFailed(f"{error.filename or folder.path}: {error.strerror or error}") from error
-    except SystemExit as stopped:
-        # Until the event loop takes the signals, Ray's own handler exits with the number of the signal.
-        folder.write_summary({"state": "stopped", "steps": 0})
-        say("stopped before the first optimizer step")
-        return 128 + int(stopped.code or 0)
 
 
 def _keep_failure(folder: RunFolder, error: BatonError) -> None:
@@ -126,7 +139,7 @@ def runs_folder(config: Config) -> Path:
 async def _until_stopped(coordinator: Coordinator) -> int:
     """Run the coordinator; the first stop signal ends it in order."""
     loop = asyncio.get_running_loop()
-    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = _heard()
     for number in heard:
         loop.add_signal_handler(number, coordinator.stop, number)
     await coordinator.run()

@@ -7,8 +7,10 @@ templates, selectors) is held against the published schemas too.
 """
 
 import json
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,32 @@ def test_ray_asks_for_a_token_and_keeps_its_state() -> None:
         for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
             env = {e["name"]: e.get("value") for e in group["template"]["spec"]["containers"][0]["env"]}
             assert env["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_stopped_job_has_time_for_its_final_weights() -> None:
+    for cluster in ray_clusters():
+        env = {e["name"]: e["value"] for e in cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]}
+        assert int(env["RAY_JOB_STOP_WAIT_TIME_S"]) >= 300
+
+
+def test_the_versions_are_those_of_the_lock_and_of_the_project() -> None:
+    (ray,) = re.findall(r"^ray==(\S+)$", Path("requirements/cuda.txt").read_text(), re.MULTILINE)
+    assert {cluster["rayVersion"] for cluster in ray_clusters()} == {ray}
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    (image,) = yaml.safe_load((FOLDER / "base/kustomization.yaml").read_text())["images"]
+    assert image["newTag"] == f"{project['version']}-cuda"
+    dockerfile = Path("deploy/container/Dockerfile").read_text()
+    assert set(re.findall(r"baton:(\S+?)-(?:cpu|cuda)", dockerfile)) == {project["version"]}
+    (python,) = re.findall(r"^FROM python:(\d+\.\d+)", dockerfile, re.MULTILINE)
+    assert project["requires-python"] == f">={python}"
+
+
+def test_every_secret_that_is_asked_for_is_named_with_the_command_that_makes_it() -> None:
+    text = (FOLDER / "base/redis.yaml").read_text()
+    asked_for = set(
+        re.findall(r"secretKeyRef: \{name: ([\w-]+)", "".join(f.read_text() for f in FOLDER.rglob("*.yaml")))
+    )
+    assert asked_for == set(re.findall(r"kubectl -n baton create secret generic (\S+)", text)) == {"baton-redis"}
 
 
 def test_gpu_workers_have_rdma_shared_memory_and_a_fixed_number() -> None:
