@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.buffer import BufferActor
 from actors.calls import in_a_line
 from actors.engine import engine_env
+from actors.engine_arguments import SCRATCH
 from actors.generator import Generator
 from actors.guardian import MARK, start_guardian
 from actors.metrics_hub import MetricsHub, with_port
@@ -61,10 +62,12 @@ def _connect(config: Config, mark: str, logs: Path) -> None:
     namespace = f"baton-{config.run.name}-{mark}"
     if address := os.environ.get("RAY_ADDRESS"):
         _refuse_nobody(address)
+        os.environ.pop(SCRATCH, None)
         start_guardian(mark)
         ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False, logging_level="error")
     else:
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
+        os.environ[SCRATCH] = str(folder)
         start_guardian(mark, folder, logs)
         ray.init(
             address="local",

@@ -36,21 +36,24 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Evaluate a model, a run or a checkpoint."""
-    from service.evaluated import evaluated
-    from service.rollout.evaluate import table
+    from service.evaluated import check_output, evaluated
 
+    if arguments.output is not None:
+        check_output(arguments.output)
     chosen = evaluated(arguments.path)
     arguments.config = [*chosen.settings, *arguments.config]
     with phase("reading the configuration", after=SHORT_SECONDS):
         config = checked_config(arguments, overrides)
     with phase(LOADING):
         from actors.evaluate import evaluate
+        from service.rollout.evaluate import table
+        from service.runfolder import write_whole
 
     found = evaluate(config, chosen, say)
     print(table(found))
     if arguments.output is not None:
         result = {"path": str(arguments.path), "sets": [evaluation.record() for evaluation in found]}
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_whole(arguments.output, json.dumps(result, indent=2) + "\n")
     return 0
 
 

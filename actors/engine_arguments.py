@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from service.errors import UserError
 
 OWNER_PID = "BATON_OWNER_PID"
 """Environment variable with the process whose death ends the engine's own processes."""
+
+SCRATCH = "BATON_SCRATCH"
+"""Environment variable with the folder of a Ray of the run's own, which goes with it."""
 
 FILE_BACKEND = "baton_file"
 """Name of the weight transfer backend that `actors.worker_extension` registers."""
@@ -50,6 +54,8 @@ def engine_env(config: Config) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if scratch := os.environ.get(SCRATCH):
+        env["TMPDIR"] = scratch  # vLLM's sockets and meeting points stay there when it is killed
     if config.generator.tensor_parallel_size == 1:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker lives inside the engine core: one process less
     if not on_gpu():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
@@ -18,46 +20,98 @@ from actors.authentication import refuse_open_ray
 from actors.calls import call, in_a_line
 from actors.cluster import engine_options, gpus_each, place_trainer, ray_session
 from actors.evaluation import Evaluator, evaluate_on
-from actors.keeper import TRAINER
 from actors.placement import place_ranks
 from actors.retrieval import with_retrieval
-from service.checkpoints import Checkpoints
+from actors.run import STOP_SIGNALS
+from service.checkpoints import MANIFEST, TRAINER, Checkpoints, Manifest
 from service.config import Config
+from service.config.paths import check_retrieval
 from service.errors import RunFailed, UserError
 from service.evaluated import Evaluated
 from service.phases import phase
-from service.prepare import prepare_evaluation
+from service.prepare import prepare_evaluation, prepare_weights
 from service.rollout.evaluate import Evaluation
 
 
 def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -> list[Evaluation]:
-    """Play every evaluation set on the model.
+    """Play every evaluation set on the model; what may be wrong with them is found before anything is started.
 
     Raises:
         UserError: there is no such model or set.
         RunFailed: an engine did not start, or died.
+        SystemExit: a stop signal came; 128 + its number.
     """
     refuse_open_ray(os.environ, config.run.insecure_local)
-    # No weights travel here, and engines share no GPU with ranks.
-    config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": "memory"})})
-    with ExitStack() as held:
+    config = beside_a_run(config)
+    with _stoppable() as listen, ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
         files = prepare_evaluation(config, folder)
         if not files:
             raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
+        check_retrieval(config)
+        manifest = prepare_weights(config, evaluated)
         (folder / "logs").mkdir()
         with phase("starting Ray", say):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder / "logs"))
+        listen()
         try:
-            return asyncio.run(_evaluate(config, evaluated, files, folder / "exported", say))
+            return asyncio.run(_evaluate(config, evaluated, manifest, files, folder / "exported", say))
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an engine failed: {in_a_line(error)}") from error
 
 
+def beside_a_run(config: Config) -> Config:
+    """The configuration of a run that may still go on, as its evaluation needs it.
+
+    No weights travel, so engines share no GPU with ranks, and the retrieval server takes another port than the run's.
+    """
+    weights, env = config.weights.model_copy(update={"transport": "memory"}), config.env
+    if env.retrieval is not None:
+        env = env.model_copy(update={"retrieval": env.retrieval.model_copy(update={"port": 0})})
+    return config.model_copy(update={"weights": weights, "env": env})
+
+
+@contextmanager
+def _stoppable() -> Iterator[Callable[[], None]]:
+    """A stop signal undoes what was begun within, and exits with 128 + its number; further ones are not heard.
+
+    What it yields listens anew where somebody else has set a handler of his own, as Ray does when it starts.
+    """
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for one in heard:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    def listen() -> None:
+        for number in heard:
+            signal.signal(number, end)
+
+    listen()
+    try:
+        yield listen
+    except SystemExit as stopped:
+        # The handler that Ray sets before it has started exits with the number alone.
+        raise SystemExit(128 | int(stopped.code or 0)) from None
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
 async def _evaluate(
-    config: Config, evaluated: Evaluated, files: Mapping[str, Path], exported: Path, say: Callable[[str], None]
+    config: Config,
+    evaluated: Evaluated,
+    manifest: Manifest | None,
+    files: Mapping[str, Path],
+    exported: Path,
+    say: Callable[[str], None],
 ) -> list[Evaluation]:
-    model = evaluated.model or await _exported(config, evaluated, exported, say)
+    if manifest is not None:
+        with phase(f"reading the weights of step {manifest.step}", say):
+            await _export(config, evaluated, manifest, exported)
+    model = exported if manifest is not None else evaluated.model
     gpus = gpus_each()
     config, _retrieval = with_retrieval(config, has_gpu=bool(gpus))
     engines: list[Any] = [
@@ -86,17 +140,17 @@ async def _in_time(config: Config, evaluating: Awaitable[Evaluation]) -> Evaluat
         ) from error
 
 
-async def _exported(config: Config, evaluated: Evaluated, folder: Path, say: Callable[[str], None]) -> Path:
-    """A checkpoint's weights as a Hugging Face folder."""
-    checkpoints = Checkpoints(evaluated.checkpoints, config.trainer.keep_checkpoints)
-    manifest = checkpoints.newest(evaluated.step)
-    if manifest is None or evaluated.step not in (None, manifest.step):
-        raise UserError(f"{evaluated.path}: there is no whole checkpoint to evaluate")
+async def _export(config: Config, evaluated: Evaluated, manifest: Manifest, folder: Path) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder."""
     gpus = gpus_each()
-    with phase(f"reading the weights of step {manifest.step}", say):
-        trainer = place_trainer(config, gpus, place_ranks(config, gpus))
-        await trainer.load(evaluated.begun_with)
-        await trainer.restore(checkpoints.path(manifest.step) / TRAINER)
-        await trainer.export(folder)
+    trainer = place_trainer(config, gpus, place_ranks(config, gpus))
+    await trainer.load(evaluated.begun_with(config))
+    path = Checkpoints(evaluated.checkpoints, keep=1).path(manifest.step)
+    try:
+        await trainer.restore(path / TRAINER)
+    except UserError as error:
+        if (path / MANIFEST).exists():
+            raise
+        raise UserError(f"{path}: the run has dropped this checkpoint meanwhile; evaluate a newer one") from error
+    await trainer.export(folder)
     trainer.end()
-    return folder

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from actors.calls import call
-from service.checkpoints import Checkpoints, Manifest
+from service.checkpoints import TRAINER, Checkpoints, Manifest
 from service.config import Config
 from service.types import PolicyVersion
 
 if TYPE_CHECKING:
     from actors.cluster import Cluster
-
-TRAINER = "trainer"
-"""Folder of the ranks' files inside a checkpoint."""
 
 
 class _Begun(NamedTuple):

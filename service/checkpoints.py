@@ -19,6 +19,8 @@ from service.runfolder import write_whole
 
 MANIFEST = "manifest.json"
 PREFIX = "step_"
+TRAINER = "trainer"
+"""Folder of the ranks' files inside a checkpoint."""
 
 _Stamps = list[tuple[int, int]] | None
 
@@ -124,6 +126,32 @@ class Checkpoints:
                 return manifest
         return None
 
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, in order; its files may be damaged."""
+        return sorted(manifest.step for manifest in self._readable())
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a whole checkpoint.
+
+        Raises:
+            UserError: it is not whole; the message names the first file that is not what it must be.
+        """
+        path = self.path(step)
+        try:
+            manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise UserError(
+                f"{path}: the checkpoint has no {MANIFEST}: it is being written, or its writer was killed; take another"
+            ) from None
+        except (OSError, ValidationError) as error:
+            raise UserError(f"{path}: its {MANIFEST} is damaged ({_first(error)}); take another checkpoint") from error
+        if manifest.step != step:
+            raise UserError(f"{path}: its {MANIFEST} is of step {manifest.step}; take another checkpoint")
+        for name, facts in manifest.files.items():
+            if damage := _damage(path / name, facts):
+                raise UserError(f"{path}: the checkpoint is damaged, {name} {damage}; take another one")
+        return manifest
+
     def _readable(self) -> Iterator[Manifest]:
         """Manifests that can be read, newest step first."""
         for step in self._steps():
@@ -160,6 +188,20 @@ class Checkpoints:
         if not all(file.is_file() for file in files):
             return None
         return [(stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, files)]
+
+
+def _first(error: OSError | ValidationError) -> str:
+    """What is wrong, in a line."""
+    return error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error.strerror)
+
+
+def _damage(file: Path, facts: FileFacts) -> str | None:
+    if not file.is_file():
+        return "is missing"
+    size = file.stat().st_size
+    if size != facts.bytes:
+        return f"has {size} bytes instead of {facts.bytes}"
+    return "has other bytes than were written" if _facts(file) != facts else None
 
 
 def _facts(file: Path) -> FileFacts:

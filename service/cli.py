@@ -71,6 +71,8 @@ examples:
 
 A run brings its own configuration. The table has the mean reward, pass@k over data.eval_samples trajectories of each
 prompt, turns and sampled tokens of a trajectory, and trajectories that were lost; --output writes the same as JSON.
+
+exit code: 0 evaluated, 2 the input is wrong (one line says what), 1 an engine failed, 128 + n stopped by signal n.
 """
 
 SUBMIT_NOTES = """\
@@ -82,7 +84,7 @@ an absolute path (else the runs lie in the home of the node that it runs on). Th
 
 CONFIG_EXAMPLES = """\
 examples:
-  baton config validate --config mine.yaml             # what is wrong, a line each; reads datasets, too
+  baton config validate --config mine.yaml             # what is wrong, a line each; looks into data and model
   baton config show --config mine.yaml trainer.lr=1e-4   # what the run would be told, defaults included
   baton config schema > config.schema.json               # for completion in an editor
 """

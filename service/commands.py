@@ -62,11 +62,11 @@ def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Check a configuration, and what it names."""
-    from service.config import check_paths
+    """Check a configuration, and what it names; what is not on this machine is a note."""
+    from service.config.paths import elsewhere
 
     config = checked_config(arguments, overrides)
-    check_paths(config)
+    missing = elsewhere(config)
     from service.handoff.score import estimator_named
     from service.rollout.inputs import check_inputs
 
@@ -76,7 +76,10 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from service.learn.loss import loss_named
 
         loss_named(config.algorithm.loss)
-    print(f"{', '.join(str(file) for file in arguments.config)}: fine")
+    for line in missing:
+        print(f"note: {line}")
+    files = ", ".join(str(file) for file in arguments.config)
+    print(f"{files}: fine" + (", but it cannot be run here" if missing else ""))
     return 0
 
 

@@ -45,6 +45,9 @@ Made from `service/config/` by `python -m service.docs`.
 
 Files are given with `--config`, later ones merged deep over earlier ones; `section.key=value` overrides both.
 An unknown key is refused. `baton config show` prints the resolved configuration, `baton config schema` its JSON schema.
+`baton config validate` reads datasets, makes environments, and looks into the model's JSON files, tokenizer and weight
+headers. What is here and broken is an error (exit code 2); what is not here at all may be another machine's, and is a
+note. `baton run` refuses both.
 Lengths are in tokens, times in seconds, memory in bytes.
 """
 

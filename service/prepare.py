@@ -8,10 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from service.checkpoints import TRAINER, Checkpoints, Manifest
 from service.config import Config, MakeModelConfig
 from service.errors import UserError
+from service.evaluated import Evaluated
 from service.handoff.validate import Routing
+from service.learn.checkpoint import check_parts, read_facts
 from service.learn.experts import routing_of_model
 from service.learn.files import check_weights
 from service.learn.make import make_model, parameters_of
@@ -54,16 +58,40 @@ def prepare(config: Config, folder: Path) -> Prepared:
     check_environments(config.env, tasks)
     evals = prepare_evaluation(config, folder)
     model_folder = config.model.path or _make_policy(config, folder / "model")
-    hf_config = read_config(model_folder)
-    vocab_size = hf_config.vocab_size
-    tokenizer = load_tokenizer(model_folder)
-    if len(tokenizer) > vocab_size:
-        raise UserError(
-            f"model.path: the tokenizer in {model_folder} has {len(tokenizer)} tokens, its model only {vocab_size}; "
-            "they do not belong together"
-        )
-    check_weights(model_folder, weight_shapes(hf_config))
+    hf_config, tokenizer = _checked_model(model_folder)
     return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing_of_model(hf_config), evals)
+
+
+def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """What a model folder describes; its weights have been compared with that, of which only headers are read."""
+    hf_config = read_config(folder)
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > hf_config.vocab_size:
+        raise UserError(
+            f"model.path: the tokenizer in {folder} has {len(tokenizer)} tokens, its model only "
+            f"{hf_config.vocab_size}; they do not belong together"
+        )
+    check_weights(folder, weight_shapes(hf_config))
+    return hf_config, tokenizer
+
+
+def prepare_weights(config: Config, evaluated: Evaluated) -> Manifest | None:
+    """The checkpoint whose weights are to be evaluated; None: they lie in a Hugging Face folder.
+
+    Raises:
+        UserError: model, tokenizer or checkpoint are missing, damaged, or do not belong together.
+    """
+    if evaluated.model is not None:
+        try:
+            _checked_model(evaluated.model)
+        except UserError as error:
+            raise UserError(str(error).removeprefix("model.path: ")) from error
+        return None
+    manifest = evaluated.manifest()
+    hf_config, _ = _checked_model(evaluated.begun_with(config))
+    folder = Checkpoints(evaluated.checkpoints, keep=1).path(manifest.step) / TRAINER
+    check_parts(folder, read_facts(folder), {name: tuple(shape) for name, shape in weight_shapes(hf_config).items()})
+    return manifest
 
 
 def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:

@@ -4,65 +4,115 @@ from __future__ import annotations
 
 import difflib
 import stat
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from service.config.model_folder import check_model_folder
 from service.config.tree import Config
 from service.errors import UserError
 
+Kind = Literal["file", "folder"]
+
+
+class _Problem(NamedTuple):
+    message: str
+    is_missing: bool
+    """Nothing lies at the path: it may mean another machine's."""
+
 
 def check_paths(config: Config) -> None:
-    """Raises `UserError` where a file, folder or module that the configuration names is not there."""
+    """Raises `UserError` where a file, folder or module that the configuration names is not there, or is none."""
+    _refuse([problem.message for problem in _problems(config)])
+
+
+def elsewhere(config: Config) -> list[str]:
+    """What the configuration names and this machine does not have, a line each; such paths may mean another machine's.
+
+    Raises:
+        UserError: what is here is not what it should be.
+    """
+    problems = list(_problems(config))
+    _refuse([problem.message for problem in problems if not problem.is_missing])
+    return [problem.message for problem in problems]
+
+
+def check_retrieval(config: Config) -> None:
+    """Raises `UserError` where the retrieval server's files are not there, or are none."""
+    _refuse([problem.message for problem in _retrieval_problems(config)])
+
+
+def _refuse(messages: Sequence[str]) -> None:
+    if messages:
+        raise UserError("\n".join(messages))
+
+
+def _problems(config: Config) -> Iterator[_Problem]:
     if config.model.path is not None:
-        _check_model(config.model.path)
+        yield from _model_problems(config.model.path, config)
     data = config.data
-    files = {
-        "data.train": data.train,
-        **{f"data.mixture.{name}.path": part.path for name, part in data.mixture.items()},
-    }
-    for setting, path in {**files, **{f"data.eval.{name}": path for name, path in data.eval.items()}}.items():
-        kind = None if path is None else _kind(setting, path)
-        if path is not None and kind != "file":
-            found = "is a folder" if kind == "folder" else f"does not exist{_near(path)}"
-            raise UserError(f"{setting}: the dataset {path} {found}; give a JSONL or parquet file")
+    parts = {f"data.mixture.{name}.path": part.path for name, part in data.mixture.items()}
+    sets = {f"data.eval.{name}": path for name, path in data.eval.items()}
+    for setting, path in {"data.train": data.train, **parts, **sets}.items():
+        yield from _path_problems(setting, path, "dataset", "file", "give a JSONL or parquet file")
+    yield from _retrieval_problems(config)
+    yield from _module_problems(config)
+    if _kind("run.dir", config.run.dir) == "file":
+        yield _Problem(f"run.dir: {config.run.dir} is a file; give a folder", False)
+
+
+def _model_problems(folder: Path, config: Config) -> Iterator[_Problem]:
+    wrong = list(_path_problems("model.path", folder, "model folder", "folder", "give a Hugging Face folder"))
+    yield from wrong
+    if not wrong:
+        try:
+            check_model_folder(folder, config.generator.max_input_length + config.generator.max_generate_length)
+        except UserError as error:
+            yield _Problem(str(error), False)
+
+
+def _retrieval_problems(config: Config) -> Iterator[_Problem]:
     retrieval = config.env.retrieval
-    if retrieval is not None:
-        for name, path, wanted in (("corpus", retrieval.corpus, "file"), ("encoder", retrieval.encoder, "folder")):
-            setting = f"env.retrieval.{name}"
-            if path is not None and _kind(setting, path) != wanted:
-                raise UserError(f"{setting}: the {wanted} {path} does not exist")
+    if retrieval is None:
+        return
+    yield from _path_problems("env.retrieval.corpus", retrieval.corpus, "corpus", "file", "give a JSONL file")
+    setting, encoder, hint = "env.retrieval.encoder", retrieval.encoder, "give a Hugging Face folder"
+    wrong = list(_path_problems(setting, encoder, "encoder", "folder", hint))
+    yield from wrong
+    if encoder is not None and not wrong and _kind(setting, encoder / "config.json") != "file":
+        yield _Problem(f"{setting}: the encoder {encoder} has no config.json; {hint}", False)
+
+
+def _module_problems(config: Config) -> Iterator[_Problem]:
     if config.metrics.wandb is not None and find_spec("wandb") is None:
-        raise UserError("metrics.wandb: the package wandb is not installed; install it, or remove metrics.wandb")
+        message = "metrics.wandb: the package wandb is not installed; install it, or remove metrics.wandb"
+        yield _Problem(message, False)
     for name in ("estimator", "loss"):
         package = getattr(config.algorithm, name).rpartition(":")[0].partition(".")[0]
         if package and find_spec(package) is None:
-            raise UserError(
+            message = (
                 f"algorithm.{name}: there is no module {package!r} on this machine; install it, or put its folder on "
                 "PYTHONPATH"
             )
-    if _kind("run.dir", config.run.dir) == "file":
-        raise UserError(f"run.dir: {config.run.dir} is a file; give a folder")
+            yield _Problem(message, False)
 
 
-def _check_model(folder: Path) -> None:
-    kind = _kind("model.path", folder)
-    if kind != "folder":
-        found = "is a file" if kind == "file" else f"does not exist{_near(folder)}"
-        raise UserError(f"model.path: the model folder {folder} {found}; give a Hugging Face folder")
-    for needed in ("config.json", "tokenizer.json"):
-        if _kind("model.path", folder / needed) != "file":
-            raise UserError(f"model.path: the model folder {folder} has no {needed}; give a Hugging Face folder")
+def _path_problems(setting: str, path: Path | None, what: str, wanted: Kind, hint: str) -> Iterator[_Problem]:
+    kind = wanted if path is None else _kind(setting, path)
+    if path is not None and kind != wanted:
+        found = f"is a {kind}" if kind else f"does not exist{near(path)}"
+        yield _Problem(f"{setting}: the {what} {path} {found}; {hint}", kind is None)
 
 
-def _near(path: Path) -> str:
-    """What lies beside a missing path under nearly its name."""
+def near(path: Path) -> str:
+    """What lies beside a missing path under nearly its name, in brackets; nothing where nothing does."""
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" (there is {path.parent / near[0]})" if near else ""
 
 
-def _kind(setting: str, path: Path) -> Literal["file", "folder"] | None:
+def _kind(setting: str, path: Path) -> Kind | None:
     """What lies at a path; None: nothing."""
     try:
         mode = path.stat().st_mode

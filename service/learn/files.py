@@ -15,13 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from service.config.model_folder import EMBEDDING, INDEX, SINGLE
 from service.errors import UserError
 from service.folders import replaced, sync
 from service.learn.experts import names_on_disk
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 TYPES = ("F64", "F32", "F16", "BF16")

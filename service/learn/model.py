@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from service.config.learn import TrainerConfig
+from service.config.model_folder import FAMILIES
 from service.errors import UserError
 from service.learn import attention
 from service.learn.experts import RouterReplay
 from service.learn.logprob import token_logprobs
 from service.learn.place import Placed
-
-FAMILIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose packed forward pass is proven equal to the row-by-row one."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Position embeddings that are the same for a token whatever row or micro-batch it lies in."""

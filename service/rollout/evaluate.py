@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from service.rollout.environment import Task
-from service.rollout.limits import FAILURES
+from service.stops import FAILURES
 from service.types import Step, TrajectoryEnd, TrajectoryId
 
 Play = Callable[[TrajectoryId, Task], AsyncGenerator[Step | TrajectoryEnd, None]]

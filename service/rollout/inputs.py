@@ -11,7 +11,7 @@ from service.rollout.factory import check_environments
 
 
 def check_inputs(config: Config) -> None:
-    """Make every environment, and read every dataset, that the configuration names.
+    """Make every environment, and read every dataset, that the configuration names; one that is not there is passed.
 
     Raises:
         UserError: an environment is unknown, not trusted or does not take its options; a dataset's row is malformed.
@@ -22,7 +22,7 @@ def check_inputs(config: Config) -> None:
     if makes:
         made(config.env.name)
     for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
-        if path is not None:
+        if path is not None and path.exists():
             check_environments(config.env, load_tasks(path))
     if data.make_rows is not None:
         check_environments(config.env, tasks_of(made(config.env.name).rows(1, config.run.seed), Path("made")))

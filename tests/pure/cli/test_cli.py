@@ -78,6 +78,42 @@ def test_wrong_input_is_one_line_and_code_2(argv: list[str], message: str, capsy
     assert out == "" and err.startswith("baton: ") and message in err and err.count("\n") == 1
 
 
+def test_paths_of_another_machine_are_notes_of_the_validation_and_refused_by_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    words = ["--config", QUICKSTART, "model.make=null", "model.warm_start=null", "data.make_rows=null"]
+    words += [f"data.train={tmp_path}/rows.parquet", f"model.path={tmp_path}/models/smal"]
+    assert main(["config", "validate", *words]) == 0
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"note: model.path: the model folder {tmp_path}/models/smal does not exist (there is ")
+    assert second.startswith(f"note: data.train: the dataset {tmp_path}/rows.parquet does not exist")
+    assert last == f"{QUICKSTART}: fine, but it cannot be run here"
+    assert main(["run", *words]) == 2
+    assert [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()] == ["model.path", "data.train"]
+
+
+def test_what_is_here_and_broken_is_refused_by_the_validation_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    empty, file = tmp_path / "empty", tmp_path / "file"
+    empty.mkdir()
+    file.touch()
+    settings = {
+        f"model.path={file}": f"model.path: the model folder {file} is a file",
+        f"model.path={empty}": f"model.path: the model folder {empty} has no config.json",
+        f"data.eval.dev={empty}": f"data.eval.dev: the dataset {empty} is a folder",
+        f"env.retrieval.corpus={empty}": f"env.retrieval.corpus: the corpus {empty} is a folder",
+        f"env.retrieval.encoder={file}": f"env.retrieval.encoder: the encoder {file} is a file",
+        f"env.retrieval.encoder={empty}": f"env.retrieval.encoder: the encoder {empty} has no config.json",
+    }
+    for setting, message in settings.items():
+        made = ["model.make=null", "model.warm_start=null"] if setting.startswith("model") else []
+        assert main(["config", "validate", "--config", QUICKSTART, *made, setting]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"baton: {message}") and err.count("\n") == 1
+
+
 def test_validation_reads_the_dataset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "hi"}\n{"prompt": "ho", "env_class": "lokup"}\n')
@@ -182,9 +218,6 @@ def test_an_environment_beside_the_configuration_is_found(tmp_path: Path) -> Non
         "class Guess:\n    async def reset(self, task, seed): ...\n    async def step(self, text): ...\n"
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "hi"}\n')
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / "model" / name).touch()
     words = ["config", "validate", "--config", str(Path(QUICKSTART).resolve()), "data.make_rows=null"]
     words += ["data.train=rows.jsonl", "env.trusted_modules=[my_envs]", "model.make=null"]
     # As the installed command: unlike `python -m`, it does not look into the working directory by itself.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.cli import main
+from service.config import load_config
 from service.errors import UserError
 from service.evaluated import evaluated
 
@@ -27,7 +28,7 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
     assert (evaluated(whole).model, evaluated(whole).settings) == (whole / "final", [whole / "config.yaml"])
     found = evaluated(stopped)
     assert (found.model, found.step, found.checkpoints) == (None, None, stopped / "checkpoints")
-    assert found.begun_with == stopped / "model"
+    assert found.begun_with(load_config(found.settings)) == stopped / "model"
 
 
 def test_final_weights_that_were_being_replaced_when_their_run_was_killed_are_still_found(tmp_path: Path) -> None:

@@ -19,18 +19,10 @@ SINGLE_TURN = ["algorithm.step_wise=false", "buffer.merge=off"]
 
 
 def make_what_it_names(config: Config) -> None:
-    """Models, data and corpora where the configuration looks for them, with hardly anything in them."""
-    retrieval = config.env.retrieval
-    folders = [config.model.path, retrieval.encoder if retrieval else None]
-    needed = ("config.json", "tokenizer.json")
-    files = [folder / name for folder in folders if folder for name in needed]
-    files += [retrieval.corpus] if retrieval and retrieval.corpus else []
-    datasets = [file for file in (config.data.train, *config.data.eval.values()) if file]
-    for path in [file for file in (*files, *datasets) if file]:
+    """Data where the configuration looks for them, with hardly anything in them; models are another machine's."""
+    for path in [file for file in (config.data.train, *config.data.eval.values()) if file]:
         assert not path.is_absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    for path in datasets:
         pq.write_table(pa.Table.from_pylist([{"prompt": "?", "reward_model": {"ground_truth": "1"}}]), path)
 
 

@@ -1,0 +1,217 @@
+"""What `baton eval` refuses: in one line, with code 2, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.evaluate import beside_a_run
+from service.checkpoints import MANIFEST, TRAINER, Checkpoints
+from service.cli import main
+from service.config import load_config
+from service.learn.checkpoint import CheckpointWriter, Facts
+from service.learn.model import read_config, weight_shapes
+from service.learn.optimizer import MOMENTS
+from service.prepare import prepare
+from service.runfolder import RunFolder
+
+QUICKSTART = "configs/quickstart.yaml"
+PART = f"{TRAINER}/rank_0_of_1.safetensors"
+
+Said = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 20 and 40 and no final weights."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    config = load_config([QUICKSTART], ["data.eval_make_rows=4"])
+    RunFolder(folder).write_config(config)
+    shapes = weight_shapes(read_config(prepare(config, folder).model_folder))
+    tensors = {f"{kind}/{name}": torch.zeros(shape) for kind in ("weights", *MOMENTS) for name, shape in shapes.items()}
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    for step in (20, 40):
+        facts = Facts(steps=step, frozen={}, shapes={name: tuple(shape) for name, shape in shapes.items()}, world=1)
+        writer = CheckpointWriter(0, 1)
+        writer.start(checkpoints.begin(step) / TRAINER, tensors, facts)
+        writer.finish()
+        checkpoints.finish(step, epoch=1, journal_position=0, issued=0, frontier=0)
+    return folder
+
+
+@pytest.fixture
+def run(whole_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole_run, tmp_path / "run"))
+
+
+class Started(Exception):
+    """Ray would have been started."""
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    """What an evaluation is refused with."""
+
+    def start(*arguments: object) -> None:
+        raise Started
+
+    monkeypatch.setattr("actors.evaluate.ray_session", start)
+
+    def evaluate(path: Path, *settings: str) -> str:
+        assert main(["eval", str(path), *settings]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("baton: ") and err.count("\n") == 1
+        return err
+
+    return evaluate
+
+
+def test_a_whole_run_and_its_checkpoints_and_model_are_evaluated(run: Path, said: Said) -> None:
+    config = ["--config", str(run / "config.yaml")]
+    for words in ([run], [run / "checkpoints/step_20"], [run / "model", *config]):
+        with pytest.raises(Started):
+            said(*words)
+
+
+def test_paths_that_are_nothing_are_named_with_what_is_near(run: Path, said: Said, tmp_path: Path) -> None:
+    assert f"there is no such folder (there is {run})" in said(tmp_path / "runn")
+    assert "there is no checkpoint of step 30; there are step_20, step_40" in said(run / "checkpoints/step_30")
+    assert "there is no checkpoint of step 50; there are step_40" in said(run / "checkpoints/step_50")
+    assert "one of its checkpoints: step_20, step_40" in said(run / "checkpoints")
+    assert "no model (config.json), no run folder" in said(run / "logs")
+    assert "no model (config.json), no run folder" in said(run / "config.yaml")
+    away = Path(shutil.copytree(run / "checkpoints/step_20", tmp_path / "step_20"))
+    assert "lies in no run folder" in said(away)
+
+
+def test_a_checkpoint_is_found_from_within_its_folder(run: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run / "checkpoints/step_20")
+    (run / "checkpoints/step_20" / PART).unlink()
+    assert f"{PART} is missing" in said(Path())
+
+
+def test_a_run_without_a_checkpoint_is_named(run: Path, said: Said) -> None:
+    shutil.rmtree(run / "checkpoints")
+    assert "neither final weights nor a checkpoint" in said(run)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "told"),
+    [
+        (Path.unlink, PART, f"{PART} is missing"),
+        (cut, PART, f"{PART} has \\d+ bytes instead of \\d+"),
+        (flip, PART, f"{PART} has other bytes than were written"),
+        (Path.unlink, f"{TRAINER}/learner.json", "learner.json is missing"),
+        (Path.unlink, MANIFEST, f"no {MANIFEST}: it is being written"),
+        (lambda file: file.write_text("{"), MANIFEST, f"its {MANIFEST} is damaged"),
+        (lambda file: file.write_text("{}"), MANIFEST, f"its {MANIFEST} is damaged \\(Field required\\)"),
+        (lambda file: file.write_text(file.read_text().replace('"step": 40', '"step": 9')), MANIFEST, "of step 9"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused_and_its_run_goes_by_the_one_before(
+    damage: Callable[[Path], object], file: str, told: str, run: Path, said: Said
+) -> None:
+    newest = run / "checkpoints/step_40"
+    damage(newest / file)
+    assert re.search(f"^baton: {newest}: .*{told}", said(newest))
+    with pytest.raises(Started):
+        said(run)
+    (run / "checkpoints/step_20" / MANIFEST).unlink()
+    assert "checkpoint" in said(run)
+
+
+def test_a_checkpoint_of_another_model_than_the_runs_is_refused(run: Path, said: Said, tmp_path: Path) -> None:
+    other = load_config([QUICKSTART], ["model.make.num_layers=1"])
+    shutil.rmtree(run / "model")
+    shutil.move(prepare(other, tmp_path / "other").model_folder, run / "model")
+    assert "is of another model: model.layers.1." in said(run)
+
+
+def test_a_run_whose_model_is_gone_or_damaged_is_refused(run: Path, said: Said) -> None:
+    cut(run / "model/model.safetensors")
+    assert "the weights" in said(run)
+    (run / "model/tokenizer.json").unlink()
+    assert "no tokenizer.json" in said(run)
+    shutil.rmtree(run / "model")
+    assert "no config.json" in said(run)
+
+
+def test_a_configuration_that_no_longer_fits_is_refused(run: Path, said: Said) -> None:
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "\ngone: 1\n")
+    assert "gone" in said(run)
+
+
+def test_a_model_that_cannot_be_read_is_named_by_its_path_alone(run: Path, said: Said) -> None:
+    config = ["--config", str(run / "config.yaml")]
+    cut(run / "model/model.safetensors")
+    assert said(run / "model", *config).startswith("baton: the weights ")
+    (run / "model/config.json").write_text("{")
+    assert said(run / "model", *config).startswith(f"baton: {run}/model/config.json describes no model")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("gone.jsonl", None, "there is no such file"),
+        ("empty.jsonl", "", "there are no rows"),
+        ("other.jsonl", '{"question": "?", "answer": "1"}\n', "row 0, column prompt: is missing"),
+        ("other.jsonl", '{"prompt": "?", "env_class": "lokup"}\n', "there is no environment 'lokup'"),
+        ("rows.csv", "prompt\n?\n", "give a .jsonl or a .parquet file"),
+        ("rows.parquet", "no parquet", "no parquet file that can be read"),
+    ],
+)
+def test_a_set_that_cannot_be_played_is_named(
+    name: str, content: str | None, told: str, run: Path, said: Said, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    err = said(run, f"data.eval.held_out={tmp_path / name}")
+    assert told in err and (str(tmp_path / name) in err or "row 0" in err)
+
+
+def test_a_folder_as_a_set_and_no_set_at_all_are_named(run: Path, said: Said, tmp_path: Path) -> None:
+    assert "there is no such file" in said(run, f"data.eval.held_out={tmp_path}")
+    assert "there is no evaluation set" in said(run, "data.eval_make_rows=null")
+
+
+def test_an_output_that_cannot_be_written_is_named_before_anything_is_evaluated(
+    run: Path, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "is a folder" in said(run, "--output", str(tmp_path))
+    assert f"no folder {tmp_path / 'rum'} (there is {run})" in said(run, "--output", str(tmp_path / "rum" / "o.json"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert "cannot be written" in said(run, "--output", str(tmp_path / "o.json"))
+
+
+def test_an_evaluation_takes_nothing_that_its_run_may_still_hold() -> None:
+    settings = ["env.name=search_r1", "env.retrieval.port=8090", "weights.transport=nccl"]
+    config = beside_a_run(load_config([QUICKSTART], settings))
+    assert config.env.retrieval is not None
+    assert (config.env.retrieval.port, config.weights.transport) == (0, "memory")
+    assert beside_a_run(load_config([QUICKSTART])) == load_config([QUICKSTART])
+
+
+def test_a_result_is_replaced_at_once(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.evaluate.evaluate", lambda *arguments: [])
+    output = tmp_path / "o.json"
+    for _ in range(2):
+        assert main(["eval", str(run), "--output", str(output)]) == 0
+        assert json.loads(output.read_text()) == {"path": str(run), "sets": []}
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["o.json"]

@@ -1,0 +1,121 @@
+"""A model folder that cannot be trained is refused by its files' headers, without loading torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.config import check_paths, load_config
+from service.errors import UserError
+from service.prepare import prepare
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+@pytest.fixture(scope="module")
+def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(load_config([QUICKSTART]), tmp_path_factory.mktemp("made")).model_folder
+
+
+@pytest.fixture
+def model(made_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made_model, tmp_path / "model"))
+
+
+def check(model: Path, *settings: str) -> None:
+    check_paths(load_config([QUICKSTART], ["model.make=null", f"model.path={model}", *settings]))
+
+
+def test_a_whole_model_passes_also_in_parts(model: Path) -> None:
+    check(model)
+    split(model)
+    check(model)
+
+
+def split(model: Path, **weight_map: str) -> None:
+    """The weights as one of several files, with an index."""
+    (model / "model.safetensors").rename(model / "part.safetensors")
+    names = {"model.norm.weight": "part.safetensors", **weight_map}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def changed(**settings: Any) -> Callable[[Path], None]:
+    """Settings of config.json; None: without that one."""
+
+    def change(model: Path) -> None:
+        shape = {**json.loads((model / "config.json").read_text()), **settings}
+        (model / "config.json").write_text(
+            json.dumps({key: value for key, value in shape.items() if value is not None})
+        )
+
+    return change
+
+
+def written(file: str, text: str) -> Callable[[Path], Any]:
+    return lambda model: (model / file).write_text(text)
+
+
+def cut(file: str, at: int = -1) -> Callable[[Path], Any]:
+    return lambda model: (model / file).write_bytes((model / file).read_bytes()[:at])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda model: (model / "config.json").unlink(), r"has no config\.json"),
+        (lambda model: (model / "tokenizer.json").unlink(), r"has no tokenizer\.json"),
+        (lambda model: (model / "model.safetensors").unlink(), r"has neither model\.safetensors nor"),
+        (written("config.json", "{"), r"config\.json is no JSON"),
+        (written("config.json", "[" * 100_000), r"config\.json is no JSON"),
+        (written("config.json", "[]"), r"config\.json holds no object"),
+        (written("config.json", "{}"), r"model type None is not one of llama"),
+        (changed(model_type="mamba"), r"model type 'mamba' is not one of llama"),
+        (changed(vocab_size=None), r"vocab_size is None"),
+        (changed(vocab_size="many"), r"vocab_size is 'many'"),
+        (changed(vocab_size=10), r"the tokenizer in .* has \d+ tokens, its model only 10"),
+        (changed(vocab_size=9999), r"embed_tokens\.weight in .* has \d+ rows, config\.json asks for 9999"),
+        (changed(quantization_config={"quant_method": "fp8"}), r"its weights are quantised"),
+        (written("tokenizer.json", ""), r"no tokenizer can be read from .*tokenizer\.json"),
+        (written("tokenizer.json", "{}"), r"no tokenizer can be read from .*tokenizer\.json"),
+        (cut("model.safetensors"), r"the weights .*model\.safetensors cannot be read"),
+        (cut("model.safetensors", 4), r"the weights .*model\.safetensors cannot be read"),
+        (written("model.safetensors", "version https://git-lfs.github.com/spec/v1"), r"cannot be read"),
+        (lambda model: split(model, absent="part.safetensors"), r"part\.safetensors has no weight 'absent'"),
+        (lambda model: split(model, other="part-2.safetensors"), r"part-2\.safetensors cannot be read"),
+        (written("model.safetensors.index.json", "{}"), r"is no index of weights"),
+        (written("model.safetensors.index.json", "{"), r"index\.json is no JSON"),
+    ],
+)
+def test_a_damaged_model_is_one_line(damage: Callable[[Path], Any], told: str, model: Path) -> None:
+    damage(model)
+    with pytest.raises(UserError, match=rf"^model\.path: .*{told}") as caught:
+        check(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_turns_may_be_as_long_as_the_model_reaches_unless_its_rope_stretches(model: Path) -> None:
+    lengths = ["generator.max_input_length=96", "generator.max_generate_length=32"]
+    changed(max_position_embeddings=128)(model)
+    check(model, *lengths)
+    changed(max_position_embeddings=127)(model)
+    with pytest.raises(UserError, match=r"^generator\.max_input_length: .* comes to 128 tokens, .* reaches only 127"):
+        check(model, *lengths)
+    changed(rope_parameters={"rope_type": "yarn", "factor": 4.0})(model)
+    check(model, *lengths)
+
+
+def test_a_model_is_looked_into_without_torch(model: Path) -> None:
+    words = ["config", "validate", "--config", QUICKSTART, "model.make=null", "model.warm_start=null"]
+    code = (
+        f"import sys; from service.cli import main; code = main({[*words, f'model.path={model}']}); "
+        "sys.exit(code or sorted({'ray', 'torch', 'vllm', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
