@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -43,7 +43,7 @@ def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -
     """
     refuse_open_ray(os.environ, config.run.insecure_local)
     config = beside_a_run(config)
-    with _stoppable() as listen, ExitStack() as held:
+    with _stoppable(), ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
         files = prepare_evaluation(config, folder)
         if not files:
@@ -53,11 +53,15 @@ def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -
         (folder / "logs").mkdir()
         with phase("starting Ray", say):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder / "logs"))
-        listen()
         try:
-            return asyncio.run(_evaluate(config, evaluated, manifest, files, folder / "exported", say))
+            config, _retrieval = with_retrieval(config, has_gpu=bool(gpus_each()))
+            evaluating = _evaluate(config, evaluated, manifest, files, folder / "exported", say)
+            found = asyncio.run(_until_stopped(evaluating))
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an engine failed: {in_a_line(error)}") from error
+        if isinstance(found, int):
+            raise SystemExit(found)
+        return found
 
 
 def beside_a_run(config: Config) -> Config:
@@ -72,32 +76,54 @@ def beside_a_run(config: Config) -> Config:
 
 
 @contextmanager
-def _stoppable() -> Iterator[Callable[[], None]]:
-    """A stop signal undoes what was begun within, and exits with 128 + its number; further ones are not heard.
-
-    What it yields listens anew where somebody else has set a handler of his own, as Ray does when it starts.
-    """
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+def _stoppable() -> Iterator[None]:
+    """A stop signal undoes what was begun within, and exits with 128 + its number; further ones are not heard."""
+    before = {number: signal.getsignal(number) for number in _heard()}
 
     def end(number: int, frame: FrameType | None) -> None:
-        for one in heard:
-            signal.signal(one, signal.SIG_IGN)
+        _ignore(before)
         raise SystemExit(128 + number)
 
-    def listen() -> None:
-        for number in heard:
-            signal.signal(number, end)
-
-    listen()
+    for number in before:
+        signal.signal(number, end)
     try:
-        yield listen
+        yield
     except SystemExit as stopped:
-        # The handler that Ray sets before it has started exits with the number alone.
+        # The handler that Ray sets when it starts exits with the number alone.
         raise SystemExit(128 | int(stopped.code or 0)) from None
     finally:
-        for number in heard:
-            signal.signal(number, before[number])
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation] | int:
+    """What was found, or the exit code where a stop signal came; the event loop has to hear of it by itself."""
+    loop, stopped = asyncio.get_running_loop(), list[int]()
+    task = asyncio.ensure_future(evaluating)
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        task.cancel()
+
+    heard = _heard()
+    for number in heard:
+        loop.add_signal_handler(number, stop, number)
+    await asyncio.wait([task])
+    for number in heard:
+        loop.remove_signal_handler(number)
+    _ignore(heard)
+    return 128 + stopped[0] if stopped and task.cancelled() else task.result()
+
+
+def _heard() -> list[signal.Signals]:
+    """The stop signals that nobody, such as nohup, has ignored."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _ignore(numbers: Iterable[signal.Signals]) -> None:
+    """What follows ends by itself within seconds; a second signal would only cut it short."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def _evaluate(
@@ -113,7 +139,6 @@ async def _evaluate(
             await _export(config, evaluated, manifest, exported)
     model = exported if manifest is not None else evaluated.model
     gpus = gpus_each()
-    config, _retrieval = with_retrieval(config, has_gpu=bool(gpus))
     engines: list[Any] = [
         ray.remote(Evaluator).options(**engine_options(config, gpus)).remote(config.model_dump_json(), str(model))
         for _ in range(config.generator.engines)

@@ -53,7 +53,7 @@ def prepare(config: Config, folder: Path) -> Prepared:
     Raises:
         UserError: a file or folder is missing or malformed; the message names it.
     """
-    tasks_file = train_file(config.data, config.env.name, folder / "data", config.run.seed)
+    tasks_file = train_file(config.data, config.env, folder / "data", config.run.seed)
     tasks = load_tasks(tasks_file)
     check_environments(config.env, tasks)
     evals = prepare_evaluation(config, folder)
@@ -100,7 +100,7 @@ def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:
     Raises:
         UserError: one is missing or malformed, or needs an environment that cannot be made.
     """
-    files = eval_files(config.data, config.env.name, folder / "data", config.run.seed)
+    files = eval_files(config.data, config.env, folder / "data", config.run.seed)
     for path in files.values():
         check_environments(config.env, load_tasks(path))
     return files

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from service.config.tree import Config
 from service.rollout.dataset import load_tasks, tasks_of
-from service.rollout.environments import find, made
+from service.rollout.environments import environment, made
 from service.rollout.factory import check_environments
 
 
@@ -17,7 +17,7 @@ def check_inputs(config: Config) -> None:
         UserError: an environment is unknown, not trusted or does not take its options; a dataset's row is malformed.
     """
     data = config.data
-    find(config.env.name, config.env.trusted_modules)
+    environment(config.env.name, config.env.options, config.env.trusted_modules)
     makes = data.make_rows is not None or data.eval_make_rows is not None or config.model.make is not None
     if makes:
         made(config.env.name)
@@ -25,4 +25,6 @@ def check_inputs(config: Config) -> None:
         if path is not None and path.exists():
             check_environments(config.env, load_tasks(path))
     if data.make_rows is not None:
-        check_environments(config.env, tasks_of(made(config.env.name).rows(1, config.run.seed), Path("made")))
+        check_environments(
+            config.env, tasks_of(made(config.env.name, config.env.options).rows(1, config.run.seed), Path("made"))
+        )

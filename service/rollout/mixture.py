@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from service.config.rollout import DataConfig, MixturePart
+from service.config.rollout import DataConfig, EnvConfig, MixturePart
 from service.errors import UserError
 from service.rollout.dataset import read_rows, tasks_of, write_rows
 from service.rollout.environments import made
@@ -22,7 +22,7 @@ MOST_REPEATED = 100
 """Times the rows of all datasets together that an epoch may have; beyond that the weights are a mistake."""
 
 
-def train_file(data: DataConfig, env_name: str, folder: Path, seed: int) -> Path:
+def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:
     """The one file of training prompts, made or mixed into `folder` where the configuration says so.
 
     A file that is there already stays: a resumed run goes on with the same prompts.
@@ -36,18 +36,22 @@ def train_file(data: DataConfig, env_name: str, folder: Path, seed: int) -> Path
         raise UserError("data: none of train, make_rows and mixture is set; name a JSONL or parquet file in data.train")
     path = folder / "train.jsonl"
     if not path.exists():
-        rows = mixed_rows(data.mixture) if data.make_rows is None else made(env_name).rows(data.make_rows, seed)
+        rows = (
+            mixed_rows(data.mixture)
+            if data.make_rows is None
+            else made(env.name, env.options).rows(data.make_rows, seed)
+        )
         write_rows(path, rows)
     return path
 
 
-def eval_files(data: DataConfig, env_name: str, folder: Path, seed: int) -> dict[str, Path]:
+def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dict[str, Path]:
     """The evaluation sets by name; made rows come from another seed than the training rows."""
     files = dict(data.eval)
     if data.eval_make_rows is not None:
         files["made"] = folder / "eval.jsonl"
         if not files["made"].exists():
-            write_rows(files["made"], made(env_name).rows(data.eval_make_rows, seed + EVAL_SEED))
+            write_rows(files["made"], made(env.name, env.options).rows(data.eval_make_rows, seed + EVAL_SEED))
     return files
 
 

@@ -136,8 +136,8 @@ MADE = {
 }
 
 
-def made(name: str) -> Made:
-    """What the environment `name` makes itself.
+def made(name: str, options: Options | None = None) -> Made:
+    """What the environment `name` makes itself, where it is made with these options.
 
     Raises:
         UserError: it makes nothing.
@@ -146,7 +146,7 @@ def made(name: str) -> Made:
     if family == "reasoning_gym" and member:
         from service.rollout.environments.reasoning_gym import MadeByReasoningGym
 
-        return MadeByReasoningGym(member)
+        return MadeByReasoningGym(member, options or {})
     if name not in MADE:
         raise UserError(
             f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(MADE)} do; "

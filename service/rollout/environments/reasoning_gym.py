@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -32,6 +32,7 @@ class ReasoningGym:
         _gym()
         self._name = name
         self._options = tuple(sorted(options.items()))
+        _dataset(name, seed=0, size=1, options=self._options)  # kept; refuses an unknown name or option at the start
         self._dataset: Any = None
         self._entry: Any = None
 
@@ -56,14 +57,15 @@ class ReasoningGym:
 
 
 class MadeByReasoningGym:
-    """Rows of one dataset, for `data.make_rows`."""
+    """Rows of one dataset, for `data.make_rows`; the environment has to have the same options."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, options: Mapping[str, Option]) -> None:
         self._name = name
+        self._options = tuple(sorted(options.items()))
 
-    def rows(self, n: int, seed: int, **options: Option) -> list[dict[str, Any]]:
+    def rows(self, n: int, seed: int) -> list[dict[str, Any]]:
         """`n` questions as dataset rows."""
-        dataset = _dataset(self._name, seed, n, tuple(sorted(options.items())))
+        dataset = _dataset(self._name, seed, n, self._options)
         return [self._row(dataset[index]["question"], index, n, seed) for index in range(n)]
 
     def _row(self, question: str, index: int, size: int, seed: int) -> dict[str, Any]:

@@ -33,8 +33,16 @@ class SkyRLGym:
             raise UserError("env.name: skyrl_gym is not installed; install baton-rl[skyrl-gym]") from error
         self._env_id = env_id
         self._max_turns = max_turns
-        self._options = options
+        self._config = env_config(self._entry_point(), options)
         self._env: Any = None
+
+    def _entry_point(self) -> str | Callable[..., Any]:
+        try:
+            found: str | Callable[..., Any] = self._gym.spec(self._env_id).entry_point
+        except Exception as error:
+            # The library raises errors of its own, which are known only where it is installed.
+            raise UserError(f"env.name: skyrl-gym has no environment {self._env_id!r}: {error}") from error
+        return found
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Make the environment and give it the row's prompt."""
@@ -44,8 +52,7 @@ class SkyRLGym:
             "reward_spec": dict(task.reward_spec),
             "extra_info": dict(task.extra_info),
         }
-        config = env_config(self._gym.spec(self._env_id).entry_point, self._options)
-        self._env = await _in_thread(self._gym.make, self._env_id, env_config=config, extras=extras)
+        self._env = await _in_thread(self._gym.make, self._env_id, env_config=self._config, extras=extras)
         messages, _ = await _in_thread(self._env.init, [dict(message) for message in task.prompt])
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 

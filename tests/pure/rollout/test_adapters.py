@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from service.config.rollout import DataConfig, EnvConfig
 from service.errors import UserError
+from service.rollout.dataset import load_tasks
 from service.rollout.environment import Task
 from service.rollout.environments import environment, made
+from service.rollout.mixture import eval_files, train_file
 from service.rollout.retrieval.server import application
-from tests.pure.rollout.test_search import retriever, served
+from tests.pure.rollout.test_retrieval import retriever, served
 
 with_skyrl = pytest.mark.skipif(find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
 with_reasoning = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
@@ -52,8 +56,14 @@ def test_an_option_that_the_skyrl_gym_environment_does_not_take_is_an_error() ->
     adapter = import_module("service.rollout.environments.skyrl_gym")
     spec = import_module("skyrl_gym").spec("search").entry_point
     assert adapter.env_config(spec, {"topk": 7}).topk == 7
-    with pytest.raises(TypeError, match="colour"):
-        adapter.env_config(spec, {"colour": 1})
+    with pytest.raises(UserError, match=r"env\.options: .*'skyrl_gym/search' refuses them: .*colour"):
+        environment("skyrl_gym/search", {"colour": 1})
+
+
+@with_skyrl
+def test_an_environment_that_skyrl_gym_does_not_know_is_named_before_the_run() -> None:
+    with pytest.raises(UserError, match=r"^env\.name: skyrl-gym has no environment 'serch': "):
+        environment("skyrl_gym/serch", {})
 
 
 @with_reasoning
@@ -75,6 +85,27 @@ async def test_made_rows_of_reasoning_gym_are_scored_by_it_with_partial_credit()
         assert rewards[2] < 0.5
 
 
+class Sums:
+    """Stands for reasoning-gym: its questions depend on the options."""
+
+    @staticmethod
+    def create_dataset(name: str, seed: int, size: int, terms: int = 2) -> list[dict[str, str]]:
+        return [{"question": f"{name} {seed} {index} of {terms} terms"} for index in range(size)]
+
+
+@pytest.mark.asyncio
+async def test_rows_are_made_with_the_options_of_the_environment_that_plays_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", Sums)  # type: ignore[arg-type]
+    env = EnvConfig(name="reasoning_gym/sums", options={"terms": 5})
+    data = DataConfig(make_rows=2, eval_make_rows=2)
+    for path in (train_file(data, env, tmp_path, 0), eval_files(data, env, tmp_path, 0)["made"]):
+        for task in load_tasks(path):
+            assert "of 5 terms" in task.prompt[0]["content"]
+            assert await environment(env.name, env.options).reset(task, 0) == task.prompt
+
+
 @with_reasoning
 @pytest.mark.asyncio
 async def test_a_row_of_another_dataset_is_an_error_of_its_episode() -> None:
@@ -88,6 +119,10 @@ async def test_a_row_of_another_dataset_is_an_error_of_its_episode() -> None:
 def test_a_dataset_that_reasoning_gym_does_not_know_is_named() -> None:
     with pytest.raises(UserError, match="does not make 'chain_sums'"):
         made("reasoning_gym/chain_sums").rows(1, 0)
+    with pytest.raises(UserError, match="does not make 'chain_sums'"):
+        environment("reasoning_gym/chain_sums", {})
+    with pytest.raises(UserError, match=r"does not make 'chain_sum' with \{'colour': 1\}"):
+        environment("reasoning_gym/chain_sum", {"colour": 1})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.config.rollout import DataConfig, MixturePart
+from service.config.rollout import DataConfig, EnvConfig, MixturePart
 from service.errors import UserError
 from service.rollout.dataset import load_tasks, write_rows
 from service.rollout.mixture import eval_files, mixed_rows, train_file
@@ -73,21 +73,21 @@ def test_a_bad_row_of_a_mixture_is_named_with_its_file(tmp_path: Path) -> None:
 
 def test_the_training_file_is_the_given_one_or_made_or_mixed(tmp_path: Path) -> None:
     given_part = part(tmp_path, "a", 3)
-    assert train_file(DataConfig(train=given_part.path), "lookup", tmp_path, 0) == given_part.path
-    mixed = train_file(DataConfig(mixture={"a": given_part}), "lookup", tmp_path / "mixed", 0)
+    assert train_file(DataConfig(train=given_part.path), EnvConfig(), tmp_path, 0) == given_part.path
+    mixed = train_file(DataConfig(mixture={"a": given_part}), EnvConfig(), tmp_path / "mixed", 0)
     assert [task.uid for task in load_tasks(mixed)] == ["a/a-0", "a/a-1", "a/a-2"]
-    made = train_file(DataConfig(make_rows=5), "lookup", tmp_path / "made", 0)
+    made = train_file(DataConfig(make_rows=5), EnvConfig(), tmp_path / "made", 0)
     assert len(load_tasks(made)) == 5
-    again = train_file(DataConfig(make_rows=6), "lookup", tmp_path / "made", 0)
+    again = train_file(DataConfig(make_rows=6), EnvConfig(), tmp_path / "made", 0)
     assert len(load_tasks(again)) == 5  # a resumed run goes on with the same prompts
     with pytest.raises(UserError, match="none of train, make_rows and mixture is set"):
-        train_file(DataConfig(), "lookup", tmp_path, 0)
+        train_file(DataConfig(), EnvConfig(), tmp_path, 0)
 
 
 def test_made_evaluation_prompts_are_none_of_the_training_prompts(tmp_path: Path) -> None:
     data = DataConfig(make_rows=200, eval_make_rows=50, eval={"given": part(tmp_path, "a", 3).path})
-    trained = {task.extra_info["seed"] for task in load_tasks(train_file(data, "lookup", tmp_path, 0))}
-    files = eval_files(data, "lookup", tmp_path, 0)
+    trained = {task.extra_info["seed"] for task in load_tasks(train_file(data, EnvConfig(), tmp_path, 0))}
+    files = eval_files(data, EnvConfig(), tmp_path, 0)
     assert set(files) == {"given", "made"}
     evaluated = {task.extra_info["seed"] for task in load_tasks(files["made"])}
     assert len(evaluated) == 50
