@@ -22,7 +22,7 @@ from actors.cluster import engine_options, gpus_each, place_trainer, ray_session
 from actors.evaluation import Evaluator, evaluate_on
 from actors.placement import place_ranks
 from actors.retrieval import with_retrieval
-from actors.run import STOP_SIGNALS
+from actors.run import heard_signals
 from service.checkpoints import MANIFEST, TRAINER, Checkpoints, Manifest
 from service.config import Config
 from service.config.paths import check_retrieval
@@ -78,7 +78,7 @@ def beside_a_run(config: Config) -> Config:
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """A stop signal undoes what was begun within, and exits with 128 + its number; further ones are not heard."""
-    before = {number: signal.getsignal(number) for number in _heard()}
+    before = {number: signal.getsignal(number) for number in heard_signals()}
 
     def end(number: int, frame: FrameType | None) -> None:
         _ignore(before)
@@ -105,7 +105,7 @@ async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> l
         stopped.append(number)
         task.cancel()
 
-    heard = _heard()
+    heard = heard_signals()
     for number in heard:
         loop.add_signal_handler(number, stop, number)
     await asyncio.wait([task])
@@ -113,11 +113,6 @@ async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> l
         loop.remove_signal_handler(number)
     _ignore(heard)
     return 128 + stopped[0] if stopped and task.cancelled() else task.result()
-
-
-def _heard() -> list[signal.Signals]:
-    """The stop signals that nobody, such as nohup, has ignored."""
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _ignore(numbers: Iterable[signal.Signals]) -> None:

@@ -72,12 +72,12 @@ def run(config: Config, resume: Path | None = None) -> int:
 
 def _exit_on_stop_signals() -> None:
     """Until the event loop takes the signals they exit with their number, as Ray's own handler of SIGTERM does."""
-    for number in _heard():
+    for number in heard_signals():
         if number != signal.SIGINT:
             signal.signal(number, lambda number, frame: sys.exit(number))
 
 
-def _heard() -> list[signal.Signals]:
+def heard_signals() -> list[signal.Signals]:
     """The stop signals that nobody had ignored, such as nohup."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -139,7 +139,7 @@ def runs_folder(config: Config) -> Path:
 async def _until_stopped(coordinator: Coordinator) -> int:
     """Run the coordinator; the first stop signal ends it in order."""
     loop = asyncio.get_running_loop()
-    heard = _heard()
+    heard = heard_signals()
     for number in heard:
         loop.add_signal_handler(number, coordinator.stop, number)
     await coordinator.run()
