@@ -30,7 +30,7 @@ def arguments(tensor: torch.Tensor, number: int) -> tuple[Any, ...]:
     """What torch says of a tensor on a GPU, with a handle that names the tensor."""
     handle, counter, event = (bytes([number, kind, 0xFF]) for kind in range(3))
     return (
-        torch.Tensor, tensor.size(), tensor.stride(), 0, TypedStorage, tensor.dtype, 0,
+        torch.Tensor, tensor.size(), tensor.stride(), 2 * number, TypedStorage, tensor.dtype, 0,
         handle, 512, 1024 * number, False, counter, 3 + number, event, True,
     )  # fmt: skip
 

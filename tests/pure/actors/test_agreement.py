@@ -25,6 +25,11 @@ def test_differences_beyond_the_tolerance_are_said_in_nats() -> None:
     assert why is not None and "0.02 nats" in why
 
 
+def test_the_tolerance_is_where_agreement_ends() -> None:
+    assert disagreement({FRESH_KL: divergence(1.1e-3)}, VERIFY) is not None
+    assert disagreement({FRESH_KL: float("nan")}, VERIFY) is not None
+
+
 def test_rounding_below_zero_is_no_disagreement() -> None:
     assert disagreement({FRESH_KL: -1e-9}, VERIFY) is None
 
