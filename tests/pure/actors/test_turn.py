@@ -1,0 +1,168 @@
+"""What vLLM answers for one turn, as the rollout's engine says it; also where vLLM leaves parts of it out."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.engine import VllmEngine
+from service.config import Config, WeightsConfig
+from service.errors import RunFailed
+from service.rollout.answer import fault
+from service.rollout.engine import Generation, Sampling
+from service.types import NO_VERSION, PolicyVersion
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = np.arange(3, 8, dtype=np.int32)
+
+
+class Kinds(Enum):
+    FINAL_ONLY = 2
+
+
+class FakeVllm:
+    """Gives the completion that it was made with, or raises it."""
+
+    def __init__(self, completion: Any) -> None:
+        self.completion = completion
+        self.errored = False
+        self.asked: list[tuple[dict[str, Any], Any]] = []
+        self.released = asyncio.Event()
+        self.released.set()
+
+    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append((prompt, params))
+        await self.released.wait()
+        if isinstance(self.completion, Exception):
+            raise self.completion
+        yield SimpleNamespace(outputs=[self.completion], num_cached_tokens=4)
+
+
+def completion(**changed: Any) -> SimpleNamespace:
+    values: dict[str, Any] = {
+        "token_ids": [9, 8, 2],
+        "logprobs": SimpleNamespace(logprobs=[-0.1, -0.2, -0.3]),
+        "weight_versions": [SimpleNamespace(version="7", start=0, end=3)],
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "routed_experts": None,
+    }
+    return SimpleNamespace(**(values | changed))
+
+
+def span(version: int, start: int, end: int) -> SimpleNamespace:
+    return SimpleNamespace(version=str(version), start=start, end=end)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    for name in ("vllm", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module: Any = sys.modules["vllm.sampling_params"]
+    module.SamplingParams, module.RequestOutputKind = SimpleNamespace, Kinds
+    return VllmEngine(Config(weights=WeightsConfig(kv_cache="keep")), Path("nowhere"))
+
+
+async def answered(engine: VllmEngine, **changed: Any) -> Generation:
+    engine._llm = FakeVllm(completion(**changed))  # type: ignore[assignment]
+    return await engine.generate(PROMPT, Sampling(max_tokens=4), "r")
+
+
+def wrong(generation: Generation) -> str | None:
+    return fault(generation, len(PROMPT), max_tokens=4, vocab_size=10)
+
+
+async def test_every_token_has_its_log_probability_and_the_version_that_sampled_it(engine: VllmEngine) -> None:
+    generation = await answered(engine, weight_versions=[span(7, 0, 1), span(8, 1, 3)])
+    assert generation.token_ids.tolist() == [9, 8, 2]
+    assert generation.logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
+    assert generation.versions.tolist() == [7, 8, 8]
+    assert (await answered(engine)).versions.tolist() == [7, 7, 7]
+    assert wrong(generation) is None
+    assert dict(engine.counts) == {"requests": 2, "prompt_tokens": 10, "cached_tokens": 8, "generated_tokens": 6}
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "ended"),
+    [("stop", None, True), ("stop", 2, True), ("stop", "</answer>", False), ("length", None, False)],
+)
+async def test_an_end_was_sampled_unless_a_string_or_a_limit_made_it(
+    engine: VllmEngine, finish: str, stop: Any, ended: bool
+) -> None:
+    generation = await answered(engine, finish_reason=finish, stop_reason=stop)
+    assert (generation.stop_reason, generation.sampled_end) == (finish, ended)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "why"),
+    [
+        ({"logprobs": None}, "0 log-probabilities for 3 tokens"),
+        ({"weight_versions": None}, "tokens of no policy version"),
+        ({"weight_versions": []}, "tokens of no policy version"),
+        ({"weight_versions": [span(7, 0, 1), span(8, 2, 3)]}, "tokens of no policy version"),
+        ({"finish_reason": None}, "ended for the reason None"),
+        ({"finish_reason": "error"}, "ended for the reason 'error'"),
+    ],
+)
+async def test_what_vllm_leaves_out_is_said_by_the_agent_loop(
+    engine: VllmEngine, left_out: dict[str, Any], why: str
+) -> None:
+    found = wrong(await answered(engine, **left_out))
+    assert found is not None and why in found
+
+
+async def test_a_token_between_two_spans_has_no_version(engine: VllmEngine) -> None:
+    generation = await answered(engine, weight_versions=[span(7, 0, 1), span(8, 2, 3)])
+    assert generation.versions.tolist() == [7, NO_VERSION, 8]
+
+
+async def test_a_prompt_reuses_only_what_the_version_that_is_served_has_cached(engine: VllmEngine) -> None:
+    await answered(engine)
+    engine._serve(PolicyVersion(0, 7))
+    before = engine._llm.asked  # type: ignore[union-attr]
+    assert before[0][0] == {"type": "token", "prompt_token_ids": PROMPT.tolist()}
+    await answered(engine)
+    assert engine._llm.asked[0][0]["cache_salt"] == "7"  # type: ignore[union-attr]
+
+
+async def test_a_turn_is_asked_for_as_it_is_to_be_sampled(engine: VllmEngine) -> None:
+    engine._llm = llm = FakeVllm(completion())  # type: ignore[assignment]
+    sampling = Sampling(4, 0.7, 0.9, 5, 0.1, 1.1, 0.2, 0.3, ("</s>",), (2, 3))
+    await engine.generate(PROMPT, sampling, "r")
+    ((_, params),) = llm.asked
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"):
+        assert getattr(params, name) == getattr(sampling, name), name
+    assert params.frequency_penalty == 0.3
+    assert (params.stop, params.stop_token_ids, params.detokenize) == (["</s>"], [2, 3], True)
+    assert (params.logprobs, params.flat_logprobs, params.output_kind) == (0, True, Kinds.FINAL_ONLY)
+
+
+async def test_an_error_of_vllm_is_itself_unless_the_core_died_of_it(engine: VllmEngine) -> None:
+    engine._llm = llm = FakeVllm(ValueError("prompt too long"))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="prompt too long"):
+        await engine.generate(PROMPT, Sampling(4), "r")
+    llm.errored = True
+    with pytest.raises(RunFailed, match="the engine core died"):
+        await engine.generate(PROMPT, Sampling(4), "r")
+    assert (engine.running, dict(engine.counts)) == (0, {})
+
+
+async def test_a_turn_that_is_given_up_is_no_longer_under_way(engine: VllmEngine) -> None:
+    engine._llm = llm = FakeVllm(completion())  # type: ignore[assignment]
+    llm.released.clear()
+    turn = asyncio.ensure_future(engine.generate(PROMPT, Sampling(4), "r"))
+    while not llm.asked:
+        await asyncio.sleep(0)
+    assert engine.running == 1
+    turn.cancel()
+    await asyncio.wait([turn])
+    assert engine.running == 0
