@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from actors.authentication import refuse_open_ray
+from actors.authentication import keep_token_private, refuse_open_ray
 from actors.calls import call, in_a_line
 from actors.cluster import engine_options, gpus_each, place_trainer, ray_session
 from actors.evaluation import Evaluator, evaluate_on
@@ -42,6 +42,7 @@ def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -
         SystemExit: a stop signal came; 128 + its number.
     """
     refuse_open_ray(os.environ, config.run.insecure_local)
+    keep_token_private(os.environ, Path.home())
     config = beside_a_run(config)
     with _stoppable(), ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))

@@ -147,7 +147,10 @@ def fetch_status(address: str) -> Status:
         raise UserError(f"{address}: something answers there, but not with a run's status ({error})") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise UserError(f"{address}: no run answers there ({reason}); it has ended, or has not started yet") from None
+        raise UserError(
+            f"{address}: no run answers there ({reason}); it has ended, has not started yet, or its metrics service "
+            "died and is back within seconds"
+        ) from None
     if not isinstance(status, dict) or status.get("schema") != SCHEMA:
         raise UserError(f"{address}: something answers there, but not with a run's status of schema {SCHEMA}")
     return status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,8 +55,17 @@ class TensorBoard:
         self._writer.close()
 
 
+def _wandb_id(folder: Path) -> str:
+    """What wandb knows a run by, kept in its folder: a run of that name elsewhere is another one."""
+    file = folder / "wandb" / "id"
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"{folder.name}-{secrets.token_hex(4)}")
+    return file.read_text()
+
+
 class Wandb:
-    """Weights & Biases; a resumed run goes on under the same name.
+    """Weights & Biases; a resumed run goes on as the same one.
 
     Raises:
         UserError: it does not let this run in, such as for want of a key.
@@ -69,7 +79,7 @@ class Wandb:
             self._run: Any = wandb.init(
                 project=settings.project,
                 name=folder.name,
-                id=folder.name,
+                id=_wandb_id(folder),
                 resume="allow",
                 dir=str(folder),
                 mode="offline" if settings.offline else "online",

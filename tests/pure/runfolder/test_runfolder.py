@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -123,6 +125,23 @@ def test_wandb_takes_the_same_numbers_when_asked_and_works_offline(
     folder.close()
     wandb.teardown()
     assert list((tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_wandb_knows_a_resumed_run_and_takes_one_of_its_name_elsewhere_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = MagicMock()
+    wandb.errors.Error = ValueError
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for parent in ("one", "one", "another"):
+        folder = RunFolder(tmp_path / parent / "quickstart")
+        folder.write_config(load_config([], ["metrics.wandb={project: p}"]))
+        folder.log_step(step(1))
+        folder.close()
+    began = [call.kwargs for call in wandb.init.call_args_list]
+    assert {each["name"] for each in began} == {"quickstart"}
+    first, resumed, elsewhere = (each["id"] for each in began)
+    assert first == resumed != elsewhere
 
 
 def test_a_wandb_that_wants_a_key_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

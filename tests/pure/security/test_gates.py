@@ -8,11 +8,14 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from actors import RAY_ENV
+from actors import evaluate as evaluating
+from actors import run as running
 from actors.authentication import keep_token_private, refuse_open_ray
 from actors.engine_arguments import engine_arguments, engine_env
 from actors.weights_file import weights_in_memory
@@ -39,13 +42,18 @@ def mode_of(path: Path) -> int:
 # S1
 
 
-def test_s1_a_run_on_a_ray_without_a_token_is_refused_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["run", "submit", "eval"])
+def test_s1_nothing_starts_on_a_ray_without_a_token(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = [str(tiny_model(tmp_path / "model"))] if command == "eval" else []
+    (tmp_path / "runs").mkdir()
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert main(["run", "--config", "configs/quickstart.yaml", f"run.dir={tmp_path}", "metrics.port=0"]) == 2
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    words = [command, *model, "--config", "configs/quickstart.yaml"]
+    assert main([*words, f"run.dir={tmp_path / 'runs'}", "metrics.port=0"]) == 2
     assert "RAY_AUTH_MODE=disabled" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 @pytest.mark.parametrize("address", ["", "local", "auto", "127.0.0.1:6379", "[::1]:6379", "ray://localhost:10001"])
@@ -70,6 +78,22 @@ def test_s3_the_token_is_made_for_its_user_only_and_kept(tmp_path: Path) -> None
     assert re.fullmatch(r"[0-9a-f]{64}", made)
     keep_token_private({}, tmp_path)
     assert token.read_text() == made and [file.name for file in token.parent.iterdir()] == ["auth_token"]
+
+
+@pytest.mark.parametrize("started_by", [running, evaluating])
+def test_s3_whatever_starts_a_ray_keeps_its_token_first(
+    started_by: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Kept(Exception):
+        """Far enough."""
+
+    def keep(environment: object, home: Path) -> None:
+        raise Kept
+
+    monkeypatch.setattr(started_by, "keep_token_private", keep)
+    config = load_config(["configs/quickstart.yaml"], [f"run.dir={tmp_path}", "metrics.port=0"])
+    with pytest.raises(Kept):
+        started_by.run(config) if started_by is running else started_by.evaluate(config, None, print)
 
 
 def test_s3_a_token_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
