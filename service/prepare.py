@@ -55,7 +55,7 @@ def prepare(config: Config, folder: Path) -> Prepared:
     """
     tasks_file = train_file(config.data, config.env, folder / "data", config.run.seed)
     tasks = load_tasks(tasks_file)
-    check_environments(config.env, tasks)
+    check_environments(config.env, tasks, tasks_file)
     evals = prepare_evaluation(config, folder)
     model_folder = config.model.path or _make_policy(config, folder / "model")
     hf_config, tokenizer = _checked_model(model_folder)
@@ -102,7 +102,7 @@ def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:
     """
     files = eval_files(config.data, config.env, folder / "data", config.run.seed)
     for path in files.values():
-        check_environments(config.env, load_tasks(path))
+        check_environments(config.env, load_tasks(path), path)
     return files
 
 

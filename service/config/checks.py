@@ -20,6 +20,10 @@ LOSSES = (
 )  # fmt: skip
 
 
+MADE_SET = "made"
+"""Name of the evaluation set that `data.eval_make_rows` makes."""
+
+
 class Problem(NamedTuple):
     """What is wrong: the path of the setting to change, and the consequence of leaving it."""
 
@@ -96,6 +100,12 @@ def _one_dataset(config: Config) -> Iterator[Problem]:
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
+    if config.data.eval_make_rows is not None and MADE_SET in config.data.eval:
+        yield Problem(
+            "data.eval_make_rows",
+            f"the made set would take the place of data.eval.{MADE_SET}, which would never be played; give that one "
+            "another name",
+        )
     every, sync_every = config.data.eval_every, config.weights.sync_every
     if every % sync_every:
         yield Problem(

@@ -6,6 +6,7 @@ import inspect
 from asyncio import Semaphore
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from service.config.rollout import EnvConfig
 from service.errors import UserError
@@ -48,21 +49,38 @@ class Environments:
         return self._config.options if name == self._config.name else self._config.class_options.get(name, {})
 
 
-def check_environments(config: EnvConfig, tasks: Sequence[Task]) -> None:
-    """See at the start that every environment that the tasks need can be made.
+def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:
+    """See at the start that every environment that the rows of `path` need can be made, and takes its rows.
 
     Raises:
-        UserError: one cannot; the message names the first row that needs it.
+        UserError: one cannot or does not; the message names the first row that it happens with.
     """
     first = {task.env_class or config.name: row for row, task in reversed(list(enumerate(tasks)))}
     making = Environments(config.model_copy(update={"isolation": "none"}))
+    examples = {}
     for name, row in first.items():
         try:
-            _refuse_half(making.make(tasks[row]), name)
+            examples[name] = making.make(tasks[row])
+            _refuse_half(examples[name], name)
         except UserError as error:
             raise UserError(
                 f"{error} (first needed by row {row}, {tasks[row].uid})" if name != config.name else str(error)
             ) from error
+    for row, task in enumerate(tasks):
+        name = task.env_class or config.name
+        _refuse_row(examples[name], name, task, f"dataset {path}, row {row}")
+
+
+def _refuse_row(environment: Environment, name: str, task: Task, row: str) -> None:
+    check = getattr(environment, "check_task", None)
+    if check is None:
+        return
+    try:
+        check(task)
+    except Exception as error:
+        # An environment of a user's own may raise anything.
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{row}: the environment {name!r} cannot play it: {reason}") from error
 
 
 def _refuse_half(environment: Environment, name: str) -> None:

@@ -9,6 +9,9 @@ from service.rollout.dataset import load_tasks, tasks_of
 from service.rollout.environments import environment, made
 from service.rollout.factory import check_environments
 
+MADE = Path("made")
+"""Stands for the file of rows that are made."""
+
 
 def check_inputs(config: Config) -> None:
     """Make every environment, and read every dataset, that the configuration names; one that is not there is passed.
@@ -23,8 +26,7 @@ def check_inputs(config: Config) -> None:
         made(config.env.name)
     for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
         if path is not None and path.exists():
-            check_environments(config.env, load_tasks(path))
+            check_environments(config.env, load_tasks(path), path)
     if data.make_rows is not None:
-        check_environments(
-            config.env, tasks_of(made(config.env.name, config.env.options).rows(1, config.run.seed), Path("made"))
-        )
+        made_rows = tasks_of(made(config.env.name, config.env.options).rows(1, config.run.seed), MADE)
+        check_environments(config.env, made_rows, MADE)

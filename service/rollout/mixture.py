@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from service.config.checks import MADE_SET
 from service.config.rollout import DataConfig, EnvConfig, MixturePart
 from service.errors import UserError
 from service.rollout.dataset import read_rows, tasks_of, write_rows
@@ -49,9 +50,9 @@ def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dic
     """The evaluation sets by name; made rows come from another seed than the training rows."""
     files = dict(data.eval)
     if data.eval_make_rows is not None:
-        files["made"] = folder / "eval.jsonl"
-        if not files["made"].exists():
-            write_rows(files["made"], made(env.name, env.options).rows(data.eval_make_rows, seed + EVAL_SEED))
+        files[MADE_SET] = folder / "eval.jsonl"
+        if not files[MADE_SET].exists():
+            write_rows(files[MADE_SET], made(env.name, env.options).rows(data.eval_make_rows, seed + EVAL_SEED))
     return files
 
 

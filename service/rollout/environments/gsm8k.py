@@ -32,11 +32,13 @@ class Gsm8k:
         self._pattern = MARKED if method == "strict" else ANY
         self._truth: Decimal | None = None
 
+    def check_task(self, task: Task) -> None:
+        """Raises where the row has no number as its `ground_truth`."""
+        _truth(task)
+
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The problem as it stands in the row."""
-        self._truth = number(str(task.reward_spec["ground_truth"]))
-        if self._truth is None:
-            raise ValueError(f"ground_truth {task.reward_spec['ground_truth']!r} is no number")
+        self._truth = _truth(task)
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
@@ -46,6 +48,13 @@ class Gsm8k:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def _truth(task: Task) -> Decimal:
+    truth = number(str(task.reward_spec["ground_truth"]))
+    if truth is None:
+        raise ValueError(f"ground_truth {task.reward_spec['ground_truth']!r:.80} is no number")
+    return truth
 
 
 def number(text: str) -> Decimal | None:

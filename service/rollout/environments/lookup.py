@@ -84,6 +84,10 @@ class Lookup:
     def __init__(self) -> None:
         self._world: World | None = None
 
+    def check_task(self, task: Task) -> None:
+        """Raises where the row names no seed."""
+        int(task.extra_info["seed"])
+
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The task's question; its facts depend on the task alone, so that all samples of a prompt share them."""
         self._world = world(int(task.extra_info["seed"]))

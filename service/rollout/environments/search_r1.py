@@ -56,6 +56,11 @@ class SearchR1:
         self._client: RetrievalClient | None = None
         self._truths: frozenset[str] = frozenset()
 
+    def check_task(self, task: Task) -> None:
+        """Raises where the row has no answer as its `ground_truth`."""
+        if not truths(task.reward_spec["ground_truth"]):
+            raise ValueError("ground_truth has no answer")
+
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The row's prompt."""
         self._truths = frozenset(map(normal, truths(task.reward_spec["ground_truth"])))

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.rollout.environment import Message, StepResult, Task
+from service.rollout.environment import Message, StepResult, Task, is_text
 from service.rollout.sqlite_query import Cell, QueryFailed, Reader, Result
 
 DATABASES = Path(__file__).parent.parent / "data" / "databases"
@@ -40,6 +40,12 @@ class TextToSql:
         self._judge = Reader(seconds, max_rows=JUDGED_ROWS)
         self._database = self._databases
         self._truth = ""
+
+    def check_task(self, task: Task) -> None:
+        """Raises where the row has no query as its `ground_truth`, or no `db_id`, which may name another machine's."""
+        _named(str(task.extra_info["db_id"]))
+        if not is_text(task.reward_spec["ground_truth"]):
+            raise ValueError("ground_truth is no text")
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The row's prompt; the database must be there."""
@@ -81,12 +87,16 @@ def database_file(folder: Path, db_id: str) -> Path:
     Raises:
         ValueError: the id is none, or there is no such file.
     """
-    if not NAME.fullmatch(db_id):
-        raise ValueError(f"db_id {db_id!r} is no name of a database")
+    _named(db_id)
     for path in (folder / f"{db_id}.sqlite", folder / db_id / f"{db_id}.sqlite"):
         if path.is_file():
             return path
     raise ValueError(f"there is no database {db_id!r} in {folder}")
+
+
+def _named(db_id: str) -> None:
+    if not NAME.fullmatch(db_id):
+        raise ValueError(f"db_id {db_id!r:.80} is no name of a database")
 
 
 def shown(result: Result) -> str:

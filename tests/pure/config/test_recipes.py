@@ -23,7 +23,9 @@ def make_what_it_names(config: Config) -> None:
     for path in [file for file in (config.data.train, *config.data.eval.values()) if file]:
         assert not path.is_absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist([{"prompt": "?", "reward_model": {"ground_truth": "1"}}]), path)
+        pq.write_table(
+            pa.Table.from_pylist([{"prompt": "?", "reward_model": {"ground_truth": "1"}, "db_id": "a"}]), path
+        )
 
 
 def validate(names: list[str], settings: list[str]) -> int:

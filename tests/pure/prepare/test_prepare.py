@@ -84,7 +84,7 @@ def test_a_made_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path
 
 def test_a_mixture_of_datasets_becomes_the_file_of_prompts(model: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}", "uid": "{name}"}}\n')
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}", "uid": "{name}", "seed": 1}}\n')
     mixture = [f"data.mixture.{name}.path={tmp_path / name}.jsonl" for name in ("a", "b")]
     tasks = prepare(pointed_at(model, "data.make_rows=null", *mixture), tmp_path / "run").tasks
     assert sorted(task.uid for task in tasks) == ["a/a", "b/b"]

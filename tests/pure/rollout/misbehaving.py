@@ -30,6 +30,11 @@ class Echo:
         pass
 
 
+class Picky(Echo):
+    def check_task(self, task: Task) -> None:
+        raise LookupError("I do not like it")
+
+
 class Blocks(Echo):
     async def step(self, text: str) -> StepResult:
         time.sleep(1000)

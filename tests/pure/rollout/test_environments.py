@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +22,11 @@ from tests.pure.rollout.misbehaving import Echo
 ECHO = "tests.pure.rollout.misbehaving:Echo"
 
 
-def task(env_class: str, uid: str = "p") -> Task:
-    return Task(uid, ({"role": "user", "content": "?"},), env_class)
+MADE = Path("made.jsonl")
+
+
+def task(env_class: str, uid: str = "p", **info: object) -> Task:
+    return Task(uid, ({"role": "user", "content": "?"},), env_class, extra_info=info)
 
 
 def test_a_class_of_a_trusted_module_is_found_by_its_path() -> None:
@@ -94,11 +98,38 @@ async def test_no_more_isolated_episodes_are_open_at_once_than_processes_are_all
 
 
 def test_rows_that_need_an_unknown_environment_are_found_before_the_run() -> None:
-    check_environments(EnvConfig(), [task(""), task("lookup")])
+    check_environments(EnvConfig(), [task("", seed=1), task("lookup", seed="2")], MADE)
     with pytest.raises(UserError, match=r"no environment 'lokup'.*first needed by row 1, b\)"):
-        check_environments(EnvConfig(), [task("", "a"), task("lokup", "b"), task("lokup", "c")])
+        check_environments(EnvConfig(), [task("", "a"), task("lokup", "b"), task("lokup", "c")], MADE)
+
+
+@pytest.mark.parametrize(
+    ("name", "reward_spec", "info", "told"),
+    [
+        ("gsm8k", {}, {}, "there is no 'ground_truth'"),
+        ("gsm8k", {"ground_truth": "many"}, {}, "ground_truth 'many' is no number"),
+        ("search_r1", {}, {}, "there is no 'ground_truth'"),
+        ("search_r1", {"ground_truth": {"target": []}}, {}, "ground_truth has no answer"),
+        ("search_r1", {"ground_truth": {"answer": "olt"}}, {}, "there is no 'target'"),
+        ("search_r1", {"ground_truth": 3}, {}, "'int' object is not iterable"),
+        ("text_to_sql", {"ground_truth": "SELECT 1"}, {}, "there is no 'db_id'"),
+        ("text_to_sql", {"ground_truth": "SELECT 1"}, {"db_id": "../towns"}, "is no name of a database"),
+        ("text_to_sql", {"ground_truth": None}, {"db_id": "towns"}, "ground_truth is no text"),
+        ("lookup", {}, {}, "there is no 'seed'"),
+        ("tests.pure.rollout.misbehaving:Picky", {}, {}, "I do not like it"),
+    ],
+)
+def test_a_row_that_its_environment_could_not_play_is_named_before_the_run(
+    name: str, reward_spec: dict[str, object], info: dict[str, object], told: str
+) -> None:
+    good = Task("a", ({"role": "user", "content": "?"},), "gsm8k", {"ground_truth": "1"})
+    bad = Task("b", ({"role": "user", "content": "?"},), "", reward_spec, info)
+    env = EnvConfig(name=name, trusted_modules=("tests.pure",))
+    with pytest.raises(UserError, match=r"^dataset made\.jsonl, row 2: the environment .* cannot play it: ") as caught:
+        check_environments(env, [good, good, bad, bad], MADE)
+    assert told in str(caught.value)
 
 
 def test_options_of_the_configured_environment_are_checked_before_the_run() -> None:
     with pytest.raises(UserError, match=r"env\.options"):
-        check_environments(EnvConfig(options={"colour": 1}, isolation="process"), [task("")])
+        check_environments(EnvConfig(options={"colour": 1}, isolation="process"), [task("")], MADE)

@@ -19,7 +19,13 @@ def config(*settings: str) -> Config:
 
 
 def rows(path: Path, *classes: str) -> Path:
-    write_rows(path, [{"prompt": f"question {i}", "env_class": name} for i, name in enumerate(classes)])
+    write_rows(
+        path,
+        [
+            {"prompt": f"question {i}", "env_class": name, "reward_spec": {"ground_truth": "1"}, "seed": i}
+            for i, name in enumerate(classes)
+        ],
+    )
     return path
 
 
