@@ -22,6 +22,7 @@ from service.types import Refusal, RefusalReason, Sender, Step, TrajectoryEnd, T
 log = logging.getLogger(__name__)
 
 Item = Step | TrajectoryEnd
+Shape = tuple[int, ...]
 
 LINGER_SECONDS = 0.01
 """How long a message waits for company: turns end in bursts, and a message costs more than a step."""
@@ -97,11 +98,16 @@ class Outbox:
                 deliveries.create_task(self._deliver(self._next_message()))
 
     def _next_message(self) -> list[Item]:
-        """The longest run of queued items that fits into a message."""
+        """The longest run of queued items that fits into a message, in which all routed experts have one shape."""
         size = names = count = 0
+        shape: Shape | None = None
         while count < len(self._items) and size < MESSAGE_BYTES and names < NAME_BYTES:
-            size += _bytes(self._items[count])
-            names += _name_bytes(self._items[count])
+            item = self._items[count]
+            if (of := _experts_shape(item)) is not None and shape not in (None, of):
+                break
+            shape = shape or of
+            size += _bytes(item)
+            names += _name_bytes(item)
             count += 1
         message, self._items = self._items[:count], self._items[count:]
         if not self._items:
@@ -173,6 +179,10 @@ def _bytes(item: Item) -> int:
         return 0
     experts = item.routed_experts.nbytes if item.routed_experts is not None else 0
     return TOKEN_BYTES * (len(item.prompt_ids) + len(item.response_ids)) + experts
+
+
+def _experts_shape(item: Item) -> Shape | None:
+    return item.routed_experts.shape[1:] if isinstance(item, Step) and item.routed_experts is not None else None
 
 
 def _name_bytes(item: Item) -> int:

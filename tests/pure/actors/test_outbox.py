@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,6 +105,24 @@ def test_no_message_has_more_names_than_its_header_may_hold() -> None:
     deliver(buffer, list(ends))
     sent = [ordinal for data in buffer.sent for ordinal in decoded(data).ends.ordinal_E.tolist()]
     assert sent == list(range(3000)) and len(buffer.sent) == 3
+
+
+def test_routed_experts_of_another_shape_go_into_a_message_of_their_own() -> None:
+    """An engine that errs in it must not take the steps of other trajectories along."""
+
+    def routed(ordinal: int, layers: int) -> Step:
+        return replace(step(ordinal), routed_experts=np.zeros((5, layers, 2), np.int16))
+
+    buffer = FakeBuffer(lambda group: Refusal(RefusalReason.LENGTH_MISMATCH, "") if _layers(group) == 3 else Receipt(0))
+    deliver(buffer, [routed(0, 2), step(1), routed(2, 2), end(2), routed(3, 3), step(4), routed(5, 3), routed(6, 2)])
+    sent = [decoded(data).steps.ordinal_K.tolist() for data in buffer.sent]
+    assert sent[:2] == [[0, 1, 2], [3, 4, 5]] and sorted(sent[2:]) == [[3], [4], [5], [6]]
+    assert sorted(buffer.refused) == [TrajectoryId(3, 0), TrajectoryId(5, 0)]
+
+
+def _layers(group: StepGroup) -> int | None:
+    experts = group.steps.routed_experts_N
+    return None if experts is None else experts.shape[1]
 
 
 def test_a_message_without_an_answer_is_sent_again_as_the_same_bytes() -> None:
