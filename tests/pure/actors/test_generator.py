@@ -1,0 +1,112 @@
+"""A generator around an engine that is told what to do: files of weights, updates, and its own end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import xxhash
+
+import actors.generator
+from actors.engine import WeightUpdate
+from actors.generator import Generator, Joined
+from service.config import Config
+from service.errors import RunFailed, WeightsGone
+from service.rollout.dataset import write_rows
+from service.rollout.environments import lookup
+from service.rollout.tokenizer import make_tokenizer
+from service.types import PolicyVersion
+
+pytestmark = pytest.mark.asyncio
+
+
+class FakeEngine:
+    """Holds what it is given, and takes every update or fails with `error`."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.taken: list[tuple[PolicyVersion, Any, int]] = []
+
+    def hold(self, data: bytes, checksum: int) -> int:
+        fd = os.memfd_create("held")
+        os.write(fd, data)
+        return fd
+
+    async def update_weights(self, version: PolicyVersion, data: Any, checksum: int) -> WeightUpdate:
+        if self.error is not None:
+            raise self.error
+        self.taken.append((version, data, checksum))
+        return WeightUpdate(version.pack(), 10, 0.1, 0.25, 1)
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+    monkeypatch.setattr(actors.generator, "EXIT_SECONDS", 0.0)
+    monkeypatch.setattr(actors.generator.os, "_exit", codes.append)
+    return codes
+
+
+@pytest.fixture
+def generator(tmp_path: Path) -> Generator:
+    make_tokenizer(tmp_path, lookup.vocabulary())
+    write_rows(tmp_path / "train.jsonl", lookup.rows(2, 0))
+    nobody = SimpleNamespace()
+    made = Generator("g", Config().model_dump_json(), str(tmp_path), str(tmp_path / "train.jsonl"), nobody, nobody)
+    made._engine = FakeEngine()  # type: ignore[assignment]
+    return made
+
+
+def engine_of(generator: Generator) -> FakeEngine:
+    assert isinstance(generator._engine, FakeEngine)
+    return generator._engine
+
+
+async def test_held_weights_can_be_opened_until_they_are_released(generator: Generator) -> None:
+    first, second = [await generator.hold_weights(data, 0) for data in (b"first", b"second")]
+    assert (Path(first).read_bytes(), Path(second).read_bytes()) == (b"first", b"second")
+    await generator.release_weights(first)
+    assert not Path(first).exists() and Path(second).exists()
+    await generator.release_weights(first)
+    await generator.release_weights("/proc/1/fd/40")  # held by its process before it started again
+    await generator.release_weights(second)
+    assert not Path(second).exists()
+
+
+async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: Generator, exits: list[int]) -> None:
+    looked: list[bool] = []
+    work: Any = SimpleNamespace(look_again=lambda: looked.append(True))
+    outbox: Any = SimpleNamespace()
+    generator._joined = Joined(1, work, outbox)
+    checksum = xxhash.xxh3_64_intdigest(b"weights")
+    update = await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", checksum)
+    assert engine_of(generator).taken == [(PolicyVersion(2, 3), "/path", checksum)]
+    assert (update["version"], update["pause_seconds"]) == (PolicyVersion(2, 3).pack(), 0.25)
+    assert (looked, generator._counts["updates"], generator._paused_seconds) == ([True], 1, 0.25)
+    assert exits == []
+
+
+async def test_an_engine_that_could_not_load_serves_nobody_any_more(generator: Generator, exits: list[int]) -> None:
+    engine_of(generator).error = RunFailed("the weights of version 2.3 were not loaded in 2 tries")
+    with pytest.raises(RunFailed, match="not loaded in 2 tries"):
+        await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", 0)
+    async with asyncio.timeout(60):
+        while not exits:
+            await asyncio.sleep(0.01)
+    assert exits == [1]
+    assert generator._counts["updates"] == 0
+
+
+@pytest.mark.parametrize("error", [WeightsGone("gone"), ValueError("older")])
+async def test_an_update_that_is_refused_leaves_the_generator_at_work(
+    generator: Generator, exits: list[int], error: BaseException
+) -> None:
+    engine_of(generator).error = error
+    with pytest.raises(type(error)):
+        await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", 0)
+    await asyncio.sleep(0)
+    assert (exits, generator._counts["updates"]) == ([], 0)
