@@ -304,3 +304,33 @@ def test_a_rule_that_is_spoilt_fails(
     change: Callable[[dict[str, Any]], None], expected: set[str], tmp_path: Path
 ) -> None:
     assert failing(spoilt(change), unit_tests(), tmp_path) == expected
+
+
+def burst(part: str, whole: str, share: float) -> Series:
+    """Half an hour of nothing, then three minutes of a share."""
+    return series(part, f"0x30 {100 * share}+{100 * share}x2") + series(whole, f"0+100x{LAST + 3}")
+
+
+BURSTS = [
+    ("padding", 0.6, "baton_batch_padding_tokens_total", "baton_batch_tokens_total"),
+    ("prefix_mismatch", 0.2, "baton_prefix_mismatch_total", "baton_rows_before_merge_total"),
+    ("stale_tokens", 0.05, "baton_batch_stale_tokens_total", "baton_batch_sampled_tokens_total"),
+    ("trainer_wait", 0.5, "baton_trainer_wait_seconds_sum", "baton_step_seconds_sum"),
+]
+
+
+def nearer(rule: dict[str, Any]) -> None:
+    rule["expr"] = rule["expr"].replace("[15m]", "[2m]")
+
+
+@needs_promtool
+@pytest.mark.parametrize(("rules", "over"), [(RULES, 0), (spoilt(nearer), 1)], ids=["as they are", "two minutes"])
+def test_shares_are_of_a_quarter_of_an_hour_so_that_a_short_burst_is_none(
+    rules: dict[str, Any], over: int, tmp_path: Path
+) -> None:
+    tests = []
+    for name, threshold, part, whole in BURSTS:
+        test = unit_test(name, burst(part, whole, 2 * threshold), [(33 * MINUTE, over)])
+        test["promql_expr_test"][0]["expr"] = f"count(instance:baton_{name}:ratio_rate15m > {threshold}) or vector(0)"
+        tests.append(test)
+    assert failing(rules, tests, tmp_path) == set()
