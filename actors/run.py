@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from actors.authentication import keep_token_private, refuse_open_ray
@@ -51,8 +52,7 @@ def run(config: Config, resume: Path | None = None) -> int:
     with folder.locked():
         manifest = None if resume is None else newest_checkpoint(config, path)
         try:
-            _exit_on_stop_signals()
-            with phase("preparing the data and the model"):
+            with _exit_on_stop_signals(), phase("preparing the data and the model"):
                 prepared = _prepared(config, path, is_new=resume is None)
             if resume is None:
                 folder.write_config(config)
@@ -70,11 +70,20 @@ def run(config: Config, resume: Path | None = None) -> int:
             raise reason from error
 
 
-def _exit_on_stop_signals() -> None:
-    """Until the event loop takes the signals they exit with their number, as Ray's own handler of SIGTERM does."""
-    for number in heard_signals():
-        if number != signal.SIGINT:
-            signal.signal(number, lambda number, frame: sys.exit(number))
+@contextlib.contextmanager
+def _exit_on_stop_signals() -> Iterator[None]:
+    """Stop signals exit with their number, as Ray's own handler of SIGTERM does once Ray is up.
+
+    Not while it starts: it waits without looking at signals then, so they have to end the process by themselves.
+    """
+    before = {number: signal.getsignal(number) for number in heard_signals() if number != signal.SIGINT}
+    for number in before:
+        signal.signal(number, lambda number, frame: sys.exit(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def heard_signals() -> list[signal.Signals]:

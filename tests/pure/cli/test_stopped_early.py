@@ -39,3 +39,18 @@ def test_a_stop_signal_while_a_run_is_prepared_ends_it_in_order(
     assert running.run(config) == 128 + number
     assert capsys.readouterr().out.endswith("stopped before the first optimizer step\n")
     assert json.loads((tmp_path / "quickstart" / "summary.json").read_text())["state"] == "stopped"
+
+
+def test_while_ray_starts_a_signal_ends_the_process_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[object] = []
+
+    def starting(*arguments: object) -> int:
+        found.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP))
+        return 0
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    monkeypatch.setattr(running, "_run_on_ray", starting)
+    monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
+    assert running.run(load_config(["configs/quickstart.yaml"], [f"run.dir={tmp_path}", "metrics.port=0"])) == 0
+    assert found == [signal.SIG_DFL, signal.SIG_DFL]
