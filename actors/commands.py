@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Evaluate a model, a run or a checkpoint."""
-    from service.evaluated import check_output, evaluated
+    from service.evaluated import check_output, evaluated, write_output
 
     if arguments.output is not None:
         check_output(arguments.output)
@@ -47,13 +47,12 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase(LOADING):
         from actors.evaluate import evaluate
         from service.rollout.evaluate import table
-        from service.runfolder import write_whole
 
     found = evaluate(config, chosen, say)
     print(table(found))
     if arguments.output is not None:
         result = {"path": str(arguments.path), "sets": [evaluation.record() for evaluation in found]}
-        write_whole(arguments.output, json.dumps(result, indent=2) + "\n")
+        write_output(arguments.output, json.dumps(result, indent=2) + "\n")
     return 0
 
 

@@ -16,6 +16,7 @@ from service.config import Config
 from service.config.paths import near
 from service.errors import UserError
 from service.folders import earlier_of
+from service.runfolder import write_whole
 
 CONFIG = "config.yaml"
 FINAL = "final"
@@ -121,8 +122,20 @@ def check_output(file: Path) -> None:
         raise UserError(f"--output {file}: is a folder; give a file")
     if not file.parent.is_dir():
         raise UserError(f"--output {file}: there is no folder {file.parent}{near(file.parent)}; make it first")
-    if not os.access(file.parent, os.W_OK) or (file.exists() and not os.access(file, os.W_OK)):
+    if not os.access(file if _is_written_through(file) else file.parent, os.W_OK):
         raise UserError(f"--output {file}: cannot be written; give a file that can")
+
+
+def write_output(file: Path, text: str) -> None:
+    """Write results: a file appears whole or not at all; links, pipes and devices are written through, and stay."""
+    if _is_written_through(file):
+        file.write_text(text, encoding="utf-8")
+    else:
+        write_whole(file, text)
+
+
+def _is_written_through(file: Path) -> bool:
+    return file.is_symlink() or (file.exists() and not file.is_file())
 
 
 def _is_run(path: Path) -> bool:

@@ -215,3 +215,20 @@ def test_a_result_is_replaced_at_once(run: Path, tmp_path: Path, monkeypatch: py
         assert main(["eval", str(run), "--output", str(output)]) == 0
         assert json.loads(output.read_text()) == {"path": str(run), "sets": []}
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["o.json"]
+
+
+def test_an_output_that_is_no_plain_file_is_written_through_and_stays(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.evaluate.evaluate", lambda *arguments: [])
+    link, pipe, target = tmp_path / "link", tmp_path / "pipe", tmp_path / "target.json"
+    link.symlink_to(target)
+    target.touch()
+    os.mkfifo(pipe)
+    # Open at both ends, the pipe takes what fits into it without waiting for a reader.
+    reader = os.open(pipe, os.O_RDWR)
+    for output in (link, pipe):
+        assert main(["eval", str(run), "--output", str(output)]) == 0
+    assert json.loads(os.read(reader, 1 << 16)) == json.loads(target.read_text()) == {"path": str(run), "sets": []}
+    os.close(reader)
+    assert link.is_symlink() and pipe.is_fifo()
