@@ -226,7 +226,7 @@ def test_an_output_that_is_no_plain_file_is_written_through_and_stays(
     target.touch()
     os.mkfifo(pipe)
     # Open at both ends, the pipe takes what fits into it without waiting for a reader.
-    reader = os.open(pipe, os.O_RDWR)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     for output in (link, pipe):
         assert main(["eval", str(run), "--output", str(output)]) == 0
     assert json.loads(os.read(reader, 1 << 16)) == json.loads(target.read_text()) == {"path": str(run), "sets": []}
