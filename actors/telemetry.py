@@ -45,8 +45,9 @@ class RunTelemetry:
 
     def stepped(self, policy: PolicyVersion, line: Mapping[str, float]) -> None:
         """An optimizer step was applied; `line` is its line of `metrics.jsonl`."""
-        measure_step(self._reporter.metrics, line, time.time())
-        self._put(policy_version={"epoch": policy.epoch, "step": policy.step})
+        now = time.time()
+        measure_step(self._reporter.metrics, line, now)
+        self._put(policy_version={"epoch": policy.epoch, "step": policy.step}, stepped=now)
         self._reporter.tell("step", line)
 
     def aborted(self) -> None:

@@ -1,6 +1,6 @@
 """The `/status` document: what a run is doing now, as JSON and as lines for a terminal.
 
-{"schema": 1, "run": {"name": "quickstart", "max_steps": 100, "started": 1764.2},
+{"schema": 1, "run": {"name": "quickstart", "max_steps": 100, "started": 1764.2, "stepped": 1790.1},
  "state": "training", "policy_version": {"epoch": 1, "step": 37}, "time": 1790.5,
  "buffer": {"groups": {"open": 32, "complete": 5, ...}, ...}, "tokens": {"trained": 51200, "open": 800, ...},
  "waits": [{"who": "trainer", "reason": "groups", "detail": "11 of 16", "since": 1790.1}],

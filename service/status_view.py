@@ -36,11 +36,12 @@ def _lines(status: Status, width: int | None) -> list[str]:
         road = ["  " + line for line in road_lines(stations(status), ways=("",) * len(WAYS))]
     lines = [headline(status), "", *road]
     lines += ["", *_counts("groups", status["buffer"].get("groups", {})), *_counts("tokens", status["tokens"])]
-    step = status["step"]
+    step, run = status["step"], status["run"]
     if "reward/avg_raw_reward" in step:
+        ago = f", {_span(status['time'] - run['stepped'])} ago" if "stepped" in run else ""
         lines.append(
             f"  {'last step':<10}reward {step['reward/avg_raw_reward']:.3f}, padded length "
-            f"{step.get('generate/batch_padded_seq_len', 0):.0f} tokens"
+            f"{step.get('generate/batch_padded_seq_len', 0):.0f} tokens{ago}"
         )
     for wait in status["waits"]:
         detail = f": {wait['detail']}" if wait["detail"] else ""

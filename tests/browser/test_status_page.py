@@ -25,7 +25,14 @@ async def run_under_way(steps: int) -> AsyncIterator[tuple[str, MetricsHub]]:
     await push(hub, "generator/generator-0")
     await push(hub, "driver/driver", *(("step", a_step(step)) for step in range(1, steps + 1)))
     policy = {"epoch": 1, "step": steps}
-    run = {"name": "<b>quick</b>", "state": "training", "max_steps": 100, "policy_version": policy, "generators": 1}
+    run = {
+        "name": "<b>quick</b>",
+        "state": "training",
+        "max_steps": 100,
+        "policy_version": policy,
+        "generators": 1,
+        "stepped": time.time() - 7200,
+    }
     await push(hub, "driver/driver", ("run", run))
     wait = {"who": "trainer", "reason": "groups", "detail": "11 of 16", "since": time.time() - 3}
     attack = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
@@ -65,7 +72,8 @@ def test_the_page_shows_the_run_soon_without_errors_at_both_sizes(size: str, tmp
             await page.show(url, size)
             await page.until("document.querySelector('#state')?.textContent === 'training'")
             assert await page.value("document.querySelector('#name').textContent") == "<b>quick</b>"
-            assert "step 60 of 100" in await page.value("document.querySelector('#facts').textContent")
+            facts = await page.value("document.querySelector('#facts').textContent")
+            assert "step 60 of 100" in facts and "last step 2.0 h ago" in facts
             assert await page.value("document.querySelectorAll('.chart svg path').length") == 5
             assert await page.value("document.querySelectorAll('#bar div').length") == 3
             assert "groups: 11 of 16" in await page.value("document.querySelector('#waits').textContent")

@@ -297,6 +297,7 @@ def test_a_real_run_fills_every_panel_closes_its_ledger_and_costs_little(
     assert measured / len(ACTORS) / (time.monotonic() - began) < MOST_MEASURING
     status = get_json(f"{real_run.url}/status")
     assert status["state"] == "training" and status["policy_version"]["step"] >= 3
+    assert status["run"]["started"] < status["run"]["stepped"] <= status["time"]
     until(lambda: up(get_json(f"{real_run.url}/status")) == ACTORS, 120)
     until(lambda: len(numbers(prometheus, "baton_process_cpu_seconds_total > 0")) == len(ACTORS), 120)
 

@@ -146,8 +146,12 @@ def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.Captu
 
 def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hub = Hub(SystemClock())
-    hub.put_status("run", {"name": "r", "state": "training", "max_steps": 9, "policy_version": {"epoch": 1, "step": 3}})
-    wait = {"who": "trainer", "reason": "groups", "detail": "3 of 16", "since": SystemClock().wall() - 7200}
+    before = SystemClock().wall() - 7200
+    policy = {"epoch": 1, "step": 3}
+    hub.put_status(
+        "run", {"name": "r", "state": "training", "max_steps": 9, "policy_version": policy, "stepped": before}
+    )
+    wait = {"who": "trainer", "reason": "groups", "detail": "3 of 16", "since": before}
     hub.put_status("buffer", {"groups": {"open": 3, "leased": 0}, "tokens": {"open": 9}, "waits": [wait]})
     hub.put_status("step", {"reward/avg_raw_reward": 0.5})
 
@@ -171,6 +175,7 @@ def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_
             shown = capsys.readouterr().out
             assert shown.startswith("r: training, step 3 of 9, policy 1.3\n")
             assert "  groups    3 open\n  tokens    9 open\n" in shown
+            assert "  last step reward 0.500, padded length 0 tokens, 2.0 h ago\n" in shown
             assert "  waits     trainer for groups: 3 of 16, 2.0 h\n" in shown
         assert main(["status", url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["schema"] == 1
