@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEYS = ("role", "content")
+MOST_CHARACTERS = 500
+"""Of what an environment raised; the rest is left out."""
 
 
 class TrajectoryFailed(Exception):
@@ -72,11 +74,21 @@ async def ask(answer: Awaitable[T], limits: AgentLimits) -> T:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, "what it waited for was cancelled") from error
     except OversizedOutput as error:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
-    except (Exception, SystemExit) as error:
+    except GeneratorExit:  # nobody plays this trajectory any more
+        raise
+    except BaseException as error:
+        # What the policy wrote may be run there, so anything may be raised: an exit, an interrupt, another library's.
         if isinstance(error, TimeoutError) and scope.expired():
             late = f"no answer after {limits.step_deadline:g} s"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"{type(error).__name__}: {error}") from error
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, _in_words(error)) from error
+
+
+def _in_words(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
+    except Exception:  # noqa: BLE001 - whatever a user's class does when it is shown
+        return type(error).__name__
 
 
 async def close(environment: Environment, limits: AgentLimits, trajectory: TrajectoryId) -> None:
@@ -103,9 +115,9 @@ def checked(result: StepResult, limits: AgentLimits) -> StepResult:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, f"the reward is {_shown(result.reward)}")
     if not isinstance(result.done, bool | np.bool_ | int):
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"done is true or false, not {_shown(result.done)}")
-    if not result.done:
-        checked_messages(result.messages, limits)
-    return result._replace(reward=float(result.reward), done=bool(result.done), info=_facts(result.info))
+    messages = () if result.done else checked_messages(result.messages, limits)
+    done, info = bool(result.done), _facts(result.info)
+    return result._replace(messages=messages, reward=float(result.reward), done=done, info=info)
 
 
 def _is_finite(value: Any) -> bool:
@@ -130,7 +142,7 @@ def _facts(info: Any) -> dict[str, float]:
 
 
 def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequence[Message]:
-    """The messages, if they are well-formed and not too large.
+    """The messages, if they are well-formed and not too large, as copies: the environment may reuse its own.
 
     Raises:
         TrajectoryFailed: they are not.
@@ -145,7 +157,7 @@ def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequen
     if size > limits.max_observation_characters:
         allowed = f"{limits.max_observation_characters} are allowed"
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"{size} characters at once; {allowed}")
-    return messages
+    return [cast(Message, dict(message)) for message in messages]
 
 
 def rendered(make: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from asyncio import Semaphore
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from service.config.rollout import EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Environment, Task
 from service.rollout.environments import Options, environment
-from service.rollout.isolation import Processes
+from service.rollout.isolation import Processes, task_as_json
 
 
 class Environments:
@@ -68,7 +69,19 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
             ) from error
     for row, task in enumerate(tasks):
         name = task.env_class or config.name
-        _refuse_row(examples[name], name, task, f"dataset {path}, row {row}")
+        place = f"dataset {path}, row {row}"
+        if config.isolation == "process":
+            _refuse_no_json(task, place)
+        _refuse_row(examples[name], name, task, place)
+
+
+def _refuse_no_json(task: Task, row: str) -> None:
+    try:
+        json.dumps(task_as_json(task))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{row}: it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"
+        ) from error
 
 
 def _refuse_row(environment: Environment, name: str, task: Task, row: str) -> None:
@@ -77,7 +90,7 @@ def _refuse_row(environment: Environment, name: str, task: Task, row: str) -> No
         return
     try:
         check(task)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # An environment of a user's own may raise anything.
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{row}: the environment {name!r} cannot play it: {reason}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
+import signal
 from collections.abc import Mapping
 from threading import Thread
 from typing import IO, Any
@@ -18,16 +18,20 @@ from service.rollout.environments import environment
 
 def main() -> None:
     """Serve one episode after the other until stdin closes."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the environment prints must not stand between answers
-    asyncio.run(_serve(answers))
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # What the environment prints must not stand between answers; what it reads, or whatever it starts, is no request.
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    asyncio.run(_serve(requests, answers))
 
 
-async def _serve(answers: IO[bytes]) -> None:
+async def _serve(stdin: IO[bytes], answers: IO[bytes]) -> None:
     requests: asyncio.Queue[bytes] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     # A thread of its own notices the end of stdin also while the environment blocks.
-    Thread(target=_read, args=(loop, requests), daemon=True).start()
+    Thread(target=_read, args=(stdin, loop, requests), daemon=True).start()
     episode: Environment | None = None
     while True:
         request = json.loads(await requests.get())
@@ -36,15 +40,17 @@ async def _serve(answers: IO[bytes]) -> None:
         try:
             episode, returned = await _answer(episode, request)
             answer = json.dumps({"returned": returned}, default=_plain)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again where the answer is read
+        except BaseException as error:  # noqa: BLE001 - raised again where the answer is read
             answer = json.dumps({"raised": f"{type(error).__name__}: {error}"})
         answers.write(answer.encode() + b"\n")
         answers.flush()
 
 
-def _read(loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[bytes]) -> None:
-    for line in sys.stdin.buffer:
+def _read(stdin: IO[bytes], loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[bytes]) -> None:
+    for line in stdin:
         loop.call_soon_threadsafe(requests.put_nowait, line)
+    if os.getpgrp() == os.getpid():  # and not the group of whoever started this by hand
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

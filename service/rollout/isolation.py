@@ -131,7 +131,9 @@ class Worker:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the process is gone; its exit code below says more
         if not line.endswith(b"\n"):
-            raise EnvironmentDied(f"its process ended with code {await self._process.wait()}")
+            code = await self._process.wait()
+            self._kill_group()  # what it started outlives it
+            raise EnvironmentDied(f"its process ended with code {code}")
         answer = json.loads(line)
         if "raised" in answer:
             raise EnvironmentRaised(answer["raised"])
@@ -141,10 +143,13 @@ class Worker:
         """End the process and those that it started."""
         self._broken = True
         if self._process.returncode is None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                return  # it ended by itself in the meantime
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # all of it ended by itself in the meantime
 
     async def ended(self) -> None:
         """Wait until the process is gone."""

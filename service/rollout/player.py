@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +61,7 @@ class Player:
         async with self._environments.room():
             episode = run_trajectory(
                 trajectory,
-                task,
+                deepcopy(task),  # what an environment does to its row is nothing to the row's other trajectories
                 self._environment(task),
                 self._engine,
                 self._chat,

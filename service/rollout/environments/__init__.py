@@ -52,7 +52,7 @@ def environment(name: str, options: Options, trusted_modules: Sequence[str] = ()
         raise
     except TypeError as error:
         raise UserError(f"env.options: the environment {name!r} refuses them: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Constructors are code of a user as well.
         raise UserError(f"env.name: {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
@@ -101,7 +101,7 @@ def _load(path: str, name: str) -> Callable[..., Environment]:
     module_name, _, attribute = path.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Importing runs the code of a user: anything can come out of it.
         raise UserError(
             f"env.name: the environment {name!r} cannot be loaded, importing {module_name} failed: "

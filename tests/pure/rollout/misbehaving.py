@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -55,6 +56,36 @@ class Exits(Echo):
 class Raises(Echo):
     async def step(self, text: str) -> StepResult:
         raise KeyError("gone")
+
+
+class Interrupts(Echo):
+    async def step(self, text: str) -> StepResult:
+        raise KeyboardInterrupt
+
+
+class ReadsStdin(Echo):
+    async def step(self, text: str) -> StepResult:
+        return await super().step(subprocess.run(["cat"], capture_output=True, text=True, check=True).stdout)
+
+
+class Abandons(Echo):
+    """Starts another process, writes its number down, and dies at its first step."""
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        with open(self.suffix, "w") as file:
+            file.write(str(subprocess.Popen(["sleep", "600"]).pid))
+        return task.prompt
+
+    async def step(self, text: str) -> StepResult:
+        os._exit(3)
+
+
+class Spends(Echo):
+    """Changes its row."""
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        task.prompt[0]["content"] += f" {task.extra_info.pop('secret')}"  # type: ignore[attr-defined]
+        return task.prompt
 
 
 class Nan(Echo):

@@ -188,11 +188,23 @@ async def test_the_environment_hears_the_text_up_to_its_stop_string_and_the_ids_
     assert chat.text(step.response_ids) == "look fox age owl"
 
 
+class Panicked(BaseException):
+    """As what comes out of a library that is written in Rust."""
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no message")
+
+
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
         (ValueError("broken"), "environment_error"),
         (SystemExit(3), "environment_error"),
+        (KeyboardInterrupt(), "environment_error"),
+        (Panicked("anything may be raised by what the policy wrote"), "environment_error"),
+        (Unspeakable(), "environment_error"),
         (TimeoutError("of its own"), "environment_error"),
         (told("17", float("nan")), "environment_reward"),
         (told("17", float("inf"), True), "environment_reward"),

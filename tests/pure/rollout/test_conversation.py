@@ -51,6 +51,27 @@ async def test_a_history_that_the_template_leaves_alone_is_extended_in_either_mo
     assert whole_prompts(steps) == engine.prompts
 
 
+class Reuses(ScriptedEnvironment):
+    """Says everything in one message that it changes."""
+
+    message = Message(role="user", content="")
+
+    async def step(self, text: str) -> StepResult:
+        result = await super().step(text)
+        self.message["content"] = result.messages[0]["content"]
+        return result._replace(messages=[self.message])
+
+
+@pytest.mark.asyncio
+async def test_a_message_that_an_environment_uses_again_stays_in_the_history_as_it_was(chat: Chat) -> None:
+    engine = ScriptedEngine(chat, lambda words: "look fox age")
+    environment = Reuses([told("17"), told("24"), told("x", 1.0, True)])
+    steps, _ = await play(chat, engine, environment, conversation="rerender")
+    assert chat.text(np.asarray(whole_prompts(steps)[2])) == (
+        "user what is the age of fox ? assistant look fox age user 17 assistant look fox age user 24 assistant"
+    )
+
+
 @pytest.mark.asyncio
 async def test_a_history_that_the_template_rewrites_forks_with_its_whole_prompt(stripping_chat: Chat) -> None:
     engine = ScriptedEngine(stripping_chat, lambda words: "what is none look fox age")

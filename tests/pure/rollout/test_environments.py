@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
+from datetime import date
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -128,6 +130,25 @@ def test_a_row_that_its_environment_could_not_play_is_named_before_the_run(
     with pytest.raises(UserError, match=r"^dataset made\.jsonl, row 2: the environment .* cannot play it: ") as caught:
         check_environments(env, [good, good, bad, bad], MADE)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(("whose", "what"), [(Echo, "__init__"), (environments, "import_module")])
+def test_an_environment_that_exits_while_it_is_made_is_a_clear_line(
+    whose: object, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exits(*_: object) -> None:
+        sys.exit("no licence")
+
+    monkeypatch.setattr(whose, what, exits)
+    with pytest.raises(UserError, match="SystemExit: no licence"):
+        environment(ECHO, {}, ["tests"])
+
+
+def test_a_row_that_cannot_enter_a_process_is_named_before_the_run() -> None:
+    rows = [task("", seed=1), task("", seed=1, when=date(2026, 1, 1))]
+    check_environments(EnvConfig(), rows, MADE)
+    with pytest.raises(UserError, match=r"^dataset made\.jsonl, row 1: it cannot be sent .* date is not JSON"):
+        check_environments(EnvConfig(isolation="process"), rows, MADE)
 
 
 def test_options_of_the_configured_environment_are_checked_before_the_run() -> None:

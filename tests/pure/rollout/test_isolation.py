@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import psutil
 import pytest
 
 from service.rollout.chat import Chat
 from service.rollout.environment import Message, Task
-from service.rollout.isolation import IsolatedEnvironment, Processes
+from service.rollout.isolation import EnvironmentDied, IsolatedEnvironment, Processes, task_as_json
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
 
 HERE = "tests.pure.rollout.misbehaving"
@@ -38,6 +43,7 @@ def isolated(processes: Processes, name: str, **options: str) -> IsolatedEnviron
         ("Segfaults", "environment_error"),
         ("Exits", "environment_error"),
         ("Raises", "environment_error"),
+        ("Interrupts", "environment_error"),
         ("Nan", "environment_reward"),
         ("Floods", "environment_output"),
     ],
@@ -120,6 +126,51 @@ async def test_closing_ends_every_process_also_one_that_blocks() -> None:
             await gone(pid)
         with pytest.raises(Exception, match="process ended with code -9"):
             await waiting
+
+
+@pytest.mark.asyncio
+async def test_what_an_isolated_environment_starts_reads_none_of_its_requests(chat: Chat) -> None:
+    async with started() as processes:
+        engine = ScriptedEngine(chat, lambda words: "look fox age")
+        steps, end = await play(chat, engine, isolated(processes, "ReadsStdin", suffix="17"), step_deadline=240.0)
+        assert (len(steps), end.stop_reason) == (4, "max_turns")
+
+
+async def ended(pid: int) -> None:
+    """Returns once the process has ended, although nobody may have asked for its exit code; at most two minutes."""
+    async with asyncio.timeout(120):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_what_an_environment_started_ends_when_it_dies(tmp_path: Path) -> None:
+    async with started() as processes:
+        episode = isolated(processes, "Abandons", suffix=str(tmp_path / "pid"))
+        await episode.reset(QUESTION, 0)
+        with pytest.raises(EnvironmentDied, match="ended with code 3"):
+            await episode.step("?")
+        await ended(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.asyncio
+async def test_what_an_environment_started_ends_when_its_agent_loop_is_gone(tmp_path: Path) -> None:
+    make = {"name": f"{HERE}:Abandons", "options": {"suffix": str(tmp_path / "pid")}, "trusted": [HERE]}
+    request = json.dumps({"verb": "reset", "make": make, "task": task_as_json(QUESTION), "seed": 0})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.rollout.isolated"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{request}\n")
+        process.stdin.flush()
+        assert "returned" in json.loads(process.stdout.readline())
+        process.stdin.close()
+        await ended(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.asyncio

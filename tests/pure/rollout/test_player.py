@@ -156,6 +156,16 @@ async def test_the_configured_options_of_the_chat_template_reach_the_prompt(tmp_
 
 
 @pytest.mark.asyncio
+async def test_what_an_environment_does_to_its_row_is_nothing_to_the_other_trajectories_of_it(model: Path) -> None:
+    module = "tests.pure.rollout.misbehaving"
+    plays, engine = player(model, EnvConfig(name=f"{module}:Spends", trusted_modules=(module,), max_turns=1))
+    task = Task("p-0", (Message(role="user", content="what is"),), "", extra_info={"secret": "17"})
+    for sample in range(2):
+        await played(plays, TrajectoryId(0, sample), task)
+    assert [engine.chat.text(np.asarray(prompt)) for prompt in engine.prompts] == ["user what is 17 assistant"] * 2
+
+
+@pytest.mark.asyncio
 async def test_an_environment_that_cannot_be_made_costs_its_own_trajectory_only(model: Path) -> None:
     module = "tests.pure.rollout.misbehaving"
     plays, _ = player(model, EnvConfig(name=f"{module}:Unmakeable", trusted_modules=(module,)))
