@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from actors.engine import engine_env
 from actors.engine_arguments import SCRATCH
 from actors.generator import Generator
 from actors.guardian import MARK, start_guardian
+from actors.interrupts import STOP_SIGNALS, heard_at_once
 from actors.metrics_hub import MetricsHub, with_port
 from actors.placement import beside_rank, cpus_each, place_ranks, rank_options
 from actors.retrieval import with_retrieval
@@ -37,14 +38,21 @@ BUFFER = "buffer"
 
 
 @contextmanager
-def ray_session(config: Config, mark: str, logs: Path) -> Iterator[None]:
+def ray_session(config: Config, mark: str, logs: Path, stopped: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a Ray of the run's own and end it afterwards.
 
-    Whatever the run starts carries `mark` in its environment, and ends with this process however that ends.
+    Whatever the run starts carries `mark` in its environment, and ends with this process however that ends. `stopped`
+    is called before a stop signal ends a process that is stuck in Ray's start.
     """
     os.environ[MARK] = mark
+
+    def end(number: int) -> None:
+        stopped()
+        os._exit(128 + number)
+
     try:
-        _connect(config, mark, logs)
+        with heard_at_once(STOP_SIGNALS, end):
+            _connect(config, mark, logs)
     except Exception as error:
         # Ray raises a bare Exception where its node is not up in time, as on a busy machine.
         if not isinstance(error, RuntimeError | ConnectionError) and type(error) is not Exception:

@@ -20,9 +20,9 @@ from actors.authentication import keep_token_private, refuse_open_ray
 from actors.calls import call, in_a_line
 from actors.cluster import engine_options, gpus_each, place_trainer, ray_session
 from actors.evaluation import Evaluator, evaluate_on
+from actors.interrupts import heard_signals
 from actors.placement import place_ranks
 from actors.retrieval import with_retrieval
-from actors.run import heard_signals
 from service.checkpoints import MANIFEST, TRAINER, Checkpoints, Manifest
 from service.config import Config
 from service.config.paths import check_retrieval

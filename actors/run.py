@@ -10,11 +10,13 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from actors.authentication import keep_token_private, refuse_open_ray
 from actors.cluster import gpus_each, place_actors, ray_session
 from actors.coordinator import Coordinator
+from actors.interrupts import heard_signals
 from actors.metrics_hub import refuse_taken_port
 from actors.placement import missing_resources
 from service.checkpoints import Checkpoints, Manifest
@@ -28,9 +30,6 @@ from service.runfolder import RunFolder, new_run_folder
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the entry point of a job."""
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Ways to ask a run to stop; the last one comes when its terminal is closed, unless nohup has it ignored."""
 
 
 def run(config: Config, resume: Path | None = None) -> int:
@@ -49,18 +48,17 @@ def run(config: Config, resume: Path | None = None) -> int:
     refuse_taken_port(config)
     path = resume or new_run_folder(runs_folder(config), config.run.name)
     folder = RunFolder(path)
-    with folder.locked():
+    with folder.locked(), _exit_on_stop_signals():
         manifest = None if resume is None else newest_checkpoint(config, path)
         try:
-            with _exit_on_stop_signals(), phase("preparing the data and the model"):
+            with phase("preparing the data and the model"):
                 prepared = _prepared(config, path, is_new=resume is None)
             if resume is None:
                 folder.write_config(config)
             say(f"run folder: {path}")
             return _run_on_ray(config, folder, prepared, manifest)
         except (SystemExit, KeyboardInterrupt) as stopped:
-            folder.write_summary({"state": "stopped", "steps": 0})
-            say("stopped before the first optimizer step")
+            _stopped_early(folder)
             return 128 + (int(stopped.code or 0) if isinstance(stopped, SystemExit) else signal.SIGINT)
         except (BatonError, OSError) as error:
             reason = (
@@ -72,10 +70,7 @@ def run(config: Config, resume: Path | None = None) -> int:
 
 @contextlib.contextmanager
 def _exit_on_stop_signals() -> Iterator[None]:
-    """Stop signals exit with their number, as Ray's own handler of SIGTERM does once Ray is up.
-
-    Not while it starts: it waits without looking at signals then, so they have to end the process by themselves.
-    """
+    """Stop signals exit with their number, as Ray's own handler of SIGTERM does, until the event loop hears them."""
     before = {number: signal.getsignal(number) for number in heard_signals() if number != signal.SIGINT}
     for number in before:
         signal.signal(number, lambda number, frame: sys.exit(number))
@@ -86,9 +81,9 @@ def _exit_on_stop_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def heard_signals() -> list[signal.Signals]:
-    """The stop signals that nobody had ignored, such as nohup."""
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+def _stopped_early(folder: RunFolder) -> None:
+    folder.write_summary({"state": "stopped", "steps": 0})
+    say("stopped before the first optimizer step")
 
 
 def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
@@ -107,7 +102,7 @@ def _run_on_ray(config: Config, folder: RunFolder, prepared: Prepared, manifest:
     try:
         with contextlib.ExitStack() as held:
             with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
-                held.enter_context(ray_session(config, mark, folder.path / "logs"))
+                held.enter_context(ray_session(config, mark, folder.path / "logs", partial(_stopped_early, folder)))
             if missing := missing_resources(config, gpus_each()):
                 say(f"WAITING for resources that the Ray cluster does not have: {missing}")
             cluster = place_actors(config, prepared, folder.path / "journal")

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +12,20 @@ from pathlib import Path
 import pytest
 
 from actors import run as running
+from actors.interrupts import STOP_SIGNALS
 from service.config import Config, load_config
 from service.prepare import Prepared
 
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in running.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", running.STOP_SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_stop_signal_while_a_run_is_prepared_ends_it_in_order(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,16 +44,42 @@ def test_a_stop_signal_while_a_run_is_prepared_ends_it_in_order(
     assert json.loads((tmp_path / "quickstart" / "summary.json").read_text())["state"] == "stopped"
 
 
-def test_while_ray_starts_a_signal_ends_the_process_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found: list[object] = []
+STUCK = """
+import ctypes, os, signal, sys, threading
+from actors import interrupts
 
-    def starting(*arguments: object) -> int:
-        found.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP))
-        return 0
+interrupts.GRACE_SECONDS = {grace}
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    monkeypatch.setattr(running, "_run_on_ray", starting)
-    monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
-    assert running.run(load_config(["configs/quickstart.yaml"], [f"run.dir={tmp_path}", "metrics.port=0"])) == 0
-    assert found == [signal.SIG_DFL, signal.SIG_DFL]
+
+def give_up(number):
+    print("gave up", flush=True)
+    os._exit(128 + number)
+
+
+with interrupts.heard_at_once(interrupts.STOP_SIGNALS, give_up):
+    print("begun", flush=True)
+    {waiting}
+"""
+
+
+@pytest.mark.parametrize(
+    ("waiting", "grace", "told", "code"),
+    [
+        ("libc.pthread_mutex_lock(lock) or libc.pthread_mutex_lock(lock)", 0.1, "gave up\n", 128 + signal.SIGTERM),
+        ("threading.Event().wait()", 60, "", signal.SIGTERM),
+    ],
+    ids=["outside of Python", "in Python"],
+)
+def test_a_stop_signal_is_heard_where_the_main_thread_waits(waiting: str, grace: float, told: str, code: int) -> None:
+    command = [sys.executable, "-c", STUCK.format(waiting=waiting, grace=grace)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "begun\n"
+            process.terminate()
+            assert process.wait(60) == code
+        finally:
+            process.kill()
+        assert process.stdout.read() == told
