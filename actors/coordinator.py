@@ -25,7 +25,7 @@ from service.failures import FailureWatch
 from service.handoff.verbs import Wait
 from service.phases import phase
 from service.prepare import Prepared, demonstrations
-from service.progress import Progress
+from service.progress import QUIET_SECONDS, Progress
 from service.runfolder import RunFolder
 from service.trajectories import trained
 from service.types import PolicyVersion, Refusal
@@ -59,6 +59,7 @@ class Coordinator:
         self._evaluations = Evaluations(config, self._fleet, folder, prepared.eval_files, say, lambda: self._stopping)
         self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
         self._version = PolicyVersion(0, 0)
+        self._waits_for = ""
         self._bad_steps = 0
         self._trainer_failures = 0
         self._starting: asyncio.Task[None] | None = None
@@ -83,7 +84,7 @@ class Coordinator:
         """
         try:
             if not await self._started():
-                self._progress.end_early()
+                self._progress.end_early(0 if self._resume_from is None else self._resume_from.step)
                 return
             generating = asyncio.ensure_future(self._fleet.run())
             training = asyncio.ensure_future(self._train())
@@ -207,11 +208,14 @@ class Coordinator:
 
     async def _step(self) -> None:
         """One optimizer step; what is not applied is released and leased again."""
-        leased = await self._lease()
-        if leased is None:
-            return
-        self._folder.append_trajectories(leased.lost)
-        report = await self._trainer.step(leased.parts)
+        step = f"step {self._version.step + 1}"
+        with phase(step, self._say, lambda: self._waits_for, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
+            leased = await self._lease()
+            if leased is None:
+                return
+            self._folder.append_trajectories(leased.lost)
+            self._waits_for = "the trainer"
+            report = await self._trainer.step(leased.parts)
         if not report.applied:
             await self._release(leased, report.reason or "not applied")
             return
@@ -246,12 +250,14 @@ class Coordinator:
     async def _lease(self) -> Leased | None:
         """Wait for the next mini-batch; None when the run was stopped meanwhile."""
         start = time.monotonic()
+        self._waits_for = "a mini-batch"
         while not self._stopping:
             answer = await call(self._buffer.lease, self._version.epoch, POLL_SECONDS, who="the buffer")
             if isinstance(answer, Leased):
                 self._progress.waited(time.monotonic() - start)
                 return answer
             _accepted(answer)
+            self._waits_for = f"a mini-batch: {answer.detail}"
             self._failures.look(await self._fleet.statuses())
             if time.monotonic() - start > self._config.run.stall_deadline:
                 raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")

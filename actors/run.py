@@ -26,6 +26,7 @@ from service.evaluated import CHECKPOINTS, FINAL
 from service.folders import restore
 from service.phases import phase, say
 from service.prepare import Prepared, prepare
+from service.progress import end_early
 from service.runfolder import RunFolder, new_run_folder
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -53,12 +54,13 @@ def run(config: Config, resume: Path | None = None) -> int:
         try:
             with phase("preparing the data and the model"):
                 prepared = _prepared(config, path, is_new=resume is None)
+            folder.forget_end()
             if resume is None:
                 folder.write_config(config)
             say(f"run folder: {path}")
             return _run_on_ray(config, folder, prepared, manifest)
         except (SystemExit, KeyboardInterrupt) as stopped:
-            _stopped_early(folder)
+            end_early(folder, say, 0 if manifest is None else manifest.step)
             return 128 + (int(stopped.code or 0) if isinstance(stopped, SystemExit) else signal.SIGINT)
         except (BatonError, OSError) as error:
             reason = (
@@ -81,11 +83,6 @@ def _exit_on_stop_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _stopped_early(folder: RunFolder) -> None:
-    folder.write_summary({"state": "stopped", "steps": 0})
-    say("stopped before the first optimizer step")
-
-
 def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
     """What the run reads; where that is refused, a new run leaves no folder behind."""
     try:
@@ -99,10 +96,11 @@ def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
 def _run_on_ray(config: Config, folder: RunFolder, prepared: Prepared, manifest: Manifest | None) -> int:
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
+    stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
     try:
         with contextlib.ExitStack() as held:
             with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
-                held.enter_context(ray_session(config, mark, folder.path / "logs", partial(_stopped_early, folder)))
+                held.enter_context(ray_session(config, mark, folder.path / "logs", stopped_early))
             if missing := missing_resources(config, gpus_each()):
                 say(f"WAITING for resources that the Ray cluster does not have: {missing}")
             cluster = place_actors(config, prepared, folder.path / "journal")

@@ -45,7 +45,8 @@ examples:
 """
 
 RUN_ABOUT = """\
-Run a training: starts Ray unless it runs already, prepares model and data, trains, writes the run folder.
+Run a training: starts a Ray of its own unless RAY_ADDRESS names a cluster, prepares model and data, trains, writes the
+run folder.
 """
 
 RUN_EXAMPLES = """\

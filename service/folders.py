@@ -7,11 +7,54 @@ final               whole, unless the process died between two renames
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
+
+from service.errors import UserError
+
+LOCK = ".lock"
+LOCK_SECONDS = 1.0
+"""How long a run tries to hold its folder: who asks whether it is held holds it for an instant."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a run folder for one process.
+
+    Raises:
+        UserError: another one holds it.
+    """
+    deadline = time.monotonic() + LOCK_SECONDS
+    with (folder / LOCK).open("w") as lock:
+        while not _locked(lock, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise UserError(f"{folder}: a run is going on in this folder; stop it first")
+            time.sleep(0.02)
+        yield
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process of this machine runs in a run folder."""
+    try:
+        with (folder / LOCK).open() as lock:
+            return not _locked(lock, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+
+
+def _locked(lock: TextIO, how: int) -> bool:
+    """Locks an open file until it is closed; False: somebody else has."""
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

@@ -42,11 +42,11 @@ def phase(
         say(f"{what} ...")
 
     def again() -> None:
-        if after and not over.wait(after):
-            say(f"{what} ...")
-        while not over.wait(seconds):
+        pause = after or seconds
+        while not over.wait(pause):
             waits = left()
             say(f"{what} ... {time.monotonic() - began:.0f} s" + (f", waiting for {waits}" if waits else ""))
+            pause = seconds
 
     thread = threading.Thread(target=again, name="phase", daemon=True)
     thread.start()

@@ -11,7 +11,9 @@ from service.runfolder import RunFolder
 from service.types import PolicyVersion
 
 LINES = 20
-"""Progress lines that a run prints, about."""
+"""Progress lines that a run of quick steps prints, about."""
+QUIET_SECONDS = 60.0
+"""For how long a run says nothing while it trains: then a step has its line though it would have none."""
 PLOT_SECONDS = 20.0
 """Seconds between two drawings of the learning curve while the run goes on."""
 
@@ -23,18 +25,18 @@ class Progress:
         self._config = config
         self._folder = folder
         self._say = say
-        self._created = self._began = self._last = self._plotted = time.monotonic()
+        self._created = self._began = self._last = self._plotted = self._said = time.monotonic()
         self._waited = self._waited_this_step = self._synced = 0.0
         self._rewards: list[float] = []
         self._staleness: list[float] = []
         self._success: float | None = None
 
     def begin(self) -> None:
-        """Reinforcement learning begins now."""
-        self._began = self._last = time.monotonic()
-        self._say(
-            f"training: {self._config.run.max_steps} optimizer steps ({self._began - self._created:.0f} s so far)"
-        )
+        """Reinforcement learning begins now, or goes on after the steps that were taken before."""
+        self._began = self._last = self._said = time.monotonic()
+        most, taken = self._config.run.max_steps, len(self._rewards)
+        steps = f"steps {taken + 1} to {most}" if taken else f"{most} optimizer steps"
+        self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
 
     def probed(self, success: float, expected: tuple[float, float]) -> None:
         """The warm start left this share of solved tasks."""
@@ -83,17 +85,17 @@ class Progress:
         self._last = now
         self._rewards.append(line["reward/avg_raw_reward"])
         self._staleness.append(line["async/staleness_mean"])
-        if version.step % max(1, self._config.run.max_steps // LINES) == 0:
+        if version.step % max(1, self._config.run.max_steps // LINES) == 0 or now - self._said > QUIET_SECONDS:
             self._say(step_line(line, self._config.run.max_steps, now - self._began))
+            self._said = now
         if now - self._plotted > PLOT_SECONDS:
             self._folder.plot()
             self._plotted = time.monotonic()
         return line
 
-    def end_early(self) -> None:
-        """The run was stopped before its first step."""
-        self._folder.write_summary({"state": "stopped", "steps": 0, "seconds": time.monotonic() - self._created})
-        self._say("stopped before the first optimizer step")
+    def end_early(self, steps: int = 0) -> None:
+        """The run was stopped before its first step, or the first after those that it goes on from."""
+        end_early(self._folder, self._say, steps, seconds=time.monotonic() - self._created)
 
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
         """The run is over: draw the curve, write and print the summary."""
@@ -123,6 +125,14 @@ class Progress:
             self._say(text)
         curve = "learning_curve.png, metrics.jsonl, " if self._rewards else ""
         self._say(f"written to {self._folder.path}: {curve}summary.json, final/")
+        if state == "stopped" and self._config.trainer.checkpoint_every:
+            self._say(f"`baton run --resume {self._folder.path}` goes on from here")
+
+
+def end_early(folder: RunFolder, say: Callable[[str], None], steps: int, **more: float) -> None:
+    """Say that a run was stopped before it took another optimizer step than those that it goes on from."""
+    folder.write_summary({"state": "stopped", "steps": steps, **more})
+    say(f"stopped after the {steps} optimizer steps before" if steps else "stopped before the first optimizer step")
 
 
 def tenths(values: Sequence[float]) -> tuple[float | None, float | None]:

@@ -12,7 +12,6 @@ summary.json        how it ended
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from typing import Any, TextIO
 
 from service.config import Config, resolved_yaml
 from service.errors import UserError
+from service.folders import held
 from service.plot import draw_learning_curve
 from service.tracking import Tracker, open_trackers
 
@@ -65,12 +65,13 @@ class RunFolder:
         Raises:
             UserError: another process runs in it.
         """
-        with (self.path / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"{self.path}: a run is going on in this folder; stop it first") from None
+        with held(self.path):
             yield
+
+    def forget_end(self) -> None:
+        """How the run ended before, and where it was served, are no longer true: it goes on."""
+        for name in ("summary.json", "address.json"):
+            (self.path / name).unlink(missing_ok=True)
 
     def write_config(self, config: Config) -> None:
         """Keep the resolved configuration; `baton run --config <it>` repeats the run."""

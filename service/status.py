@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.clock import Clock, SystemClock
 from service.errors import UserError
+from service.folders import is_held
 
 if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
@@ -89,7 +90,7 @@ def status_address(target: str, runs: Path = Path("runs")) -> str:
         try:
             address: str = json.loads((folder / "address.json").read_text(encoding="utf-8"))["url"]
         except FileNotFoundError:
-            raise UserError(f"{folder}: this run is still starting, or ended before it served its status") from None
+            raise UserError(_unserved(folder)) from None
         except BROKEN as error:
             raise UserError(f"{folder / 'address.json'} is damaged: {error!r}") from None
         return address
@@ -100,7 +101,7 @@ def status_address(target: str, runs: Path = Path("runs")) -> str:
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:
-    """How the run of a folder ended; None while it goes on for the first time."""
+    """How the run of a folder ended; None while it goes on, and where it was killed."""
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         summary["state"]
@@ -109,6 +110,17 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
     except BROKEN as error:
         raise UserError(f"{folder / 'summary.json'} is damaged: {error!r}") from None
     return summary
+
+
+def _unserved(folder: Path) -> str:
+    """Why a run that has left no summary serves no status."""
+    if is_held(folder):
+        return f"{folder}: the run is starting; its status is there as soon as its actors are"
+    return (
+        f"{folder}: no process of this machine runs it, and it did not say how it ended: it was killed, or runs "
+        f"elsewhere; logs/ has what its processes printed, `baton run --resume {folder}` goes on from its newest "
+        "checkpoint"
+    )
 
 
 def run_status(target: str, runs: Path = Path("runs")) -> Status:
@@ -121,10 +133,14 @@ def run_status(target: str, runs: Path = Path("runs")) -> Status:
     summary = None if folder is None else summary_of(folder)
     try:
         status = fetch_status(status_address(target, runs))
-    except UserError:
-        if folder is None or summary is None:
+    except UserError as error:
+        if folder is None:
             raise
-        return {"folder": str(folder), "summary": summary}
+        if summary is not None:
+            return {"folder": str(folder), "summary": summary}
+        if not is_held(folder):
+            raise UserError(_unserved(folder)) from error
+        raise
     # An address outlives its run, and the next one may have taken the port.
     served = status["run"].get("folder")
     if folder is None or served is None or Path(served) == folder.resolve():

@@ -94,7 +94,11 @@ def _one_dataset(config: Config) -> Iterator[Problem]:
         yield Problem("data.train", "there are no prompts; give a JSONL or parquet file, or data.make_rows=N")
     if len(named) > 1:
         others = " and ".join(f"data.{name}" for name in named[1:])
-        yield Problem(f"data.{named[0]}", f"{others} is set too, so it is open which rows are meant; keep one of them")
+        unset = " or ".join(f"data.{name}=null" for name in named if name != "mixture")
+        yield Problem(
+            f"data.{named[0]}",
+            f"{others} is set too, so it is open which rows are meant; keep one of them: add {unset}",
+        )
     if data.eval_every and not data.eval and data.eval_make_rows is None:
         yield Problem("data.eval_every", "there is no evaluation set; give data.eval or data.eval_make_rows, or 0")
 

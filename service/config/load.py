@@ -114,6 +114,8 @@ def _message(detail: ErrorDetails, path: KeyPath) -> str:
         return f"is a section with keys of its own, not a value like {short(value)}"
     if detail["type"] == "string_pattern_mismatch":
         return f"{short(value)} must match {detail['ctx']['pattern']}"
+    if detail["type"] in ("tuple_type", "list_type"):
+        return f"is a list, not {short(value)}; write [{plain(str(value))}]"
     text = detail["msg"][:1].lower() + detail["msg"][1:]
     return text if isinstance(value, Mapping) else f"{text}, not {short(value)}"
 

@@ -15,6 +15,7 @@ from service.cli import main, split_overrides
 from service.clock import SystemClock
 from service.config import load_config
 from service.hub import Hub
+from service.runfolder import RunFolder
 from service.status_view import road_lines, status_lines
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -197,6 +198,39 @@ def test_status_says_why_a_run_failed(capsys: pytest.CaptureFixture[str], tmp_pa
     assert capsys.readouterr().out == f"{tmp_path}: failed\n  no mini-batch for 600 s\n"
 
 
+def test_status_tells_a_run_that_starts_from_one_that_was_killed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    folder = RunFolder(tmp_path)
+
+    def said() -> str:
+        assert main(["status", str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    with folder.locked():
+        assert "the run is starting" in said()
+        folder.write_address("http://127.0.0.1:1")
+        assert "no run answers there" in said()
+    killed = said()
+    assert "it was killed" in killed and f"baton run --resume {tmp_path}" in killed
+    folder.forget_end()
+    assert "it was killed" in said()
+
+
+def test_a_run_that_goes_on_is_no_longer_one_that_ended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    folder = RunFolder(tmp_path)
+    folder.write_summary({"state": "stopped", "steps": 27})
+    folder.write_address("http://127.0.0.1:1")
+    assert main(["status", str(tmp_path)]) == 0
+    assert "stopped after 27 optimizer steps" in capsys.readouterr().out
+    with folder.locked():
+        folder.forget_end()
+        assert main(["status", str(tmp_path)]) == 2
+        assert "the run is starting" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", "[" * 100_000, "\udcff"])
 @pytest.mark.parametrize("file", ["address.json", "summary.json", "trajectories.jsonl"])
 def test_a_damaged_file_of_a_run_is_one_line(
@@ -239,12 +273,6 @@ def test_an_environment_beside_the_configuration_is_found(tmp_path: Path) -> Non
     assert "needs a method `async def close`" in said("Guess")
     (tmp_path / "my_envs.py").write_text("class Guess:\n    oh no\n")
     assert "importing my_envs failed: SyntaxError" in said("Guess")
-
-
-def test_a_run_that_serves_nothing_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("")
-    assert main(["status", str(tmp_path)]) == 2
-    assert "still starting" in capsys.readouterr().err
 
 
 def test_the_module_is_the_command_and_imports_neither_ray_nor_torch() -> None:

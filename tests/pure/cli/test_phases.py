@@ -37,7 +37,7 @@ def test_a_phase_that_is_over_soon_is_not_spoken_of_where_that_is_asked() -> Non
     assert said == []
     with phase("reading", said.append, after=0.01, seconds=60):
         until(lambda: said)
-    assert said == ["reading ..."]
+    assert said == ["reading ... 0 s"]
 
 
 def test_a_phase_that_fails_is_over_too() -> None:

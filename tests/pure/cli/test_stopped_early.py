@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,3 +84,22 @@ def test_a_stop_signal_is_heard_where_the_main_thread_waits(waiting: str, grace:
         finally:
             process.kill()
         assert process.stdout.read() == told
+
+
+def test_a_run_that_goes_on_has_not_ended_and_is_stopped_with_the_steps_that_it_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    summary = tmp_path / "summary.json"
+    summary.write_text('{"state": "stopped", "steps": 20}')
+
+    def starting(*arguments: object) -> int:
+        assert not summary.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "newest_checkpoint", lambda config, path: SimpleNamespace(step=27))
+    monkeypatch.setattr(running, "prepare", lambda config, path: None)
+    monkeypatch.setattr(running, "_run_on_ray", starting)
+    monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
+    config = load_config(["configs/quickstart.yaml"], ["metrics.port=0"])
+    assert running.run(config, resume=tmp_path) == 128 + signal.SIGINT
+    assert json.loads(summary.read_text()) == {"state": "stopped", "steps": 27}

@@ -74,7 +74,7 @@ QUICKSTART = Path("configs/quickstart.yaml")
         (["generator.frequency_penalty=0.5"], "generator.frequency_penalty", "importance ratio"),
         (["model.path=x"], "model.path", "model.make is set too"),
         (["model.make=null"], "model.path", "no model"),
-        (["data.train=x"], "data.train", "data.make_rows is set too"),
+        (["data.train=x"], "data.train", "keep one of them: add data.train=null or data.make_rows=null"),
         (["data.make_rows=null"], "data.train", "no prompts"),
         (["model.make.num_kv_heads=3"], "model.make.num_kv_heads", "divide"),
         (["trainer.ranks=129"], "trainer.ranks", "never have a row"),

@@ -84,6 +84,7 @@ def test_a_place_is_known_for_every_value_that_was_set(tmp_path: Path) -> None:
         ("env:\n  options:\n    a: [1]\n", 3, ["env.options"]),
         ("run:\n  seed: !!python/name:os.system x\n", 2, ["cannot read the value"]),
         ("- 1\n", 1, ["mappings"]),
+        ("env:\n  trusted_modules: my_envs\n", 2, ["env.trusted_modules: is a list, not 'my_envs'", "[my_envs]"]),
         ("trainer:\n  lr: .nan\n", 2, ["trainer.lr"]),
     ],
 )

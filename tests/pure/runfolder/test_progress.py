@@ -1,0 +1,86 @@
+"""What a run says while it trains, and how it says that it was stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service import progress
+from service.config import load_config
+from service.progress import QUIET_SECONDS, Progress
+from service.runfolder import RunFolder
+from service.types import PolicyVersion
+
+BUFFER: dict[str, Any] = {"tokens": {"trained": 5}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": {}}
+FACTS = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.5, "generate/batch_padded_seq_len": 60.0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def begun(run: RunFolder, said: list[str], *settings: str, taken: int = 0) -> Progress:
+    config = load_config([Path("configs/quickstart.yaml")], ["run.max_steps=1000", *settings])
+    for number in range(1, taken + 1):
+        run.log_step({"trainer/global_step": number, **FACTS})
+    run.close()
+    going = Progress(config, run, said.append)
+    going.go_on_from(taken)
+    going.begin()
+    return going
+
+
+def step(going: Progress, number: int) -> None:
+    buffer = {**BUFFER, "groups": {}, "ended": {}, "refused": {}, "given_up": {}, "restarts": {}}
+    going.stepped(PolicyVersion(1, number), FACTS, {}, buffer, [])
+
+
+def test_quick_steps_have_a_line_now_and_then_and_slow_ones_one_each(tmp_path: Path, clock: Clock) -> None:
+    said: list[str] = []
+    run = RunFolder(tmp_path)
+    going = begun(run, said)
+    for number in range(1, 101):
+        clock.now += 0.1
+        step(going, number)
+    assert [line.split()[1] for line in said[1:]] == ["50/1000", "100/1000"]
+    clock.now += QUIET_SECONDS + 1
+    step(going, 101)
+    assert said[-1].startswith("step  101/1000 ")
+    step(going, 102)
+    assert said[-1].startswith("step  101/1000 ")
+    run.close()
+
+
+def test_a_run_that_goes_on_says_which_steps_are_left(tmp_path: Path, clock: Clock) -> None:
+    said: list[str] = []
+    begun(RunFolder(tmp_path / "new"), said)
+    begun(RunFolder(tmp_path / "resumed"), said, taken=27)
+    assert said == ["training: 1000 optimizer steps (0 s so far)", "training: steps 28 to 1000 (0 s so far)"]
+
+
+@pytest.mark.parametrize(
+    ("state", "every", "hint"), [("stopped", 20, True), ("stopped", 0, False), ("finished", 20, False)]
+)
+def test_a_stopped_run_says_how_it_goes_on_where_it_can(tmp_path: Path, state: str, every: int, hint: bool) -> None:
+    said: list[str] = []
+    begun(RunFolder(tmp_path), said, f"trainer.checkpoint_every={every}", taken=1).end(state, BUFFER, [])
+    assert (f"`baton run --resume {tmp_path}` goes on from here" in said) is hint
+
+
+def test_a_run_that_is_stopped_before_it_goes_on_still_has_its_steps(tmp_path: Path) -> None:
+    said: list[str] = []
+    begun(RunFolder(tmp_path), said).end_early(27)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 27
+    assert said[-1] == "stopped after the 27 optimizer steps before"
