@@ -263,6 +263,7 @@ class Generator:
             "paused_seconds": self._paused_seconds,
             "tokens_per_second": engine["generated_tokens"] / elapsed if elapsed else 0.0,
             "counts": dict(self._counts),
+            "environments": self._player.told.sums,
             "last_failure": self._player.last_failure,
             "engine": dict(engine),
             "outbox": dict(joined.outbox.counts) if joined is not None else {},

@@ -43,8 +43,10 @@ class Observed(NamedTuple):
     messages: Sequence[Message]
     rewards: Sequence[float]
     """One per step."""
-    facts: Mapping[str, float]
-    """What the environment measured, summed over the steps; `forks` counts prompts that rewrote the history."""
+    info: Mapping[str, float]
+    """What the environment said, summed over the steps."""
+    n_forks: int
+    """Prompts that rewrote the history."""
     failure: str = ""
     """Why the trajectory is lost, if it is."""
 
@@ -97,7 +99,7 @@ class _Script:
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._rewards: list[float] = []
-        self._facts: Counter[str] = Counter()
+        self._info: Counter[str] = Counter()
         self.failure = ""
 
     def read(self, messages: Sequence[Message]) -> None:
@@ -107,13 +109,13 @@ class _Script:
         self._messages.append(Message(role="assistant", content=text))
         self._rewards.append(float(result.reward))
         if result.info:
-            self._facts.update(result.info)
+            self._info.update(result.info)
         if not result.done:
             self.read(result.messages)
 
     def observed(self, episode: Episode, task: Task) -> Observed:
-        facts = {**self._facts, "forks": float(episode.n_forks)}
-        return Observed(episode.end(), task.env_class, self._messages, self._rewards, facts, self.failure)
+        end = episode.end()
+        return Observed(end, task.env_class, self._messages, self._rewards, self._info, episode.n_forks, self.failure)
 
 
 def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:

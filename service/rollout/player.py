@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import replace
@@ -20,6 +20,7 @@ from service.rollout.engine import Engine
 from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.evaluate import Part, Played, play_all
 from service.rollout.factory import Environments
+from service.rollout.told import Told
 from service.types import Step, TrajectoryEnd, TrajectoryId
 
 
@@ -34,11 +35,13 @@ class Player:
         self._environments = Environments(config.env)
         self.last_failure = ""
         """Why the last trajectory that was lost is lost."""
+        self.told = Told()
+        """What environments said of the trajectories that were played for training."""
 
     def play(self, trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
         """One trajectory for training."""
         # The same for all samples of a group, so that they differ by the policy alone.
-        return self._play(trajectory, task, f"{self._config.run.seed}/{trajectory.ordinal}")
+        return self._play(trajectory, task, f"{self._config.run.seed}/{trajectory.ordinal}", self._observe)
 
     async def evaluate(self, name: str, tasks_file: Path, n_samples: int, part: Part, concurrency: int) -> list[Played]:
         """A part of an evaluation set; its seeds are its own, and the same every time."""
@@ -46,7 +49,7 @@ class Player:
 
         def play(trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
             sampled = task if temperature is None else replace(task, temperature=temperature)
-            return self._play(trajectory, sampled, f"{self._config.run.seed}/eval/{name}/{task.uid}")
+            return self._play(trajectory, sampled, f"{self._config.run.seed}/eval/{name}/{task.uid}", self._failed)
 
         tasks = await asyncio.to_thread(load_tasks, tasks_file)
         return await play_all(tasks, n_samples, play, concurrency, part)
@@ -56,7 +59,7 @@ class Player:
         await self._environments.close()
 
     async def _play(
-        self, trajectory: TrajectoryId, task: Task, seed: str
+        self, trajectory: TrajectoryId, task: Task, seed: str, observe: Callable[[Observed], None]
     ) -> AsyncGenerator[Step | TrajectoryEnd, None]:
         async with self._environments.room():
             episode = run_trajectory(
@@ -67,7 +70,7 @@ class Player:
                 self._chat,
                 self._limits,
                 seed=xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF,
-                observe=self._observe,
+                observe=observe,
             )
             async with aclosing(episode):
                 async for item in episode:
@@ -81,6 +84,11 @@ class Player:
             return _Unmade(error)
 
     def _observe(self, played: Observed) -> None:
+        self._failed(played)
+        if not played.failure:
+            self.told.add(played.env_class or self._config.env.name, played.info)
+
+    def _failed(self, played: Observed) -> None:
         self.last_failure = played.failure or self.last_failure
 
 

@@ -84,7 +84,7 @@ async def test_a_history_that_the_template_rewrites_forks_with_its_whole_prompt(
         "user what is the age of fox ? assistant look fox age user 17 assistant look fox age user 24 assistant"
     )
     assert environment.heard == ["what is none look fox age"] * 3
-    assert (end.n_steps, end.reward, seen[0].facts) == (3, 1.0, {"forks": 2.0})
+    assert (end.n_steps, end.reward, seen[0].n_forks) == (3, 1.0, 2)
 
 
 @pytest.mark.asyncio
@@ -216,4 +216,4 @@ async def test_a_finished_trajectory_can_be_observed_in_words_and_numbers(chat: 
         "17",
         "look fox age",
     ]
-    assert (observed.rewards, observed.facts) == ([0.25, 1.0], {"searches": 3, "right": 1, "forks": 0.0})
+    assert (observed.rewards, observed.info, observed.n_forks) == ([0.25, 1.0], {"searches": 3, "right": 1}, 0)

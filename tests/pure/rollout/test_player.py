@@ -172,3 +172,19 @@ async def test_an_environment_that_cannot_be_made_costs_its_own_trajectory_only(
     (end,) = await played(plays, TrajectoryId(0, 0), QUESTION)
     assert end.stop_reason == "environment_error"
     assert "nobody listens" in plays.last_failure
+
+
+class Telling(Seeded):
+    async def step(self, text: str) -> StepResult:
+        return StepResult((), 1.0, True, {"right": 1.0})
+
+
+@pytest.mark.asyncio
+async def test_what_an_environment_says_is_kept_for_training_alone(model: Path, tmp_path: Path) -> None:
+    name = f"{HERE}:Telling"
+    telling, _ = player(model, EnvConfig(name=name, trusted_modules=(HERE,)))
+    await telling.evaluate("set", prompts(tmp_path / "set.jsonl", 2), 1, Part(), concurrency=2)
+    assert telling.told.sums == {}
+    for sample in (0, 1):
+        await played(telling, TrajectoryId(0, sample), QUESTION)
+    assert telling.told.sums == {name: {"trajectories": 2.0, "right": 2.0}}

@@ -1,6 +1,7 @@
 """What a run says while it trains, and how it says that it was stopped."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from service import progress
 from service.config import load_config
 from service.progress import QUIET_SECONDS, Progress
-from service.runfolder import RunFolder
+from service.runfolder import RunFolder, read_lines
 from service.types import PolicyVersion
 
 BUFFER: dict[str, Any] = {"tokens": {"trained": 5}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": {}}
@@ -42,9 +43,8 @@ def begun(run: RunFolder, said: list[str], *settings: str, taken: int = 0) -> Pr
     return going
 
 
-def step(going: Progress, number: int) -> None:
-    buffer = {**BUFFER, "groups": {}, "ended": {}, "refused": {}, "given_up": {}, "restarts": {}}
-    going.stepped(PolicyVersion(1, number), FACTS, {}, buffer, [])
+def step(going: Progress, number: int, generators: Sequence[dict[str, Any]] = ()) -> None:
+    going.stepped(PolicyVersion(1, number), FACTS, {}, BUFFER, generators)
 
 
 def test_quick_steps_have_a_line_now_and_then_and_slow_ones_one_each(tmp_path: Path, clock: Clock) -> None:
@@ -61,6 +61,16 @@ def test_quick_steps_have_a_line_now_and_then_and_slow_ones_one_each(tmp_path: P
     step(going, 102)
     assert said[-1].startswith("step  101/1000 ")
     run.close()
+
+
+def test_what_environments_say_is_in_the_line_of_a_step(tmp_path: Path, clock: Clock) -> None:
+    run = RunFolder(tmp_path)
+    going = begun(run, [])
+    generator = {"name": "generator-0", "pid": 1, "wait_seconds": 0.0, "elapsed_seconds": 1.0}
+    clock.now += 1
+    step(going, 1, [{**generator, "environments": {"lookup": {"trajectories": 4.0, "right": 3.0}}}])
+    run.close()
+    assert [line["environment/lookup/right"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0.75]
 
 
 def test_a_run_that_goes_on_says_which_steps_are_left(tmp_path: Path, clock: Clock) -> None:
