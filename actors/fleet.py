@@ -87,13 +87,12 @@ class Fleet:
         await asyncio.gather(*(self._keep(name) for name in self._generators))
 
     async def _keep(self, name: str) -> None:
-        while True:
+        while not self._stopping:
             try:
                 return await self._watched(name)
             except GENERATOR_FAILED as error:
-                if self._stopping:
-                    return
-                await self._start_again(name, error)
+                if not self._stopping:
+                    await self._start_again(name, error)
 
     async def _watched(self, name: str) -> None:
         """Let a generator run; one whose process is frozen answers nothing else either, and counts as failed."""
@@ -110,27 +109,40 @@ class Fleet:
             running.cancel()
 
     async def _start_again(self, name: str, error: BaseException) -> None:
-        """Bring a new process up for a generator that failed, with the newest weights."""
+        """Bring a new process up for a generator that failed, with the newest weights; that may fail as well."""
+        self._down.add(name)
+        self._joined.discard(name)
+        failed: BaseException | None = error
+        while failed is not None:
+            self._count(name, failed)
+            self._say(f"{name} failed ({in_a_line(failed)}); it starts again")
+            ray.kill(self._generators[name], no_restart=False)
+            failed = await self._came_up(name)
+        if self._stopping:
+            return
+        self._down.discard(name)
+        await self._update(name)
+        self._say(f"{name} is back")
+
+    def _count(self, name: str, error: BaseException) -> None:
         self._failures[name] += 1
         if self._failures[name] > self._config.run.max_restarts or isinstance(error, UserError):
             raise RunFailed(f"{name} failed {self._failures[name]} times; the last time: {in_a_line(error)}") from error
-        self._say(f"{name} failed ({in_a_line(error)}); it starts again")
-        generator = self._generators[name]
-        self._down.add(name)
-        self._joined.discard(name)
-        ray.kill(generator, no_restart=False)
+
+    async def _came_up(self, name: str) -> BatonError | None:
+        """Wait for a generator's new process and its engine, unless the run ends; why the engine did not start."""
         deadline = time.monotonic() + self._config.generator.start_deadline
-        while True:
+        while not self._stopping:
             try:
                 await self._start(name)
-                break
+                return None
+            except BatonError as failed:
+                return failed
             except ray.exceptions.RayActorError as down:
                 if time.monotonic() > deadline:
                     raise RunFailed(f"{name} did not come back: {in_a_line(down)}") from down
                 await asyncio.sleep(RETRY_SECONDS)
-        self._down.discard(name)
-        await self._update(name)
-        self._say(f"{name} is back")
+        return None
 
     def progressed(self) -> None:
         """An optimizer step was taken: earlier failures are forgiven."""
@@ -178,7 +190,8 @@ class Fleet:
                         await self._take_shared(name, version)
                     case "memory":
                         await self._take_file(name, version, weights)
-            except GENERATOR_FAILED as error:
+            except (*GENERATOR_FAILED, ray.exceptions.ObjectLostError) as error:
+                # Weights that are lost went with the trainer's node; those after them are about to be published.
                 self._telemetry.sync_failed()
                 self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ObjectLostError
 
 import actors.fleet
 from actors.fleet import Fleet
 from actors.trainer import PublishedWeights
-from service.config import Config, WeightsConfig
+from service.config import Config, RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, WeightsGone
 from service.types import PolicyVersion
@@ -51,12 +52,13 @@ class FakeTelemetry:
 class World:
     """A fleet of two, and what was said and done."""
 
-    def __init__(self, transport: str, **weights: Any) -> None:
+    def __init__(self, transport: str, max_restarts: int = 3, **weights: Any) -> None:
         self.said: list[str] = []
         self.generators = [FakeGenerator(f"generator-{number}", self.said) for number in range(2)]
         self.trainer, self.telemetry, self.told = FakeTrainer(self.said), FakeTelemetry(), list[str]()
         settings = WeightsConfig.model_validate({"transport": transport, **weights})
-        config = Config(generator=GeneratorConfig(engines=2), weights=settings)
+        run = RunConfig(max_restarts=max_restarts)
+        config = Config(run=run, generator=GeneratorConfig(engines=2), weights=settings)
         self.fleet = Fleet(config, self.generators, self.trainer, self.telemetry, self.told.append)  # type: ignore[arg-type]
 
     async def started(self) -> World:
@@ -190,6 +192,85 @@ async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_
     ended.set()
     await running
     assert world.telemetry.failed == 0
+
+
+def ready_to_fail(world: World, starts: Callable[[], Coroutine[Any, Any, str]]) -> asyncio.Future[None]:
+    """The first generator dies once and starts as said, and both run until the returned future is done."""
+    deaths, ended = iter([died()]), asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        if (error := next(deaths, None)) is not None:
+            raise error
+        await ended
+
+    async def runs() -> None:
+        await ended
+
+    world.generators[0].run, world.generators[1].run = Method(run), Method(runs)
+    world.generators[0].start = Method(starts)
+    for generator in world.generators:
+        generator.status = generator.stop = answering({})
+    return ended
+
+
+@pytest.mark.parametrize(("failures", "most"), [(2, 3), (3, 3), (2, 2)])
+async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_that_a_run_survives(
+    failures: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(actors.fleet.ray, "kill", lambda generator, **_: killed.append(generator))
+    world = await World("memory", max_restarts=most).started()
+    starts = iter([RunFailed("vLLM did not start")] * failures)
+
+    async def start() -> str:
+        if (error := next(starts, None)) is not None:
+            raise error
+        return "node"
+
+    ended = ready_to_fail(world, start)
+    await world.publish(1)
+    running = asyncio.ensure_future(world.fleet.run())
+    if failures == most:  # with the death before them
+        with pytest.raises(RunFailed, match=rf"generator-0 failed {most + 1} times.*vLLM did not start"):
+            await running
+        return
+    world.said.clear()
+    await until(lambda: "generator-0 is back" in world.told)
+    assert killed == [world.generators[0]] * (failures + 1), "each try is a process of its own"
+    assert [line for line in world.said if "takes" in line] == ["generator-0 takes 1.1 from /generator-0/2, checksum 1"]
+    ended.set_result(None)
+    await running
+
+
+async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.fleet.ray, "kill", lambda *_, **__: None)
+    monkeypatch.setattr(actors.fleet, "RETRY_SECONDS", 0.0)
+    world = await World("memory").started()
+
+    async def start() -> str:
+        raise died()
+
+    ended = ready_to_fail(world, start)
+    running = asyncio.ensure_future(world.fleet.run())
+    await until(lambda: bool(world.told))
+    ended.set_result(None)
+    await world.fleet.stop()
+    async with asyncio.timeout(60):
+        await running
+
+
+async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = await World("memory").started()
+    for generator in world.generators:
+        generator.failing["hold"] = ObjectLostError("0" * 56, None, "")
+    assert await world.publish(1) == []
+    assert world.telemetry.failed == 2
+    assert ["lost" in line for line in world.told] == [True, True]
+    assert [line.rpartition(",")[0] for line in await world.publish(2)] == [
+        f"generator-{n} takes 1.2 from /generator-0/1" for n in range(2)
+    ]
 
 
 async def test_an_evaluation_asks_only_generators_that_are_up(monkeypatch: pytest.MonkeyPatch) -> None:
