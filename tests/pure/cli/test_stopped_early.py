@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from actors import run as running
 from actors.interrupts import STOP_SIGNALS
 from service.config import Config, load_config
 from service.prepare import Prepared
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +81,7 @@ def test_a_stop_signal_is_heard_where_the_main_thread_waits(waiting: str, grace:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "begun\n"
+            until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
             process.terminate()
             assert process.wait(60) == code
         finally:
