@@ -9,6 +9,9 @@ from pydantic import Field
 
 from service.config.section import NotNegative, Positive, Seconds, Section, Share
 
+COLDEST, HOTTEST = 0.01, 100.0
+"""Temperatures of training; vLLM raises one that is lower, up to this, and would sample from another distribution."""
+
 
 class MixturePart(Section):
     """One dataset of a mixture."""
@@ -101,16 +104,17 @@ class GeneratorConfig(Section):
     """Groups that all engines together generate at once."""
     max_input_length: Positive = 1024
     """Tokens of a turn's prompt, at most."""
-    max_generate_length: Positive = 256
-    """Tokens of a turn's response, at most."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_generate_length: Annotated[int, Field(ge=2)] = 256
+    """Tokens of a turn's response, at most; the last one is kept for an end that the loop appends."""
+    temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
+    """Of sampling while training; engines sample at no lower one, and the trainer would not know."""
     top_p: Share = 1.0
     top_k: int = -1
     min_p: Share = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Stop strings; an end-of-sequence token is appended, with mask 0, where one of them ended the turn."""
     conversation: Literal["append", "rerender", "inline"] = "append"
     """How a turn follows another: as messages after an unchanged history, by rendering the whole conversation anew

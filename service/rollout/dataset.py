@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from service.config.rollout import COLDEST, HOTTEST
 from service.errors import UserError
 from service.rollout.environment import Message, Task, is_text
 
@@ -99,7 +100,7 @@ def _in_a_line(error: Exception) -> str:
 def _read_jsonl(path: Path) -> list[Any]:
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise UserError(f"dataset {path}: not UTF-8: {error}") from error
     except OSError as error:
@@ -171,8 +172,10 @@ def _tools(value: Any, number: int, path: Path) -> tuple[Mapping[str, Any], ...]
 
 
 def _temperature(value: Any, number: int, path: Path) -> float | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 100):
-        raise _bad(path, number, "temperature", f"give a number above 0, not {value!r:.80}")
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not COLDEST <= value < HOTTEST
+    ):
+        raise _bad(path, number, "temperature", f"give a number from {COLDEST:g} to {HOTTEST:g}, not {value!r:.80}")
     return None if value is None else float(value)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from service.config.tree import Config
-from service.errors import UserError
 from service.rollout.chat import Chat
 from service.rollout.conversation import Mode
 from service.rollout.engine import Sampling
@@ -44,8 +43,6 @@ class AgentLimits:
     @staticmethod
     def of(config: Config, chat: Chat) -> AgentLimits:
         """The configured limits."""
-        if config.generator.max_generate_length < 2:
-            raise UserError("generator.max_generate_length: 1 leaves no room for an appended end; give at least 2")
         return AgentLimits(
             max_turns=config.env.max_turns,
             max_input_length=config.generator.max_input_length,

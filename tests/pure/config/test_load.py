@@ -86,6 +86,9 @@ def test_a_place_is_known_for_every_value_that_was_set(tmp_path: Path) -> None:
         ("- 1\n", 1, ["mappings"]),
         ("env:\n  trusted_modules: my_envs\n", 2, ["env.trusted_modules: is a list, not 'my_envs'", "[my_envs]"]),
         ("trainer:\n  lr: .nan\n", 2, ["trainer.lr"]),
+        ("generator:\n  max_generate_length: 1\n", 2, ["generator.max_generate_length", "equal to 2"]),
+        ("generator:\n  temperature: 0.001\n", 2, ["generator.temperature", "equal to 0.01"]),
+        ("generator:\n  stop: ['']\n", 2, ["generator.stop", "at least 1 character"]),
     ],
 )
 def test_a_mistake_is_named_by_file_line_path_and_the_nearest_valid_key(

@@ -10,7 +10,6 @@ import pytest
 
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config
-from service.errors import UserError
 from service.handoff.digest import digest
 from service.rollout.agent import AgentLimits
 from service.rollout.chat import Chat
@@ -280,11 +279,6 @@ async def test_an_engine_that_breaks_is_not_mistaken_for_a_bad_environment(chat:
     with pytest.raises(TimeoutError, match="the engine's own"):
         await play(chat, ScriptedEngine(chat, script), environment)
     assert environment.closed == 1
-
-
-def test_a_response_limit_without_room_for_an_appended_end_is_refused(chat: Chat) -> None:
-    with pytest.raises(UserError, match="max_generate_length"):
-        AgentLimits.of(Config(generator=GeneratorConfig(max_generate_length=1)), chat)
 
 
 def test_the_engine_is_asked_for_one_token_less_than_a_response_may_have(chat: Chat) -> None:

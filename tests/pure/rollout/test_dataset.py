@@ -77,6 +77,11 @@ def test_a_line_separator_inside_a_text_does_not_end_the_row(tmp_path: Path) -> 
     assert load_tasks(path)[0].prompt[0]["content"] == "one\u2028two"
 
 
+def test_a_file_as_other_systems_write_it_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}')
+    assert [task.prompt[0]["content"] for task in load_tasks(tmp_path / "rows.jsonl")] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -91,6 +96,9 @@ def test_a_line_separator_inside_a_text_does_not_end_the_row(tmp_path: Path) -> 
         ({"prompt": PROMPT, "env_class": 3}, "row 1, column env_class: give a text, not 3"),
         ({"prompt": PROMPT, "uid": "a"}, "row 1, column uid: 'a' is the uid of row 0 too"),
         ({"prompt": PROMPT, "uid": "a" * 513}, "row 1, column uid: 513 characters are more than 512"),
+        ({"prompt": PROMPT, "temperature": 0}, "row 1, column temperature: give a number from 0.01 to 100, not 0"),
+        ({"prompt": PROMPT, "temperature": 0.009}, "row 1, column temperature: give a number from 0.01 to 100"),
+        ({"prompt": PROMPT, "temperature": True}, "row 1, column temperature: give a number"),
         (["prompt"], "row 1: a row is an object with columns"),
         ({"prompt": PROMPT, "tools": "[bad"}, "row 1, column tools: no JSON"),
         ({"prompt": PROMPT, "tools": "[" * 100_000}, "row 1, column tools: no JSON"),
