@@ -16,6 +16,7 @@ from service.rollout.chat import MessagesRefused
 from service.rollout.engine import Engine, Generation
 from service.rollout.environment import Environment, Message, OversizedOutput, StepResult
 from service.rollout.limits import AgentLimits, StopReason
+from service.rollout.raised import in_words
 from service.types import Int32s, TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEYS = ("role", "content")
-MOST_CHARACTERS = 500
-"""Of what an environment raised; the rest is left out."""
 
 
 class TrajectoryFailed(Exception):
@@ -81,14 +80,7 @@ async def ask(answer: Awaitable[T], limits: AgentLimits) -> T:
         if isinstance(error, TimeoutError) and scope.expired():
             late = f"no answer after {limits.step_deadline:g} s"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, _in_words(error)) from error
-
-
-def _in_words(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
-    except Exception:  # noqa: BLE001 - whatever a user's class does when it is shown
-        return type(error).__name__
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, in_words(error)) from error
 
 
 async def close(environment: Environment, limits: AgentLimits, trajectory: TrajectoryId) -> None:

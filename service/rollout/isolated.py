@@ -14,6 +14,7 @@ import numpy as np
 
 from service.rollout.environment import Environment, Task
 from service.rollout.environments import environment
+from service.rollout.raised import in_words
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ async def _serve(stdin: IO[bytes], answers: IO[bytes]) -> None:
             episode, returned = await _answer(episode, request)
             answer = json.dumps({"returned": returned}, default=_plain)
         except BaseException as error:  # noqa: BLE001 - raised again where the answer is read
-            answer = json.dumps({"raised": f"{type(error).__name__}: {error}"})
+            answer = json.dumps({"raised": in_words(error)})
         answers.write(answer.encode() + b"\n")
         answers.flush()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import psutil
@@ -172,6 +174,31 @@ async def test_an_environment_that_cannot_be_made_costs_its_own_trajectory_only(
     (end,) = await played(plays, TrajectoryId(0, 0), QUESTION)
     assert end.stop_reason == "environment_error"
     assert "nobody listens" in plays.last_failure
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+@pytest.mark.asyncio
+async def test_what_an_environment_raised_is_told_with_the_line_that_raised_it(
+    model: Path, isolation: Literal["none", "process"]
+) -> None:
+    module = "tests.pure.rollout.misbehaving"
+    env = EnvConfig(name=f"{module}:Raises", trusted_modules=(module,), isolation=isolation, step_deadline=240.0)
+    plays, _ = player(model, env)
+    await played(plays, TrajectoryId(0, 0), QUESTION)
+    await plays.close()
+    assert re.search(r"KeyError: 'gone' \(misbehaving\.py:\d+\)$", plays.last_failure)
+
+
+@pytest.mark.asyncio
+async def test_what_a_library_raised_is_told_with_its_line_and_the_environment_s(model: Path) -> None:
+    plays, _ = player(model, EnvConfig(name=f"{HERE}:Parses", trusted_modules=(HERE,)))
+    await played(plays, TrajectoryId(0, 0), QUESTION)
+    assert re.search(r"JSONDecodeError: .* \(test_player\.py:\d+, in decoder\.py:\d+\)$", plays.last_failure)
+
+
+class Parses(Seeded):
+    async def step(self, text: str) -> StepResult:
+        return StepResult((), float(json.loads(text)), True)
 
 
 class Telling(Seeded):
