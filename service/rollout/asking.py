@@ -73,8 +73,6 @@ async def ask(answer: Awaitable[T], limits: AgentLimits) -> T:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, "what it waited for was cancelled") from error
     except OversizedOutput as error:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
-    except GeneratorExit:  # nobody plays this trajectory any more
-        raise
     except BaseException as error:
         # What the policy wrote may be run there, so anything may be raised: an exit, an interrupt, another library's.
         if isinstance(error, TimeoutError) and scope.expired():

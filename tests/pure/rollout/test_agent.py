@@ -202,6 +202,7 @@ class Unspeakable(Exception):
         (ValueError("broken"), "environment_error"),
         (SystemExit(3), "environment_error"),
         (KeyboardInterrupt(), "environment_error"),
+        (GeneratorExit(), "environment_error"),
         (Panicked("anything may be raised by what the policy wrote"), "environment_error"),
         (Unspeakable(), "environment_error"),
         (TimeoutError("of its own"), "environment_error"),
