@@ -105,7 +105,7 @@ examples:
 TRAJECTORIES_EXAMPLES = """\
 examples:
   baton trajectories list runs/quickstart
-  baton trajectories show runs/quickstart                # the newest; or name one, as `list` does
+  baton trajectories show runs/quickstart                # the newest that was trained; or name one
   baton trajectories export-html runs/quickstart --last 20
 """
 
@@ -301,9 +301,8 @@ def _add_trajectories(added: Any) -> None:
     exported.set_defaults(command=commands.trajectories_export)
     for action in (listed, shown, exported):
         action.add_argument("run", metavar="RUN", help="a run folder, or the name of a run")
-    shown.add_argument(
-        "id", metavar="ID", nargs="?", help="such as ordinal=812/sample=3/attempt=0, or 812; without it the newest one"
-    )
+    named = "such as ordinal=812/sample=3/attempt=0, or 812; without it the newest that was trained"
+    shown.add_argument("id", metavar="ID", nargs="?", help=named)
     exported.add_argument("--output", type=Path, metavar="FILE", help="default: trajectories.html in the run folder")
     for action in (listed, exported):
         action.add_argument("--last", type=int, default=50, metavar="N", help="the last N kept ones (default 50)")

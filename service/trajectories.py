@@ -190,13 +190,15 @@ def load_records(folder: Path) -> list[Record]:
 
 
 def find_record(records: Sequence[Record], wanted: str | None) -> Record:
-    """The record of an id, or of the start of one (`812` is the first sample of that group); None: the newest.
+    """The record of an id, or of the start of one (`812` is the first sample of that group).
+
+    None is the newest that was trained, or else the newest: what is left over at a run's end carries no loss.
 
     Raises:
         UserError: none has that id.
     """
     if wanted is None:
-        return records[-1]
+        return next((record for record in reversed(records) if record["fate"] == "trained"), records[-1])
     start = wanted if wanted.startswith("ordinal=") else f"ordinal={wanted}"
     for record in records:
         if record["id"] == start or record["id"].startswith(f"{start}/"):

@@ -142,6 +142,14 @@ def test_records_are_found_by_id_by_group_and_by_the_start_of_an_id() -> None:
         find_record(kept, "70")
 
 
+def test_without_an_id_it_is_the_newest_that_was_trained_or_else_the_newest() -> None:
+    kept = records()
+    lost = [{**kept[0], "id": f"ordinal={ordinal}/sample=0/attempt=0", "fate": "expired"} for ordinal in (90, 91)]
+    of_a_step = [{**record, "fate": "trained"} for record in kept]
+    assert find_record([*of_a_step, *lost], None)["id"] == kept[-1]["id"]
+    assert find_record(lost, None)["id"] == lost[-1]["id"]
+
+
 def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither a run folder nor the name of a run"):
         find_run("nobody", tmp_path)
