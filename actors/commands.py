@@ -49,9 +49,10 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from service.rollout.evaluate import table
 
     found = evaluate(config, chosen, say)
-    print(table(found))
+    print(table(found.sets))
     if arguments.output is not None:
-        result = {"path": str(arguments.path), "sets": [evaluation.record() for evaluation in found]}
+        sets = [evaluation.record() for evaluation in found.sets]
+        result = {"path": str(arguments.path), "weights": str(found.weights), "sets": sets}
         write_output(arguments.output, json.dumps(result, indent=2) + "\n")
     return 0
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray.exceptions
@@ -33,7 +33,15 @@ from service.prepare import prepare_evaluation, prepare_weights
 from service.rollout.evaluate import Evaluation
 
 
-def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -> list[Evaluation]:
+class Results(NamedTuple):
+    """What an evaluation found, and on which weights."""
+
+    weights: Path
+    """A Hugging Face folder or a checkpoint."""
+    sets: list[Evaluation]
+
+
+def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -> Results:
     """Play every evaluation set on the model; what may be wrong with them is found before anything is started.
 
     Raises:
@@ -51,6 +59,8 @@ def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -
             raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
         check_retrieval(config)
         manifest = prepare_weights(config, evaluated)
+        weights = evaluated.weights(manifest)
+        say(f"weights: {weights}")
         (folder / "logs").mkdir()
         with phase("starting Ray", say):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder / "logs"))
@@ -62,7 +72,7 @@ def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -
             raise RunFailed(f"an engine failed: {in_a_line(error)}") from error
         if isinstance(found, int):
             raise SystemExit(found)
-        return found
+        return Results(weights, found)
 
 
 def beside_a_run(config: Config) -> Config:

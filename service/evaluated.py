@@ -52,6 +52,14 @@ class Evaluated:
             raise ValueError(f"{self.path} belongs to no run")
         return config.model.path or self.run / "model"
 
+    def weights(self, manifest: Manifest | None) -> Path:
+        """Where they are: a Hugging Face folder, or the checkpoint of a manifest."""
+        if manifest is not None:
+            return Checkpoints(self.checkpoints, keep=1).path(manifest.step)
+        if self.model is None:
+            raise ValueError(f"{self.path} is no model")
+        return self.model
+
     def manifest(self) -> Manifest:
         """The checkpoint that is meant: of the step that was named, or the newest whole one.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.evaluate import beside_a_run
+from actors.evaluate import Results, beside_a_run
 from service.checkpoints import MANIFEST, TRAINER, Checkpoints
 from service.cli import main
 from service.config import load_config
@@ -209,18 +209,20 @@ def test_an_evaluation_takes_nothing_that_its_run_may_still_hold() -> None:
 
 
 def test_a_result_is_replaced_at_once(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.evaluate.evaluate", lambda *arguments: [])
+    monkeypatch.setattr("actors.evaluate.evaluate", lambda *arguments: Results(run / "final", []))
     output = tmp_path / "o.json"
+    empty = {"path": str(run), "weights": str(run / "final"), "sets": []}
     for _ in range(2):
         assert main(["eval", str(run), "--output", str(output)]) == 0
-        assert json.loads(output.read_text()) == {"path": str(run), "sets": []}
+        assert json.loads(output.read_text()) == empty
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["o.json"]
 
 
 def test_an_output_that_is_no_plain_file_is_written_through_and_stays(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.evaluate.evaluate", lambda *arguments: [])
+    monkeypatch.setattr("actors.evaluate.evaluate", lambda *arguments: Results(run / "final", []))
+    empty = {"path": str(run), "weights": str(run / "final"), "sets": []}
     link, pipe, target = tmp_path / "link", tmp_path / "pipe", tmp_path / "target.json"
     link.symlink_to(target)
     target.touch()
@@ -229,6 +231,6 @@ def test_an_output_that_is_no_plain_file_is_written_through_and_stays(
     reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     for output in (link, pipe):
         assert main(["eval", str(run), "--output", str(output)]) == 0
-    assert json.loads(os.read(reader, 1 << 16)) == json.loads(target.read_text()) == {"path": str(run), "sets": []}
+    assert json.loads(os.read(reader, 1 << 16)) == json.loads(target.read_text()) == empty
     os.close(reader)
     assert link.is_symlink() and pipe.is_fifo()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from service.checkpoints import Manifest
 from service.cli import main
 from service.config import load_config
 from service.errors import UserError
@@ -29,6 +30,9 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
     found = evaluated(stopped)
     assert (found.model, found.step, found.checkpoints) == (None, None, stopped / "checkpoints")
     assert found.begun_with(load_config(found.settings)) == stopped / "model"
+    assert evaluated(whole).weights(None) == whole / "final"
+    manifest = Manifest(step=40, epoch=1, journal_position=0, issued=0, frontier=0, files={})
+    assert found.weights(manifest) == stopped / "checkpoints" / "step_40"
 
 
 def test_final_weights_that_were_being_replaced_when_their_run_was_killed_are_still_found(tmp_path: Path) -> None:
