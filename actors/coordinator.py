@@ -27,7 +27,7 @@ from service.phases import phase
 from service.prepare import Prepared, demonstrations
 from service.progress import QUIET_SECONDS, Progress
 from service.runfolder import RunFolder
-from service.trajectories import trained
+from service.trajectories import how_they_ended, trained
 from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0
@@ -269,7 +269,11 @@ class Coordinator:
         self._say(f"step {self._version.step + 1} was not applied: {reason}")
         _accepted(await call(self._buffer.release, self._version.epoch, leased.lease, reason, who="the buffer"))
         if self._bad_steps >= self._config.trainer.max_bad_steps:
-            raise RunFailed(f"{self._bad_steps} optimizer steps in a row were not applied; the last one: {reason}")
+            ends = how_they_ended(leased.trajectories)
+            raise RunFailed(
+                f"{self._bad_steps} optimizer steps in a row were not applied; the last one: {reason}"
+                + (f" (some of its trajectories: {ends})" if ends else "")
+            )
 
     async def _start_trainer_again(self, error: TrainerLost) -> None:
         """All ranks start anew from the newest checkpoint; what was trained after it is given out again."""

@@ -14,6 +14,7 @@ the last one before that; `stop_reason` is `unfinished` where it had not come to
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -49,6 +50,14 @@ def trajectory_records(
         steps = [step for step in step_objects(groups[p].steps) if step.trajectory == end.trajectory]
         records.append(_record(batch, g, end, sorted(steps, key=lambda step: step.index), at, config))
     return records
+
+
+def how_they_ended(records: Sequence[Mapping[str, Any]]) -> str:
+    """How trajectories ended: `7 length before the first turn, 1 stop`; empty where there are none."""
+    ways = Counter(
+        f"{record['stop_reason']}{'' if record['steps'] else ' before the first turn'}" for record in records
+    )
+    return ", ".join(f"{n} {way}" for way, n in ways.most_common())
 
 
 def _record(

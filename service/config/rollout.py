@@ -18,7 +18,7 @@ class MixturePart(Section):
 
     path: Path
     """A JSONL or parquet file with a row a prompt."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     """The dataset's share of all prompts is its weight over the sum of weights."""
 
 

@@ -88,6 +88,7 @@ def test_a_place_is_known_for_every_value_that_was_set(tmp_path: Path) -> None:
         ("trainer:\n  lr: .nan\n", 2, ["trainer.lr"]),
         ("generator:\n  max_generate_length: 1\n", 2, ["generator.max_generate_length", "equal to 2"]),
         ("generator:\n  temperature: 0.001\n", 2, ["generator.temperature", "equal to 0.01"]),
+        ("data:\n  mixture: {a: {path: x, weight: 1e308}}\n", 2, ["data.mixture.a.weight", "equal to 1000000000000"]),
         ("generator:\n  stop: ['']\n", 2, ["generator.stop", "at least 1 character"]),
     ],
 )

@@ -17,7 +17,7 @@ from service.handoff.tables import ends_table, steps_table
 from service.handoff.versions import VersionHistory
 from service.rollout.tokenizer import make_tokenizer
 from service.runfolder import RunFolder
-from service.trajectories import find_record, find_run, load_records, trained, trajectory_records
+from service.trajectories import find_record, find_run, how_they_ended, load_records, trained, trajectory_records
 from service.trajectory_views import LOSS, MASKED, PROMPT, STALE, html_page, pieces, print_list, print_record, tokens_of
 from service.types import NO_VERSION, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
@@ -90,6 +90,12 @@ def test_a_record_says_what_was_generated_and_what_became_of_it() -> None:
 def test_as_many_are_kept_as_the_configuration_says(per_step: int, kept: int) -> None:
     config = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"trajectories_per_step": per_step})})
     assert len({record["id"] for record in records(config)}) == kept
+
+
+def test_a_prompt_that_was_too_long_is_told_from_a_trajectory_that_grew_too_long() -> None:
+    grown, too_long = {"stop_reason": "length", "steps": [{}]}, {"stop_reason": "length", "steps": []}
+    assert how_they_ended([too_long, grown, too_long]) == "2 length before the first turn, 1 length"
+    assert how_they_ended([]) == ""
 
 
 def test_steps_that_do_not_merge_are_shown_as_rows_of_their_own() -> None:
