@@ -34,15 +34,18 @@ async def _serve(stdin: IO[bytes], answers: IO[bytes]) -> None:
     # A thread of its own notices the end of stdin also while the environment blocks.
     Thread(target=_read, args=(stdin, loop, requests), daemon=True).start()
     episode: Environment | None = None
+    pid = os.getpid()
     while True:
         request = json.loads(await requests.get())
         if request["verb"] == "reset":
             episode = None
         try:
             episode, returned = await _answer(episode, request)
-            answer = json.dumps({"returned": returned}, default=_plain)
+            answer = json.dumps({"number": request["number"], "returned": returned}, default=_plain)
         except BaseException as error:  # noqa: BLE001 - raised again where the answer is read
-            answer = json.dumps({"raised": in_words(error)})
+            answer = json.dumps({"number": request["number"], "raised": in_words(error)})
+        if os.getpid() != pid:
+            os._exit(0)  # the environment forked: the other process answers
         answers.write(answer.encode() + b"\n")
         answers.flush()
 

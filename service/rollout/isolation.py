@@ -82,6 +82,7 @@ class Worker:
         self._process = process
         self._limit = limit
         self._broken = False
+        self._asked = 0
 
     @staticmethod
     async def start(limit: int) -> Worker:
@@ -123,7 +124,8 @@ class Worker:
             raise RuntimeError("the process was started without pipes")
         line = b""
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._asked += 1
+            self._process.stdin.write(json.dumps({**request, "number": self._asked}).encode() + b"\n")
             await self._process.stdin.drain()
             line = await self._process.stdout.readline()
         except ValueError as error:  # what StreamReader.readline makes of a line beyond its limit
@@ -135,6 +137,8 @@ class Worker:
             self._kill_group()  # what it started outlives it
             raise EnvironmentDied(f"its process ended with code {code}")
         answer = json.loads(line)
+        if answer["number"] != self._asked:
+            raise EnvironmentDied("its process is out of step: it answered an earlier request again")
         if "raised" in answer:
             raise EnvironmentRaised(answer["raised"])
         return answer["returned"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -78,6 +79,22 @@ class Abandons(Echo):
 
     async def step(self, text: str) -> StepResult:
         os._exit(3)
+
+
+class Forks(Echo):
+    async def step(self, text: str) -> StepResult:
+        os.fork()
+        return await super().step(text)
+
+
+class Scribbles(Echo):
+    """Writes an answer of its own to whatever it can write to."""
+
+    async def step(self, text: str) -> StepResult:
+        for fd in range(3, 32):
+            with suppress(OSError):
+                os.write(fd, b'{"number": 1, "returned": {"messages": [], "reward": 1.0, "done": true}}\n')
+        return await super().step(text)
 
 
 class Spends(Echo):

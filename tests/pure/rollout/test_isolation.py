@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from service.rollout.agent import Observed
 from service.rollout.chat import Chat
 from service.rollout.environment import Message, Task
 from service.rollout.isolation import EnvironmentDied, IsolatedEnvironment, Processes, task_as_json
@@ -136,6 +137,26 @@ async def test_what_an_isolated_environment_starts_reads_none_of_its_requests(ch
         assert (len(steps), end.stop_reason) == (4, "max_turns")
 
 
+@pytest.mark.asyncio
+async def test_an_environment_that_forks_itself_answers_once(chat: Chat) -> None:
+    async with started() as processes:
+        engine = ScriptedEngine(chat, lambda words: "look fox age")
+        for _ in range(2):
+            steps, end = await play(chat, engine, isolated(processes, "Forks"), step_deadline=240.0)
+            assert (len(steps), end.stop_reason, end.reward) == (4, "max_turns", 0.5)
+
+
+@pytest.mark.asyncio
+async def test_an_answer_to_an_earlier_request_is_never_taken_for_one_to_the_latest(chat: Chat) -> None:
+    async with started() as processes:
+        engine = ScriptedEngine(chat, lambda words: "look fox age")
+        seen: list[Observed] = []
+        environment = isolated(processes, "Scribbles")
+        steps, end = await play(chat, engine, environment, step_deadline=240.0, observe=seen.append)
+        assert (steps, end.stop_reason) == ([], "environment_error")
+        assert "answered an earlier request again" in seen[0].failure
+
+
 async def ended(pid: int) -> None:
     """Returns once the process has ended, although nobody may have asked for its exit code; at most two minutes."""
     async with asyncio.timeout(120):
@@ -156,7 +177,7 @@ async def test_what_an_environment_started_ends_when_it_dies(tmp_path: Path) -> 
 @pytest.mark.asyncio
 async def test_what_an_environment_started_ends_when_its_agent_loop_is_gone(tmp_path: Path) -> None:
     make = {"name": f"{HERE}:Abandons", "options": {"suffix": str(tmp_path / "pid")}, "trusted": [HERE]}
-    request = json.dumps({"verb": "reset", "make": make, "task": task_as_json(QUESTION), "seed": 0})
+    request = json.dumps({"verb": "reset", "make": make, "task": task_as_json(QUESTION), "seed": 0, "number": 1})
     process = subprocess.Popen(
         [sys.executable, "-m", "service.rollout.isolated"],
         stdin=subprocess.PIPE,
