@@ -44,6 +44,8 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     arguments.config = [*chosen.settings, *arguments.config]
     with phase("reading the configuration", after=SHORT_SECONDS):
         config = checked_config(arguments, overrides)
+    if not config.data.eval and config.data.eval_make_rows is None:
+        raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
     with phase(LOADING):
         from actors.evaluate import evaluate
         from service.rollout.evaluate import table

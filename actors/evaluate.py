@@ -55,8 +55,6 @@ def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -
     with _stoppable(), ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
         files = prepare_evaluation(config, folder)
-        if not files:
-            raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
         check_retrieval(config)
         manifest = prepare_weights(config, evaluated)
         weights = evaluated.weights(manifest)

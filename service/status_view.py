@@ -72,9 +72,8 @@ def headline(status: Status) -> str:
     run, version = status["run"], status["policy_version"]
     steps = f"{version['step']} of {run['max_steps']}" if "max_steps" in run else f"{version['step']}"
     since = f", {_span(status['time'] - run['started'])}" if "started" in run else ""
-    return (
-        f"{run.get('name', 'run')}: {status['state']}, step {steps}, policy {version['epoch']}.{version['step']}{since}"
-    )
+    state = status["state"].replace("_", " ")
+    return f"{run.get('name', 'run')}: {state}, step {steps}, policy {version['epoch']}.{version['step']}{since}"
 
 
 def stations(status: Status) -> list[Column]:

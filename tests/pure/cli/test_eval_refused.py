@@ -186,9 +186,14 @@ def test_a_set_that_cannot_be_played_is_named(
     assert told in err and (str(tmp_path / name) in err or "row 0" in err)
 
 
-def test_a_folder_as_a_set_and_no_set_at_all_are_named(run: Path, said: Said, tmp_path: Path) -> None:
+def test_a_folder_as_a_set_is_named(run: Path, said: Said, tmp_path: Path) -> None:
     assert "there is no such file" in said(run, f"data.eval.held_out={tmp_path}")
-    assert "there is no evaluation set" in said(run, "data.eval_make_rows=null")
+
+
+def test_no_set_at_all_is_told_before_anything_is_loaded(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(run), "data.eval_make_rows=null"]) == 2
+    told = capsys.readouterr()
+    assert "there is no evaluation set" in told.err and "loading" not in told.out
 
 
 def test_an_output_that_cannot_be_written_is_named_before_anything_is_evaluated(
