@@ -81,7 +81,9 @@ async def test_null_is_as_good_as_nothing_and_scores_come_only_where_they_are_as
         plain = {"query": "salt", "queries": None, "topk": None, "return_scores": None}
         for question in (plain, {"query": "salt"}, {"queries": ["salt"]}):
             status, answer = await post(f"{url}/retrieve", question)
-            assert (status, [[hit["id"] for hit in hits] for hits in answer["result"]]) == (200, [["2", "0"]])
+            (hits,) = answer["result"]
+            # The second shares no word with the question, as another one: which of the two comes is the index's choice.
+            assert (status, len(hits), hits[0]["id"]) == (200, 2, "2")
 
 
 @pytest.mark.asyncio
