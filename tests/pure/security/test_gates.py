@@ -46,7 +46,7 @@ def mode_of(path: Path) -> int:
 def test_s1_nothing_starts_on_a_ray_without_a_token(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = [str(tiny_model(tmp_path / "model"))] if command == "eval" else []
+    model = [str(tiny_model(tmp_path / "model")), "data.eval_make_rows=4"] if command == "eval" else []
     (tmp_path / "runs").mkdir()
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
