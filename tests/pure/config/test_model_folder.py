@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,19 +13,8 @@ import pytest
 
 from service.config import check_paths, load_config
 from service.errors import UserError
-from service.prepare import prepare
 
 QUICKSTART = "configs/quickstart.yaml"
-
-
-@pytest.fixture(scope="module")
-def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(load_config([QUICKSTART]), tmp_path_factory.mktemp("made")).model_folder
-
-
-@pytest.fixture
-def model(made_model: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made_model, tmp_path / "model"))
 
 
 def check(model: Path, *settings: str) -> None:

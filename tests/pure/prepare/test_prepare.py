@@ -1,7 +1,6 @@
 """What a run reads before it starts is read whole and refused in one line."""
 
 import json
-import shutil
 import socket
 from pathlib import Path
 
@@ -13,16 +12,6 @@ from service.errors import UserError
 from service.prepare import prepare
 
 QUICKSTART = "configs/quickstart.yaml"
-
-
-@pytest.fixture(scope="module")
-def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(load_config([QUICKSTART]), tmp_path_factory.mktemp("made")).model_folder
-
-
-@pytest.fixture
-def model(made_model: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made_model, tmp_path / "model"))
 
 
 def pointed_at(model: Path, *overrides: str) -> Config:
