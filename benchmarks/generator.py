@@ -25,10 +25,11 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save
 
-from actors.buffer import BufferActor, Leased
-from actors.engine import VllmEngine, engine_env
-from actors.generator import Generator
-from actors.metrics_hub import MetricsHub
+from actors.buffer.actor import BufferActor, Leased
+from actors.generator.actor import Generator
+from actors.generator.engine import VllmEngine, engine_env
+from actors.observe.metrics_hub import MetricsHub
+from examples import lookup
 from service.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -42,12 +43,11 @@ from service.config import (
     RunConfig,
     TrainerConfig,
 )
-from service.learn.make import make_model
-from service.rollout.dataset import write_rows
+from service.learn.model.tiny_model import make_model
+from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
-from service.rollout.environments import lookup
 from service.rollout.player import Player
-from service.rollout.tokenizer import load_tokenizer, make_tokenizer
+from service.rollout.prompts.dataset import write_rows
 from service.types import Int32s, PolicyVersion
 
 SAMPLES = 8

@@ -28,9 +28,9 @@ import torch
 from benchmarks.learn import micro_batch_of
 from service.config.learn import TrainerConfig
 from service.config.tree import Config, ModelConfig
-from service.learn.broadcast import broadcast, row_of_token
 from service.learn.learner import Learner
-from service.learn.policy import Policy
+from service.learn.losses.expand_to_tokens import broadcast, row_of_token
+from service.learn.model.policy import Policy
 from service.types import MicroBatch, MiniBatch
 
 CUDA = torch.device("cuda")

@@ -28,7 +28,7 @@ import torch
 from service.config.learn import TrainerConfig
 from service.config.tree import Config, MakeModelConfig, ModelConfig
 from service.learn.learner import Learner
-from service.learn.make import make_model
+from service.learn.model.tiny_model import make_model
 from service.types import MicroBatch, MiniBatch
 
 SHAPE = MakeModelConfig(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32)

@@ -30,15 +30,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from service.config import Config, load
-from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
-from service.handoff.prefix import whole_prompts
-from service.handoff.replay import Recorded, recorded
-from service.handoff.tables import end_objects, step_objects, steps_table
-from service.rollout.chat import Chat, load_chat
-from service.rollout.dataset import load_tasks
+from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.journal.replay import Recorded, recorded
+from service.handoff.prefixes.references import whole_prompts
+from service.handoff.steps.tables import end_objects, step_objects, steps_table
+from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Task
-from service.rollout.factory import Environments
+from service.rollout.environments.factory import Environments
 from service.rollout.limits import StopReason
+from service.rollout.prompts.dataset import load_tasks
 from service.types import NO_VERSION, Int32s, Step
 
 ROOT = Path(__file__).parent.parent

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from actors.buffer import BufferActor, Leased  # first: Ray reads the environment that `actors` sets
-from actors.guardian import MARK, start_guardian
+from actors.buffer.actor import BufferActor, Leased  # first: Ray reads the environment that `actors` sets
+from actors.driver.watchdog import MARK, start_guardian
 
 # isort: split
 import ray
@@ -33,11 +33,11 @@ import ray
 from service.clock import SystemClock
 from service.config import Config
 from service.handoff.buffer import Buffer
-from service.handoff.journal import Journal
-from service.handoff.tables import step_group
+from service.handoff.journal.journal import Journal
+from service.handoff.steps.tables import step_group
+from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, Receipt
-from service.handoff.wire import encode
-from service.rollout.dataset import write_rows
+from service.rollout.prompts.dataset import write_rows
 from service.types import PolicyVersion, Sender, Step, TrajectoryEnd, TrajectoryId
 
 VOCABULARY = 32_000

@@ -13,13 +13,13 @@ import numpy as np
 
 from benchmarks.handoff import peers
 from benchmarks.handoff.workloads import SAMPLES, VOCAB_SIZE, Workload, engineering, long_tail, search, shared, turns
-from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
-from service.handoff.merge import merge
-from service.handoff.prefix import check_chain, share_prefixes
-from service.handoff.tables import TOKEN_COLUMNS, step_group, steps_table
-from service.handoff.validate import Limits, refusal
-from service.handoff.versions import VersionHistory
-from service.handoff.wire import decode, encode
+from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.ledger.versions import VersionHistory
+from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.references import check_chain, share_prefixes
+from service.handoff.steps.tables import TOKEN_COLUMNS, step_group, steps_table
+from service.handoff.steps.validate import Limits, refusal
+from service.handoff.steps.wire import decode, encode
 from service.interop.skyrl import steps_from_generator_output
 from service.types import Sender, StepGroup, Steps
 

@@ -1,6 +1,6 @@
 """What can be known of a Hugging Face folder at once: its JSON files, the headers of its weights, no torch.
 
-`service.prepare` looks closer before a run begins: at every weight's shape, and at what transformers makes of it all.
+`service.run.prepare` looks closer before a run begins: at every weight's shape, and at what transformers makes of it.
 """
 
 from __future__ import annotations

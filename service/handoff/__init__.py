@@ -1,16 +1,16 @@
 """The handoff: everything between a generator's steps and a trainer's mini-batch, without Ray (see docs/library.md)."""
 
-from service.handoff.batch import (
+from service.handoff.batches.batch import (
     BatchSettings,
     CompleteGroup,
     batch_of_rank,
     form_mini_batch,
     mini_batch_boundaries,
 )
-from service.handoff.groups import complete_groups
-from service.handoff.merge import merge_steps
-from service.handoff.score import advantages
-from service.handoff.versions import VersionHistory
+from service.handoff.batches.groups import complete_groups
+from service.handoff.batches.score import advantages
+from service.handoff.ledger.versions import VersionHistory
+from service.handoff.prefixes.merge import merge_steps
 
 __all__ = [
     "BatchSettings",

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from service.config.tree import Config
 from service.errors import ConfigError
-from service.handoff.journal import Journal
-from service.handoff.ledger import Ledger
+from service.handoff.journal.journal import Journal
+from service.handoff.ledger.ledger import Ledger
 from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import WaitReason
 from service.types import PolicyVersion

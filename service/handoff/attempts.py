@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from service.config.tree import Config
-from service.handoff import events
-from service.handoff.accept import failed
-from service.handoff.filters import end_filtered
-from service.handoff.lifecycle import UNFINISHED, Group
-from service.handoff.record import Record
+from service.handoff.batches.filters import end_filtered
+from service.handoff.ledger import events
+from service.handoff.ledger.accept import failed
+from service.handoff.ledger.lifecycle import UNFINISHED, Group
+from service.handoff.ledger.record import Record
 from service.types import Refusal, RefusalReason, StepGroup
 
 RUN_END = "run_end"

@@ -15,25 +15,25 @@ from typing import Literal
 from service.clock import Clock
 from service.config.tree import Config
 from service.errors import RunFailed
-from service.handoff import events
-from service.handoff.accept import kept, plan
 from service.handoff.admission import Admission
 from service.handoff.attempts import RUN_END, Attempts
-from service.handoff.batch import CompleteGroup
-from service.handoff.entry import shared
-from service.handoff.filters import end_filtered
-from service.handoff.form import Formed, Former, Forming, Unscored
-from service.handoff.journal import Journal
-from service.handoff.lengths import Lengths
-from service.handoff.lifecycle import USED, GroupState
+from service.handoff.batches.batch import CompleteGroup
+from service.handoff.batches.filters import end_filtered
+from service.handoff.batches.form import Formed, Former, Forming, Unscored
+from service.handoff.journal.journal import Journal
+from service.handoff.ledger import events
+from service.handoff.ledger.accept import kept, plan
+from service.handoff.ledger.lengths import Lengths
+from service.handoff.ledger.lifecycle import USED, GroupState
+from service.handoff.ledger.record import OnEnd, Record
 from service.handoff.lookahead import Lookahead
+from service.handoff.prefixes.dedupe_prefixes import shared
 from service.handoff.prompts import Prompts
-from service.handoff.record import OnEnd, Record
 from service.handoff.status import BufferStatus
-from service.handoff.validate import Limits, Routing, refusal
+from service.handoff.steps.validate import Limits, Routing, refusal
+from service.handoff.steps.wire import decode, encode
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.handoff.waits import Waits
-from service.handoff.wire import decode, encode
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from service.clock import Clock
 from service.config.tree import Config
-from service.handoff.lifecycle import UNFINISHED, GroupState
-from service.handoff.record import Record
+from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
+from service.handoff.ledger.record import Record
 from service.handoff.status import Waiting
 from service.handoff.verbs import Wait, WaitReason
 

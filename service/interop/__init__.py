@@ -1,0 +1,1 @@
+"""How other code meets Baton: SkyRL's lists, and functions of the user's own."""

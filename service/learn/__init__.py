@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from service.learn.learner import Learner, StepReport
-    from service.learn.loss import Terms, Tokens, policy_loss
-    from service.learn.make import make_model
+    from service.learn.losses.loss import Terms, Tokens, policy_loss
+    from service.learn.model.tiny_model import make_model
 
 _MODULE_OF = {
     "Learner": "learner",
     "StepReport": "learner",
-    "Terms": "loss",
-    "Tokens": "loss",
-    "make_model": "make",
-    "policy_loss": "loss",
+    "Terms": "losses.loss",
+    "Tokens": "losses.loss",
+    "make_model": "model.tiny_model",
+    "policy_loss": "losses.loss",
 }
 
 __all__ = ["Learner", "StepReport", "Terms", "Tokens", "make_model", "policy_loss"]

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from service.errors import UserError
-from service.folders import sync
-from service.learn.files import chunk
+from service.files import sync
+from service.learn.model.hf_checkpoint import chunk
 from service.learn.optimizer import MOMENTS
 
 FACTS = "learner.json"

@@ -21,15 +21,15 @@ from torch import Tensor
 from service.config.tree import Config
 from service.errors import RunFailed
 from service.learn.checkpoint import CheckpointWriter, Facts, check_parts, read_facts, read_parts
-from service.learn.frozen import FrozenPolicies
+from service.learn.device_batch import Placed, Placing, place
+from service.learn.losses.objective import Known, Objective, Output
+from service.learn.losses.reduction import loss_tokens
 from service.learn.measure import not_finite, step_metrics
-from service.learn.objective import Known, Objective, Output
+from service.learn.model.frozen import FrozenPolicies
+from service.learn.model.policy import Policy
+from service.learn.model.sharding import reduce_gradients
 from service.learn.optimizer import Optimizer, square_norm
-from service.learn.place import Placed, Placing, place
-from service.learn.policy import Policy
-from service.learn.reduction import loss_tokens
 from service.learn.schedule import learning_rate
-from service.learn.sharding import reduce_gradients
 from service.learn.sums import Sums
 from service.learn.supervised import SupervisedRow, empty_micro_batch, supervised_micro_batches
 from service.types import MicroBatch, MiniBatch

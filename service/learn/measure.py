@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from service.learn.loss import safe_exp
+from service.learn.losses.loss import safe_exp
 from service.learn.sums import Sums
 
 STALENESS_EDGES = (1, 2, 3, 5, 9)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from service.learn.masters import Masters
+from service.learn.model.master_weights import Masters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What Adam keeps of each weight."""

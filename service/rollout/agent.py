@@ -13,7 +13,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from service.rollout.asking import (
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.conversation import conversation
+from service.rollout.engine import Engine
+from service.rollout.env_guard import (
     TrajectoryFailed,
     ask,
     checked,
@@ -22,9 +25,6 @@ from service.rollout.asking import (
     generate,
     rendered,
 )
-from service.rollout.chat import Chat
-from service.rollout.conversation import conversation
-from service.rollout.engine import Engine
 from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.episode import Episode
 from service.rollout.limits import AgentLimits, StopReason

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.handoff.digest import digest
-from service.rollout.conversation import Prompt
+from service.handoff.prefixes.digest import digest
+from service.rollout.chat.conversation import Prompt
 from service.rollout.engine import Generation
 from service.rollout.environment import Task
 from service.rollout.limits import AgentLimits, StopReason

@@ -13,8 +13,8 @@ from typing import IO, Any
 import numpy as np
 
 from service.rollout.environment import Environment, Task
-from service.rollout.environments import environment
-from service.rollout.raised import in_words
+from service.rollout.environments.registry import environment
+from service.rollout.traceback import in_words
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.rollout.environment import Message, OversizedOutput, StepResult, Task
-from service.rollout.environments import Options
+from service.rollout.environments.registry import Options
 
 BYTES_PER_CHARACTER = 6
 """A character of an observation takes at most this many bytes of JSON (`\\u0000`)."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from service.config.tree import Config
-from service.rollout.chat import Chat
-from service.rollout.conversation import Mode
+from service.handoff.steps.stop_reason import FAILURES, StopReason
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Sampling
-from service.stops import FAILURES, StopReason
 
 __all__ = ["FAILURES", "AgentLimits", "StopReason"]
 

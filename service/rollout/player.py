@@ -13,14 +13,14 @@ import xxhash
 
 from service.config import Config
 from service.errors import UserError
+from service.evaluation.sets import Part, Played, play_all
 from service.rollout.agent import AgentLimits, Observed, run_trajectory
-from service.rollout.chat import load_chat
-from service.rollout.dataset import load_tasks
+from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine
 from service.rollout.environment import Environment, Message, StepResult, Task
-from service.rollout.evaluate import Part, Played, play_all
-from service.rollout.factory import Environments
-from service.rollout.told import Told
+from service.rollout.environments.env_metrics import Told
+from service.rollout.environments.factory import Environments
+from service.rollout.prompts.dataset import load_tasks
 from service.types import Step, TrajectoryEnd, TrajectoryId
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from service.handoff.disk import Buffer, File
+from service.handoff.journal.disk import Buffer, File
 
 
 @dataclass(slots=True)

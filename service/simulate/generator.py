@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from service.handoff.steps.stop_reason import StopReason
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.simulate.host import Host
 from service.simulate.loop import Loop
@@ -14,7 +15,6 @@ from service.simulate.messages import Tokens, message
 from service.simulate.network import Call, Network
 from service.simulate.scenario import Scenario
 from service.simulate.witness import Witness
-from service.stops import StopReason
 from service.types import Int64s, PolicyVersion, Refusal, RefusalReason, Sender, Steps, TrajectoryEnd, TrajectoryId
 
 POLL_SECONDS = 5.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from service.config import Config
 from service.handoff.buffer import Buffer
-from service.handoff.journal import Journal
+from service.handoff.journal.journal import Journal
 from service.handoff.verbs import Wait
 from service.simulate.disk import MemoryDisk
 from service.simulate.loop import Loop, VirtualClock

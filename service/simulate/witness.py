@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 
 from service.config import Config
-from service.handoff.invariant import violations
-from service.handoff.lifecycle import USED
+from service.handoff.ledger.invariant import violations
+from service.handoff.ledger.lifecycle import USED
+from service.handoff.steps.stop_reason import FAILURES
 from service.simulate.host import Host
 from service.simulate.loop import Loop
-from service.stops import FAILURES
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
 
 REASONS = {

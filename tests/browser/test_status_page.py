@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors.metrics_hub import MetricsHub
+from actors.observe.metrics_hub import MetricsHub
 from service.config import Config, load_config
-from service.metrics import Boundaries, Metrics
+from service.observe.metrics import Boundaries, Metrics
 from tests.browser.browser import CHROMIUM, REASON, SIZES, Browser, browser
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=REASON)]

@@ -20,23 +20,23 @@ import numpy as np
 import ray.exceptions
 import xxhash
 
-import actors.buffer
-import service.checkpoints
-from actors.buffer import BufferActor, Leased
+import actors.buffer.actor
+import service.run.checkpoints
+from actors.buffer.actor import BufferActor, Leased
 from actors.calls import call
-from actors.keeper import CheckpointKeeper
-from actors.outbox import Outbox, Unreachable
-from actors.work import WorkSource
+from actors.driver.checkpointer import CheckpointKeeper
+from actors.generator.claims import WorkSource
+from actors.generator.outbox import Outbox, Unreachable
 from service.config import Config
-from service.handoff.digest import digest
-from service.handoff.invariant import violations
-from service.handoff.journal import Journal
-from service.handoff.ledger import Ledger
-from service.handoff.lifecycle import USED
-from service.handoff.validate import Limits
+from service.handoff.journal.journal import Journal
+from service.handoff.ledger.invariant import violations
+from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.lifecycle import USED
+from service.handoff.prefixes.digest import digest
+from service.handoff.steps.validate import Limits
+from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason
-from service.handoff.wire import decode, decode_mini_batch
-from service.runfolder import write_whole
+from service.run.folder import write_whole
 from service.types import (
     Extension,
     Int32s,
@@ -51,7 +51,7 @@ from service.types import (
 from tests.chaos.doom import Doom, DoomedDisk
 
 if TYPE_CHECKING:
-    from actors.cluster import Cluster
+    from actors.driver.cluster import Cluster
 
 VOCABULARY = 1000
 DEADLINE = 120.0
@@ -138,7 +138,7 @@ class DoomedBuffer(BufferActor):
         self._folder = Path(folder)
         self._doom = Doom(self._folder / "doom" / "buffer.json")
         disk = DoomedDisk(self._doom)
-        actors.buffer.Journal = partial(Journal, disk=disk, segment_bytes=segment_bytes)  # type: ignore[misc]
+        actors.buffer.actor.Journal = partial(Journal, disk=disk, segment_bytes=segment_bytes)  # type: ignore[misc]
         super().__init__(config_json, VOCABULARY, str(self._folder / "tasks.jsonl"), journal, hub)
         self._look()
         with (self._folder / "restarts.txt").open("a") as file:
@@ -352,7 +352,7 @@ class FakeTrainer(Player):
         cluster = cast("Cluster", SimpleNamespace(buffer=buffer, trainer=self))
         self._keeper = CheckpointKeeper(self._config, self._folder, cluster)
         self._history: list[dict[str, Any]] = []
-        service.checkpoints.write_whole = self._write_manifest
+        service.run.checkpoints.write_whole = self._write_manifest
         came_up(self._folder, "trainer")
 
     async def _play_part(self) -> list[dict[str, Any]]:

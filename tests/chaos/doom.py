@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service.handoff.disk import Buffer, File, LocalDisk, LocalFile
-from service.runfolder import write_whole
+from service.handoff.journal.disk import Buffer, File, LocalDisk, LocalFile
+from service.run.folder import write_whole
 
 BUFFER_SEAMS = (
     "append.before_write",

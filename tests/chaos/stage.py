@@ -18,15 +18,15 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from actors.guardian import MARK, start_guardian  # first: Ray reads the environment that `actors` sets
+from actors.driver.watchdog import MARK, start_guardian  # first: Ray reads the environment that `actors` sets
 
 # isort: split
 import ray
 import ray.exceptions
 
-from actors.outbox import Unreachable
+from actors.generator.outbox import Unreachable
 from service.config import Config
-from service.runfolder import write_whole
+from service.run.folder import write_whole
 from tests.chaos.cast import AnsweringEarly, DoomedBuffer, FakeGenerator, FakeTrainer, Scraper
 
 RETRY_SECONDS = 0.05

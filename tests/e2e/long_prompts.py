@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from examples.lookup import Lookup
 from service.rollout.environment import Message, Task
-from service.rollout.environments.lookup import Lookup
 
 WORDS = 150
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import xxhash
 
-from actors.broadcast import BUFFER_BYTES, N_BUFFERS, Announced, announced, announcement, init_info, update_info
-from actors.cluster import place_actors
-from actors.engine_arguments import FILE_BACKEND, engine_arguments
-from actors.gpu_sharing import IPC_BACKEND
+from actors.driver.cluster import place_actors
+from actors.generator.engine_arguments import FILE_BACKEND, engine_arguments
+from actors.weights.broadcast import BUFFER_BYTES, N_BUFFERS, Announced, announced, announcement, init_info, update_info
+from actors.weights.gpu_sharing import IPC_BACKEND
 from service.config import Config, load
 from service.errors import UserError
-from service.prepare import prepare
+from service.run.prepare import prepare
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import pytest
 from service.clock import SystemClock
 from service.config import load_config
 from service.errors import JournalError
-from service.handoff.journal import Journal
-from service.prepare import prepare
+from service.handoff.journal.journal import Journal
+from service.run.prepare import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_a_damaged_journal_is_said_to_whoever_asks(local_ray: None, tmp_path: Path) -> None:
     import ray
 
-    from actors.buffer import BufferActor
+    from actors.buffer.actor import BufferActor
 
     config = load_config(["configs/quickstart.yaml"], ["data.make_rows=64"])
     prepared = prepare(config, tmp_path)

@@ -19,12 +19,12 @@ import xxhash
 from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from actors.engine import VllmEngine, engine_env
-from actors.load import EngineLoad
+from actors.generator.engine import VllmEngine, engine_env
+from actors.generator.load import EngineLoad
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
-from service.rollout.answer import fault
 from service.rollout.engine import Generation, Sampling
+from service.rollout.validate_generation import fault
 from service.types import PolicyVersion
 
 pytestmark = pytest.mark.slow
@@ -348,7 +348,7 @@ def test_a_core_that_dies_amid_an_update_is_said_at_once(small_engine: Any) -> N
 OWNER = """
 import asyncio, sys, time
 from pathlib import Path
-from actors.engine import VllmEngine
+from actors.generator.engine import VllmEngine
 from service.config import Config
 from service.types import PolicyVersion
 

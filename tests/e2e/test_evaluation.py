@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from service.config import load_config
-from service.prepare import prepare
+from service.run.prepare import prepare
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]

@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import actors.work
-from actors.buffer import BufferActor, Leased
-from actors.engine import engine_env
-from actors.generator import Generator
-from actors.metrics_hub import MetricsHub
+import actors.generator.claims
+from actors.buffer.actor import BufferActor, Leased
+from actors.generator.actor import Generator
+from actors.generator.engine import engine_env
+from actors.observe.metrics_hub import MetricsHub
 from service.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -34,9 +34,9 @@ from service.config import (
     TrainerConfig,
 )
 from service.errors import RunFailed, WeightsGone
-from service.handoff.wire import decode_mini_batch
-from service.prepare import prepare
-from service.rollout.evaluate import Part
+from service.evaluation.sets import Part
+from service.handoff.steps.wire import decode_mini_batch
+from service.run.prepare import prepare
 from service.types import MiniBatch, PolicyVersion
 from tests.waiting import until
 
@@ -61,7 +61,7 @@ class Patient(Generator):
     """Its polls end only with work or with a newer version, so that nothing is found by merely asking again."""
 
     def __init__(self, *arguments: Any) -> None:
-        actors.work.POLL_SECONDS = 10 * SECONDS
+        actors.generator.claims.POLL_SECONDS = 10 * SECONDS
         super().__init__(*arguments)
 
 

@@ -12,9 +12,9 @@ import xxhash
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.storage import TypedStorage
 
-from actors.broadcast import Announced, described
-from actors.gpu_sharing import Handle, handle_of, rebuilt_from, shared_update_info
-from actors.trainer import NOTHING, TrainerRank
+from actors.trainer.actor import NOTHING, TrainerRank
+from actors.weights.broadcast import Announced, described
+from actors.weights.gpu_sharing import Handle, handle_of, rebuilt_from, shared_update_info
 from service.config import Config
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def test_a_handle_that_travelled_as_plain_values_rebuilds_what_torch_would() -> 
 def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_handle_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.weight_transfer import ipc_engine
 
-    from actors.worker_extension import OnThisGpu, SharedWeights
+    from actors.weights.worker_extension import OnThisGpu, SharedWeights
 
     memory = dict(zip((arguments(t, n)[7] for n, t in enumerate(WEIGHTS.values())), WEIGHTS.values(), strict=True))
     opened: list[tuple[Any, ...]] = []

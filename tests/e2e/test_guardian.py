@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.guardian import DEADLINE, marked_processes
+from actors.driver.watchdog import DEADLINE, marked_processes
 from tests.waiting import until
 
 SECONDS = 4 * DEADLINE
@@ -16,7 +16,7 @@ SECONDS = 4 * DEADLINE
 DRIVER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from actors.guardian import MARK, start_guardian
+from actors.driver.watchdog import MARK, start_guardian
 mark, folder, logs = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 os.environ[MARK] = mark
 start_guardian(mark, folder, logs)

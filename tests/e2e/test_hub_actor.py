@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.metrics_hub import MetricsHub, serving, with_port
+from actors.observe.metrics_hub import MetricsHub, serving, with_port
 from service.config import Config
 
 pytestmark = [pytest.mark.slow]

@@ -22,11 +22,11 @@ import psutil
 import pytest
 import yaml
 
+from scripts.panels import DASHBOARDS
 from service.config import load_config
-from service.metrics_table import TABLE
-from service.panels import DASHBOARDS
-from service.prepare import prepare
-from service.rollout.dataset import write_rows
+from service.observe.metrics_table import TABLE
+from service.rollout.prompts.dataset import write_rows
+from service.run.prepare import prepare
 from tests.waiting import free_port, until
 
 ROOT = Path(__file__).parents[2]

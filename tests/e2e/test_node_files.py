@@ -16,9 +16,9 @@ import torch
 import xxhash
 from safetensors.torch import save
 
-from actors.node_files import NodeFiles
-from actors.trainer import PublishedWeights
-from actors.weights_file import opened, weights_in_memory
+from actors.trainer.actor import PublishedWeights
+from actors.weights.node_files import NodeFiles
+from actors.weights.weights_file import opened, weights_in_memory
 from service.errors import WeightsGone
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ def test_ranks_share_a_node_where_they_fit(local_ray: None) -> None:
     import ray
     from ray.util import placement_group_table, remove_placement_group
 
-    from actors.placement import place_ranks, rank_options
+    from actors.driver.placement import place_ranks, rank_options
 
     config = load_config([QUICKSTART], ["trainer.ranks=3"])
     room = place_ranks(config, gpus=0)
@@ -45,7 +45,7 @@ def test_ranks_share_a_node_where_they_fit(local_ray: None) -> None:
 WHERE = """
 import sys, tempfile
 import ray
-from actors.placement import beside_rank, place_ranks, rank_options
+from actors.driver.placement import beside_rank, place_ranks, rank_options
 from service.config import load_config
 
 class Where:
@@ -73,7 +73,7 @@ def test_where_weights_go_by_cuda_ipc_each_engine_is_on_the_gpu_of_a_rank() -> N
 
 
 def test_what_the_cluster_lacks_is_named(local_ray: None) -> None:
-    from actors.placement import missing_resources, rank_bundle
+    from actors.driver.placement import missing_resources, rank_bundle
 
     config = load_config([QUICKSTART], ["trainer.ranks=2", "trainer.accelerator=H100", "generator.engines=3"])
     assert rank_bundle(config, 1) == {"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.rollout.tokenizer import load_tokenizer
-from service.runfolder import read_lines
+from service.rollout.chat.tokenizer import load_tokenizer
+from service.run.folder import read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.cli import main
+from service.cli.parser import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 

@@ -14,15 +14,15 @@ import ray
 import torch
 from transformers import BertConfig, BertModel
 
-from actors.retrieval import with_retrieval
+from actors.generator.retrieval import with_retrieval
+from examples import data
+from examples import synthetic_search as made_search
 from service.config import Config
 from service.config.rollout import EnvConfig, RetrievalConfig
 from service.errors import RunFailed
-from service.rollout import data
+from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
-from service.rollout.environments import made_search
-from service.rollout.factory import Environments
-from service.rollout.tokenizer import make_tokenizer
+from service.rollout.environments.factory import Environments
 from tests.waiting import free_port, until
 
 pytestmark = pytest.mark.slow

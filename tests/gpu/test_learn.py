@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from service.config.tree import MakeModelConfig
-from service.learn import logprob
-from service.learn.attention import Packing, packed_attention
-from service.learn.broadcast import broadcast, row_of_token
+from service.learn.device_batch import Placing, place
 from service.learn.learner import Learner
-from service.learn.make import make_model
-from service.learn.place import Placing, place
+from service.learn.losses.expand_to_tokens import broadcast, row_of_token
+from service.learn.model import logprob
+from service.learn.model.attention import Packing, packed_attention
+from service.learn.model.tiny_model import make_model
 from tests.pure.learn.builders import CPU, VOCABULARY, made_rows, mini_batch, settings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

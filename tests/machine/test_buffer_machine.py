@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service.handoff.invariant import violations
+from service.handoff.ledger.invariant import violations
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import Generator, World, config, step

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.config import load_config
-from service.prepare import prepare
+from service.run.prepare import prepare
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from service.cli import main
+from service.cli.parser import main
 from service.config import Config, load
 from service.simulate.command import PRESET, mean_and_error
 from service.simulate.report import Report, simulated

@@ -8,10 +8,10 @@ import pytest
 
 from service.errors import JournalError
 from service.handoff.buffer import Buffer
-from service.handoff.journal import Journal
-from service.handoff.ledger import Ledger
-from service.handoff.record import Record
-from service.handoff.store import Store
+from service.handoff.journal.journal import Journal
+from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.record import Record
+from service.handoff.ledger.store import Store
 from service.simulate.host import Host
 from service.simulate.witness import Broken
 from service.simulate.worlds import fault_world

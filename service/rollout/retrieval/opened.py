@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from examples.data import CORPUS
 from service.config.rollout import RetrievalConfig
 from service.errors import UserError
-from service.rollout.data import CORPUS
 from service.rollout.retrieval.index import Encoder, Retriever, WordEncoder, load_corpus
 
 

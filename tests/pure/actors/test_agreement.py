@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from service.agreement import FRESH_KL, disagreement
 from service.config import Config, WeightsConfig, check
 from service.errors import ConfigError
+from service.observe.logprob_mismatch import FRESH_KL, disagreement
 
 VERIFY = WeightsConfig(verify=True, verify_tolerance=1e-3)
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine_arguments import engine_arguments
+from actors.generator.engine_arguments import engine_arguments
 from service.config import load_config
 from service.errors import UserError
-from service.prepare import prepare
+from service.run.prepare import prepare
 
 QUICKSTART = "configs/quickstart.yaml"
 

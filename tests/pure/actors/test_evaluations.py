@@ -9,15 +9,15 @@ from typing import cast
 
 import pytest
 
-from actors.evaluations import Evaluations
-from actors.fleet import Fleet
-from actors.telemetry import RunTelemetry
-from actors.trainer import TrainerGroup
+from actors.evaluation.during_training import Evaluations
+from actors.generator.generator_pool import Fleet
+from actors.observe.telemetry import RunTelemetry
+from actors.trainer.actor import TrainerGroup
 from service.config import Config
 from service.config.rollout import DataConfig
 from service.errors import RunFailed
-from service.rollout.evaluate import Evaluation, Part, Played, summary
-from service.runfolder import RunFolder, read_lines
+from service.evaluation.sets import Evaluation, Part, Played, summary
+from service.run.folder import RunFolder, read_lines
 
 
 class Sets:

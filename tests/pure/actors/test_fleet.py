@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ObjectLostError
 
-import actors.fleet
-from actors.fleet import Fleet
-from actors.trainer import PublishedWeights
+import actors.generator.generator_pool
+from actors.generator.generator_pool import Fleet
+from actors.trainer.actor import PublishedWeights
 from service.config import Config, RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, WeightsGone
@@ -159,7 +159,7 @@ async def test_an_engine_loads_what_lies_on_its_own_gpu() -> None:
 async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_up_and_not_before(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.fleet.ray, "kill", lambda *_, **__: None)
+    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
     world = await World(transport).started()
     await world.publish(1)
     up, ended = asyncio.Event(), asyncio.Event()
@@ -218,7 +218,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
     failures: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(actors.fleet.ray, "kill", lambda generator, **_: killed.append(generator))
+    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda generator, **_: killed.append(generator))
     world = await World("memory", max_restarts=most).started()
     starts = iter([RunFailed("vLLM did not start")] * failures)
 
@@ -243,8 +243,8 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
 
 
 async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.fleet.ray, "kill", lambda *_, **__: None)
-    monkeypatch.setattr(actors.fleet, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
+    monkeypatch.setattr(actors.generator.generator_pool, "RETRY_SECONDS", 0.0)
     world = await World("memory").started()
 
     async def start() -> str:
@@ -274,7 +274,7 @@ async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
 
 
 async def test_an_evaluation_asks_only_generators_that_are_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.fleet.ray, "kill", lambda *_, **__: None)
+    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
     world = await World("memory").started()
     asked: list[Any] = []
 
@@ -282,7 +282,7 @@ async def test_an_evaluation_asks_only_generators_that_are_up(monkeypatch: pytes
         asked.extend(engines)
         return "evaluation"
 
-    monkeypatch.setattr(actors.fleet, "evaluate_on", evaluated)
+    monkeypatch.setattr(actors.generator.generator_pool, "evaluate_on", evaluated)
     never = asyncio.Event()
 
     async def raises() -> None:

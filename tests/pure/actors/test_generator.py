@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import xxhash
 
-import actors.generator
-from actors.engine import WeightUpdate
-from actors.generator import Generator, Joined
+import actors.generator.actor
+from actors.generator.actor import Generator, Joined
+from actors.generator.engine import WeightUpdate
+from examples import lookup
 from service.config import Config
 from service.errors import RunFailed, WeightsGone
-from service.rollout.dataset import write_rows
-from service.rollout.environments import lookup
-from service.rollout.tokenizer import make_tokenizer
+from service.rollout.chat.tokenizer import make_tokenizer
+from service.rollout.prompts.dataset import write_rows
 from service.types import PolicyVersion
 
 pytestmark = pytest.mark.asyncio
@@ -46,8 +46,8 @@ class FakeEngine:
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
-    monkeypatch.setattr(actors.generator, "EXIT_SECONDS", 0.0)
-    monkeypatch.setattr(actors.generator.os, "_exit", codes.append)
+    monkeypatch.setattr(actors.generator.actor, "EXIT_SECONDS", 0.0)
+    monkeypatch.setattr(actors.generator.actor.os, "_exit", codes.append)
     return codes
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.buffer import locked
+from actors.buffer.actor import locked
 from service.errors import RunFailed
 
 

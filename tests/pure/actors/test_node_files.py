@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from actors.node_files import NodeFiles
-from actors.trainer import PublishedWeights
+from actors.trainer.actor import PublishedWeights
+from actors.weights.node_files import NodeFiles
 from service.errors import Starved
 from tests.pure.actors.fakes import FakeGenerator, died
 

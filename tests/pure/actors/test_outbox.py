@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors import outbox as outbox_module
-from actors.outbox import Outbox, Unreachable
+from actors.generator import outbox as outbox_module
+from actors.generator.outbox import Outbox, Unreachable
 from service.config import Config
 from service.errors import RunFailed, Starved
-from service.handoff.validate import Limits
+from service.handoff.steps.validate import Limits
+from service.handoff.steps.wire import decode
 from service.handoff.verbs import Receipt
-from service.handoff.wire import decode
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
 
 LIMITS = Limits.of(Config(), vocab_size=100)

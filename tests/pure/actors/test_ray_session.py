@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from actors import cluster
-from actors.guardian import MARK
+from actors.driver import cluster
+from actors.driver.watchdog import MARK
 from service.config import Config
 from service.errors import RunFailed
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.reporting import Reporter
+from actors.observe.reporting import Reporter
 from service.config import Config
-from service.metrics import Metrics
+from service.observe.metrics import Metrics
 
 
 def fails(metrics: Metrics) -> None:

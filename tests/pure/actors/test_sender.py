@@ -15,9 +15,9 @@ import torch
 import torch.multiprocessing.reductions as reductions
 import xxhash
 
-from actors.broadcast import Sender, announced, announcement, init_info
-from actors.gpu_sharing import shared, shared_update_info
-from actors.trainer import NOTHING, TrainerRank
+from actors.trainer.actor import NOTHING, TrainerRank
+from actors.weights.broadcast import Sender, announced, announcement, init_info
+from actors.weights.gpu_sharing import shared, shared_update_info
 from service.config import Config, WeightsConfig
 
 WEIGHTS = {f"layers.{n}.weight": torch.full((2, n + 1), float(n), dtype=torch.bfloat16) for n in range(5)}

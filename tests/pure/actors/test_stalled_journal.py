@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import actors.buffer
-from actors.buffer import BufferActor
+import actors.buffer.actor
+from actors.buffer.actor import BufferActor
 from service.config import Config
-from service.handoff.journal import Journal
+from service.handoff.journal.journal import Journal
 from service.simulate.disk import MemoryDisk
 
 
@@ -35,8 +35,8 @@ def test_who_waits_for_a_full_disk_shows_and_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = MemoryDisk()
-    monkeypatch.setattr(actors.buffer, "Journal", partial(Journal, disk=disk))
-    monkeypatch.setattr(actors.buffer, "locked", lambda folder, seconds: io.StringIO())
+    monkeypatch.setattr(actors.buffer.actor, "Journal", partial(Journal, disk=disk))
+    monkeypatch.setattr(actors.buffer.actor, "locked", lambda folder, seconds: io.StringIO())
     (tmp_path / "tasks.jsonl").write_text('{"uid": "p0", "prompt": "a"}\n')
 
     async def scene() -> None:

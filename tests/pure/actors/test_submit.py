@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from ray.exceptions import AuthenticationError, RpcError
 
-from actors import submit as submitting
-from actors.authentication import refuse_open_ray
-from actors.submit import entrypoint, submit
-from service.cli import main
+from actors.driver import submit as submitting
+from actors.driver.authentication import refuse_open_ray
+from actors.driver.submit import entrypoint, submit
+from service.cli.parser import main
 from service.errors import RunFailed, UserError
-from service.phases import phase
+from service.observe.phases import phase
 
 
 class FakeClient:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engine import VllmEngine
+from actors.generator.engine import VllmEngine
 from service.config import Config, WeightsConfig
 from service.errors import RunFailed
-from service.rollout.answer import fault
 from service.rollout.engine import Generation, Sampling
+from service.rollout.validate_generation import fault
 from service.types import NO_VERSION, PolicyVersion
 
 pytestmark = pytest.mark.asyncio

@@ -11,8 +11,8 @@ import torch
 import xxhash
 from safetensors.torch import save, save_file
 
-from actors import weights_file
-from actors.weights_file import is_tied, opened, policy_elements, weights_in_memory
+from actors.weights import weights_file
+from actors.weights.weights_file import is_tied, opened, policy_elements, weights_in_memory
 from service.errors import WeightsGone
 
 EMBEDDING = torch.arange(12.0).view(4, 3)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from actors import work as work_module
-from actors.outbox import Unreachable
-from actors.work import Answer, IdleTime, WorkSource
+from actors.generator import claims as work_module
+from actors.generator.claims import Answer, IdleTime, WorkSource
+from actors.generator.outbox import Unreachable
 from service.errors import RunFailed, Starved
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.types import PolicyVersion, Refusal, RefusalReason

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from service.errors import RunFailed
-from service.handoff import wire
-from service.handoff.form import Forming
-from service.handoff.invariant import violations
-from service.handoff.score import ESTIMATORS
+from service.handoff.batches.form import Forming
+from service.handoff.batches.score import ESTIMATORS
+from service.handoff.ledger.invariant import violations
+from service.handoff.steps import wire
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.types import (
     Float64s,

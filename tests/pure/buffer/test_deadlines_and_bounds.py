@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from service.handoff.invariant import violations
-from service.handoff.lengths import Lengths, bucket, distance
+from service.handoff.ledger.invariant import violations
+from service.handoff.ledger.lengths import Lengths, bucket, distance
 from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.handoff.digest import digest
-from service.handoff.lifecycle import MESSAGES_REMEMBERED, Member
-from service.handoff.merge import merge
-from service.handoff.tables import row_objects
+from service.handoff.ledger.lifecycle import MESSAGES_REMEMBERED, Member
+from service.handoff.prefixes.digest import digest
+from service.handoff.prefixes.merge import merge
+from service.handoff.steps.tables import row_objects
 from service.handoff.verbs import Receipt
 from service.types import Extension, Int32s, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, config

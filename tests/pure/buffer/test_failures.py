@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from service.handoff.invariant import violations
+from service.handoff.ledger.invariant import violations
+from service.handoff.steps.stop_reason import FAILURES, StopReason
 from service.handoff.verbs import Assignment, Receipt
-from service.stops import FAILURES, StopReason
 from service.types import MiniBatch, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import World, config, step
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from service.errors import JournalError
-from service.handoff.disk import Buffer as Bytes
-from service.handoff.disk import File, LocalDisk, LocalFile
-from service.handoff.frames import ALIGNMENT
-from service.handoff.journal import Journal
+from service.handoff.journal.disk import Buffer as Bytes
+from service.handoff.journal.disk import File, LocalDisk, LocalFile
+from service.handoff.journal.frames import ALIGNMENT
+from service.handoff.journal.journal import Journal
 from service.simulate.disk import MemoryDisk, MemoryFile, Stored
 from tests.pure.buffer.world import TurnedClock
 

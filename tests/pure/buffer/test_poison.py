@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.handoff.lifecycle import GroupState
-from service.handoff.merge import merge
-from service.handoff.tables import ends_table, select_steps, steps_table
+from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.prefixes.merge import merge
+from service.handoff.steps.tables import ends_table, select_steps, steps_table
+from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Receipt
-from service.handoff.wire import encode
 from service.types import Ends, Refusal, Sender, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import World, config, step
 from tests.pure.handoff.worlds import shared

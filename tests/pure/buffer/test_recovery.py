@@ -8,11 +8,11 @@ import pytest
 
 from service.errors import JournalError, RunFailed
 from service.handoff.attempts import Attempts
-from service.handoff.disk import Buffer as Bytes
-from service.handoff.disk import LocalFile
-from service.handoff.invariant import violations
+from service.handoff.journal.disk import Buffer as Bytes
+from service.handoff.journal.disk import LocalFile
+from service.handoff.ledger.invariant import violations
+from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Receipt, Wait, WaitReason
-from service.handoff.wire import encode_mini_batch
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import World, config, step
 

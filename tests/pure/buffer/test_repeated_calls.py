@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.handoff import wire
-from service.handoff.lifecycle import CLAIMS_REMEMBERED, Member
-from service.handoff.tables import ends_table, steps_table
+from service.handoff.ledger.lifecycle import CLAIMS_REMEMBERED, Member
+from service.handoff.steps import wire
+from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.types import Refusal, RefusalReason, Sender, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, step

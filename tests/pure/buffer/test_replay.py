@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from service.cli import main
+from service.cli.parser import main
 from service.config import Config, resolved_yaml
 from service.errors import UserError
-from service.handoff.replay import replayed
-from service.handoff.wire import encode_mini_batch
+from service.handoff.journal.replay import replayed
+from service.handoff.steps.wire import encode_mini_batch
 from service.types import PolicyVersion
 from tests.pure.buffer.world import World, config
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from service.checkpoints import MANIFEST, Checkpoints, Manifest
 from service.errors import UserError
+from service.run.checkpoints import MANIFEST, Checkpoints, Manifest
 
 
 def written(checkpoints: Checkpoints, step: int) -> int:

@@ -11,12 +11,12 @@ from threading import Thread
 
 import pytest
 
-from service.cli import main, split_overrides
+from service.cli.parser import main, split_overrides
 from service.clock import SystemClock
 from service.config import load_config
-from service.hub import Hub
-from service.runfolder import RunFolder
-from service.status_view import road_lines, status_lines
+from service.observe.hub import Hub
+from service.observe.status_view import road_lines, status_lines
+from service.run.folder import RunFolder
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -260,7 +260,7 @@ def test_an_environment_beside_the_configuration_is_found(tmp_path: Path) -> Non
     words = ["config", "validate", "--config", str(Path(QUICKSTART).resolve()), "data.make_rows=null"]
     words += ["data.train=rows.jsonl", "env.trusted_modules=[my_envs]", "model.make=null"]
     # As the installed command: unlike `python -m`, it does not look into the working directory by itself.
-    command = [sys.executable, "-P", "-c", "import sys; from service.cli import main; sys.exit(main())", *words]
+    command = [sys.executable, "-P", "-c", "import sys; from service.cli.parser import main; sys.exit(main())", *words]
 
     def said(name: str) -> str:
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -277,7 +277,7 @@ def test_an_environment_beside_the_configuration_is_found(tmp_path: Path) -> Non
 
 def test_the_module_is_the_command_and_imports_neither_ray_nor_torch() -> None:
     code = (
-        "import sys; from service.cli import main; "
+        "import sys; from service.cli.parser import main; "
         f"main(['config', 'validate', '--config', '{QUICKSTART}']); "
         "sys.exit(sorted({'ray', 'torch', 'vllm', 'matplotlib'} & set(sys.modules)) or 0)"
     )
@@ -298,7 +298,7 @@ def test_the_module_is_the_command_and_imports_neither_ray_nor_torch() -> None:
 def test_commands_that_are_typed_often_load_only_what_they_need(argv: list[str], unneeded: str) -> None:
     code = (
         "import contextlib, sys\n"
-        "from service.cli import main\n"
+        "from service.cli.parser import main\n"
         "with contextlib.suppress(SystemExit):\n"
         f"    main({argv})\n"
         f"sys.exit(sorted(set({unneeded!r}.split(', ')) & set(sys.modules)) or 0)"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from service.checkpoints import Manifest
-from service.cli import main
+from service.cli.parser import main
 from service.config import load_config
 from service.errors import UserError
-from service.evaluated import evaluated
+from service.evaluation.target import evaluated
+from service.run.checkpoints import Manifest
 
 
 def run_folder(path: Path, final: bool) -> Path:

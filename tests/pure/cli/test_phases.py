@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.phases import phase, say
+from service.observe.phases import phase, say
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from actors import run as running
-from actors.interrupts import STOP_SIGNALS
+from actors.driver import run as running
+from actors.driver.signals import STOP_SIGNALS
 from service.config import Config, load_config
-from service.prepare import Prepared
+from service.run.prepare import Prepared
 from tests.waiting import until
 
 
@@ -49,7 +49,7 @@ def test_a_stop_signal_while_a_run_is_prepared_ends_it_in_order(
 
 STUCK = """
 import ctypes, os, signal, sys, threading
-from actors import interrupts
+from actors.driver import signals as interrupts
 
 interrupts.GRACE_SECONDS = {grace}
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))

@@ -102,7 +102,7 @@ def test_turns_may_be_as_long_as_the_model_reaches_unless_its_rope_stretches(mod
 def test_a_model_is_looked_into_without_torch(model: Path) -> None:
     words = ["config", "validate", "--config", QUICKSTART, "model.make=null", "model.warm_start=null"]
     code = (
-        f"import sys; from service.cli import main; code = main({[*words, f'model.path={model}']}); "
+        f"import sys; from service.cli.parser import main; code = main({[*words, f'model.path={model}']}); "
         "sys.exit(code or sorted({'ray', 'torch', 'vllm', 'transformers'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

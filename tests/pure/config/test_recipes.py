@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from service.cli import main
+from service.cli.parser import main
 from service.config import Config, load
 
 CONFIGS = Path(__file__).parents[3] / "configs"

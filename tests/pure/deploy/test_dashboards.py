@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from service.metrics_table import TABLE
-from service.panels import DASHBOARDS
+from scripts.panels import DASHBOARDS
+from service.observe.metrics_table import TABLE
 
 FOLDER = Path("deploy/grafana")
 FILES = sorted((FOLDER / "dashboards").glob("*.json"))

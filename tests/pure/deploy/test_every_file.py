@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 import yaml
 
+from scripts.docs import FILES
 from service.config import load_config
-from service.docs import FILES
 from service.errors import UserError
 from tests.pure.deploy.spoilt import mappings, misspelt
 from tests.pure.deploy.test_manifests import MADE

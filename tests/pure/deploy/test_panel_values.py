@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from service.panels import DASHBOARDS
-from service.panels.parts import last, mean, part, quantile, rate, share
+from scripts.panels import DASHBOARDS
+from scripts.panels.parts import last, mean, part, quantile, rate, share
 
 SERIES = {
     'work_total{instance="run",ident="a",kind="x"}': "0+30x10",

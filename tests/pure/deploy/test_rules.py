@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.metrics_table import TABLE
+from service.observe.metrics_table import TABLE
 
 FOLDER = Path("deploy/prometheus")
 RULES = [

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from service.errors import RunFailed
-from service.failures import FailureWatch
-from service.stops import StopReason
+from service.handoff.steps.stop_reason import StopReason
+from service.run.repeated_failures import FailureWatch
 
 
 def said(failure: str = "", **ended: int) -> dict[str, Any]:

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.handoff.digest import digest
-from service.handoff.earlier import Earlier
-from service.handoff.merge import merge
-from service.handoff.prefix import share_prefixes, whole_prompts
-from service.handoff.tables import row_objects, step_objects, steps_table, with_token_rewards
+from service.handoff.prefixes.digest import digest
+from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.prefix_index import Earlier
+from service.handoff.prefixes.references import share_prefixes, whole_prompts
+from service.handoff.steps.tables import row_objects, step_objects, steps_table, with_token_rewards
 from service.types import Extension, Row, Step, TrajectoryId
 from tests.pure.handoff.test_properties import DRIFTS, MODES, SLOW_MACHINE, TOKENS
 from tests.pure.handoff.worlds import step

@@ -6,13 +6,13 @@ import pytest
 from service.config.learn import AlgorithmConfig
 from service.config.tree import BufferConfig, Config
 from service.handoff import merge_steps, mini_batch_boundaries
-from service.handoff.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch
-from service.handoff.events import Filtered
-from service.handoff.filters import filtered
-from service.handoff.pack import Layout, place
-from service.handoff.tables import ends_table, steps_table
-from service.handoff.versions import VersionHistory
-from service.handoff.wire import decode_mini_batch, encode_mini_batch
+from service.handoff.batches.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch
+from service.handoff.batches.filters import filtered
+from service.handoff.batches.pack import Layout, place
+from service.handoff.ledger.events import Filtered
+from service.handoff.ledger.versions import VersionHistory
+from service.handoff.steps.tables import ends_table, steps_table
+from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, step
 

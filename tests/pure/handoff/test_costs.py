@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.handoff.digest import digest
-from service.handoff.merge import merge
-from service.handoff.pack import Layout, place
-from service.handoff.tables import ends_table, steps_table
-from service.handoff.validate import trajectory_refusal
+from service.handoff.batches.pack import Layout, place
+from service.handoff.prefixes.digest import digest
+from service.handoff.prefixes.merge import merge
+from service.handoff.steps.tables import ends_table, steps_table
+from service.handoff.steps.validate import trajectory_refusal
 from service.types import Extension, Int32s, Step, Steps
 from tests.pure.handoff.worlds import end, step
 

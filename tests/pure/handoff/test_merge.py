@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from service.handoff import merge_steps
-from service.handoff.merge import merge
-from service.handoff.prefix import PrefixError, share_prefixes, whole_prompts
-from service.handoff.tables import row_objects, select_steps, step_objects, steps_table
+from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.references import PrefixError, share_prefixes, whole_prompts
+from service.handoff.steps.tables import row_objects, select_steps, step_objects, steps_table
 from service.types import NO_VERSION, ROUTE_NATIVELY, Extension, Row, TrajectoryId
 from tests.pure.handoff.worlds import episode, ids, shared, step
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from service.handoff.digest import digest
-from service.handoff.tables import ends_table, select_steps, step_group, steps_table
-from service.handoff.validate import Routing, refusal, trajectory_refusal
-from service.handoff.wire import PREFIX, decode, encode
+from service.handoff.prefixes.digest import digest
+from service.handoff.steps.tables import ends_table, select_steps, step_group, steps_table
+from service.handoff.steps.validate import Routing, refusal, trajectory_refusal
+from service.handoff.steps.wire import PREFIX, decode, encode
 from service.types import (
     Extension,
     Refusal,

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.handoff import advantages, merge_steps, mini_batch_boundaries
-from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
-from service.handoff.merge import merge
-from service.handoff.pack import partition, place
-from service.handoff.prefix import share_prefixes, whole_prompts
-from service.handoff.tables import (
+from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.batches.pack import partition, place
+from service.handoff.ledger.versions import VersionHistory
+from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.references import share_prefixes, whole_prompts
+from service.handoff.steps.tables import (
     concat_steps,
     ends_table,
     row_objects,
@@ -24,9 +25,8 @@ from service.handoff.tables import (
     steps_table,
     with_token_rewards,
 )
-from service.handoff.validate import refusal
-from service.handoff.versions import VersionHistory
-from service.handoff.wire import decode, encode
+from service.handoff.steps.validate import refusal
+from service.handoff.steps.wire import decode, encode
 from service.types import Row, Step, StepGroup, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, step
 

@@ -9,8 +9,8 @@ import pytest
 
 from service.errors import UserError
 from service.handoff import advantages
-from service.handoff.score import ESTIMATORS, NotScored, estimator, returns
-from service.handoff.tables import ends_table, steps_table
+from service.handoff.batches.score import ESTIMATORS, NotScored, estimator, returns
+from service.handoff.steps.tables import ends_table, steps_table
 from service.types import Float64s, Int64s, TrajectoryId
 from tests.pure.handoff.worlds import end, step
 
@@ -75,7 +75,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """A module of the user's that registers estimators."""
     (tmp_path / "my_estimators.py").write_text(
         "import numpy as np\n"
-        "from service.handoff.score import estimator\n"
+        "from service.handoff.batches.score import estimator\n"
         "@estimator('mine')\n"
         "def mine(returns_G, group_G):\n"
         "    return returns_G - returns_G.max()\n"

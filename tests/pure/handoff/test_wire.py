@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from service.handoff.tables import end_objects, step_group
-from service.handoff.validate import refusal, trajectory_refusal
-from service.handoff.wire import MAX_HEADER_BYTES, PREFIX, decode, encode
+from service.handoff.steps.tables import end_objects, step_group
+from service.handoff.steps.validate import refusal, trajectory_refusal
+from service.handoff.steps.wire import MAX_HEADER_BYTES, PREFIX, decode, encode
 from service.types import Refusal, RefusalReason, StepGroup, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, shared
 

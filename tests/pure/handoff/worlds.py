@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from service.handoff.digest import digest
-from service.handoff.validate import Limits
+from service.handoff.prefixes.digest import digest
+from service.handoff.steps.validate import Limits
 from service.types import Extension, Int32s, Sender, Step, TrajectoryEnd, TrajectoryId
 
 SENDER = Sender("generator-0", 1, 0)

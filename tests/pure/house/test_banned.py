@@ -10,9 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CODE = sorted(
-    path for folder in ("service", "actors", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("service", "actors", "examples", "scripts", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
 )
-PRODUCT = [path for path in CODE if path.relative_to(ROOT).parts[0] in ("service", "actors")]
+PRODUCT = [path for path in CODE if path.relative_to(ROOT).parts[0] in ("service", "actors", "examples")]
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 BUILT_IN = {"eval", "exec"}
 QUALIFIED = {"yaml.load", "torch.load", "os.system", "os.popen"}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from service.handoff.lifecycle import Fate, GroupState
+from service.handoff.ledger.lifecycle import Fate, GroupState
+from service.handoff.steps.wire import ALIGNMENT, MAGIC, MINI_BATCH, PREFIX, STEP_GROUP, VERSION
 from service.handoff.verbs import WaitReason
-from service.handoff.wire import ALIGNMENT, MAGIC, MINI_BATCH, PREFIX, STEP_GROUP, VERSION
-from service.status import SCHEMA
+from service.observe.status import SCHEMA
 from service.types import RefusalReason, Step, TrajectoryEnd
 
 FORMATS = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
@@ -35,8 +35,8 @@ def test_the_layout_of_a_message_is_the_documented_one() -> None:
 
 
 def test_every_file_of_the_run_folder_is_explained() -> None:
-    import service.runfolder
+    import service.run.folder
 
-    named = re.findall(r"^([\w.]+/?) {2,}\S", service.runfolder.__doc__ or "", re.MULTILINE)
+    named = re.findall(r"^([\w.]+/?) {2,}\S", service.run.folder.__doc__ or "", re.MULTILINE)
     assert len(named) >= 7
     assert [name for name in named if f"`{name}`" not in FORMATS] == []

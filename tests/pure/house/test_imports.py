@@ -8,10 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PLAIN = sorted((ROOT / "service").rglob("*.py"))
-SHELLS = sorted((ROOT / "actors").rglob("*.py"))
+SHELLS = sorted(path for folder in ("actors", "examples") for path in (ROOT / folder).rglob("*.py"))
 KEPT_OUT = ("ray", "vllm", "actors")
 ALLOWED = {
-    ("service/commands.py", "in_ray", "actors.commands"),
+    ("service/cli/commands.py", "in_ray", "actors.driver.commands"),
 }
 """The one lazy import of the entry point: the commands that need Ray."""
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.cli import main
+from service.cli.parser import main
 from service.config import load
 from service.config.checks import problems
-from service.rollout.dataset import load_tasks
-from service.rollout.environments import environment
+from service.rollout.environments.registry import environment
+from service.rollout.prompts.dataset import load_tasks
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"

@@ -13,7 +13,7 @@ import torch
 
 from service.config.learn import AlgorithmConfig, TrainerConfig
 from service.config.tree import Config, MakeModelConfig, ModelConfig
-from service.learn.make import make_model
+from service.learn.model.tiny_model import make_model
 from service.types import MicroBatch, MiniBatch
 
 VOCABULARY = 37

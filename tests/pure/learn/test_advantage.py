@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from service.learn.advantage import token_advantages, whitening
-from service.learn.place import Placing, place
+from service.learn.device_batch import Placing, place
+from service.learn.losses.advantage import token_advantages, whitening
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, split_row
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from service.config.tree import Config
 from service.errors import UserError
 from service.learn.learner import Learner
-from service.learn.make import make_model
+from service.learn.model.tiny_model import make_model
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, SHAPE, VOCABULARY, MadeRow, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks

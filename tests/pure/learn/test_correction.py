@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from service.config.learn import CorrectionConfig
-from service.learn.correction import Correction, correct, over_trajectory, trajectory_ratios
+from service.learn.losses.correction import Correction, correct, over_trajectory, trajectory_ratios
 
 RATIO_M = np.array([0.5, 1.0, 3.0, 1.0, 1.2, 0.1])
 TRAJECTORY_M = torch.tensor([0, 0, 0, 1, 1, 2])

@@ -23,10 +23,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from service.learn.experts import routing_of_model
+from service.learn.device_batch import Placing, place
 from service.learn.learner import Learner
-from service.learn.model import read_config
-from service.learn.place import Placing, place
+from service.learn.model.experts import routing_of_model
+from service.learn.model.model import read_config
 from service.types import MicroBatch
 from tests.pure.learn.builders import CPU, VOCABULARY, made_rows, micro_batch, mini_batch, settings
 from tests.pure.learn.ranks import Ranks

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from service.errors import UserError
-from service.learn import attention
-from service.learn.attention import Packing
+from service.learn.device_batch import Placing, place
 from service.learn.learner import Learner
-from service.learn.logprob import token_logprobs
-from service.learn.place import Placing, place
+from service.learn.model import attention
+from service.learn.model.attention import Packing
+from service.learn.model.logprob import token_logprobs
 from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_batch, settings
 
 

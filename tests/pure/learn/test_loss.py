@@ -15,10 +15,10 @@ import torch
 from service.config.checks import LOSSES
 from service.config.learn import AlgorithmConfig
 from service.errors import ConfigError
+from service.learn.device_batch import Placing, place
 from service.learn.learner import Learner
-from service.learn.loss import _LOSSES, PolicyLoss, Terms, Tokens, checked, kl_term, loss_named
-from service.learn.objective import Known, Objective, Output
-from service.learn.place import Placing, place
+from service.learn.losses.loss import _LOSSES, PolicyLoss, Terms, Tokens, checked, kl_term, loss_named
+from service.learn.losses.objective import Known, Objective, Output
 from service.learn.sums import Sums
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, settings
@@ -135,7 +135,9 @@ def test_gspo_has_the_gradient_of_the_trajectory_ratio() -> None:
 
 
 def test_the_losses_that_may_stand_in_a_configuration_are_those_that_are_registered() -> None:
-    assert set(LOSSES) == {name for name, loss in _LOSSES.items() if loss.function.__module__ == "service.learn.loss"}
+    assert set(LOSSES) == {
+        name for name, loss in _LOSSES.items() if loss.function.__module__ == "service.learn.losses.loss"
+    }
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_a_ratio_far_out_stays_finite() -> None:
 
 def test_a_loss_of_ones_own_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_losses.py").write_text(
-        "from service.learn.loss import Terms, policy_loss\n"
+        "from service.learn.losses.loss import Terms, policy_loss\n"
         "@policy_loss('twice')\n"
         "def twice(tokens, settings):\n"
         "    return Terms(-2 * tokens.advantage_M * tokens.logprob_M, tokens.advantage_M > 1e9)\n"
@@ -200,6 +202,6 @@ def test_a_loss_of_the_wrong_shape_is_named_and_never_broadcast(returned: Callab
 
 def test_the_learner_checks_what_a_loss_returns(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mean = PolicyLoss(lambda tokens, _: Terms(-tokens.logprob_M.mean(), tokens.advantage_M > 0), False)
-    monkeypatch.setattr("service.learn.objective.loss_named", lambda setting: mean)
+    monkeypatch.setattr("service.learn.losses.objective.loss_named", lambda setting: mean)
     with pytest.raises(ConfigError, match=r"algorithm\.loss: 'ppo_clip' must return loss_M"):
         Learner(settings(), model_folder, CPU, 0, 1).step(mini_batch([[made_rows(4, seed=33)]], trajectories=4))

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from service.errors import UserError
-from service.learn.files import check_weights
+from service.learn.device_batch import Placing, place
 from service.learn.learner import Learner
-from service.learn.model import read_config, weight_shapes
-from service.learn.place import Placing, place
+from service.learn.model.hf_checkpoint import check_weights
+from service.learn.model.model import read_config, weight_shapes
 from tests.pure.learn.builders import CPU, made_rows, micro_batch, settings, small_model
 from tests.pure.learn.test_families import FAMILIES
 

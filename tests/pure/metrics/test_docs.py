@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from scripts.docs import FILES, configuration_page, metrics_page
 from service.config.load import key_paths, section_of
 from service.config.tree import Config
-from service.docs import FILES, configuration_page, metrics_page
-from service.metrics_table import TABLE
+from service.observe.metrics_table import TABLE
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_made_from_the_code_is_current(name: str) -> None:
-    assert Path(name).read_text() == FILES[name](), "run python -m service.docs"
+    assert Path(name).read_text() == FILES[name](), "run python -m scripts.docs"
 
 
 def test_every_metric_and_every_setting_is_on_its_page() -> None:

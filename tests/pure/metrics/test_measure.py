@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.reporting import Reporter
+from actors.observe.reporting import Reporter
 from service.config import Config
-from service.measure import (
+from service.observe.measure import (
     LeasedBatches,
     measure_buffer,
     measure_ended,
@@ -20,7 +20,7 @@ from service.measure import (
     measure_state,
     measure_step,
 )
-from service.metrics import MAX_SERIES, Boundaries, Metrics
+from service.observe.metrics import MAX_SERIES, Boundaries, Metrics
 from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd, TrajectoryId
 
 

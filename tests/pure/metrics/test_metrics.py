@@ -7,9 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.config import Config, load_config
-from service.hub import Hub
-from service.metrics import Boundaries, Metrics, long_batch_tokens
-from service.metrics_table import TABLE
+from service.observe.hub import Hub
+from service.observe.metrics import Boundaries, Metrics, long_batch_tokens
+from service.observe.metrics_table import TABLE
 
 BOUNDARIES = Boundaries.of(Config())
 

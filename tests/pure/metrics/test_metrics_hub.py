@@ -6,11 +6,11 @@ import urllib.request
 
 import pytest
 
-from actors.metrics_hub import MetricsHub, with_port
+from actors.observe.metrics_hub import MetricsHub, with_port
 from service.config import Config, load_config
 from service.errors import UserError
-from service.metrics import Boundaries, Metrics
-from service.status import fetch_status
+from service.observe.metrics import Boundaries, Metrics
+from service.observe.status import fetch_status
 
 
 def hub_on(port: int) -> MetricsHub:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.run import run
+from actors.driver.run import run
 from service.config import Config, load_config
 from service.errors import UserError
-from service.prepare import prepare
+from service.run.prepare import prepare
 
 QUICKSTART = "configs/quickstart.yaml"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples import lookup
 from service.rollout.agent import AgentLimits, Observed, run_trajectory
-from service.rollout.chat import Chat
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Environment, Message, StepResult, Task
-from service.rollout.environments import lookup
-from service.rollout.tokenizer import load_tokenizer, make_tokenizer
 from service.types import Int32s, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 VERSION = PolicyVersion(1, 5).pack()

@@ -11,10 +11,10 @@ import pytest
 
 from service.config.rollout import DataConfig, EnvConfig
 from service.errors import UserError
-from service.rollout.dataset import load_tasks
 from service.rollout.environment import Task
-from service.rollout.environments import environment, made
-from service.rollout.mixture import eval_files, train_file
+from service.rollout.environments.registry import environment, made
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.retrieval.server import application
 from tests.pure.rollout.test_retrieval import retriever, served
 

@@ -8,16 +8,16 @@ import itertools
 import numpy as np
 import pytest
 
+from examples import lookup
+from examples.lookup import Lookup
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config
-from service.handoff.digest import digest
+from service.handoff.prefixes.digest import digest
 from service.rollout.agent import AgentLimits
-from service.rollout.chat import Chat
-from service.rollout.conversation import Mode
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
-from service.rollout.environments import lookup
-from service.rollout.environments.lookup import Lookup
 from service.types import NO_VERSION, ROUTE_NATIVELY
 from tests.pure.rollout.conftest import (
     QUESTION,

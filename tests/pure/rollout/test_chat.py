@@ -17,11 +17,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from examples import lookup
 from service.errors import UserError
-from service.rollout.chat import Chat, MessagesRefused
+from service.rollout.chat.chat import Chat, MessagesRefused
+from service.rollout.chat.tokenizer import END, load_tokenizer, make_tokenizer
 from service.rollout.environment import Message
-from service.rollout.environments import lookup
-from service.rollout.tokenizer import END, load_tokenizer, make_tokenizer
 from service.types import Int32s
 
 ASK = [Message(role="user", content="what is the age of fox ?")]

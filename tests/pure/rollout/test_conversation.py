@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples import lookup
 from service.config.rollout import GeneratorConfig
 from service.rollout.agent import Observed
-from service.rollout.chat import Chat, load_chat
+from service.rollout.chat.chat import Chat, load_chat
+from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Message, StepResult
-from service.rollout.environments import lookup
-from service.rollout.tokenizer import load_tokenizer, make_tokenizer
 from tests.pure.rollout.conftest import (
     QUESTION,
     ScriptedEngine,

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples import lookup
 from service.errors import UserError
-from service.rollout.dataset import load_tasks, write_rows
-from service.rollout.environments import lookup
+from service.rollout.prompts.dataset import load_tasks, write_rows
 
 PROMPT = [{"role": "user", "content": "6 times 7?"}]
 

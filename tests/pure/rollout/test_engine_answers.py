@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from service.errors import RunFailed
-from service.failures import FailureWatch
+from service.handoff.steps.stop_reason import StopReason
 from service.rollout.agent import Observed
-from service.rollout.chat import Chat
-from service.rollout.conversation import Mode
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation
-from service.stops import StopReason
+from service.run.repeated_failures import FailureWatch
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, generated, play, told
 
 THREE = generated([5, 6, 7])

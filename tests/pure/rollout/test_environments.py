@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from examples.lookup import Lookup
 from service.config.rollout import EnvConfig
 from service.errors import UserError
-from service.rollout import environments
 from service.rollout.environment import Task
-from service.rollout.environments import environment
-from service.rollout.environments.lookup import Lookup
-from service.rollout.factory import Environments, check_environments
+from service.rollout.environments import registry as environments
+from service.rollout.environments.factory import Environments, check_environments
+from service.rollout.environments.registry import environment
 from service.rollout.isolation import IsolatedEnvironment
 from tests.pure.rollout.misbehaving import Echo
 

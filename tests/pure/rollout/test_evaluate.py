@@ -8,11 +8,11 @@ from itertools import combinations
 
 import pytest
 
+from examples.lookup import Lookup
+from service.evaluation.sets import Part, Played, pass_at, play_all, summary, table
 from service.rollout.agent import run_trajectory
-from service.rollout.chat import Chat
+from service.rollout.chat.chat import Chat
 from service.rollout.environment import Task
-from service.rollout.environments.lookup import Lookup
-from service.rollout.evaluate import Part, Played, pass_at, play_all, summary, table
 from service.types import Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import ScriptedEngine, limits
 from tests.pure.rollout.test_agent import lookup_task, optimal

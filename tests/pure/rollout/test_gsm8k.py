@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from examples import gsm8k
+from examples.gsm8k import Gsm8k
 from service.rollout.environment import Task
-from service.rollout.environments import gsm8k
-from service.rollout.environments.gsm8k import Gsm8k
 
 
 async def reward(text: str, truth: str = "1234", method: str = "strict") -> float:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from service.rollout.agent import Observed
-from service.rollout.chat import Chat
+from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
 from service.rollout.isolation import EnvironmentDied, IsolatedEnvironment, Processes, task_as_json
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play

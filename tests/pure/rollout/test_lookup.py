@@ -7,12 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from examples import lookup
+from examples.lookup import Lookup
 from service.errors import UserError
-from service.rollout.chat import Chat
+from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
-from service.rollout.environments import environment, lookup, made
-from service.rollout.environments.lookup import Lookup
-from service.rollout.warm_start import demonstration_rows
+from service.rollout.environments.registry import environment, made
+from service.rollout.prompts.warm_start import demonstration_rows
 
 
 def task(seed: int) -> Task:

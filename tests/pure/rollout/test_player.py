@@ -14,16 +14,16 @@ import numpy as np
 import psutil
 import pytest
 
+from examples import lookup
 from service.config import Config
 from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
 from service.config.tree import RunConfig
-from service.rollout.chat import Chat
-from service.rollout.dataset import write_rows
+from service.evaluation.sets import Part, summary
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Message, StepResult, Task
-from service.rollout.environments import lookup
-from service.rollout.evaluate import Part, summary
 from service.rollout.player import Player
-from service.rollout.tokenizer import load_tokenizer, make_tokenizer
+from service.rollout.prompts.dataset import write_rows
 from service.types import Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import ScriptedEngine
 

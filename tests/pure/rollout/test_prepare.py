@@ -8,8 +8,8 @@ import pytest
 
 from service.config import Config, load
 from service.errors import UserError
-from service.prepare import demonstrations, prepare
-from service.rollout.dataset import write_rows
+from service.rollout.prompts.dataset import write_rows
+from service.run.prepare import demonstrations, prepare
 
 TINY = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

@@ -13,15 +13,16 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
+from examples import data
+from examples import synthetic_search as made_search
+from examples.search_r1 import SearchR1, normal
 from service.errors import UserError
-from service.rollout import data
+from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
-from service.rollout.environments import made, made_search
-from service.rollout.environments.search_r1 import SearchR1, normal
+from service.rollout.environments.registry import made
 from service.rollout.retrieval.dense import DenseEncoder
 from service.rollout.retrieval.index import NumpyIndex, Passage, Retriever, WordEncoder, flat_index, load_corpus
 from service.rollout.retrieval.server import application
-from service.rollout.tokenizer import make_tokenizer
 from tests.pure.rollout.test_retrieval import TEXTS, retriever, served
 
 

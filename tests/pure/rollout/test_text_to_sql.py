@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.rollout import data
+from examples import data
+from examples import synthetic_sql as made_sql
+from examples.sqlite_query import QueryFailed, Reader
+from examples.text_to_sql import TextToSql, database_file
 from service.rollout.environment import StepResult, Task
-from service.rollout.environments import made_sql
-from service.rollout.environments.text_to_sql import TextToSql, database_file
-from service.rollout.sqlite_query import QueryFailed, Reader
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import copy
 import math
 from typing import Any
 
-from service.rollout.told import MOST_NAMES, Means, Told
+from service.rollout.environments.env_metrics import MOST_NAMES, Means, Told
 
 
 def status(told: Told, name: str = "generator-0", pid: int = 1) -> dict[str, Any]:

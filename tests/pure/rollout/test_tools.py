@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from service.rollout import data
+from examples import data
+from examples.search_r1 import SearchR1
+from service.rollout.chat.tools import BadCall, ToolCall, answer, tool_calls
 from service.rollout.environment import Task
-from service.rollout.environments.search_r1 import SearchR1
-from service.rollout.tools import BadCall, ToolCall, answer, tool_calls
 
 
 def written(call: object) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from service.folders import earlier_of, replaced, restore
+from service.files import earlier_of, replaced, restore
 
 DIES = """
 import os, sys
 from pathlib import Path
-from service.folders import replaced
+from service.files import replaced
 rename = os.replace
 def renamed(source, target):
     rename(source, target)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from service import progress
 from service.config import load_config
-from service.progress import QUIET_SECONDS, Progress
-from service.runfolder import RunFolder, read_lines
+from service.observe import progress
+from service.observe.progress import QUIET_SECONDS, Progress
+from service.run.folder import RunFolder, read_lines
 from service.types import PolicyVersion
 
 BUFFER: dict[str, Any] = {"tokens": {"trained": 5}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": {}}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from service import runfolder
 from service.config import Config, load_config
 from service.errors import UserError
-from service.plot import smooth
-from service.runfolder import RunFolder, new_run_folder, read_lines
+from service.observe.plot import smooth
+from service.run import folder as runfolder
+from service.run.folder import RunFolder, new_run_folder, read_lines
 
 
 def step(number: int, **more: float) -> dict[str, float]:

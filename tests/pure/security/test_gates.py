@@ -14,23 +14,23 @@ import pytest
 import yaml
 
 from actors import RAY_ENV
-from actors import evaluate as evaluating
-from actors import run as running
-from actors.authentication import keep_token_private, refuse_open_ray
-from actors.engine_arguments import engine_arguments, engine_env
-from actors.weights_file import weights_in_memory
-from service.cli import main
+from actors.driver import run as running
+from actors.driver.authentication import keep_token_private, refuse_open_ray
+from actors.evaluation import command as evaluating
+from actors.generator.engine_arguments import engine_arguments, engine_env
+from actors.weights.weights_file import weights_in_memory
+from service.cli.parser import main
 from service.clock import SystemClock
 from service.config import Config, load_config
 from service.errors import UserError
-from service.handoff.disk import LocalDisk
-from service.hub import MAX_SNAPSHOT_BYTES, MAX_SOURCES, Hub
-from service.learn.files import INDEX, check_weights
-from service.learn.make import make_model
-from service.learn.model import read_config
-from service.metrics import MAX_SERIES, Boundaries, Metrics
-from service.metrics_table import TABLE
-from service.trajectory_views import tokens_of
+from service.handoff.journal.disk import LocalDisk
+from service.learn.model.hf_checkpoint import INDEX, check_weights
+from service.learn.model.model import read_config
+from service.learn.model.tiny_model import make_model
+from service.observe.hub import MAX_SNAPSHOT_BYTES, MAX_SOURCES, Hub
+from service.observe.metrics import MAX_SERIES, Boundaries, Metrics
+from service.observe.metrics_table import TABLE
+from service.observe.trajectory_views import tokens_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -112,7 +112,7 @@ def test_s3_no_token_is_made_up_for_a_cluster_that_has_its_own(tmp_path: Path) -
 
 def test_s3_runs_that_start_at_once_share_one_token(tmp_path: Path) -> None:
     # Processes of their own, for one that is forked from a process with threads may hang.
-    code = "import sys; from pathlib import Path; from actors.authentication import keep_token_private as keep; "
+    code = "import sys; from pathlib import Path; from actors.driver.authentication import keep_token_private as keep; "
     command = [sys.executable, "-c", code + "keep({}, Path(sys.argv[1]))", str(tmp_path)]
     starting = [subprocess.Popen(command, cwd=ROOT) for _ in range(8)]
     assert [process.wait(240) for process in starting] == [0] * 8

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from service.config import Config
-from service.runfolder import RunFolder
-from service.trajectories import LostTrajectories
-from service.trajectory_views import UNUSED, html_page, print_list, print_record, tokens_of
+from service.observe.trajectories import LostTrajectories
+from service.observe.trajectory_views import UNUSED, html_page, print_list, print_record, tokens_of
+from service.run.folder import RunFolder
 from service.types import TrajectoryId
 from tests.pure.buffer.world import World, config, step
 

@@ -9,16 +9,33 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from service.cli import main
+from service.cli.parser import main
 from service.config import Config, load_config
 from service.errors import UserError
-from service.handoff.batch import BatchSettings, CompleteGroup, form_mini_batch
-from service.handoff.tables import ends_table, steps_table
-from service.handoff.versions import VersionHistory
-from service.rollout.tokenizer import make_tokenizer
-from service.runfolder import RunFolder
-from service.trajectories import find_record, find_run, how_they_ended, load_records, trained, trajectory_records
-from service.trajectory_views import LOSS, MASKED, PROMPT, STALE, html_page, pieces, print_list, print_record, tokens_of
+from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.ledger.versions import VersionHistory
+from service.handoff.steps.tables import ends_table, steps_table
+from service.observe.trajectories import (
+    find_record,
+    find_run,
+    how_they_ended,
+    load_records,
+    trained,
+    trajectory_records,
+)
+from service.observe.trajectory_views import (
+    LOSS,
+    MASKED,
+    PROMPT,
+    STALE,
+    html_page,
+    pieces,
+    print_list,
+    print_record,
+    tokens_of,
+)
+from service.rollout.chat.tokenizer import make_tokenizer
+from service.run.folder import RunFolder
 from service.types import NO_VERSION, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 

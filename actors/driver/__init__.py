@@ -1,0 +1,1 @@
+"""The driver: starts Ray, places the actors, runs the training loop."""

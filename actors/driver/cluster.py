@@ -1,0 +1,174 @@
+"""Where the run lives: Ray itself, and the run's actors placed on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.buffer.actor import BufferActor
+from actors.calls import in_a_line
+from actors.driver.placement import beside_rank, cpus_each, place_ranks, rank_options
+from actors.driver.signals import STOP_SIGNALS, heard_at_once
+from actors.driver.watchdog import MARK, start_guardian
+from actors.generator.actor import Generator
+from actors.generator.engine import engine_env
+from actors.generator.engine_arguments import SCRATCH
+from actors.generator.retrieval import with_retrieval
+from actors.observe.metrics_hub import MetricsHub, with_port
+from actors.trainer.actor import TrainerGroup, TrainerRank
+from service.config import Config
+from service.errors import RunFailed, UserError
+from service.run.prepare import Prepared
+
+CONNECT_SECONDS = 10.0
+"""Seconds within which the head of a cluster takes a connection."""
+
+HUB = "metrics-hub"
+BUFFER = "buffer"
+
+
+@contextmanager
+def ray_session(config: Config, mark: str, logs: Path, stopped: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Connect to the cluster that RAY_ADDRESS names, or start a Ray of the run's own and end it afterwards.
+
+    Whatever the run starts carries `mark` in its environment, and ends with this process however that ends. `stopped`
+    is called before a stop signal ends a process that is stuck in Ray's start.
+    """
+    os.environ[MARK] = mark
+
+    def end(number: int) -> None:
+        stopped()
+        os._exit(128 + number)
+
+    try:
+        with heard_at_once(STOP_SIGNALS, end):
+            _connect(config, mark, logs)
+    except Exception as error:
+        # Ray raises a bare Exception where its node is not up in time, as on a busy machine.
+        if not isinstance(error, RuntimeError | ConnectionError) and type(error) is not Exception:
+            raise
+        (logs / "failure.txt").write_text(str(error))
+        raise RunFailed(f"Ray did not start: {in_a_line(error)} (all of it: {logs / 'failure.txt'})") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: Config, mark: str, logs: Path) -> None:
+    runtime_env = {"env_vars": {MARK: mark}}
+    namespace = f"baton-{config.run.name}-{mark}"
+    if address := os.environ.get("RAY_ADDRESS"):
+        _refuse_nobody(address)
+        os.environ.pop(SCRATCH, None)
+        start_guardian(mark)
+        ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False, logging_level="error")
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="baton-"))
+        os.environ[SCRATCH] = str(folder)
+        start_guardian(mark, folder, logs)
+        ray.init(
+            address="local",
+            namespace=namespace,
+            num_cpus=max(os.cpu_count() or 1, needed_cpus(config)),
+            include_dashboard=False,
+            runtime_env=runtime_env,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=str(folder),
+        )
+
+
+def _refuse_nobody(address: str) -> None:
+    """Raises `UserError` where nobody listens at host:port; Ray itself would try for ever, and heed no signal."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one, or unset RAY_ADDRESS"
+        ) from error
+
+
+def needed_cpus(config: Config) -> int:
+    """Ray CPUs that the run's actors take together."""
+    return config.trainer.ranks + config.generator.engines + (config.env.retrieval is not None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The run's actors."""
+
+    hub: Any
+    buffer: Any
+    generators: tuple[Any, ...]
+    trainer: TrainerGroup
+    retrieval: Any | None = None
+    """Held, for an actor ends with its last handle."""
+
+
+def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
+    """Create every actor of the run; they load models and join each other when they are told to start."""
+    gpus = gpus_each()
+    if config.weights.transport != "memory" and not gpus:
+        how = f"weights.transport: {config.weights.transport}"
+        raise UserError(f"{how} hands weights from GPU to GPU, and Ray sees none; use memory")
+    room = place_ranks(config, gpus)
+    config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
+    config_json = config.model_dump_json()
+    # Prometheus looks for the hub where the driver runs, also after a restart.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    hub = (
+        ray.remote(MetricsHub)
+        .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
+        .remote(with_port(config).model_dump_json())
+    )
+    buffer = (
+        ray.remote(BufferActor)
+        .options(name=BUFFER, num_cpus=0, max_concurrency=1000, max_restarts=-1, max_task_retries=-1)
+        .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing)
+    )
+    generators = tuple(
+        ray.remote(Generator)
+        .options(name=f"generator-{i}", max_restarts=-1, **engine_options(config, gpus) | beside_rank(config, room, i))
+        .remote(f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), BUFFER, HUB)
+        for i in range(config.generator.engines)
+    )
+    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), retrieval)
+
+
+def gpus_each() -> int:
+    """GPUs of a trainer rank, and of an engine for each rank of its tensor parallelism: 1 where the cluster has any."""
+    return 1 if ray.cluster_resources().get("GPU", 0) else 0
+
+
+def engine_options(config: Config, gpus: int) -> dict[str, Any]:
+    """Options of an actor that holds an engine."""
+    return {
+        "num_cpus": cpus_each(gpus),
+        "num_gpus": gpus * config.generator.tensor_parallel_size,
+        "max_concurrency": 1000,
+        "runtime_env": {"env_vars": engine_env(config)},
+    }
+
+
+def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:
+    """Create the trainer's ranks; where there is a metrics hub, they report to it."""
+    config_json = config.model_dump_json()
+    ranks = [
+        ray.remote(TrainerRank).options(**rank_options(config, gpus, room, rank)).remote(config_json, rank, hub)
+        for rank in range(config.trainer.ranks)
+    ]
+    return TrainerGroup(config, ranks)

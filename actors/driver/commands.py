@@ -1,0 +1,76 @@
+"""What the commands of `baton` do that need Ray, which takes seconds to import: first what may be wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from service.errors import UserError
+from service.observe.phases import phase, say
+
+SHORT_SECONDS = 1.0
+"""A configuration is read within this time, unless the machine is busy; one that is wrong is one line then."""
+LOADING = "loading Ray, PyTorch and vLLM"
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run a training."""
+    resume: Path | None = arguments.resume
+    if resume is not None:
+        if not (resume / "config.yaml").is_file():
+            raise UserError(f"--resume {resume}: not a run folder (it has no config.yaml)")
+        arguments.config.insert(0, resume / "config.yaml")
+    with phase("reading the configuration", after=SHORT_SECONDS):
+        from service.cli.configuration import checked_config
+        from service.config import check_paths
+
+        config = checked_config(arguments, overrides)
+        check_paths(config)
+    with phase(LOADING):
+        from actors.driver.run import run
+
+    return run(config, None if resume is None else resume.resolve())
+
+
+def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Evaluate a model, a run or a checkpoint."""
+    from service.evaluation.target import check_output, evaluated, write_output
+
+    if arguments.output is not None:
+        check_output(arguments.output)
+    chosen = evaluated(arguments.path)
+    arguments.config = [*chosen.settings, *arguments.config]
+    with phase("reading the configuration", after=SHORT_SECONDS):
+        from service.cli.configuration import checked_config
+
+        config = checked_config(arguments, overrides)
+    if not config.data.eval and config.data.eval_make_rows is None:
+        raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
+    with phase(LOADING):
+        from actors.evaluation.command import evaluate
+        from service.evaluation.sets import table
+
+    found = evaluate(config, chosen, say)
+    print(table(found.sets))
+    if arguments.output is not None:
+        sets = [evaluation.record() for evaluation in found.sets]
+        result = {"path": str(arguments.path), "weights": str(found.weights), "sets": sets}
+        write_output(arguments.output, json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run a training as a job."""
+    from service.cli.configuration import checked_config
+
+    config = checked_config(arguments, overrides)
+    # Ray reads it when it is imported, and would otherwise come without its token.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from actors.driver.submit import submit_run
+
+    return submit_run(config, arguments.config, overrides, arguments.address, not arguments.no_follow)
+
+
+COMMANDS = {"run": run, "eval": evaluate, "submit": submit}

@@ -1,0 +1,320 @@
+"""The driver's loop: lease -> step -> commit -> publish, while the generators go on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import ray.exceptions
+
+from actors.buffer.actor import Leased
+from actors.calls import call, in_a_line
+from actors.driver.checkpointer import CheckpointKeeper
+from actors.driver.cluster import Cluster
+from actors.evaluation.during_training import Evaluations
+from actors.generator.generator_pool import Fleet
+from actors.observe.metrics_hub import serving
+from actors.observe.telemetry import RunTelemetry
+from actors.trainer.actor import TrainerLost
+from service.config import Config
+from service.errors import RunFailed
+from service.handoff.verbs import Wait
+from service.observe.logprob_mismatch import disagreement
+from service.observe.phases import phase
+from service.observe.progress import QUIET_SECONDS, Progress
+from service.observe.trajectories import how_they_ended, trained
+from service.run.checkpoints import Manifest
+from service.run.folder import RunFolder
+from service.run.prepare import Prepared, demonstrations
+from service.run.repeated_failures import FailureWatch
+from service.types import PolicyVersion, Refusal
+
+POLL_SECONDS = 2.0
+"""Length of one long poll for a mini-batch; between two of them the driver looks whether it was stopped."""
+
+
+class Coordinator:
+    """Drives one run; `stop` ends it in order."""
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        folder: RunFolder,
+        prepared: Prepared,
+        say: Callable[[str], None],
+        resume_from: Manifest | None,
+    ) -> None:
+        self._config = config
+        self._hub, self._buffer, self._trainer = cluster.hub, cluster.buffer, cluster.trainer
+        self._folder = folder
+        self._prepared = prepared
+        self._say = say
+        self._resume_from = resume_from
+        self._progress = Progress(config, folder, say)
+        self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
+        self._fleet = Fleet(config, cluster.generators, cluster.trainer, self._telemetry, say)
+        self._checkpoints = CheckpointKeeper(config, folder.path, cluster)
+        self._evaluations = Evaluations(config, self._fleet, folder, prepared.eval_files, say, lambda: self._stopping)
+        self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
+        self._version = PolicyVersion(0, 0)
+        self._waits_for = ""
+        self._bad_steps = 0
+        self._trainer_failures = 0
+        self._starting: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.stopped_by: int | None = None
+
+    def stop(self, number: int) -> None:
+        """End the run after the step at hand and write the final weights; a run that still starts ends at once."""
+        self.stopped_by = number
+        self._stopping = True
+        if self._starting is not None:
+            self._say("stopping before the first step ...")
+            self._starting.cancel()
+        else:
+            self._say("stopping: the step at hand ends, then the final weights are written ...")
+
+    async def run(self) -> None:
+        """Start everything, train, write the final weights and the summary.
+
+        Raises:
+            RunFailed: something failed too often, or the run cannot make progress.
+        """
+        try:
+            if not await self._started():
+                self._progress.end_early(0 if self._resume_from is None else self._resume_from.step)
+                return
+            generating = asyncio.ensure_future(self._fleet.run())
+            training = asyncio.ensure_future(self._train())
+            await asyncio.wait([training, generating], return_when=asyncio.FIRST_COMPLETED)
+            if generating.done():
+                generating.result()
+            await training
+            await self._finish()
+            await generating
+        except ray.exceptions.RayError as error:
+            log = self._folder.path / "logs" / "failure.txt"
+            log.write_text(str(error))
+            raise RunFailed(f"an actor failed: {in_a_line(error)} (all of it: {log})") from error
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    async def _started(self) -> bool:
+        """Start everything; False when the run was stopped meanwhile."""
+        self._starting = asyncio.ensure_future(self._start())
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+        self._starting = None
+        return not self._stopping
+
+    async def _start(self) -> None:
+        self._telemetry.start()
+        self._telemetry.state("starting")
+        with phase("starting the actors", self._say):
+            await call(self._buffer.ready, who="the buffer")
+        if self._resume_from is not None:
+            await self._resume_journal(self._resume_from)
+            # Not before: settings that the journal refuses must not take the place of those that it was written with.
+            self._folder.write_config(self._config)
+        url = await self._all_up()
+        self._folder.write_address(url)
+        self._say(f"metrics and status: {url}/metrics, {url}/status")
+        if self._resume_from is not None:
+            with phase(f"reading the checkpoint of step {self._resume_from.step}", self._say):
+                await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
+                await self._go_on_from(self._resume_from.step)
+            self._say(f"resuming after step {self._resume_from.step}")
+        else:
+            await self._start_anew()
+        self._progress.begin()
+        self._telemetry.state("training")
+
+    async def _all_up(self) -> str:
+        """Every actor loads what it needs; returns the address of the metrics hub."""
+        starting = {
+            "the metrics hub": serving(self._hub, self._config.run.max_restarts),
+            "the trainer": self._trainer.load(self._prepared.model_folder),
+            "the generators": self._fleet.start(),
+        }
+        waited_for = dict.fromkeys(starting)
+
+        async def up(name: str) -> str | None:
+            answer = await starting[name]
+            del waited_for[name]
+            return answer
+
+        with phase("loading the model: engines and trainer ranks start", self._say, lambda: ", ".join([*waited_for])):
+            url, *_ = await asyncio.gather(*(up(name) for name in starting))
+        return str(url)
+
+    async def _resume_journal(self, manifest: Manifest) -> None:
+        """The buffer goes on from the journal that the checkpoint was written beside.
+
+        Raises:
+            UserError: that journal is not there, or not all of it.
+        """
+        status = await call(self._buffer.status, who="the buffer")
+        manifest.check_journal(status["journal_synced"], self._folder.path / "journal")
+        await call(self._buffer.resume, who="the buffer")
+
+    async def _start_anew(self) -> None:
+        """Supervised steps first, where configured; then the success they left, measured by the engines."""
+        settings = self._config.model.warm_start
+        if settings is not None:
+            self._telemetry.state("warm_start")
+            with phase(f"warm start: {settings.steps} supervised steps on demonstrations of mixed habits", self._say):
+                loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
+            self._say(f"warm start: cross-entropy {loss:.3f} per token")
+        await self._go_on_from(0)
+        if self._config.trainer.checkpoint_every:
+            await self._checkpoints.begin(self._version)
+        if settings is not None and settings.probe_prompts:
+            samples = self._config.algorithm.n_samples_per_prompt
+            with phase("warm start: sampling tasks to see what it left", self._say):
+                await self._fleet.published()
+                probe = await self._fleet.evaluate(
+                    "warm_start", self._prepared.tasks_file, samples, settings.probe_prompts
+                )
+            if probe is not None:
+                self._progress.probed(probe.avg_score, settings.expected_success)
+        await self._evaluate()
+
+    async def _go_on_from(self, step: int) -> None:
+        """Tell the buffer where the trainer stands, and the engines what it knows."""
+        epoch = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
+        self._version = PolicyVersion(epoch, step)
+        self._progress.go_on_from(step)
+        await self._fleet.publish(self._version, await self._trainer.weights(self._version))
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        lost: TrainerLost | None = None
+        while self._version.step < self._config.run.max_steps and not self._stopping:
+            try:
+                if lost is not None:
+                    await self._start_trainer_again(lost)
+                lost = None
+                await self._step()
+            except TrainerLost as error:
+                lost = error
+        if lost is not None:
+            raise lost
+
+    async def _step(self) -> None:
+        """One optimizer step; what is not applied is released and leased again."""
+        step = f"step {self._version.step + 1}"
+        with phase(step, self._say, lambda: self._waits_for, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
+            leased = await self._lease()
+            if leased is None:
+                return
+            self._folder.append_trajectories(leased.lost)
+            self._waits_for = "the trainer"
+            report = await self._trainer.step(leased.parts)
+        if not report.applied:
+            await self._release(leased, report.reason or "not applied")
+            return
+        if (why := disagreement(report.metrics, self._config.weights)) is not None:
+            raise RunFailed(why)
+        self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
+        _accepted(await call(self._buffer.commit, self._version.epoch, leased.lease, self._version, who="the buffer"))
+        self._bad_steps = self._trainer_failures = 0
+        self._fleet.progressed()
+        self._failures.progressed()
+        if self._version.step % self._config.weights.sync_every == 0:
+            self._progress.synced(await self._fleet.published())
+            await self._fleet.publish(self._version, await self._trainer.weights(self._version))
+        await self._checkpoints.settle()
+        every = self._config.trainer.checkpoint_every
+        if every and self._version.step % every == 0:
+            await self._checkpoints.begin(self._version)
+        evaluated = await self._evaluate()
+        buffer, generators = await asyncio.gather(call(self._buffer.status, who="the buffer"), self._fleet.statuses())
+        self._folder.append_trajectories(trained(leased.trajectories, self._version))
+        line = self._progress.stepped(self._version, leased.facts, {**report.metrics, **evaluated}, buffer, generators)
+        self._telemetry.stepped(self._version, line)
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Evaluate the weights of this step if it is time to; training waits, and nothing that it uses is touched."""
+        every = self._config.data.eval_every
+        if not every or self._version.step % every:
+            return {}
+        self._progress.synced(await self._fleet.published())
+        return await self._evaluations.at(self._version.step)
+
+    async def _lease(self) -> Leased | None:
+        """Wait for the next mini-batch; None when the run was stopped meanwhile."""
+        start = time.monotonic()
+        self._waits_for = "a mini-batch"
+        while not self._stopping:
+            answer = await call(self._buffer.lease, self._version.epoch, POLL_SECONDS, who="the buffer")
+            if isinstance(answer, Leased):
+                self._progress.waited(time.monotonic() - start)
+                return answer
+            _accepted(answer)
+            self._waits_for = f"a mini-batch: {answer.detail}"
+            self._failures.look(await self._fleet.statuses())
+            if time.monotonic() - start > self._config.run.stall_deadline:
+                raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")
+        return None
+
+    async def _release(self, leased: Leased, reason: str) -> None:
+        self._bad_steps += 1
+        self._telemetry.aborted()
+        self._say(f"step {self._version.step + 1} was not applied: {reason}")
+        _accepted(await call(self._buffer.release, self._version.epoch, leased.lease, reason, who="the buffer"))
+        if self._bad_steps >= self._config.trainer.max_bad_steps:
+            ends = how_they_ended(leased.trajectories)
+            raise RunFailed(
+                f"{self._bad_steps} optimizer steps in a row were not applied; the last one: {reason}"
+                + (f" (some of its trajectories: {ends})" if ends else "")
+            )
+
+    async def _start_trainer_again(self, error: TrainerLost) -> None:
+        """All ranks start anew from the newest checkpoint; what was trained after it is given out again."""
+        self._trainer_failures += 1
+        manifest = self._checkpoints.newest()
+        if manifest is None:
+            raise RunFailed(f"{error}; there is no checkpoint to go on from (trainer.checkpoint_every)") from error
+        if self._trainer_failures > self._config.run.max_restarts:
+            raise RunFailed(f"the trainer failed {self._trainer_failures} times; the last time: {error}") from error
+        self._say(f"{error}; the trainer starts again from step {manifest.step}")
+        self._checkpoints.forget()
+        await self._trainer.restart(self._prepared.model_folder)
+        self._fleet.trainer_started_again()
+        await self._trainer.restore(self._checkpoints.path(manifest.step))
+        await self._go_on_from(manifest.step)
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    async def _finish(self) -> None:
+        """Write the final weights, then let the generators go; a stopped run keeps its open work for a resumption."""
+        self._telemetry.state("stopping")
+        with phase("writing the final weights", self._say):
+            await self._trainer.export(self._folder.path / "final")
+        await self._checkpoints.settle()
+        if self._config.trainer.checkpoint_every:
+            await self._checkpoints.begin(self._version)
+            await self._checkpoints.settle()
+        else:
+            await call(self._buffer.covered, self._version.step, self._version.step, who="the buffer")
+        if not self._stopping:
+            self._folder.append_trajectories(await call(self._buffer.end, who="the buffer"))
+        generators = await self._fleet.statuses()
+        await self._fleet.stop()
+        state = "stopped" if self._stopping else "finished"
+        self._telemetry.stop(state)
+        self._progress.end(state, await call(self._buffer.status, who="the buffer"), generators)
+
+
+def _accepted(answer: object) -> None:
+    """The buffer refuses a trainer only when another one took its place."""
+    if isinstance(answer, Refusal):
+        raise RunFailed(f"the buffer refused this trainer: {answer}")
+    if not isinstance(answer, Wait | None):
+        raise TypeError(f"unexpected answer of the buffer: {answer!r}")

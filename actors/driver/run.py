@@ -1,0 +1,152 @@
+"""One run from its configuration to its summary: prepare, place the actors, train, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from actors.driver.authentication import keep_token_private, refuse_open_ray
+from actors.driver.cluster import gpus_each, place_actors, ray_session
+from actors.driver.coordinator import Coordinator
+from actors.driver.placement import missing_resources
+from actors.driver.signals import heard_signals
+from actors.observe.metrics_hub import refuse_taken_port
+from service.config import Config, check
+from service.errors import BatonError, RunFailed, UserError
+from service.evaluation.target import CHECKPOINTS, FINAL
+from service.files import restore
+from service.observe.phases import phase, say
+from service.observe.progress import end_early
+from service.run.checkpoints import Checkpoints, Manifest
+from service.run.folder import RunFolder, new_run_folder
+from service.run.prepare import Prepared, prepare
+
+IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable that Ray sets for the entry point of a job."""
+
+
+def run(config: Config, resume: Path | None = None) -> int:
+    """Run to the end, to a stop signal or to a failure; returns the exit code.
+
+    `resume` is the folder of a run that goes on from its newest checkpoint. A stop signal writes the final weights and
+    returns 128 + its number.
+
+    Raises:
+        UserError: the configuration or a file that it names is wrong.
+        RunFailed: progress is impossible.
+    """
+    check(config)
+    refuse_open_ray(os.environ, config.run.insecure_local)
+    keep_token_private(os.environ, Path.home())
+    refuse_taken_port(config)
+    path = resume or new_run_folder(runs_folder(config), config.run.name)
+    folder = RunFolder(path)
+    with folder.locked(), _exit_on_stop_signals():
+        manifest = None if resume is None else newest_checkpoint(config, path)
+        try:
+            with phase("preparing the data and the model"):
+                prepared = _prepared(config, path, is_new=resume is None)
+            folder.forget_end()
+            if resume is None:
+                folder.write_config(config)
+            say(f"run folder: {path}")
+            return _run_on_ray(config, folder, prepared, manifest)
+        except (SystemExit, KeyboardInterrupt) as stopped:
+            end_early(folder, say, 0 if manifest is None else manifest.step)
+            return 128 + (int(stopped.code or 0) if isinstance(stopped, SystemExit) else signal.SIGINT)
+        except (BatonError, OSError) as error:
+            reason = (
+                error if isinstance(error, BatonError) else RunFailed(f"{error.filename or path}: {error.strerror}")
+            )
+            _keep_failure(folder, reason)
+            raise reason from error
+
+
+@contextlib.contextmanager
+def _exit_on_stop_signals() -> Iterator[None]:
+    """Stop signals exit with their number, as Ray's own handler of SIGTERM does, until the event loop hears them."""
+    before = {number: signal.getsignal(number) for number in heard_signals() if number != signal.SIGINT}
+    for number in before:
+        signal.signal(number, lambda number, frame: sys.exit(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
+    """What the run reads; where that is refused, a new run leaves no folder behind."""
+    try:
+        return prepare(config, path)
+    except UserError:
+        if is_new:
+            shutil.rmtree(path)
+        raise
+
+
+def _run_on_ray(config: Config, folder: RunFolder, prepared: Prepared, manifest: Manifest | None) -> int:
+    mark = uuid.uuid4().hex[:12]
+    address = os.environ.get("RAY_ADDRESS")
+    stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
+    try:
+        with contextlib.ExitStack() as held:
+            with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
+                held.enter_context(ray_session(config, mark, folder.path / "logs", stopped_early))
+            if missing := missing_resources(config, gpus_each()):
+                say(f"WAITING for resources that the Ray cluster does not have: {missing}")
+            cluster = place_actors(config, prepared, folder.path / "journal")
+            coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
+            return asyncio.run(_until_stopped(coordinator))
+    except OSError as error:
+        raise RunFailed(f"{error.filename or folder.path}: {error.strerror or error}") from error
+
+
+def _keep_failure(folder: RunFolder, error: BatonError) -> None:
+    """Say in the run folder too how the run ended, unless it is the disk that failed."""
+    with contextlib.suppress(OSError):
+        folder.write_summary({"state": "failed", "reason": str(error), "exit_code": error.exit_code})
+
+
+def newest_checkpoint(config: Config, path: Path) -> Manifest:
+    """The checkpoint that a run goes on from; what it had half written when it was killed is removed.
+
+    Raises:
+        UserError: there is none, or the run has nothing left to do.
+    """
+    checkpoints = Checkpoints(path / CHECKPOINTS, config.trainer.keep_checkpoints)
+    checkpoints.drop_unfinished()
+    restore(path / FINAL)
+    manifest = checkpoints.newest()
+    if manifest is None:
+        raise UserError(f"{path}: no whole checkpoint to resume from (was trainer.checkpoint_every 0?)")
+    if manifest.step >= config.run.max_steps:
+        raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to go on")
+    return manifest
+
+
+def runs_folder(config: Config) -> Path:
+    """Where run folders go; a Ray job works in a temporary copy, so there a relative path starts at home."""
+    return Path.home() / config.run.dir if IN_RAY_JOB in os.environ else config.run.dir
+
+
+async def _until_stopped(coordinator: Coordinator) -> int:
+    """Run the coordinator; the first stop signal ends it in order."""
+    loop = asyncio.get_running_loop()
+    heard = heard_signals()
+    for number in heard:
+        loop.add_signal_handler(number, coordinator.stop, number)
+    await coordinator.run()
+    for number in heard:
+        # What follows ends by itself within seconds; a second signal would only cut it short.
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+    return 128 + coordinator.stopped_by if coordinator.stopped_by else 0

@@ -1,0 +1,132 @@
+"""`baton submit`: a run as a Ray job, with the retries and settings that `ray job submit` leaves to its user."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import ray.exceptions
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from actors.driver.authentication import keep_token_private, refuse_open_ray
+from service.config import Config
+from service.errors import RunFailed, UserError
+from service.observe.phases import phase, say
+
+START_SECONDS = 60.0
+"""Ray refuses jobs for some seconds after its head has started; this long one tries again."""
+
+RETRY_SECONDS = 1.0
+
+STARTING = ("No available agent", "Failed to connect to Ray")
+
+REFUSALS = (OSError, RuntimeError, ValueError, ray.exceptions.RayError, aiohttp.ClientError)
+"""What Ray's client raises for wrong addresses, wrong tokens, and clusters that refuse."""
+
+ADDRESS = "RAY_API_SERVER_ADDRESS"
+
+LEFT_OUT = [".git", ".venv", "runs", "build", "dist", "tests", "benchmarks", "docs", "**/__pycache__"]
+"""What of the working directory the job does not need."""
+
+
+def submit_run(
+    config: Config, files: Sequence[Path], overrides: Sequence[str], address: str | None, follow: bool
+) -> int:
+    """Submit `baton run` with these files and settings from the current folder; returns the exit code.
+
+    Raises:
+        UserError: a file lies outside the folder, or the cluster refuses the job or everybody may command it.
+    """
+    refuse_open_ray(os.environ, config.run.insecure_local)
+    keep_token_private({**os.environ, "RAY_ADDRESS": "of a cluster"}, Path.home())
+    return submit(entrypoint(files, overrides, Path.cwd()), address, follow)
+
+
+def entrypoint(files: Sequence[Path], overrides: Sequence[str], folder: Path) -> str:
+    """The command of the job, which runs in a copy of `folder`.
+
+    >>> entrypoint([Path("configs/quickstart.yaml")], ["run.seed=1"], Path.cwd())
+    'python -m service run --config configs/quickstart.yaml run.seed=1'
+
+    Raises:
+        UserError: a file lies outside the folder, so the job would not have it.
+    """
+    words = ["python", "-m", "service", "run"]
+    for file in files:
+        path = (folder / file).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise UserError(f"{file}: not inside {folder}, which is what the job gets a copy of")
+        words += ["--config", str(path.relative_to(folder.resolve()))]
+    return shlex.join([*words, *overrides])
+
+
+def submit(
+    command: str, address: str | None, follow: bool, connect: Callable[[str | None], Any] = JobSubmissionClient
+) -> int:
+    """Submit the command; follow its output to the end, unless told not to. Returns the exit code.
+
+    Raises:
+        UserError: no cluster answers at the address, or it refuses the job.
+        RunFailed: the cluster is gone while the output is followed.
+    """
+    # What Ray says of its packing is about files that nobody misses; what goes wrong is raised.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    if address is not None:
+        # Ray itself would prefer what the environment says to what was asked for.
+        os.environ[ADDRESS] = address
+    client, job = _submitted(command, address, connect)
+    to_job = f"--address {address} {job}" if address else job
+    say(f"submitted {job}; stop it with: ray job stop {to_job}")
+    if not follow:
+        return 0
+    try:
+        asyncio.run(_follow(client, job))
+        status = client.get_job_status(job)
+    except KeyboardInterrupt:
+        say(f"{job} goes on; see it with: ray job logs --follow {to_job}")
+        return 130
+    except REFUSALS as error:
+        raise RunFailed(f"the cluster does not answer any more ({_reason(error)}); {job} may go on") from error
+    say(f"{job}: {status}")
+    return 0 if status == JobStatus.SUCCEEDED else 1
+
+
+def _submitted(command: str, address: str | None, connect: Callable[[str | None], Any]) -> tuple[Any, str]:
+    deadline = time.monotonic() + START_SECONDS
+    where = address or os.environ.get(ADDRESS) or os.environ.get("RAY_ADDRESS") or "the default address"
+    refused = ""
+    with phase(f"submitting the job to the cluster at {where}", left=lambda: refused):
+        while True:
+            try:
+                client = connect(address)
+                environment = {"working_dir": ".", "excludes": LEFT_OUT}
+                return client, client.submit_job(entrypoint=command, runtime_env=environment)
+            except REFUSALS as error:
+                reason = _reason(error)
+                if not any(sign in str(error) for sign in STARTING) or time.monotonic() > deadline:
+                    raise UserError(f"--address: the cluster at {where}: {reason}") from None
+                refused = f"a cluster that may still be starting: {reason}"
+                time.sleep(RETRY_SECONDS)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line that names what to do."""
+    if isinstance(error, ray.exceptions.AuthenticationError):
+        found = "there is no token" if "couldn't find" in str(error) else "the cluster refuses the token"
+        return f"{found}; ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN must hold the cluster's"
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, ValueError | ray.exceptions.RpcError):
+        return f"{first} (a dashboard's address is of the form http://HOST:8265)"
+    return first
+
+
+async def _follow(client: Any, job: str) -> None:
+    async for text in client.tail_job_logs(job):
+        print(text, end="", flush=True)

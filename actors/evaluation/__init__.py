@@ -1,0 +1,1 @@
+"""Evaluation on engines: beside a run, and alone."""

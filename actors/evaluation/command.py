@@ -1,0 +1,185 @@
+"""`baton eval`: a model, a run or one of its checkpoints on the configured evaluation sets, without training."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import ray
+import ray.exceptions
+
+from actors.calls import call, in_a_line
+from actors.driver.authentication import keep_token_private, refuse_open_ray
+from actors.driver.cluster import engine_options, gpus_each, place_trainer, ray_session
+from actors.driver.placement import place_ranks
+from actors.driver.signals import heard_signals
+from actors.evaluation.engines import Evaluator, evaluate_on
+from actors.generator.retrieval import with_retrieval
+from service.config import Config
+from service.config.paths import check_retrieval
+from service.errors import RunFailed, UserError
+from service.evaluation.sets import Evaluation
+from service.evaluation.target import Evaluated
+from service.observe.phases import phase
+from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints, Manifest
+from service.run.prepare import prepare_evaluation, prepare_weights
+
+
+class Results(NamedTuple):
+    """What an evaluation found, and on which weights."""
+
+    weights: Path
+    """A Hugging Face folder or a checkpoint."""
+    sets: list[Evaluation]
+
+
+def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -> Results:
+    """Play every evaluation set on the model; what may be wrong with them is found before anything is started.
+
+    Raises:
+        UserError: there is no such model or set.
+        RunFailed: an engine did not start, or died.
+        SystemExit: a stop signal came; 128 + its number.
+    """
+    refuse_open_ray(os.environ, config.run.insecure_local)
+    keep_token_private(os.environ, Path.home())
+    config = beside_a_run(config)
+    with _stoppable(), ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
+        files = prepare_evaluation(config, folder)
+        check_retrieval(config)
+        manifest = prepare_weights(config, evaluated)
+        weights = evaluated.weights(manifest)
+        say(f"weights: {weights}")
+        (folder / "logs").mkdir()
+        with phase("starting Ray", say):
+            held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder / "logs"))
+        try:
+            config, _retrieval = with_retrieval(config, has_gpu=bool(gpus_each()))
+            evaluating = _evaluate(config, evaluated, manifest, files, folder / "exported", say)
+            found = asyncio.run(_until_stopped(evaluating))
+        except ray.exceptions.RayError as error:
+            raise RunFailed(f"an engine failed: {in_a_line(error)}") from error
+        if isinstance(found, int):
+            raise SystemExit(found)
+        return Results(weights, found)
+
+
+def beside_a_run(config: Config) -> Config:
+    """The configuration of a run that may still go on, as its evaluation needs it.
+
+    No weights travel, so engines share no GPU with ranks, and the retrieval server takes another port than the run's.
+    """
+    weights, env = config.weights.model_copy(update={"transport": "memory"}), config.env
+    if env.retrieval is not None:
+        env = env.model_copy(update={"retrieval": env.retrieval.model_copy(update={"port": 0})})
+    return config.model_copy(update={"weights": weights, "env": env})
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """A stop signal undoes what was begun within, and exits with 128 + its number; further ones are not heard."""
+    before = {number: signal.getsignal(number) for number in heard_signals()}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        _ignore(before)
+        raise SystemExit(128 + number)
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    except SystemExit as stopped:
+        # The handler that Ray sets when it starts exits with the number alone.
+        raise SystemExit(128 | int(stopped.code or 0)) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation] | int:
+    """What was found, or the exit code where a stop signal came; the event loop has to hear of it by itself."""
+    loop, stopped = asyncio.get_running_loop(), list[int]()
+    task = asyncio.ensure_future(evaluating)
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        task.cancel()
+
+    heard = heard_signals()
+    for number in heard:
+        loop.add_signal_handler(number, stop, number)
+    await asyncio.wait([task])
+    for number in heard:
+        loop.remove_signal_handler(number)
+    _ignore(heard)
+    return 128 + stopped[0] if stopped and task.cancelled() else task.result()
+
+
+def _ignore(numbers: Iterable[signal.Signals]) -> None:
+    """What follows ends by itself within seconds; a second signal would only cut it short."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
+async def _evaluate(
+    config: Config,
+    evaluated: Evaluated,
+    manifest: Manifest | None,
+    files: Mapping[str, Path],
+    exported: Path,
+    say: Callable[[str], None],
+) -> list[Evaluation]:
+    if manifest is not None:
+        with phase(f"reading the weights of step {manifest.step}", say):
+            await _export(config, evaluated, manifest, exported)
+    model = exported if manifest is not None else evaluated.model
+    gpus = gpus_each()
+    engines: list[Any] = [
+        ray.remote(Evaluator).options(**engine_options(config, gpus)).remote(config.model_dump_json(), str(model))
+        for _ in range(config.generator.engines)
+    ]
+    with phase("loading the model: engines start", say):
+        await asyncio.gather(
+            *(call(engine.start, who="an engine", within=config.generator.start_deadline) for engine in engines)
+        )
+    found = []
+    for name, path in files.items():
+        with phase(f"evaluating {name}", say):
+            found.append(await _in_time(config, evaluate_on(engines, name, path, config.data.eval_samples)))
+    await asyncio.gather(*(call(engine.stop, who="an engine") for engine in engines))
+    return found
+
+
+async def _in_time(config: Config, evaluating: Awaitable[Evaluation]) -> Evaluation:
+    try:
+        async with asyncio.timeout(config.data.eval_deadline):
+            return await evaluating
+    except TimeoutError as error:
+        raise RunFailed(
+            f"the evaluation took longer than data.eval_deadline ({config.data.eval_deadline:g} s)"
+        ) from error
+
+
+async def _export(config: Config, evaluated: Evaluated, manifest: Manifest, folder: Path) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder."""
+    gpus = gpus_each()
+    trainer = place_trainer(config, gpus, place_ranks(config, gpus))
+    await trainer.load(evaluated.begun_with(config))
+    path = Checkpoints(evaluated.checkpoints, keep=1).path(manifest.step)
+    try:
+        await trainer.restore(path / TRAINER)
+    except UserError as error:
+        if (path / MANIFEST).exists():
+            raise
+        raise UserError(f"{path}: the run has dropped this checkpoint meanwhile; evaluate a newer one") from error
+    await trainer.export(folder)
+    trainer.end()

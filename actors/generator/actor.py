@@ -1,0 +1,343 @@
+"""A generator: one engine and the agent loops beside it.
+
+    claim a group -> play its samples side by side -> every finished step into the outbox -> claim the next
+
+Weights change under the running trajectories; each token knows which version sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+import ray.exceptions
+
+from actors.calls import found
+from actors.generator.claims import IdleTime, WorkSource
+from actors.generator.engine import VllmEngine
+from actors.generator.load import GroupLimit
+from actors.generator.outbox import Outbox, Unreachable
+from actors.observe.reporting import Reporter
+from actors.weights.broadcast import MeetingPoint
+from actors.weights.weights_file import WeightBytes
+from service.config import Config
+from service.errors import RunFailed, Starved
+from service.evaluation.sets import Part, Played
+from service.handoff.verbs import Assignment
+from service.observe.measure import measure_ended, measure_played
+from service.observe.metrics import Metrics
+from service.rollout.environment import Task
+from service.rollout.limits import StopReason
+from service.rollout.player import Player
+from service.rollout.prompts.dataset import load_tasks
+from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the engine."""
+EXIT_SECONDS = 1.0
+"""Seconds that a failure has to reach the callers before this process ends."""
+ENVIRONMENT_FAILURES = frozenset(reason for reason in StopReason if reason.startswith("environment_"))
+
+
+class Joined(NamedTuple):
+    """What an incarnation has once the buffer knows it."""
+
+    epoch: int
+    work: WorkSource
+    outbox: Outbox
+
+
+class Generator:
+    """Generates for one buffer until that has nothing more to give; it becomes a Ray actor at the door."""
+
+    def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
+        self._name = name
+        self._config = Config.model_validate_json(config_json)
+        self._buffer = found(buffer)
+        self._tasks = load_tasks(Path(tasks_file))
+        self._engine = VllmEngine(self._config, Path(model_folder))
+        self._player = Player(self._config, Path(model_folder), self._engine)
+        self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.engines))
+        self._groups = 0
+        self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
+        self._room = asyncio.Event()
+        self._joined: Joined | None = None
+        self._idle = IdleTime()
+        self._work: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._counts: Counter[str] = Counter()
+        self._played: list[Step] = []
+        """Finished turns that are still to be measured."""
+        self._paused_seconds = 0.0
+        self._held: dict[str, int] = {}
+        """Descriptors of weights that this process keeps for its node, by their path."""
+        self._reporter = Reporter("generator", name, self._config, found(hub), self._measure_now)
+        self._metrics = self._reporter.metrics
+
+    def __repr__(self) -> str:
+        state = "not joined" if self._joined is None else f"policy {self._engine.serving}, {self._groups} groups"
+        return f"Generator({self._name}, {state})"
+
+    async def start(self) -> str:
+        """Bring the engine up and join the buffer; the id of the node where it runs."""
+        deadline = self._config.generator.start_deadline
+        try:
+            async with asyncio.timeout(deadline):
+                await self._engine.start(PolicyVersion(0, 0))
+        except TimeoutError as error:
+            raise self._failed(Starved(f"{self._name}: the engine did not start within {deadline:.0f} s")) from error
+        self._joined = await self._join()
+        self._reporter.start()
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def _join(self) -> Joined:
+        epoch = await self._ask(self._buffer.join, "generator", self._name)
+        deadline = self._config.run.stall_deadline
+        return Joined(
+            epoch,
+            WorkSource(
+                self._name, epoch, partial(self._ask, self._buffer.claim), lambda: self._engine.serving, deadline
+            ),
+            Outbox(self._name, epoch, partial(self._ask, self._buffer.submit), deadline, self._close, self._cancel),
+        )
+
+    async def run(self) -> None:
+        """Claim, play and submit until the buffer is drained or `stop` is called.
+
+        Raises:
+            RunFailed: the engine died, or another incarnation took this generator's place.
+            Starved: the buffer did not answer within its deadline.
+        """
+        if self._joined is None:
+            raise RuntimeError("run() before start()")
+        self._work = asyncio.ensure_future(self._claim_and_play(self._joined.work, self._joined.outbox))
+        try:
+            await self._work
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+        except BaseExceptionGroup as group:
+            raise self._failed(_first(group)) from group
+
+    async def _claim_and_play(self, work: WorkSource, outbox: Outbox) -> None:
+        self._idle.begin()
+        async with asyncio.TaskGroup() as helpers:
+            background = [helpers.create_task(outbox.run()), helpers.create_task(self._watch_engine())]
+            async with asyncio.TaskGroup() as groups:
+                await self._until_room()
+                while (assignment := await work.next()) is not None:
+                    self._groups += 1
+                    self._counts["groups"] += 1
+                    self._measure_wait(self._idle.busy(), work.waited_for)
+                    groups.create_task(self._play_group(outbox, assignment, self._task_of(assignment)))
+                    await self._until_room()
+            await outbox.flush()
+            for task in background:
+                task.cancel()
+
+    async def _until_room(self) -> None:
+        while self._groups >= self._limit.groups:
+            self._room.clear()
+            await self._room.wait()
+
+    def _task_of(self, assignment: Assignment) -> Task:
+        task = self._tasks[assignment.row]
+        if task.uid != assignment.prompt_uid:
+            raise RunFailed(
+                f"row {assignment.row} of the dataset is {task.uid}, but the buffer means {assignment.prompt_uid}: "
+                "the dataset changed under the run"
+            )
+        return task
+
+    async def _play_group(self, outbox: Outbox, assignment: Assignment, task: Task) -> None:
+        try:
+            async with asyncio.TaskGroup() as samples:
+                for sample, attempt in zip(assignment.samples, assignment.attempts, strict=True):
+                    trajectory = TrajectoryId(assignment.ordinal, sample, attempt)
+                    self._cancel_older(trajectory)
+                    playing = samples.create_task(self._play(outbox, trajectory, task))
+                    # Not at the end of `_play`: a task that is cancelled early never gets there.
+                    playing.add_done_callback(partial(self._ended, trajectory))
+                    self._playing[trajectory] = playing
+        finally:
+            self._groups -= 1
+            self._room.set()
+            if self._groups == 0:
+                self._idle.idle()
+
+    async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task) -> None:
+        async for item in self._player.play(trajectory, task):
+            self._measure(item, task.env_class or self._config.env.name)
+            outbox.put(item)
+
+    def _ended(self, trajectory: TrajectoryId, _: asyncio.Task[None]) -> None:
+        del self._playing[trajectory]
+
+    def _close(self, ordinal: int) -> None:
+        for trajectory in [t for t in self._playing if t.ordinal == ordinal]:
+            self._cancel(trajectory)
+
+    def _cancel_older(self, trajectory: TrajectoryId) -> None:
+        for attempt in range(trajectory.attempt):
+            self._cancel(trajectory._replace(attempt=attempt))
+
+    def _cancel(self, trajectory: TrajectoryId) -> None:
+        playing = self._playing.get(trajectory)
+        if playing is not None:
+            self._counts["cancelled"] += 1
+            playing.cancel()
+
+    async def hold_weights(self, data: WeightBytes, checksum: int) -> str:
+        """Keep weights in memory for all engines of this node, until `release_weights`; the path to load them from.
+
+        Raises:
+            ValueError: the bytes are not the policy's weights.
+        """
+        fd = await asyncio.to_thread(self._engine.hold, data, checksum)
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        self._held[path] = fd
+        return path
+
+    async def release_weights(self, path: str) -> None:
+        """No engine needs the weights at this path any more; those that an earlier process held are gone already."""
+        if (fd := self._held.pop(path, None)) is not None:
+            os.close(fd)
+
+    async def update_weights(self, version: int, data: WeightBytes | str, checksum: int) -> dict[str, float]:
+        """Swap the engine's weights under the running requests.
+
+        `version` is packed; `data` is a safetensors file and `checksum` its xxh3_64, or a path of `hold_weights`.
+
+        Raises:
+            ValueError: the bytes are not the policy's weights; the engine goes on with the old ones.
+            WeightsGone: there is nothing at that path any more; the engine goes on with the old weights.
+            RunFailed: the engine could not load them; this process ends.
+        """
+        try:
+            update = await self._engine.update_weights(PolicyVersion.unpack(version), data, checksum)
+        except RunFailed as error:
+            self._metrics.count("baton_weight_sync_failures_total")
+            raise self._failed(error) from error.__cause__
+        if self._joined is not None:
+            self._joined.work.look_again()
+        self._counts["updates"] += 1
+        self._paused_seconds += update.pause_seconds
+        self._metrics.observe("baton_weight_sync_pause_seconds", update.pause_seconds)
+        self._metrics.count("baton_weight_sync_bytes_total", update.bytes)
+        return update._asdict()
+
+    async def join_trainer(self, meeting_point: MeetingPoint) -> None:
+        """Meet the trainer's first rank, for weights that it broadcasts."""
+        await self._engine.join(meeting_point)
+
+    async def evaluate(self, name: str, tasks_file: str, n_samples: int, part: Part) -> list[Played]:
+        """Sampled trajectories of a part of an evaluation set; the buffer sees none of them."""
+        concurrency = self._limit.groups * self._config.algorithm.n_samples_per_prompt
+        return await self._player.evaluate(name, Path(tasks_file), n_samples, part, concurrency)
+
+    async def status(self) -> dict[str, Any]:
+        """What the generator does right now and has done so far."""
+        joined = self._joined
+        waiting = joined.work.waiting if joined is not None else None
+        elapsed = self._idle.elapsed
+        engine = self._engine.counts
+        return {
+            "name": self._name,
+            "pid": os.getpid(),
+            "epoch": joined.epoch if joined is not None else 0,
+            "policy_version": str(self._engine.serving),
+            "groups": self._groups,
+            "group_limit": self._limit.groups,
+            "trajectories": len(self._playing),
+            "elapsed_seconds": elapsed,
+            "wait_seconds": self._idle.seconds,
+            "waiting": f"{waiting.reason}: {waiting.detail}" if waiting is not None else None,
+            "paused_seconds": self._paused_seconds,
+            "tokens_per_second": engine["generated_tokens"] / elapsed if elapsed else 0.0,
+            "counts": dict(self._counts),
+            "environments": self._player.told.sums,
+            "last_failure": self._player.last_failure,
+            "engine": dict(engine),
+            "outbox": dict(joined.outbox.counts) if joined is not None else {},
+            "refusals": dict(joined.outbox.refusals) if joined is not None else {},
+        }
+
+    async def stop(self) -> None:
+        """End the open trajectories and the engine."""
+        self._stopping = True
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait([self._work])
+        self._reporter.stop()
+        await self._player.close()
+        await asyncio.to_thread(self._engine.stop)
+
+    def _measure(self, item: Step | TrajectoryEnd, env: str) -> None:
+        if isinstance(item, Step):
+            self._played.append(item)
+            return
+        measure_ended(self._metrics, item)
+        self._counts["trajectories"] += 1
+        self._counts[f"end_{item.stop_reason}"] += 1
+        if item.stop_reason in ENVIRONMENT_FAILURES:
+            self._metrics.count("baton_environment_errors_total", env=env)
+
+    def _measure_wait(self, seconds: float | None, reason: str) -> None:
+        if seconds is not None:
+            self._metrics.observe("baton_generator_wait_seconds", seconds, reason=reason)
+
+    def _measure_now(self, metrics: Metrics) -> None:
+        played, self._played = self._played, []
+        measure_played(metrics, played)
+        metrics.set("baton_generator_running_requests", self._engine.running)
+        metrics.set("baton_generator_policy_version", self._engine.serving.step)
+        metrics.set("baton_generator_group_limit", self._limit.groups)
+        metrics.count_to("baton_prefix_cached_tokens_total", self._engine.counts["cached_tokens"])
+        if (load := self._engine.load) is not None:
+            metrics.set("baton_generator_waiting_requests", load.waiting)
+            metrics.set("baton_generator_kv_cache_ratio", load.kv_cache_ratio)
+            metrics.count_to("baton_generator_preemptions_total", load.preemptions)
+
+    def _serving(self) -> PolicyVersion:
+        return self._engine.serving
+
+    async def _watch_engine(self) -> None:
+        """Fail when the engine does; open fewer groups while its KV cache overflows."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self._engine.check(self._config.generator.request_deadline)
+            if (load := self._engine.load) is not None and self._limit.observe(load, self._groups) > self._groups:
+                self._room.set()
+
+    async def _ask(self, method: Any, *arguments: Any) -> Any:
+        """Call the buffer.
+
+        Raises:
+            Unreachable: the call or its answer was lost.
+        """
+        try:
+            return await method.remote(*arguments)
+        except ray.exceptions.RayActorError as error:
+            raise Unreachable(str(error)) from error
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """End this process once the callers know the error: what is left of a broken engine must serve nobody."""
+        log.error("%s failed: %s", self._name, error)
+        asyncio.get_running_loop().call_later(EXIT_SECONDS, os._exit, 1)
+        return error
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error behind nested groups; the first one, for the others follow from it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,333 @@
+"""vLLM behind the rollout's `Engine`: token ids in; token ids, log-probabilities and policy versions out.
+
+One `AsyncLLM` a process. Weights change in flight:
+
+    bytes -> file in shared memory, checksum -> pause (requests stay) -> swap, label -> resume
+
+vLLM is imported inside functions: the driver and the tests import this module for `engine_env`, which has to be
+in place before vLLM is imported for the first time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from actors.generator.engine_arguments import OWNER_PID, can_overflow, engine_arguments
+from actors.generator.engine_arguments import engine_env as engine_env
+from actors.generator.load import EngineLoad
+from actors.weights.broadcast import MeetingPoint, announced, init_info, update_info
+from actors.weights.gpu_sharing import shared_update_info
+from actors.weights.weights_file import WeightBytes, is_tied, opened, policy_elements, weights_in_memory
+from service.config import Config
+from service.errors import RunFailed
+from service.rollout.engine import Generation, Sampling
+from service.types import NO_VERSION, Float32s, Int16s, Int32s, Int64s, PolicyVersion
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from actors.generator.engine_stats import LoadRecorder
+
+Answer = TypeVar("Answer")
+
+LOOK_SECONDS = 1.0
+"""How often a core that owes an answer is looked at."""
+UPDATE_TRIES = 2
+"""Times that an update is tried; in between the engine stays paused, for it never resumes on half of the weights."""
+
+
+class WeightUpdate(NamedTuple):
+    """What one update of the weights cost."""
+
+    version: int
+    """Packed."""
+    bytes: int
+    write_seconds: float
+    pause_seconds: float
+    tries: int
+
+
+class VllmEngine:
+    """One vLLM engine in this process; fulfils `service.rollout.engine.Engine`."""
+
+    def __init__(self, config: Config, model_folder: Path) -> None:
+        self.serving = PolicyVersion(0, 0)
+        self.running = 0
+        """Turns under way, waiting ones included."""
+        self.counts: Counter[str] = Counter()
+        self._config = config
+        self._model_folder = Path(model_folder)
+        self._llm: AsyncLLM | None = None
+        self._params: dict[Sampling, SamplingParams] = {}
+        self._update_lock = asyncio.Lock()
+        self._elements = 0
+        """Numbers that make up the policy; an update brings as many."""
+        self._salt: str | None = None
+        self._recorder: LoadRecorder | None = None
+        """None where the KV cache holds whatever may come; keeping figures costs a short turn a quarter of its time."""
+
+    async def start(self, version: PolicyVersion) -> None:
+        """Load the model and generate once, so that the first real request finds everything warm.
+
+        Raises:
+            UserError: model and KV cache do not fit into the memory that is free.
+            RunFailed: vLLM did not start.
+        """
+        os.environ[OWNER_PID] = str(os.getpid())
+        self._elements = policy_elements(self._model_folder)
+        arguments = engine_arguments(self._config, self._model_folder)
+        with_load = can_overflow(self._config, self._model_folder)
+        try:
+            llm, self._recorder = await asyncio.to_thread(_build, arguments, with_load)
+        except RuntimeError as error:
+            raise RunFailed(f"vLLM did not start on {self._model_folder}; its log says why: {error}") from error
+        self._llm = llm
+        await llm.update_weight_version(str(version.pack()))
+        self._serve(version)
+        await self.generate(np.ones(8, np.int32), Sampling(max_tokens=2), "warm-up")
+        self.counts.clear()
+
+    async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
+        """One turn.
+
+        Raises:
+            RunFailed: the engine is dead.
+        """
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt_ids.tolist()}
+        if self._salt is not None:
+            prompt["cache_salt"] = self._salt
+        self.running += 1
+        try:
+            outputs = self._running().generate(prompt, self._sampling_params(sampling), request_id)
+            output = [output async for output in outputs][-1]
+        except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
+            raise self._death() or error from None
+        finally:
+            self.running -= 1
+        completion = output.outputs[0]
+        token_ids = np.asarray(completion.token_ids, np.int32)
+        self.counts["requests"] += 1
+        self.counts["prompt_tokens"] += len(prompt_ids)
+        self.counts["cached_tokens"] += output.num_cached_tokens or 0
+        self.counts["generated_tokens"] += len(token_ids)
+        return Generation(
+            token_ids=token_ids,
+            logprobs=_logprobs(completion.logprobs),
+            versions=_versions(completion.weight_versions, len(token_ids)),
+            stop_reason=completion.finish_reason,
+            sampled_end=completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str),
+            routed_experts=_experts(completion.routed_experts),
+        )
+
+    def hold(self, data: WeightBytes, checksum: int) -> int:
+        """Weights in a file that all engines of this node can load from, as a descriptor that is yours to close.
+
+        Raises:
+            ValueError: the bytes are not the policy's weights.
+        """
+        return weights_in_memory(data, checksum, self._elements, is_tied(self._model_folder))
+
+    async def update_weights(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
+        """Swap the weights under the running requests.
+
+        `data` is a safetensors file and `checksum` its xxh3_64, or the path of one that `hold` checked.
+
+        Raises:
+            ValueError: the bytes are not the policy's weights, or older than those that are served; the engine goes on.
+            WeightsGone: there is no file at that path any more; the engine goes on with the old weights.
+            RunFailed: the engine could not load them; it stays paused and must be ended.
+        """
+        async with self._update_lock:
+            if version < self.serving:
+                raise ValueError(f"weights of version {version} are older than {self.serving}, which the engine serves")
+            try:
+                if isinstance(data, str) or self._config.weights.transport == "memory":
+                    return await self._unless_dead(self._take_file(version, data, checksum))
+                return await self._unless_dead(self._receive(version, data, checksum))
+            except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
+                raise self._death() or error from error.__cause__
+
+    async def _take_file(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
+        started = time.monotonic()
+        if isinstance(data, str):
+            fd = opened(data)
+        else:
+            fd = await asyncio.to_thread(self.hold, data, checksum)
+        try:
+            written = time.monotonic()
+            file = {"path": f"/proc/{os.getpid()}/fd/{fd}"}
+            pause_seconds, tries = await self._swap(version, file, UPDATE_TRIES)
+            return WeightUpdate(version.pack(), os.fstat(fd).st_size, written - started, pause_seconds, tries)
+        finally:
+            os.close(fd)
+
+    async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
+        """The same with `data` as the announcement of what the trainer sends or shares, which it does once only."""
+        tied = is_tied(self._model_folder)
+        if self._config.weights.transport == "ipc":
+            info, n_bytes = shared_update_info(data, checksum, self._elements, tied)
+        else:
+            tensors = announced(data, checksum, self._elements, tied)
+            info, n_bytes = update_info(tensors), sum(tensor.n_bytes for tensor in tensors)
+        pause_seconds, tries = await self._swap(version, info, tries=1)
+        return WeightUpdate(version.pack(), n_bytes, 0.0, pause_seconds, tries)
+
+    async def join(self, meeting_point: MeetingPoint) -> None:
+        """Meet the trainer's first rank, which does the same meanwhile, in a group of their own."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = init_info(meeting_point, self._config.generator.tensor_parallel_size)
+        await self._running().init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> tuple[float, int]:
+        """Seconds that nothing was generated, and how often loading was tried."""
+        llm = self._running()
+        # `pause_generation` would sleep 20 ms more, only for the order in which outputs reach their readers.
+        clear_cache = self._config.weights.kv_cache == "recompute"
+        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        paused = time.monotonic()
+        tried = await _load(llm, info, version, tries)
+        await llm.update_weight_version(str(version.pack()))
+        self._serve(version)
+        await llm.resume_generation()
+        return time.monotonic() - paused, tried
+
+    def _serve(self, version: PolicyVersion) -> None:
+        self.serving = version
+        if self._config.weights.kv_cache == "keep":
+            self._salt = str(version.pack())  # a new prompt must not continue on another version's cached prefix
+
+    async def check(self, deadline: float) -> None:
+        """Look whether the engine is alive.
+
+        Raises:
+            RunFailed: it is dead, or did not answer within `deadline` seconds.
+        """
+        try:
+            async with asyncio.timeout(deadline):
+                await self._unless_dead(self._running().get_weight_version())
+        except TimeoutError:
+            raise RunFailed(f"the engine core did not answer within {deadline:.0f} s") from None
+        except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
+            raise self._death() or error from None
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """What the engine has to do; None where its KV cache holds whatever may come."""
+        return self._recorder.load if self._recorder is not None else None
+
+    async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
+        """Wait for the core's answer; one that died owes it for ever, which vLLM does not say."""
+        waiting = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait([waiting], timeout=LOOK_SECONDS))[0]:
+                if (death := self._death()) is not None:
+                    raise death
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    def _death(self) -> RunFailed | None:
+        """The error to raise instead of vLLM's where its core is dead: the driver knows none of vLLM's errors."""
+        dead = self._llm is not None and self._llm.errored
+        return RunFailed("the engine core died; its log says why") if dead else None
+
+    def stop(self) -> None:
+        """End the engine's processes."""
+        if self._llm is not None:
+            self._llm.shutdown(timeout=5)
+            self._llm = None
+
+    def _running(self) -> AsyncLLM:
+        if self._llm is None:
+            raise RuntimeError("the engine is not started")
+        return self._llm
+
+    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+        params = self._params.get(sampling)
+        if params is None:
+            params = self._params[sampling] = _sampling_params(sampling)
+        return params
+
+
+def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRecorder | None]:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from actors.generator.engine_stats import LoadRecorder
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecorder] if with_load else None)
+    loggers = llm.logger_manager.stat_loggers if llm.logger_manager is not None else []
+    return llm, next((logger for logger in loggers if isinstance(logger, LoadRecorder)), None)
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # shared by all requests with the same sampling, and never changed by one of them
+    )
+
+
+async def _load(llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> int:
+    """Load the weights into the paused engine; the number of tries.
+
+    Raises:
+        RunFailed: they could not be loaded; the engine holds parts of both versions and must not resume.
+    """
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    for tried in range(1, tries + 1):
+        try:
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+            await llm.finish_weight_update()
+            break
+        except Exception as error:  # vLLM passes the worker's error on as a bare Exception
+            if tried == tries:
+                raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
+    return tried
+
+
+def _logprobs(flat: Any | None) -> Float32s:
+    return np.asarray(() if flat is None else flat.logprobs, np.float32)
+
+
+def _experts(recorded: Any | None) -> Int16s | None:
+    return None if recorded is None else np.asarray(recorded, np.int16)
+
+
+def _versions(spans: list[Any] | None, length: int) -> Int64s:
+    """The packed version of every token.
+
+    [("7", 0, 3), ("8", 3, 5)] -> [7 7 7 8 8]
+    """
+    if spans is not None and len(spans) == 1:
+        return np.full(length, int(spans[0].version), np.int64)
+    versions = np.full(length, NO_VERSION, np.int64)
+    for span in spans or ():
+        versions[span.start : span.end] = int(span.version)
+    return versions

@@ -1,0 +1,274 @@
+"""All generators: kept running, and given new weights while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+import ray.exceptions
+
+from actors.calls import CALL_SECONDS, call, in_a_line
+from actors.evaluation.engines import evaluate_on
+from actors.observe.telemetry import RunTelemetry
+from actors.trainer.actor import PublishedWeights, TrainerGroup
+from actors.weights.node_files import NodeFiles
+from service.config import Config
+from service.errors import BatonError, RunFailed, Starved, UserError, WeightsGone
+from service.evaluation.sets import Evaluation
+from service.types import PolicyVersion
+
+STOP_SECONDS = 10.0
+"""Seconds that a generator may take to stop before its process is ended."""
+RETRY_SECONDS = 0.5
+"""Pause before a generator that is not up yet is called again."""
+
+STATUS_SECONDS = 5.0
+"""Seconds after which a generator that does not say how it is doing is left out of a report."""
+LOOK_SECONDS = 5.0
+"""Seconds between two looks whether a generator still answers."""
+GENERATOR_FAILED = (ray.exceptions.RayActorError, BatonError)
+"""What a call of a generator raises when it, its engine or its node died; anything else is a bug."""
+
+
+class Published(NamedTuple):
+    """The newest weights that were sent to the engines."""
+
+    version: PolicyVersion
+    weights: PublishedWeights
+
+
+class Fleet:
+    """The generators of a run, called as one; each may fail and start again on its own."""
+
+    def __init__(
+        self,
+        config: Config,
+        generators: Sequence[Any],
+        trainer: TrainerGroup,
+        telemetry: RunTelemetry,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._joined: set[str] = set()
+        """Engines in a group with the trainer's first rank, for weights that it broadcasts."""
+        self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
+        self._telemetry = telemetry
+        self._say = say
+        self._failures: Counter[str] = Counter()
+        self._down: set[str] = set()
+        """Generators that start again; their engines can be asked for nothing yet."""
+        self._latest: Published | None = None
+        self._sync: asyncio.Task[float] | None = None
+        self._locks = {name: asyncio.Lock() for name in self._generators}
+        self._files = NodeFiles(self._generators, config.weights.sync_deadline)
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Bring every engine up."""
+        await asyncio.gather(*(self._start(name) for name in self._generators))
+
+    async def _start(self, name: str) -> None:
+        # The engine keeps to its own deadline and says more when it runs out.
+        within = self._config.generator.start_deadline + CALL_SECONDS
+        self._files.runs_on(name, await call(self._generators[name].start, who=name, within=within))
+
+    async def run(self) -> None:
+        """Generate until the buffer is drained; a generator that fails starts again.
+
+        Raises:
+            RunFailed: one failed more than `run.max_restarts` times without an optimizer step in between.
+        """
+        await asyncio.gather(*(self._keep(name) for name in self._generators))
+
+    async def _keep(self, name: str) -> None:
+        while not self._stopping:
+            try:
+                return await self._watched(name)
+            except GENERATOR_FAILED as error:
+                if not self._stopping:
+                    await self._start_again(name, error)
+
+    async def _watched(self, name: str) -> None:
+        """Let a generator run; one whose process is frozen answers nothing else either, and counts as failed."""
+        generator = self._generators[name]
+        running = asyncio.ensure_future(call(generator.run, who=name, within=None))
+        try:
+            while True:
+                await asyncio.wait([running], timeout=LOOK_SECONDS)
+                if running.done():
+                    running.result()
+                    return
+                await call(generator.status, who=name, within=self._config.generator.silent_deadline)
+        finally:
+            running.cancel()
+
+    async def _start_again(self, name: str, error: BaseException) -> None:
+        """Bring a new process up for a generator that failed, with the newest weights; that may fail as well."""
+        self._down.add(name)
+        self._joined.discard(name)
+        failed: BaseException | None = error
+        while failed is not None:
+            self._count(name, failed)
+            self._say(f"{name} failed ({in_a_line(failed)}); it starts again")
+            ray.kill(self._generators[name], no_restart=False)
+            failed = await self._came_up(name)
+        if self._stopping:
+            return
+        self._down.discard(name)
+        await self._update(name)
+        self._say(f"{name} is back")
+
+    def _count(self, name: str, error: BaseException) -> None:
+        self._failures[name] += 1
+        if self._failures[name] > self._config.run.max_restarts or isinstance(error, UserError):
+            raise RunFailed(f"{name} failed {self._failures[name]} times; the last time: {in_a_line(error)}") from error
+
+    async def _came_up(self, name: str) -> BatonError | None:
+        """Wait for a generator's new process and its engine, unless the run ends; why the engine did not start."""
+        deadline = time.monotonic() + self._config.generator.start_deadline
+        while not self._stopping:
+            try:
+                await self._start(name)
+                return None
+            except BatonError as failed:
+                return failed
+            except ray.exceptions.RayActorError as down:
+                if time.monotonic() > deadline:
+                    raise RunFailed(f"{name} did not come back: {in_a_line(down)}") from down
+                await asyncio.sleep(RETRY_SECONDS)
+        return None
+
+    def progressed(self) -> None:
+        """An optimizer step was taken: earlier failures are forgiven."""
+        self._failures.clear()
+
+    async def publish(self, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Send weights to every engine in the background, once the ones before have arrived."""
+        await self.published()
+        self._latest = Published(version, weights)
+        self._sync = asyncio.ensure_future(self._update_all())
+
+    async def published(self) -> float | None:
+        """Wait until the weights that were sent last are served everywhere; returns the seconds that it took.
+
+        Raises:
+            RunFailed: it took longer than `weights.sync_deadline`.
+        """
+        if self._sync is None:
+            return None
+        deadline = self._config.weights.sync_deadline
+        try:
+            async with asyncio.timeout(deadline):
+                seconds = await self._sync
+        except TimeoutError as error:
+            raise RunFailed(f"the engines did not take new weights within {deadline:.0f} s") from error
+        self._sync = None
+        return seconds
+
+    async def _update_all(self) -> float:
+        start = time.monotonic()
+        await asyncio.gather(*(self._update(name) for name in self._generators))
+        return time.monotonic() - start
+
+    async def _update(self, name: str) -> None:
+        """Give one engine the newest weights; one that is down, or fails meanwhile, gets them when it is back."""
+        async with self._locks[name]:
+            if self._latest is None or name in self._down:
+                return
+            version, weights = self._latest
+            try:
+                match self._config.weights.transport:
+                    case "nccl":
+                        await self._take_broadcast(name, version, weights)
+                    case "ipc":
+                        await self._take_shared(name, version)
+                    case "memory":
+                        await self._take_file(name, version, weights)
+            except (*GENERATOR_FAILED, ray.exceptions.ObjectLostError) as error:
+                # Weights that are lost went with the trainer's node; those after them are about to be published.
+                self._telemetry.sync_failed()
+                self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
+
+    async def _take_file(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Let an engine load the file of its node; where that is gone with its holder, there is another one soon."""
+        gone: WeightsGone | None = None
+        for _ in self._generators:
+            async with self._files.path_for(name, weights) as path:
+                try:
+                    return await self._take(name, version, path, weights.checksum)
+                except WeightsGone as error:
+                    self._files.forget(name)
+                    gone = error
+        if gone is not None:
+            raise gone
+
+    async def _take_shared(self, name: str, version: PolicyVersion) -> None:
+        """Let an engine load what lies on its GPU; where newer weights do, those are about to be published."""
+        shared = await self._trainer.share(list(self._generators).index(name), version)
+        if shared is not None:
+            await self._take(name, version, shared.data, shared.checksum)
+
+    async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int) -> None:
+        update = self._generators[name].update_weights
+        await call(update, version.pack(), data, checksum, who=name, within=self._config.weights.sync_deadline)
+
+    async def _take_broadcast(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Let the trainer send to one engine, in a group of their own; newer weights are about to be published."""
+        if name not in self._joined:
+            await self._trainer.join_engine(name, self._generators[name])
+            self._joined.add(name)
+        if await self._trainer.begin_send(name, version):
+            await self._take(name, version, weights.data, weights.checksum)
+
+    def trainer_started_again(self) -> None:
+        """The trainer is another process: no engine is in a group with it."""
+        self._joined.clear()
+
+    async def evaluate(self, name: str, tasks_file: Path, n_samples: int, most: int | None = None) -> Evaluation | None:
+        """Play the first `most` prompts of a set on the weights that are served; None where that could not be ended.
+
+        The buffer sees none of it.
+        """
+        up = [generator for other, generator in self._generators.items() if other not in self._down]
+        if not up:
+            self._say(f"the evaluation of {name} was given up: no generator is up")
+            return None
+        deadline = self._config.data.eval_deadline
+        try:
+            async with asyncio.timeout(deadline):
+                return await evaluate_on(up, name, tasks_file, n_samples, most)
+        except TimeoutError:
+            self._say(f"the evaluation of {name} was given up after {deadline:.0f} s")
+        except GENERATOR_FAILED as error:
+            self._say(f"the evaluation of {name} was given up: {in_a_line(error)}")
+        return None
+
+    async def statuses(self) -> list[dict[str, Any]]:
+        """What each generator says about itself; one that is down says nothing."""
+        answers = await asyncio.gather(*(self._status(g) for g in self._generators.values()))
+        return [answer for answer in answers if answer is not None]
+
+    async def _status(self, generator: Any) -> dict[str, Any] | None:
+        try:
+            status: dict[str, Any] = await call(generator.status, who="a generator", within=STATUS_SECONDS)
+        except (ray.exceptions.RayActorError, Starved):
+            return None
+        return status
+
+    async def stop(self) -> None:
+        """End what is being generated, and the engines."""
+        self._stopping = True
+        stops = [asyncio.ensure_future(self._stop(generator)) for generator in self._generators.values()]
+        await asyncio.wait(stops, timeout=STOP_SECONDS)
+
+    async def _stop(self, generator: Any) -> None:
+        try:
+            await call(generator.stop, who="a generator")
+        except ray.exceptions.RayActorError:
+            return

@@ -1,0 +1,1 @@
+"""The metrics hub, and what the other actors send to it."""

@@ -1,0 +1,196 @@
+"""The actor that serves /metrics, /status and a page for people on one port, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from aiohttp import web
+
+import service
+from actors.calls import call
+from service.clock import SystemClock
+from service.config import Config
+from service.errors import UserError
+from service.observe.hub import Hub
+
+RETRY_SECONDS = 0.5
+"""Pause before a hub that is not up yet is called again."""
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+PAGE = Path(service.__file__).parent / "observe" / "status_page.html"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def refuse_taken_port(config: Config) -> None:
+    """See, before anything is started, that the hub will be able to listen.
+
+    Raises:
+        UserError: the port is taken, or the host is not one of this machine.
+    """
+    host, port = config.metrics.host, config.metrics.port
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As asyncio's servers do: a port whose last connections linger is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except UnicodeError:
+        raise UserError(f"metrics.host: {host!r:.80} is no name of a host") from None
+    except OSError as error:
+        raise UserError(_bind_message(host, port, error)) from None
+
+
+def with_port(config: Config) -> Config:
+    """The configuration with a free port in place of 0, so that a hub that is restarted is found where it was."""
+    if config.metrics.port:
+        return config
+    with socket.socket(socket.AF_INET6 if ":" in config.metrics.host else socket.AF_INET) as free:
+        free.bind((config.metrics.host, 0))
+        port = int(free.getsockname()[1])
+    return config.model_copy(update={"metrics": config.metrics.model_copy(update={"port": port})})
+
+
+async def serving(hub: Any, max_restarts: int) -> str:
+    """Let the hub serve; returns its address. One that dies meanwhile is called again when Ray has brought it back.
+
+    Raises:
+        UserError: the port is taken, or the host is not one of this machine.
+        RayActorError: it died more than `max_restarts` times.
+    """
+    for left in range(max_restarts, -1, -1):
+        try:
+            address: str = await call(hub.start, who="the metrics hub")
+            return address
+        except ray.exceptions.RayActorError:
+            if not left:
+                raise
+            await asyncio.sleep(RETRY_SECONDS)
+    raise AssertionError("the last try returns or raises")
+
+
+class MetricsHub:
+    """Shell around `service.observe.hub.Hub`: an HTTP server in the actor's event loop."""
+
+    def __init__(self, config_json: str) -> None:
+        config = Config.model_validate_json(config_json)
+        self._host, self._port = config.metrics.host, config.metrics.port
+        self._hub = Hub(SystemClock())
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+        self._starting = asyncio.Lock()
+        self._refused = False
+
+    def __repr__(self) -> str:
+        return f"MetricsHub({self._url or 'not serving'})"
+
+    async def start(self) -> str:
+        """Serve; returns the address. Does nothing when it serves already.
+
+        Raises:
+            UserError: the port is taken, or the host is not one of this machine.
+        """
+        async with self._starting:
+            if self._runner is None:
+                await self._listen()
+            return self._url
+
+    async def _listen(self) -> None:
+        runner = web.AppRunner(self._app(), access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+        except OSError as error:
+            await runner.cleanup()
+            self._refused = True
+            raise UserError(_bind_message(self._host, self._port, error)) from None
+        self._runner = runner
+        host = "127.0.0.1" if self._host in ("0.0.0.0", "::", "localhost") else self._host
+        self._url = f"http://{host}:{runner.addresses[0][1]}"
+
+    async def push(self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
+        """Take the numbers of `role/ident`, and reports by part of the status; a restarted hub serves again."""
+        self._hub.push(source, snapshot)
+        for part, report in reports:
+            self._hub.put_status(part, report)
+        if self._runner is None and not self._refused:
+            await self.start()
+
+    async def forget(self, source: str) -> None:
+        """The actor `role/ident` is gone on purpose."""
+        self._hub.forget(source)
+
+    async def status(self) -> dict[str, Any]:
+        """The `/status` document."""
+        return self._hub.status()
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def _app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/", self._get_page)
+        app.router.add_get("/history", self._get_history)
+        app.router.add_get("/metrics", self._get_metrics)
+        app.router.add_get("/status", self._get_status)
+        app.router.add_get("/healthz", self._get_health)
+        app.router.add_get("/sd", self._get_targets)
+        return app
+
+    async def _get_page(self, request: web.Request) -> web.Response:
+        return web.Response(text=PAGE.read_text(encoding="utf-8"), content_type="text/html", headers=PAGE_HEADERS)
+
+    async def _get_history(self, request: web.Request) -> web.Response:
+        try:
+            after = int(request.query.get("after", "-1"))
+        except ValueError:
+            raise web.HTTPBadRequest(text="after must be a number") from None
+        return web.json_response(self._hub.history(after))
+
+    async def _get_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._hub.page(), headers={"Content-Type": TEXT})
+
+    async def _get_status(self, request: web.Request) -> web.Response:
+        return web.json_response(self._hub.status())
+
+    async def _get_targets(self, request: web.Request) -> web.Response:
+        own = {"targets": [request.host], "labels": {"__meta_baton_kind": "baton"}}
+        return web.json_response([own, *await asyncio.to_thread(_ray_targets)])
+
+    async def _get_health(self, request: web.Request) -> web.Response:
+        return web.json_response({"ok": True, "silent": self._hub.silent()})
+
+
+def _ray_targets() -> list[dict[str, Any]]:
+    """The metrics endpoints of the live nodes of the Ray cluster, as Prometheus' HTTP service discovery wants them."""
+    if not ray.is_initialized():
+        return []
+    return [
+        {
+            "targets": [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"],
+            "labels": {"__meta_baton_kind": "ray", "node": node["NodeManagerHostname"]},
+        }
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _bind_message(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"metrics.port: port {port} on {host} is in use; choose another, or 0 for a free one"
+    if error.errno == errno.EACCES:
+        return f"metrics.port: port {port} on {host} may not be opened by this user; choose one above 1023"
+    return f"metrics.host: cannot listen on {host}:{port}: {error.strerror or error}"

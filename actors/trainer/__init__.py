@@ -1,0 +1,1 @@
+"""The trainer: one Ray actor a rank."""

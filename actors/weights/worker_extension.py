@@ -1,0 +1,153 @@
+"""What runs inside vLLM's worker process: weights from a file, CPU repacking, and its end when its owner ends.
+
+vLLM imports this module before it loads the model (`worker_extension_cls`), so the import itself
+prepares the process: AMX permission, the watch over the owner, and the weight transfer backend.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from actors.generator.engine_arguments import FILE_BACKEND, OWNER_PID
+from actors.weights.gpu_sharing import IPC_BACKEND, Handle, ipc_handles
+
+
+def allow_amx() -> None:
+    """Ask the kernel for AMX tiles; vLLM's CPU attention forgets to where the first batch has at most 4 tokens."""
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+def end_with_owner() -> None:
+    """Kill this process, and the engine core above it, as soon as the owner is gone; also by kill -9."""
+    owner = int(os.environ.get(OWNER_PID, "0"))
+    if owner in (0, os.getpid()):
+        return
+    parent = os.getppid()
+    try:
+        owner_fd = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(1)
+    # Where the executor is a process of its own, its parent is the engine core, which watches nobody either.
+    core = parent if parent not in (owner, 1) else None
+    threading.Thread(target=_wait_and_end, args=(owner_fd, core), daemon=True, name="owner-watch").start()
+
+
+def _wait_and_end(owner_fd: int, core: int | None) -> None:
+    poll = select.poll()
+    poll.register(owner_fd, select.POLLIN)
+    poll.poll()
+    if core is not None and os.getppid() == core:
+        os.kill(core, signal.SIGKILL)
+    os._exit(1)
+
+
+def repack_for_cpu(model: torch.nn.Module) -> None:
+    """Renew the packed copies that vLLM's CPU kernels compute with, after a reload wrote the plain weights.
+
+    vLLM 0.32 forgets two of them without an error: the language model head tied to the embedding, and MoE experts.
+    """
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and getattr(module, "cpu_linear", None) is not None:
+            module.quant_method.process_weights_after_loading(module)
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+@dataclass
+class NothingToAgree(WeightTransferInitInfo):  # type: ignore[misc]
+    """A file needs no rendezvous."""
+
+
+@dataclass
+class WeightsFile(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One safetensors file with all parameters under their Hugging Face names."""
+
+    path: str
+
+
+class FileWeights(WeightTransferEngine[NothingToAgree, WeightsFile]):  # type: ignore[misc]
+    """Loads a whole model from a file on this node, with vLLM's own sharding and layout."""
+
+    init_info_cls = NothingToAgree
+    update_info_cls = WeightsFile
+
+    def init_transfer_engine(self, init_info: NothingToAgree) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Bring the layers back into the layout of a checkpoint."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: WeightsFile) -> None:
+        """Load every parameter."""
+        self.model.load_weights(_tensors(update_info.path))
+
+    def finish_weight_update(self) -> None:
+        """Pack the layers for the kernels again."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_for_cpu(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118 (no iteration over the file itself)
+            yield name, file.get_tensor(name)
+
+
+@dataclass
+class OnThisGpu(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """All parameters under their Hugging Face names, in memory of this worker's GPU that another process holds."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    gpu: str
+    handles: list[Handle]
+
+
+class SharedWeights(IPCWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's own engine for CUDA IPC, told in plain values where the weights lie."""
+
+    update_info_cls = OnThisGpu
+
+    def receive_weights(self, update_info: OnThisGpu) -> None:
+        """Load every parameter."""
+        names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
+        handles = ipc_handles(names, dtypes, shapes, update_info.gpu, update_info.handles)
+        super().receive_weights(IPCWeightTransferUpdateInfo(names, dtypes, shapes, ipc_handles=handles))
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; the module's import is what matters."""
+
+
+allow_amx()
+end_with_owner()
+for backend, engine in ((FILE_BACKEND, FileWeights), (IPC_BACKEND, SharedWeights)):
+    if backend not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend, engine)

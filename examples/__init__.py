@@ -1,0 +1,1 @@
+"""Demonstration environments and the data made for them."""

@@ -1,0 +1,105 @@
+"""A small world made by the project: towns on rivers that flow through regions; as a corpus and as a database.
+
+`python -m examples.data` writes the files of this folder anew; they depend on nothing but this module.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+FOLDER = Path(__file__).parent
+CORPUS = FOLDER / "corpus.jsonl"
+DATABASE = FOLDER / "databases" / "towns.sqlite"
+
+N_TOWNS, N_RIVERS, N_REGIONS = 48, 16, 8
+GOODS = ("salt", "wool", "glass", "honey", "iron", "paper", "silk", "timber")
+SEED = 7
+LARGEST = 40
+"""Numbers of people (thousands) and heights (tens of metres) are at most this."""
+
+
+class Town(NamedTuple):
+    """One town, and where it lies."""
+
+    name: str
+    river: str
+    region: str
+    people: int
+    height: int
+
+
+class World(NamedTuple):
+    """All there is; a river flows through one region, and a region is known for one good."""
+
+    towns: tuple[Town, ...]
+    rivers: dict[str, str]
+    """River -> region."""
+    regions: dict[str, str]
+    """Region -> good."""
+
+
+@lru_cache(maxsize=1)
+def world() -> World:
+    """The same world always."""
+    rng = np.random.default_rng(SEED)
+    names = _names(N_TOWNS + N_RIVERS + N_REGIONS, rng)
+    towns, rivers, regions = names[:N_TOWNS], names[N_TOWNS:-N_REGIONS], names[-N_REGIONS:]
+    region_of = {river: regions[i % N_REGIONS] for i, river in enumerate(rivers)}
+    placed = []
+    for town in towns:
+        river = rivers[int(rng.integers(N_RIVERS))]
+        people, height = (int(number) for number in rng.integers(1, LARGEST + 1, size=2))
+        placed.append(Town(town, river, region_of[river], people, height))
+    return World(tuple(placed), region_of, dict(zip(regions, GOODS, strict=True)))
+
+
+def _names(n: int, rng: np.random.Generator) -> list[str]:
+    names: dict[str, None] = {}
+    while len(names) < n:
+        names["".join(rng.choice(list(letters)) for letters in ("bdfgklmnprstv", "aeiou", "lmnrs", "aeiou"))] = None
+    return list(names)
+
+
+def passages() -> list[str]:
+    """What the corpus says, a fact a passage."""
+    made = world()
+    return [
+        *(f"{town.name} is a town on the river {town.river} ." for town in made.towns),
+        *(f"the river {river} flows through {region} ." for river, region in made.rivers.items()),
+        *(f"the region {region} is known for {good} ." for region, good in made.regions.items()),
+    ]
+
+
+def names() -> tuple[str, ...]:
+    """Every name and good of the world."""
+    made = world()
+    return (*(town.name for town in made.towns), *made.rivers, *made.regions, *made.regions.values())
+
+
+def write_corpus(path: Path) -> None:
+    """The passages in Search-R1's form, `{"id", "contents"}` a line."""
+    lines = (json.dumps({"id": str(i), "contents": text}) for i, text in enumerate(passages()))
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def write_database(path: Path) -> None:
+    """The world as a SQLite file with the tables towns, rivers and regions."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    made = world()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE regions ( name TEXT , good TEXT )")
+        connection.execute("CREATE TABLE rivers ( name TEXT , region TEXT )")
+        connection.execute("CREATE TABLE towns ( name TEXT , river TEXT , people INTEGER , height INTEGER )")
+        connection.executemany("INSERT INTO regions VALUES (?, ?)", made.regions.items())
+        connection.executemany("INSERT INTO rivers VALUES (?, ?)", made.rivers.items())
+        connection.executemany(
+            "INSERT INTO towns VALUES (?, ?, ?, ?)", [(t.name, t.river, t.people, t.height) for t in made.towns]
+        )

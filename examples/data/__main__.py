@@ -1,0 +1,7 @@
+"""Write the files of this folder anew."""
+
+from examples.data import CORPUS, DATABASE, write_corpus, write_database
+
+write_corpus(CORPUS)
+write_database(DATABASE)
+print(f"wrote {CORPUS.name} and {DATABASE.name}")

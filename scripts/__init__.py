@@ -1,0 +1,1 @@
+"""Programs that build documentation, dashboards, environments and locks."""

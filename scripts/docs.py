@@ -1,0 +1,166 @@
+"""The files that are made from the code: `python -m scripts.docs` writes them, `--check` compares."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from scripts.dashboards import dashboards_page, grafana_json
+from scripts.panels import DASHBOARDS
+from service.config.load import section_of
+from service.config.tree import Config
+from service.observe.metrics_table import TABLE, Metric
+
+ROOT = Path(__file__).parent.parent
+
+TABLE_HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
+
+METRICS_INTRO = """\
+# Metrics
+
+Made from `service/observe/metrics_table.py` by `python -m scripts.docs`.
+
+A run serves them at `metrics.host:metrics.port`, path `/metrics`. Every series carries `role` and `ident` of the actor
+that measured it; label values are bounded, and none holds text of a prompt. Histograms have the same boundaries in
+every actor of a run: lengths sixteen even steps up to `max_input_length + max_generate_length`, with
+`metrics.long_batch_tokens`, the alert threshold, among them. `metrics.jsonl` and TensorBoard use the keys in the last
+column; one line there is one optimizer step. Beside Ray's own metrics, at each node's agent (`/sd` names them), stand
+BESIDE_RAY, with the run's name as a label.
+
+| metric | kind | labels | meaning | key in `metrics.jsonl` |
+|---|---|---|---|---|
+"""
+
+CONFIG_INTRO = """\
+# Configuration
+
+Made from `service/config/` by `python -m scripts.docs`.
+
+Files are given with `--config`, later ones merged deep over earlier ones; `section.key=value` overrides both.
+An unknown key is refused. `baton config show` prints the resolved configuration, `baton config schema` its JSON schema.
+`baton config validate` reads datasets, makes environments, and looks into the model's JSON files, tokenizer and weight
+headers. What is here and broken is an error (exit code 2); what is not here at all may be another machine's, and is a
+note. `baton run` refuses both.
+Lengths are in tokens, times in seconds, memory in bytes.
+"""
+
+
+def metrics_page() -> str:
+    """`docs/metrics.md`."""
+    beside = ", ".join(f"`ray_{metric.name}`" for metric in TABLE if metric.in_ray)
+    return METRICS_INTRO.replace("BESIDE_RAY", beside) + "".join(_metric_line(metric) for metric in TABLE)
+
+
+def _metric_line(metric: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    key = f"`{metric.key}`" if metric.key else ""
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} | {key} |\n"
+
+
+def configuration_page() -> str:
+    """`docs/configuration.md`."""
+    return CONFIG_INTRO + "".join(_section(name, field) for name, field in Config.model_fields.items())
+
+
+def _section(path: str, field: FieldInfo) -> str:
+    section = section_of(field.annotation)
+    if section is None:
+        raise TypeError(f"{path} is no section")
+    optional = " (optional)" if field.default is None else ""
+    text = f"\n## `{path}`{optional}\n\n{_first_line(section)}\n\n{TABLE_HEAD}"
+    inner: list[str] = []
+    for name, child in section.model_fields.items():
+        if section_of(child.annotation) is not None:
+            inner.append(_section(f"{path}.{name}", child))
+            continue
+        meaning = (child.description or "").replace("\n", " ").replace("|", "\\|")
+        text += f"| `{name}` | {_type(section, name)} | {_default(child)} | {meaning} |\n"
+    return text + "".join(inner)
+
+
+def _first_line(section: type[BaseModel]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if value is None:
+        return "none"
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def _type(section: type[BaseModel], name: str) -> str:
+    """The type in the words of the JSON schema, with its bounds."""
+    return _schema_type(section.model_json_schema()["properties"][name])
+
+
+_BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
+
+
+def _schema_type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_schema_type(member) for member in schema["anyOf"] if member.get("type") != "null")
+    if "enum" in schema:
+        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if schema.get("type") == "array":
+        items = schema.get("items") or schema.get("prefixItems", [{}])[0]
+        return f"list of {_schema_type(items)}"
+    if schema.get("format") == "path":
+        return "path"
+    if schema.get("type") == "object":
+        return "mapping"
+    bounds = " ".join(f"{sign} {schema[key]:g}" for key, sign in _BOUNDS if key in schema)
+    return f"{schema.get('type', 'value')} {bounds}".strip()
+
+
+def prometheus_rule() -> str:
+    """The alert rules as the Prometheus operator wants them."""
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text(encoding="utf-8"))
+    document = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "baton", "labels": {"app.kubernetes.io/name": "baton"}},
+        "spec": {"groups": rules["groups"]},
+    }
+    head = "# Made from deploy/prometheus/rules.yaml by `python -m scripts.docs`.\n"
+    text: str = yaml.safe_dump(document, sort_keys=False, width=120)
+    return head + text
+
+
+FILES: dict[str, Callable[[], str]] = {
+    "docs/metrics.md": metrics_page,
+    "docs/configuration.md": configuration_page,
+    "docs/dashboards.md": dashboards_page,
+    "deploy/kuberay/base/prometheusrule.yaml": prometheus_rule,
+    **{f"deploy/grafana/dashboards/{d.uid}.json": partial(grafana_json, d) for d in DASHBOARDS},
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the files, or with `--check` say which are not current."""
+    old = [name for name, made in FILES.items() if not _is(ROOT / name, made())]
+    if "--check" in argv:
+        for name in old:
+            print(f"{name} is not current: run python -m scripts.docs")
+        return 1 if old else 0
+    for name in old:
+        (ROOT / name).write_text(FILES[name](), encoding="utf-8")
+        print(f"wrote {name}")
+    return 0
+
+
+def _is(file: Path, text: str) -> bool:
+    return file.is_file() and file.read_text(encoding="utf-8") == text
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""What each command of `baton` does with its parsed words and its settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from service.errors import UserError
+
+# What a command needs is imported by it alone: `baton status`, which is typed often, loads neither NumPy nor pydantic.
+
+PIPED_WIDTH = 120
+"""Columns of a table when nothing says how wide the terminal is."""
+
+
+def in_ray(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run, evaluate or submit: what needs Ray is beyond this door, the only one from `service` to `actors`."""
+    from actors.driver.commands import COMMANDS
+
+    return COMMANDS[arguments.in_ray](arguments, overrides)
+
+
+def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the resolved configuration."""
+    from service.cli.configuration import no_more_words
+    from service.config import load, resolved_yaml
+
+    no_more_words(arguments)
+    sys.stdout.write(resolved_yaml(load(arguments.config, overrides).config))
+    return 0
+
+
+def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Check a configuration, and what it names; what is not on this machine is a note."""
+    from service.cli.configuration import checked_config
+    from service.config.paths import elsewhere
+
+    config = checked_config(arguments, overrides)
+    missing = elsewhere(config)
+    from service.handoff.batches.score import estimator_named
+    from service.rollout.prompts.inputs import check_inputs
+
+    check_inputs(config)
+    estimator_named(config.algorithm.estimator)
+    if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch
+        from service.learn.losses.loss import loss_named
+
+        loss_named(config.algorithm.loss)
+    for line in missing:
+        print(f"note: {line}")
+    files = ", ".join(str(file) for file in arguments.config)
+    print(f"{files}: fine" + (", but it cannot be run here" if missing else ""))
+    return 0
+
+
+def config_schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the JSON schema of the configuration."""
+    from service.config import Config
+
+    print(json.dumps(Config.model_json_schema(), indent=2))
+    return 0
+
+
+def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Simulate a configuration."""
+    from service.cli.configuration import no_more_words
+    from service.config import load
+    from service.simulate import command as simulation
+
+    no_more_words(arguments)
+    preset = [] if arguments.config else simulation.PRESET
+    return simulation.run(load(arguments.config, [*preset, *overrides]).config, arguments)
+
+
+def replay(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Form a mini-batch again."""
+    from service.cli.replay import run
+
+    return run(arguments)
+
+
+def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Show what a run does now, or how it ended."""
+    from service.observe.status import run_status
+    from service.observe.status_view import status_lines
+
+    status = run_status(arguments.run)
+    if arguments.json:
+        print(json.dumps(status, indent=2))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print("\n".join(status_lines(status, width)))
+    return 0
+
+
+def trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print a line for each kept trajectory."""
+    from rich.console import Console
+
+    from service.observe.trajectories import find_run, load_records
+    from service.observe.trajectory_views import print_list
+
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    print_list(console, load_records(find_run(arguments.run))[-arguments.last :])
+    return 0
+
+
+def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print one trajectory."""
+    from rich.console import Console
+
+    from service.observe.trajectories import find_record, find_run, load_records
+    from service.observe.trajectory_views import print_record
+
+    folder = find_run(arguments.run)
+    record = find_record(load_records(folder), arguments.id)
+    print_record(Console(), record, *_how_to_show(folder))
+    return 0
+
+
+def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Write a page of trajectories."""
+    from service.observe.trajectories import find_run, load_records
+    from service.observe.trajectory_views import html_page
+
+    folder = find_run(arguments.run)
+    records = load_records(folder)[-arguments.last :]
+    output = arguments.output or folder / "trajectories.html"
+    output.write_text(html_page(f"Trajectories of {folder.name}", records, *_how_to_show(folder)), "utf-8")
+    print(f"{len(records)} trajectories written to {output}")
+    return 0
+
+
+def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
+    """The staleness bound of a run, and its tokenizer's words."""
+    # Not transformers, which takes seconds to import: ids into text is all that is needed.
+    from tokenizers import Tokenizer
+
+    from service.config import load
+    from service.observe.trajectory_views import pieces
+
+    config = load([folder / "config.yaml"], []).config
+    file = (config.model.path or folder / "model") / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; the run's tokenizer is needed to show its tokens as text")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special, whatever is wrong with the file
+        raise UserError(f"{file}: no tokenizer can be read from it: {error}") from error
+    return config.buffer.max_staleness, partial(
+        pieces, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    )

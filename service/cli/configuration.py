@@ -1,0 +1,30 @@
+"""The configuration that a command line names, for every command that needs one."""
+
+from __future__ import annotations
+
+import argparse
+
+from service.config import Config, check, load
+from service.errors import UserError
+
+
+def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Config:
+    """The checked configuration of a command line.
+
+    Raises:
+        UserError: there is none, it is wrong, or words are left over.
+    """
+    no_more_words(arguments)
+    if not arguments.config:
+        raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
+    loaded = load(arguments.config, overrides)
+    check(loaded.config, loaded.source)
+    return loaded.config
+
+
+def no_more_words(arguments: argparse.Namespace) -> None:
+    """UserError where a word is left over that is no setting."""
+    if arguments.overrides:
+        word = arguments.overrides[0]
+        hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""
+        raise UserError(f"{word!r}: not of the form section.key=value{hint}")

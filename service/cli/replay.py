@@ -1,0 +1,68 @@
+"""`baton replay`: one mini-batch of a run, formed again from its journal, for looking into a loss without any GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from service.config import load
+from service.errors import UserError
+from service.handoff.journal.replay import replayed
+from service.handoff.steps.wire import encode_mini_batch
+from service.types import MiniBatch
+
+ABOUT = """\
+Form the mini-batch of one optimizer step again, bit by bit, from a run's journal.
+
+Needs the run from its beginning: buffer.record: true keeps what the journal would otherwise give up.
+"""
+
+EXAMPLES = """\
+examples:
+  baton replay runs/quickstart --step 50
+  baton replay runs/quickstart --step 50 --out step50.batch   # the bytes that the trainer got
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the optimizer step")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the encoded mini-batch here")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what the mini-batch held."""
+    settings, journal = arguments.run / "config.yaml", arguments.run / "journal"
+    if not settings.is_file() or not journal.is_dir():
+        raise UserError(f"{arguments.run} is no run folder: it has no config.yaml or no journal")
+    batch = replayed(load([settings], []).config, journal, arguments.step)
+    if arguments.out is not None:
+        arguments.out.write_bytes(encode_mini_batch(batch))
+    print(json.dumps(_values(batch), indent=2) if arguments.json else "\n".join(_lines(batch, arguments.step)))
+    return 0
+
+
+def _values(batch: MiniBatch) -> dict[str, object]:
+    return {
+        "lease": batch.lease,
+        "groups": list(batch.groups),
+        "group_of_trajectory": batch.prompt_of_trajectory_G.tolist(),
+        "returns": batch.return_G.tolist(),
+        "advantages": batch.advantage_G.tolist(),
+        "loss_tokens": batch.loss_tokens_G.tolist(),
+        "facts": batch.facts,
+    }
+
+
+def _lines(batch: MiniBatch, step: int) -> list[str]:
+    lines = [f"step {step}: {len(batch.groups)} groups, {len(batch.return_G)} trajectories, lease {batch.lease}"]
+    for place, ordinal in enumerate(batch.groups):
+        of_G = batch.prompt_of_trajectory_G == place
+        returns = " ".join(f"{value:g}" for value in batch.return_G[of_G])
+        advantages = " ".join(f"{value:+.2f}" for value in batch.advantage_G[of_G])
+        lines.append(f"ordinal={ordinal}  returns {returns}  advantages {advantages}")
+    lines += [f"{name:40s} {value:g}" for name, value in sorted(batch.facts.items())]
+    return lines

@@ -1,0 +1,1 @@
+"""Evaluation: which weights, which prompts, and the results."""

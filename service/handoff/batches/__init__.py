@@ -1,0 +1,1 @@
+"""From complete groups to a mini-batch: score, filter, pack."""

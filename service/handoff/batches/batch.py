@@ -1,0 +1,271 @@
+"""Whole groups into one mini-batch: merge, score, mask what is stale, pack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from service.handoff.batches.pack import Layout, Placement, in_packing_order, micro_batches, place
+from service.handoff.batches.score import ReturnRule, advantages, returns
+from service.handoff.ledger.versions import VersionHistory
+from service.handoff.prefixes.branches import Drift, Mode, check_choice
+from service.handoff.prefixes.history import name_of
+from service.handoff.prefixes.merge import merge
+from service.handoff.steps.columns import lengths_of, trajectories
+from service.handoff.steps.tables import concat_ends, concat_steps, select_ends
+from service.types import NO_VERSION, Ends, Float64s, Int32s, Int64s, MiniBatch, PolicyVersion, Row, Rows, Steps
+
+if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
+    from service.config.tree import Config
+
+
+class CompleteGroup(NamedTuple):
+    """A group whose trajectories have all ended: their winning attempts, steps and ends in any order."""
+
+    ordinal: int
+    prompt_uid: str
+    steps: Steps
+    ends: Ends
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """How a mini-batch is made."""
+
+    ranks: int
+    token_budget: int
+    """Tokens of one micro-batch, at most; a longer row makes a micro-batch of its own."""
+    estimator: str = "grpo"
+    returns: ReturnRule = "last"
+    mode: Mode = "linear"
+    drift: Drift = "fork"
+    max_drift_tokens: int = 16
+    max_staleness: int | None = None
+    """Versions after which a token carries no loss; None: no bound."""
+    layout: Layout = "packed"
+
+    def __post_init__(self) -> None:
+        choices = (("returns", ReturnRule), ("mode", Mode), ("drift", Drift), ("layout", Layout))
+        for name, known in choices:
+            check_choice(name, getattr(self, name), known)
+        for name in ("ranks", "token_budget"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: there must be at least 1")
+
+    @staticmethod
+    def of(config: Config) -> BatchSettings:
+        """The settings that a configuration implies."""
+        return BatchSettings(
+            ranks=config.trainer.ranks,
+            token_budget=config.trainer.max_tokens_per_micro_batch,
+            estimator=config.algorithm.estimator,
+            returns=config.algorithm.returns,
+            mode=config.merge_mode,
+            drift=config.buffer.drift,
+            max_drift_tokens=config.buffer.max_drift_tokens,
+            max_staleness=config.buffer.max_staleness,
+            layout=config.trainer.layout,
+        )
+
+
+def mini_batch_boundaries(rows: Sequence[Row], mini_batch_size: int) -> list[tuple[int, int]]:
+    """The rows of each mini-batch of `mini_batch_size` whole prompts, as (start, stop).
+
+    >>> from types import SimpleNamespace
+    >>> rows = [SimpleNamespace(prompt_uid=uid) for uid in "aabccd"]
+    >>> mini_batch_boundaries(rows, 2)
+    [(0, 3), (3, 6)]
+    """
+    if mini_batch_size < 1:
+        raise ValueError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
+    starts: list[int] = []
+    seen: set[str] = set()
+    for r, row in enumerate(rows):
+        if r and row.prompt_uid == rows[r - 1].prompt_uid:
+            continue
+        if row.prompt_uid in seen:
+            raise ValueError(f"rows of prompt {row.prompt_uid!r} do not stand together: again at row {r}")
+        seen.add(row.prompt_uid)
+        starts.append(r)
+    if len(starts) % mini_batch_size:
+        raise ValueError(f"{len(starts)} prompts do not divide into mini-batches of {mini_batch_size}")
+    bounds = [*starts[::mini_batch_size], len(rows)] if starts else []
+    return list(pairwise(bounds))
+
+
+def form_mini_batch(
+    lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
+) -> MiniBatch:
+    """The mini-batch of these groups, in their order, as the trainer's current version would train it.
+
+    Raises:
+        ValueError: no groups; a sampled token without log-probability, or of a version that is not published yet;
+            a step whose trajectory has no end.
+    """
+    if not groups:
+        raise ValueError("a mini-batch of no groups")
+    steps = concat_steps([group.steps for group in groups])
+    ends, prompt_G = _ends_in_order(groups)
+    _refuse_untrainable(steps, history.current)
+    merged = merge(steps, settings.mode, settings.drift, settings.max_drift_tokens)
+    length_R, trajectory_R = lengths_of(merged.rows.offsets_R), _trajectory_of_rows(merged.rows, ends)
+    placement = place(length_R, trajectory_R, settings.ranks, settings.token_budget, settings.layout)
+    packed, order_R = in_packing_order(merged.rows, placement)
+    trajectory_R = trajectory_R[order_R]
+    sampled_G = _per_trajectory(packed, trajectory_R, len(ends))
+    staleness_N, stale_G = _masked(packed, trajectory_R, len(ends), history, settings.max_staleness)
+    loss_tokens_G = _per_trajectory(packed, trajectory_R, len(ends))
+    return_G = returns(steps, ends, settings.returns)
+    facts = _merge_facts(merged.counts) | _length_facts(length_R, placement) | _reward_facts(return_G, prompt_G)
+    facts |= _turn_facts(packed, steps, len(ends)) | _staleness_facts(staleness_N, sampled_G, stale_G)
+    sampled = float(np.count_nonzero(steps.loss_mask_N))
+    facts |= {
+        "tokens/sampled": sampled,
+        "tokens/loss": float(loss_tokens_G.sum()),
+        "tokens/stale": float(stale_G.sum()),
+    }
+    return MiniBatch(
+        lease=lease,
+        groups=tuple(group.ordinal for group in groups),
+        advantage_G=advantages(settings.estimator, return_G, prompt_G).astype(np.float32),
+        return_G=return_G,
+        loss_tokens_G=loss_tokens_G,
+        rows_G=np.bincount(trajectory_R, minlength=len(ends)).astype(np.int32),
+        prompt_of_trajectory_G=prompt_G,
+        ranks=micro_batches(packed, staleness_N, trajectory_R, placement),
+        facts=facts | {"tokens/masked": sampled - facts["tokens/loss"] - facts["tokens/stale"]},
+    )
+
+
+def _refuse_untrainable(steps: Steps, current: PolicyVersion) -> None:
+    """ValueError on sampled tokens whose importance ratio or staleness would be made up."""
+    if not steps.has_logprobs_K.all():
+        lacking_N = steps.loss_mask_N & ~np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
+        if lacking_N.any():
+            k = int(np.searchsorted(steps.offsets_K, lacking_N.argmax(), "right")) - 1
+            raise ValueError(f"{name_of(steps, k)} has tokens to train, but logprobs=None: no ratio can be taken")
+    if (newest := int(steps.versions_N.max(initial=NO_VERSION))) > current.pack():
+        k = int(np.searchsorted(steps.offsets_K, steps.versions_N.argmax(), "right")) - 1
+        raise ValueError(
+            f"{name_of(steps, k)} was sampled at version {PolicyVersion.unpack(newest)}, but the newest of the history "
+            f"is {current}; publish it there first"
+        )
+
+
+def batch_of_rank(batch: MiniBatch, rank: int) -> MiniBatch:
+    """The same mini-batch with the micro-batches of one rank only."""
+    return replace(batch, ranks=(batch.ranks[rank],))
+
+
+def _ends_in_order(groups: Sequence[CompleteGroup]) -> tuple[Ends, Int32s]:
+    """The trajectories in the order of groups, then samples; and each one's group."""
+    ends = concat_ends([group.ends for group in groups])
+    prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
+    order = np.lexsort((ends.sample_E, prompt_G))
+    return select_ends(ends, order), prompt_G[order]
+
+
+def _trajectory_of_rows(rows: Rows, ends: Ends) -> Int32s:
+    number_X, first_X = trajectories(
+        np.concatenate((ends.ordinal_E, rows.ordinal_R)),
+        np.concatenate((ends.sample_E, rows.sample_R)),
+        np.concatenate((ends.attempt_E, rows.attempt_R)),
+    )
+    if len(first_X) != len(ends):
+        raise ValueError("a row belongs to a trajectory that has no end, or a trajectory ends twice")
+    return number_X[len(ends) :].astype(np.int32)
+
+
+def _masked(
+    packed: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None
+) -> tuple[Int32s, Int64s]:
+    """Take the loss from tokens without a finite log-probability and from stale ones, in place.
+
+    Returns the tokens' staleness, and how many stale ones each trajectory had.
+    """
+    staleness_N, mask_N = history.staleness(packed.versions_N, history.current), packed.loss_mask_N
+    finite_N = np.isfinite(packed.logprobs_N)
+    if not finite_N.all():
+        np.logical_and(mask_N, finite_N, out=mask_N)
+    stale_G = np.zeros(count, np.int64)
+    if max_staleness is not None and staleness_N.max(initial=0) > max_staleness:
+        before_G = _per_trajectory(packed, trajectory_R, count)
+        np.logical_and(mask_N, staleness_N <= max_staleness, out=mask_N)
+        stale_G = before_G - _per_trajectory(packed, trajectory_R, count)
+    np.copyto(packed.logprobs_N, 0, where=~mask_N)
+    return staleness_N, stale_G
+
+
+def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
+    """Tokens that carry loss, by trajectory."""
+    bounds = rows.offsets_R.tolist()
+    tokens_R = [np.count_nonzero(rows.loss_mask_N[start:stop]) for start, stop in pairwise(bounds)]
+    return np.bincount(trajectory_R, tokens_R, minlength=count).astype(np.int64)
+
+
+def _merge_facts(counts: dict[str, int]) -> dict[str, float]:
+    return {
+        "generate/num_seq_before_merge": counts["steps"],
+        "generate/num_seq_after_merge": counts["rows"],
+        "generate/batch_num_seq": counts["rows"],
+        "generate/merge_ratio": counts["steps"] / max(counts["rows"], 1),
+        "generate/tokens_before_merge": counts["tokens_before"],
+        "generate/tokens_after_merge": counts["tokens_after"],
+        "generate/prefix_mismatches": counts["forked"] + counts["realigned"] + counts["reset"],
+        **{f"generate/steps_{outcome}": counts[outcome] for outcome in ("extended", "forked", "realigned", "reset")},
+        "generate/realigned_tokens": counts["realigned_tokens"],
+    }
+
+
+def _length_facts(length_R: Int64s, placement: Placement) -> dict[str, float]:
+    longest = int(length_R.max(initial=0))
+    total = int(length_R.sum())
+    return {
+        "generate/batch_padded_seq_len": longest,
+        "generate/batch_longest_row": longest,
+        "generate/batch_padding_ratio": 1 - total / (longest * len(length_R)) if total else 0.0,
+        "generate/batch_num_tokens": total,
+        "generate/batch_imbalance": placement.imbalance,
+        "generate/batch_num_micro_batches": sum(len(rank) for rank in placement.ranks),
+        "generate/batch_num_dummies": sum(not rows for rank in placement.ranks for rows in rank),
+    }
+
+
+def _turn_facts(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
+    """Per trajectory: its turns, the tokens after its first prompts, and those of them that the policy sampled."""
+    responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
+    sampled = int(np.count_nonzero(steps.loss_mask_N))
+    return {
+        "generate/avg_num_tokens": responses / max(count, 1),
+        "generate/avg_assistant_tokens": sampled / max(count, 1),
+        "generate/avg_num_turns": len(steps) / max(count, 1),
+    }
+
+
+def _staleness_facts(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
+    """Staleness of sampled tokens; the stale ones also by the length of their trajectory (quarter 4: the longest)."""
+    sampled = int(np.count_nonzero(staleness_N >= 0))
+    ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # each other token counts as -1
+    quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)
+    return {
+        "async/staleness_mean": ages / max(sampled, 1),
+        "async/staleness_max": float(staleness_N.max(initial=0)),
+        "async/stale_tokens": float(stale_G.sum()),
+        **{f"async/stale_tokens_quarter_{q}": float(part.sum()) for q, part in enumerate(quarters, 1)},
+    }
+
+
+def _reward_facts(return_G: Float64s, prompt_G: Int32s) -> dict[str, float]:
+    if not len(return_G):
+        return {}
+    passed_P = np.bincount(prompt_G, return_G > 0) > 0
+    samples = round(len(return_G) / len(passed_P))
+    return {
+        "reward/avg_raw_reward": float(return_G.mean()),
+        "reward/mean_positive_reward": float(np.maximum(return_G, 0).mean()),
+        f"reward/avg_pass_at_{samples}": float(passed_P.mean()),
+    }

@@ -1,0 +1,52 @@
+"""Which complete groups end without being trained; each as a counted outcome that vacates the slot.
+
+| reason          | setting                     | the group                                                            |
+|-----------------|-----------------------------|----------------------------------------------------------------------|
+| `zero_variance` | `filter_zero_variance`      | all returns are equal, so that nothing tells its trajectories apart  |
+| `over_long`     | `filter_over_long` (a share)| more than that share of its trajectories ended at the length limit   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from service.config.learn import AlgorithmConfig
+from service.handoff.batches.batch import CompleteGroup
+from service.handoff.batches.score import returns
+from service.handoff.ledger.events import Filtered
+from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.record import Record
+
+AT_LENGTH_LIMIT = "length"
+"""The stop reason of a trajectory that had no room for another token."""
+
+
+def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Filtered | None:
+    """How a complete group ends here; None: it may be trained."""
+    return_G = returns(group.steps, group.ends, settings.returns)
+    reason = None
+    if settings.filter_zero_variance and (return_G == return_G[:1]).all():
+        reason = "zero_variance"
+    elif settings.filter_over_long is not None and over_long_share(group) > settings.filter_over_long:
+        reason = "over_long"
+    if reason is None:
+        return None
+    return Filtered(group.ordinal, reason, len(return_G), float(return_G.sum()), bool((return_G > 0).any()))
+
+
+def over_long_share(group: CompleteGroup) -> float:
+    """Share of the group's trajectories that ended at the length limit."""
+    long = [reason == AT_LENGTH_LIMIT for reason in group.ends.stop_reasons]
+    return float(np.mean([long[code] for code in group.ends.stop_reason_E.tolist()] or [False]))
+
+
+def end_filtered(record: Record, algorithm: AlgorithmConfig, ordinals: Iterable[int]) -> None:
+    """Complete groups that a filter takes end here; they vacate their slots."""
+    groups = record.ledger.state.groups
+    if not algorithm.filter_zero_variance and algorithm.filter_over_long is None:
+        return
+    for ordinal in [o for o in ordinals if groups[o].state is GroupState.COMPLETE]:
+        if (ended := filtered(record.complete_group(ordinal), algorithm)) is not None:
+            record.add(ended)

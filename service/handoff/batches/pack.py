@@ -1,0 +1,216 @@
+"""Rows onto ranks and into micro-batches.
+
+All rows of a trajectory go to one rank; every rank gets the same number of micro-batches, each within the token budget
+(a longer row fills one alone); a micro-batch that only evens out the number is a dummy. In the padded layout a
+micro-batch takes rows x longest row.
+
+    trajectories of 6 5 4 3 tokens, 2 ranks, budget 6   ->   rank 0: [6] [3]     rank 1: [5] [4]
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from service.handoff.steps.tables import select_rows
+from service.types import Int32s, Int64s, MicroBatch, Rows
+
+Layout = Literal["packed", "padded"]
+
+BALANCED = 1.005
+"""Heaviest rank over the best possible below which balancing goes no further."""
+
+
+class Placement(NamedTuple):
+    """Per rank, per micro-batch, the rows; an empty micro-batch is a dummy."""
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    imbalance: float
+    """Cost of the heaviest rank over the mean."""
+
+
+def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layout: Layout = "packed") -> Placement:
+    """Distribute rows; the estimated cost of a row is its tokens.
+
+    >>> place(np.array([6, 5, 4, 3]), np.arange(4, dtype=np.int32), ranks=2, budget=6).ranks
+    (((0,), (3,)), ((1,), (2,)))
+    """
+    cost_G = np.bincount(trajectory_R, length_R).astype(np.int64)
+    rank_G = partition(cost_G, ranks)
+    lengths = length_R.tolist()
+    rows_of_rank: list[list[int]] = [[] for _ in range(ranks)]
+    for row, rank in enumerate(rank_G[trajectory_R].tolist()):
+        rows_of_rank[rank].append(row)
+    needed = [max(1, -(-sum(lengths[row] for row in rows) // budget)) for rows in rows_of_rank]
+    bins = [_packed(rows, lengths, budget, max(needed), layout) for rows in rows_of_rank]
+    count = max(len(rank) for rank in bins)
+    bins = [_evened(rank, rows, lengths, budget, count, layout) for rank, rows in zip(bins, rows_of_rank, strict=True)]
+    load = [sum(lengths[row] for row in rows) for rows in rows_of_rank]
+    mean = sum(load) / ranks
+    return Placement(tuple(tuple(tuple(b) for b in rank) for rank in bins), max(load) / mean if mean else 1.0)
+
+
+def _evened(
+    bins: list[list[int]], rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout
+) -> list[list[int]]:
+    """A rank's rows in exactly `count` bins: spread over all where that works, else with empty ones at the end."""
+    spread = bins if len(bins) == count else _packed(rows, lengths, budget, count, layout)
+    return spread if len(spread) == count else bins + [[] for _ in range(count - len(bins))]
+
+
+def partition(cost_G: Int64s, parts: int) -> Int64s:
+    """Assign items to parts so that the heaviest part is light.
+
+    >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()  # 14 and 16
+    [0, 1, 0, 1, 1]
+    """
+    if parts == 1 or not len(cost_G):
+        return np.zeros(len(cost_G), np.int64)
+    greedy_G = _heaviest_first(cost_G, parts)
+    best = max(float(cost_G.sum()) / parts, float(cost_G.max()))
+    if _heaviest(cost_G, greedy_G, parts) <= BALANCED * best:
+        return greedy_G
+    differencing_G = _largest_differencing(cost_G, parts)
+    return min(greedy_G, differencing_G, key=lambda part_G: _heaviest(cost_G, part_G, parts))
+
+
+def _heaviest(cost_G: Int64s, part_G: Int64s, parts: int) -> float:
+    return float(np.bincount(part_G, cost_G, minlength=parts).max())
+
+
+def _heaviest_first(cost_G: Int64s, parts: int) -> Int64s:
+    """Each item, heaviest first, to the part that is lightest so far."""
+    loads, part_G = [(0, part) for part in range(parts)], np.zeros(len(cost_G), np.int64)
+    costs = cost_G.tolist()
+    for g in np.argsort(-cost_G, kind="stable").tolist():
+        load, part = loads[0]
+        part_G[g] = part
+        heapq.heapreplace(loads, (load + costs[g], part))
+    return part_G
+
+
+def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
+    """Karmarkar and Karp: join the two partial partitions that differ most, heaviest part with lightest."""
+    heap = []
+    for g, cost in enumerate(cost_G.tolist()):
+        loads = [0] * (parts - 1) + [cost]
+        heap.append((-cost, g, loads, [*([] for _ in range(parts - 1)), [g]]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, tie, loads_a, items_a = heapq.heappop(heap)
+        _, _, loads_b, items_b = heapq.heappop(heap)
+        joined = [
+            (a + b, (x, y)) for a, b, x, y in zip(loads_a, reversed(loads_b), items_a, reversed(items_b), strict=True)
+        ]
+        joined.sort(key=lambda part: part[0])
+        loads = [load for load, _ in joined]
+        heapq.heappush(heap, (loads[0] - loads[-1], tie, loads, [[*x, *y] for _, (x, y) in joined]))
+    part_G = np.zeros(len(cost_G), np.int64)
+    for part, items in enumerate(heap[0][3]):
+        part_G[items] = part
+    return part_G
+
+
+def _packed(rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
+    """Rows in bins that are alike; where that takes more than `count`, as few as either way of packing finds."""
+    alike = pack_bins(rows, lengths, budget, count, layout)
+    return alike if len(alike) <= count else min(alike, best_fit(rows, lengths, budget, layout), key=len)
+
+
+def best_fit(rows: Sequence[int], lengths: Sequence[int], budget: int, layout: Layout) -> list[list[int]]:
+    """Rows into few bins within the budget: longest first, into the fullest bin that has room.
+
+    >>> best_fit(range(4), [6, 5, 5, 4], 10, "packed")
+    [[0, 3], [1, 2]]
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []
+    for row in sorted(rows, key=lambda r: -lengths[r]):
+        size = lengths[row] if layout == "packed" or not bins else lengths[bins[-1][0]]  # the longest comes first
+        fullest = bisect_left(room, (size, -1))
+        if fullest < len(room):
+            left, b = room.pop(fullest)
+        else:
+            if layout == "padded":
+                room.clear()  # no older bin has room for one more row as long as its own longest
+            left, b, size = budget, len(bins), lengths[row]
+            bins.append([])
+        bins[b].append(row)
+        insort(room, (left - size, b))
+    return bins
+
+
+def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
+    """Rows into at least `count` bins within the budget: longest first, into the lightest bin that has room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, b) for b in range(count)]
+    longest = [0] * count
+    for row in sorted(rows, key=lambda r: -lengths[r]):
+        load, b = loads[0]
+        size = lengths[row] if layout == "packed" else max(longest[b], lengths[row]) * (len(bins[b]) + 1) - load
+        if load and load + size > budget:
+            b, load, size = len(bins), 0, lengths[row]
+            bins.append([])
+            longest.append(0)
+            heapq.heappush(loads, (size, b))
+        else:
+            heapq.heapreplace(loads, (load + size, b))
+        bins[b].append(row)
+        longest[b] = max(longest[b], lengths[row])
+    return bins
+
+
+def in_packing_order(rows: Rows, placement: Placement) -> tuple[Rows, Int64s]:
+    """The rows in the order in which micro-batches hold them, rank by rank; and which rows those were."""
+    order_R = np.array([row for rank in placement.ranks for chosen in rank for row in chosen], np.int64)
+    return select_rows(rows, order_R), order_R
+
+
+def micro_batches(
+    packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, placement: Placement
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """The micro-batches of every rank, as views of rows in packing order."""
+    ranks, start = [], 0
+    for rank in placement.ranks:
+        batches = []
+        for chosen in rank:
+            batches.append(_micro_batch(packed, staleness_N, trajectory_R, start, start + len(chosen)))
+            start += len(chosen)
+        ranks.append(tuple(batches))
+    return tuple(ranks)
+
+
+def _micro_batch(packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, start: int, stop: int) -> MicroBatch:
+    if start == stop:
+        return _dummy(packed)
+    first, last = int(packed.offsets_R[start]), int(packed.offsets_R[stop])
+    experts_N = packed.routed_experts_N
+    return MicroBatch(
+        token_ids_N=packed.token_ids_N[first:last],
+        offsets_R=packed.offsets_R[start : stop + 1] - first,
+        loss_mask_N=packed.loss_mask_N[first:last],
+        logprobs_N=packed.logprobs_N[first:last],
+        staleness_N=staleness_N[first:last],
+        temperature_R=packed.temperature_R[start:stop],
+        trajectory_of_row_R=trajectory_R[start:stop],
+        routed_experts_N=None if experts_N is None else experts_N[first:last],
+    )
+
+
+def _dummy(rows: Rows) -> MicroBatch:
+    """Two tokens that carry no loss, so that every rank makes as many forward passes."""
+    experts_N = rows.routed_experts_N
+    return MicroBatch(
+        token_ids_N=np.zeros(2, np.int32),
+        offsets_R=np.array([0, 2], np.int64),
+        loss_mask_N=np.zeros(2, np.bool_),
+        logprobs_N=np.zeros(2, np.float32),
+        staleness_N=np.full(2, -1, np.int32),
+        temperature_R=np.ones(1, np.float32),
+        trajectory_of_row_R=np.full(1, -1, np.int32),
+        routed_experts_N=None if experts_N is None else np.full((2, *experts_N.shape[1:]), -1, np.int16),
+    )

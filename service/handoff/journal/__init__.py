@@ -1,0 +1,1 @@
+"""The buffer's append-only log on disk."""

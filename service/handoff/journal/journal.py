@@ -1,0 +1,322 @@
+"""The append-only journal: what it acknowledged survives kill -9 of everything.
+
+Frames (`service.handoff.journal.frames`) lie in segments: files named by the position of their first byte, each but the
+first beginning with a snapshot, so that old ones can be removed.
+
+Only the last segment can have a torn tail: a frame that cannot be read, with nothing valid behind it that says that it
+had been synced. It is cut. Every other frame had been synced when a later segment began, or when the segments before
+its own were removed: one of those that cannot be read is damage, and the journal refuses to start, changing nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from service.clock import Clock
+from service.errors import JournalError
+from service.handoff.journal.disk import Buffer, Disk, File, LocalDisk
+from service.handoff.journal.frames import Frame, Segment, frame_bytes, frames, has_data, synced_later
+
+ALLOCATION_BYTES = 1 << 20
+PAGE_BYTES = 1 << 12
+LEAST_PIECE_BYTES = 1 << 16
+MOST_PIECES = 256
+"""Into how many pieces reserved space is cut that goes from one file to another on a full disk."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+KEPT = "reclaimed"
+"""Folder of segments that nobody needs any more but that are kept for replay."""
+
+log = logging.getLogger(__name__)
+
+
+class _Queued(NamedTuple):
+    position: int
+    end: int
+    buffers: tuple[Buffer, ...]
+    begins_segment: bool
+
+
+class Journal:
+    """Frames on disk; `append` queues, `sync` makes everything queued durable with one fdatasync.
+
+    `append` belongs to one thread; `sync` may run in another.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        clock: Clock,
+        disk: Disk | None = None,
+        segment_bytes: int = 64 << 20,
+    ) -> None:
+        self.folder = folder
+        self.synced = 0
+        """Everything before this position is on the disk."""
+        self.position = 0
+        """Where the next frame goes."""
+        self.stalled: str | None = None
+        """Why the last sync left frames in the queue; None when it left none."""
+        self._clock = clock
+        self._disk: Disk = disk or LocalDisk()
+        self._segment_bytes = segment_bytes
+        self._keep_reclaimed = False
+        self._segment_position = 0
+        """Where the segment of the next frame begins."""
+        self._reclaims: list[tuple[int, int]] = []
+        """(position that has to be synced, position below which nothing is needed once it is), in order."""
+        self._queue: list[_Queued] = []
+        self._queue_lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._segments_lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._allocated = 0
+        """Bytes of the last segment that have their place on the disk."""
+        self._ready = False
+
+    def configure(self, segment_bytes: int, keep_reclaimed: bool) -> None:
+        """Make segments at most so long; move those that nobody needs any more to a folder instead of removing them."""
+        self._segment_bytes = min(self._segment_bytes, segment_bytes)
+        self._keep_reclaimed = keep_reclaimed
+
+    @property
+    def start(self) -> int:
+        """Position of the oldest frame that is still there."""
+        return self._segments[0].start
+
+    @property
+    def segment_is_full(self) -> bool:
+        """Whether the next frame should begin a new segment."""
+        return self.position - self._segment_position >= self._segment_bytes
+
+    def append(self, kind: int, payload: Buffer, begins_segment: bool = False) -> int:
+        """Queue a frame; returns the position that `synced` has to reach before anyone may rely on it."""
+        if not self._ready:
+            raise ValueError("the journal takes frames only after its replay")
+        buffers = frame_bytes(kind, payload, self.position, self.synced, self._clock.wall())
+        end = self.position + sum(len(buffer) for buffer in buffers)
+        if begins_segment:
+            self._segment_position = self.position
+        with self._queue_lock:
+            self._queue.append(_Queued(self.position, end, buffers, begins_segment))
+            self.position = end
+        return end
+
+    def sync(self) -> int:
+        """Make everything queued durable; returns `synced`. On a full disk the frames stay queued, in order."""
+        with self._sync_lock:
+            with self._queue_lock:
+                batch, self._queue = self._queue, []
+            while batch:
+                cut = next((i for i, queued in enumerate(batch) if i and queued.begins_segment), len(batch))
+                if not self._write(batch[:cut]):
+                    with self._queue_lock:
+                        self._queue = batch + self._queue
+                    break
+                batch = batch[cut:]
+            self._remove_unneeded()
+            return self.synced
+
+    def reserve(self, n_bytes: int) -> bool:
+        """Whether `n_bytes` more have their place on the disk, so that writing them cannot run out of space."""
+        with self._segments_lock:
+            active = self._segments[-1]
+            wanted = self.position - active.start + n_bytes
+            if wanted <= self._allocated:
+                return True
+            rounded = -(-wanted // ALLOCATION_BYTES) * ALLOCATION_BYTES
+            for size in (rounded, wanted):
+                try:
+                    if _allocated(active.file, size):
+                        self._allocated = size
+                        return True
+                except OSError as error:
+                    raise JournalError(f"{active.path}: cannot allocate {size} bytes: {error}") from error
+            return False
+
+    def freed_below(self, position: int) -> int:
+        """Bytes that `reclaim` of that position would free, if a new segment began now."""
+        ends = [*(segment.start for segment in self._segments[1:]), self.position]
+        return max((end for end in ends if end <= position), default=self.start) - self.start
+
+    def reclaim(self, below: int, once: int) -> None:
+        """Nothing before position `below` is needed once everything before `once` is synced; `sync` removes it then."""
+        with self._queue_lock:
+            self._reclaims.append((once, below))
+
+    def replay(self) -> Iterator[Frame]:
+        """All frames so far, oldest first; cuts a torn tail; the journal takes new frames when this is exhausted."""
+        self._open_segments()
+        self.position = self.start
+        for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
+            for frame in frames(segment):
+                self.position = frame.end
+                yield frame
+            if following is not None:
+                self._check_end(segment, following)
+            else:
+                self._cut_tail(segment)
+        self.synced = self.position
+        self._segment_position = self._segments[-1].start
+        self._ready = True
+
+    def read(self, start: int, stop: int | None = None) -> Iterator[Frame]:
+        """The synced frames from position `start`, which is a frame's beginning, to `stop`."""
+        stop = self.synced if stop is None else min(stop, self.synced)
+        for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
+            if following is None or start < following.start:
+                for frame in frames(segment, max(start, segment.start)):
+                    if frame.end > stop:
+                        return
+                    yield frame
+
+    def close(self) -> None:
+        """Give unused space back and close the files; what was queued and never synced is lost."""
+        if self._ready:
+            self._segments[-1].file.truncate(self.synced - self._segments[-1].start)
+        for segment in self._segments:
+            segment.file.close()
+        self._segments, self._ready = [], False
+
+    def _open_segments(self) -> None:
+        names = [name for name in self._disk.names(self.folder) if name.endswith(".journal")]
+        for name in names or [_segment_name(0)]:
+            path = self.folder / name
+            if not path.stem.isdecimal():
+                raise JournalError(f"{path}: a segment's name is the position of its first byte; move the file away")
+            self._segments.append(Segment(int(path.stem), self._disk.open(path), path))
+
+    def _check_end(self, segment: Segment, following: Segment) -> None:
+        """Everything in a segment was synced before the next one began; only its reserved space may still be there."""
+        offset = self.position - segment.start
+        if has_data(segment.file, offset):
+            raise self._damaged(segment)
+        if self.position == following.start:
+            segment.file.truncate(offset)
+            return
+        raise JournalError(
+            f"{following.path}: begins at {following.start}, expected {self.position}; a file is missing, or the end "
+            f"of {segment.path.name} is; refusing to start"
+        )
+
+    def _cut_tail(self, segment: Segment) -> None:
+        """Tell an end, a torn tail and damage apart where no further frame of the last segment can be read."""
+        offset, size = self.position - segment.start, segment.file.size()
+        # The segments before the oldest one were removed when its snapshot had been synced.
+        if offset == 0 and segment.start == self.start > 0:
+            raise self._damaged(segment)
+        if offset < size and has_data(segment.file, offset):
+            if synced_later(segment, offset) > self.position:
+                raise self._damaged(segment)
+            log.warning("%s: cut a torn tail of %d bytes at byte %d", segment.path, size - offset, offset)
+            segment.file.truncate(offset)
+        self._allocated = size
+        if not _allocated(segment.file, size):
+            segment.file.truncate(offset)
+            self._allocated = offset
+
+    def _damaged(self, segment: Segment) -> JournalError:
+        offset = self.position - segment.start
+        return JournalError(
+            f"{segment.path}: damaged at byte {offset} (position {self.position}); refusing to start. Bring the file "
+            "back from a copy, or begin a new run"
+        )
+
+    def _write(self, batch: list[_Queued]) -> bool:
+        if batch[0].begins_segment:
+            self._begin_segment(batch[0].position)
+        active = self._segments[-1]
+        offset = self.synced - active.start
+        buffers = [buffer for queued in batch for buffer in queued.buffers]
+        try:
+            written = active.file.write(offset, buffers)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise JournalError(f"{active.path}: cannot write at byte {offset}: {error}") from error
+            written = 0
+        if written < batch[-1].end - self.synced:
+            # The next sync writes the same bytes to the same place, so a part that was written does no harm.
+            self.stalled = f"the disk of {self.folder} is full, {batch[-1].end - self.synced} bytes are not written"
+            return False
+        try:
+            active.file.sync()
+        except OSError as error:
+            raise JournalError(f"{active.path}: cannot sync: {error}; nothing after byte {offset} is safe") from error
+        self.synced, self.stalled = batch[-1].end, None
+        return True
+
+    def _begin_segment(self, start: int) -> None:
+        """Go on in a new file with as much reserved space as the old one has left."""
+        with self._segments_lock:
+            active = self._segments[-1]
+            if active.start == start:
+                return
+            path = self.folder / _segment_name(start)
+            file = self._disk.open(path)
+            try:
+                reserved = _move_reserve(active.file, start - active.start, file, self._allocated)
+            except OSError as error:
+                file.close()
+                raise JournalError(f"{path}: cannot begin a segment: {error}") from error
+            self._segments.append(Segment(start, file, path))
+            self._allocated = reserved
+
+    def _remove_unneeded(self) -> None:
+        with self._queue_lock:
+            unneeded_below = max((below for once, below in self._reclaims if once <= self.synced), default=0)
+            self._reclaims = [(once, below) for once, below in self._reclaims if once > self.synced]
+        while len(self._segments) > 1 and self._segments[1].start <= unneeded_below:
+            with self._segments_lock:
+                oldest = self._segments.pop(0)
+            oldest.file.close()
+            if self._keep_reclaimed:
+                self._disk.move(oldest.path, self.folder / KEPT / oldest.path.name)
+            else:
+                self._disk.remove(oldest.path)
+
+
+def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
+    """Cut a file to what it uses, and reserve as much in a new one as it had reserved beyond; returns how much that is.
+
+    On a full disk the space goes over piece by piece, but for the page that both files have a part of. What another
+    process takes meanwhile is missing too: what was to be written there waits until the disk has room again.
+    """
+    wanted = moved = max(allocated - used, 0)
+    if not _allocated(new, wanted):
+        given, moved, piece = 0, 0, max(LEAST_PIECE_BYTES, wanted // MOST_PIECES)
+        while given < wanted:
+            given = min(given + piece, wanted)
+            old.truncate(used + wanted - given)
+            moved = _grown(new, moved, given - moved)
+    old.truncate(used)
+    return moved
+
+
+def _grown(file: File, size: int, more: int) -> int:
+    """Reserve `more` bytes after a file's first `size`, or what the disk has of them; returns how many it has then."""
+    if _allocated(file, size + more):
+        return size + more
+    while (more := more // 2) >= PAGE_BYTES:
+        if _allocated(file, size + more):
+            size += more
+    return size
+
+
+def _allocated(file: File, size: int) -> bool:
+    """Whether a file's first `size` bytes have their place on the disk now."""
+    try:
+        if size:
+            file.allocate(size)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return False
+    return True
+
+
+def _segment_name(start: int) -> str:
+    return f"{start:020d}.journal"

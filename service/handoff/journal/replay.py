@@ -1,0 +1,122 @@
+"""A recorded run's mini-batches, formed again bit by bit from its journal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from service.clock import SystemClock
+from service.config.tree import Config
+from service.errors import UserError
+from service.handoff.batches.batch import BatchSettings, CompleteGroup
+from service.handoff.batches.form import formed
+from service.handoff.journal.disk import LocalDisk
+from service.handoff.journal.frames import Frame, Segment, frames
+from service.handoff.journal.journal import KEPT
+from service.handoff.ledger import events
+from service.handoff.ledger.applied import Applied
+from service.handoff.ledger.lifecycle import Lost
+from service.handoff.ledger.record import fetch
+from service.handoff.ledger.store import Store
+from service.handoff.ledger.versions import VersionHistory
+from service.handoff.steps.validate import Limits
+from service.types import MiniBatch
+
+ANY_VOCABULARY = 1 << 31
+
+
+class _Leased(NamedTuple):
+    """What the buffer knew when it leased a mini-batch."""
+
+    lease: int
+    ordinals: tuple[int, ...]
+    uids: tuple[str, ...]
+    attempts: dict[int, tuple[int, ...]]
+    filtered: Lost
+    history: VersionHistory
+
+
+class Recorded(NamedTuple):
+    """What a mini-batch was formed from."""
+
+    lease: int
+    groups: list[CompleteGroup]
+    history: VersionHistory
+    filtered: Lost
+
+
+def replayed(config: Config, folder: Path, step: int) -> MiniBatch:
+    """The mini-batch of optimizer step `step`; of the last try when a trainer had gone back.
+
+    Raises:
+        UserError: the journal does not hold that step, or not from the beginning.
+    """
+    found = recorded(config, folder, step)
+    return formed(found.lease, found.groups, found.history, BatchSettings.of(config), found.filtered)
+
+
+def recorded(config: Config, folder: Path, step: int) -> Recorded:
+    """What the mini-batch of optimizer step `step` was formed from.
+
+    Raises:
+        UserError: the journal does not hold that step, or not from the beginning.
+    """
+    limits = Limits.of(config, ANY_VOCABULARY)
+    leased = _find(Applied(config.algorithm.n_samples_per_prompt, limits, SystemClock()), folder, step)
+    if leased is None:
+        raise UserError(f"{folder} holds no optimizer step {step}")
+    store = Store()
+    fetch(store, leased.attempts, _recorded(folder), limits)
+    groups = [
+        CompleteGroup(ordinal, uid, *store.whole(ordinal))
+        for ordinal, uid in zip(leased.ordinals, leased.uids, strict=True)
+    ]
+    return Recorded(leased.lease, groups, leased.history, leased.filtered)
+
+
+def _find(applied: Applied, folder: Path, step: int) -> _Leased | None:
+    """What was leased for the step that was committed last under that number."""
+    open_leases: dict[int, _Leased] = {}
+    found = None
+    for frame in _recorded(folder):
+        event = events.decode(frame.payload) if frame.kind == events.EVENT else None
+        if isinstance(event, events.Leased):
+            open_leases = {event.lease: _seen(applied, event)}
+        elif isinstance(event, events.Committed) and event.version.step == step:
+            found = open_leases[event.lease]
+        applied.apply_frame(frame)
+    return found
+
+
+def _seen(applied: Applied, event: events.Leased) -> _Leased:
+    state = applied.ledger.state
+    groups = [state.groups[ordinal] for ordinal in event.ordinals]
+    return _Leased(
+        event.lease,
+        event.ordinals,
+        tuple(group.uid for group in groups),
+        {ordinal: group.current_attempts for ordinal, group in zip(event.ordinals, groups, strict=True)},
+        copy.copy(state.filtered),
+        copy.deepcopy(applied.ledger.history),
+    )
+
+
+def _recorded(folder: Path) -> Iterator[Frame]:
+    """All frames of a run that was recorded from its beginning, without changing anything."""
+    kept = folder / KEPT
+    found = [*(kept.glob("*.journal") if kept.is_dir() else ()), *folder.glob("*.journal")]
+    position = 0
+    for path in sorted(found, key=lambda path: int(path.stem)):
+        if int(path.stem) != position:
+            raise UserError(f"{folder} does not hold the run from its beginning; buffer.record: true keeps everything")
+        file = LocalDisk().open(path)
+        try:
+            for frame in frames(Segment(position, file, path)):
+                yield frame
+                position = frame.end
+        finally:
+            file.close()
+    if not found:
+        raise UserError(f"{folder} holds no journal")

@@ -1,0 +1,1 @@
+"""The state of groups and trajectories, and the events that change it."""

@@ -1,0 +1,59 @@
+"""What must hold of the ledger after every event."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.lifecycle import UNFINISHED, USED, VACATES, Fate, Group, GroupState
+
+
+def violations(ledger: Ledger) -> list[str]:
+    """What is wrong with the ledger; empty, always. This is the invariant."""
+    state, found = ledger.state, []
+    if state.accepted != sum(state.fates.values()):
+        found.append(
+            f"accepted {state.accepted} tokens, but the fates sum to {sum(state.fates.values())}: {state.fates}"
+        )
+    if min(state.fates.values()) < 0:
+        found.append(f"a fate is negative: {state.fates}")
+    issued = sum(count for count in ledger.in_state.values())
+    if issued != state.next_ordinal:
+        found.append(f"issued {state.next_ordinal} groups, but the states sum to {issued}: {ledger.in_state}")
+    states = Counter(group.state for group in state.groups.values())
+    states[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
+    if any(states[s] != ledger.in_state[s] for s in GroupState if s not in (*VACATES, GroupState.TRAINED)):
+        found.append(f"groups are {states}, counted as {ledger.in_state}")
+    for fate in (Fate.OPEN, Fate.ROLLED_BACK):
+        waiting = sum(g.tokens for g in state.groups.values() if g.state not in USED and g.waiting_fate is fate)
+        if waiting != state.fates[fate]:
+            found.append(f"{waiting} tokens wait as {fate}, counted are {state.fates[fate]}")
+    vacated = sum(ledger.in_state[s] for s in VACATES)
+    if vacated != state.vacated:
+        found.append(f"{vacated} groups vacated their slots, counted are {state.vacated}")
+    leased = sorted(ordinal for lease in state.leases.values() for ordinal in lease.ordinals)
+    if leased != sorted(o for o, g in state.groups.items() if g.state is GroupState.LEASED):
+        found.append(f"leases hold {leased}, which are not the leased groups")
+    if [entry[1] for entry in ledger.finished] != sorted(
+        (o for o, g in state.groups.items() if g.state is GroupState.COMPLETE), key=lambda o: state.groups[o].finished
+    ):
+        found.append("the order of completion does not hold the complete groups")
+    if list(ledger.slots) != sorted(o for o, g in state.groups.items() if g.state not in USED):
+        found.append("the slots are not the unused groups in order of admission")
+    found += [
+        f"ordinal {o}: no one holds an unfinished sample" for o, g in state.groups.items() if _dropped(ledger, o, g)
+    ]
+    return found
+
+
+def _dropped(ledger: Ledger, ordinal: int, group: Group) -> bool:
+    """Whether an unfinished sample of the group is neither with a generator nor waiting for one."""
+    if group.state not in UNFINISHED:
+        return False
+    waiting = ledger.unassigned.get(ordinal, set())
+    return any(
+        not trajectory.complete
+        and sample not in waiting
+        and (ordinal, sample) not in ledger.held.get(trajectory.generator or "", ())
+        for sample, trajectory in enumerate(group.trajectories)
+    )

@@ -1,0 +1,361 @@
+"""The ledger: where every group, trajectory and token stands.
+
+It changes only by `apply`; the same events make the same ledger, whatever the clock says. `check` is the invariant.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import xxhash
+
+from service.handoff.ledger import events
+from service.handoff.ledger.lifecycle import NEXT_STATES, USED, Fate, Group, GroupState, Lease, Lost, Member, Trajectory
+from service.handoff.ledger.state import State
+from service.handoff.ledger.versions import VersionHistory
+from service.types import PolicyVersion
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(State)
+
+
+class Ledger:
+    """The state, with the indexes that make decisions cheap."""
+
+    def __init__(self, n_samples: int) -> None:
+        self.state = State(n_samples)
+        self.history = VersionHistory()
+        self.finished: list[tuple[int, int]] = []
+        """(place in the order of completion, ordinal) of each complete group, oldest first."""
+        self.slots: dict[int, None] = {}
+        """Groups not yet used, in order of admission."""
+        self.unassigned: dict[int, set[int]] = {}
+        """Restarted samples that wait for a claim, by ordinal."""
+        self.held: dict[str, set[tuple[int, int]]] = {}
+        """Unfinished (ordinal, sample) of each generator."""
+        self.steps: dict[int, list[int]] = {}
+        """Ordinals that each optimizer step used."""
+        self.in_state: Counter[GroupState] = Counter()
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            events.Opened: self._opened,
+            events.Joined: self._joined,
+            events.Left: self._left,
+            events.Issued: self._issued,
+            events.Assigned: self._assigned,
+            events.StepsAccepted: self._accepted,
+            events.Restarted: self._restarted,
+            events.Curtailed: self._curtailed,
+            events.Filtered: self._filtered,
+            events.Refused: lambda event: self._end(event.ordinal, GroupState.REFUSED, event.reason),
+            events.Expired: lambda event: self._end(event.ordinal, GroupState.EXPIRED, event.reason),
+            events.Leased: self._leased,
+            events.Committed: self._committed,
+            events.Released: self._released,
+            events.Covered: self._covered,
+            events.Drained: self._drained,
+        }
+
+    @staticmethod
+    def restored(snapshot: bytes) -> Ledger:
+        """The ledger whose `snapshot` this is."""
+        state = _decoder.decode(snapshot)
+        ledger = Ledger(state.n_samples)
+        ledger.state = state
+        ledger._index()
+        return ledger
+
+    def snapshot(self) -> bytes:
+        """The whole state as bytes."""
+        return _encoder.encode(self.state)
+
+    def apply(self, event: events.Journalled | events.StepsAccepted) -> None:
+        """Change the state by one event."""
+        self._handlers[type(event)](event)
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next issued group gets."""
+        return self.state.next_ordinal - self.state.vacated
+
+    @property
+    def frontier(self) -> int:
+        """The smallest ordinal that has not come to its end; everything below has."""
+        return min(self.state.groups, default=self.state.next_ordinal)
+
+    def published(self, version: PolicyVersion) -> bool:
+        """Whether the version was ever made."""
+        branches = self.state.branches
+        if not 0 <= version.epoch <= len(branches):
+            return False
+        first = branches[version.epoch - 1][1] if version.epoch else 0
+        last = branches[version.epoch][0] if version.epoch < len(branches) else self.state.step
+        return first <= version.step <= last
+
+    def digest(self) -> str:
+        """A fingerprint of the whole state."""
+        plain = msgspec.to_builtins(self.state, str_keys=True, order="deterministic")
+        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(plain))
+
+    def _opened(self, event: events.Opened) -> None:
+        self.state.opened = event
+
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    def _joined(self, event: events.Joined) -> None:
+        if event.role == "trainer":
+            self.state.trainer_epoch = event.epoch
+            self._go_back(event.step)
+        else:
+            self.state.generators[event.name] = Member(event.epoch)
+            self.held.setdefault(event.name, set())
+
+    def _left(self, event: events.Left) -> None:
+        self.state.generators[event.generator].alive = False
+
+    # -- from issue to completion -------------------------------------------------------------------------------------
+
+    def _issued(self, event: events.Issued) -> None:
+        trajectories = [Trajectory(event.generator, event.epoch) for _ in range(self.state.n_samples)]
+        self.state.groups[event.ordinal] = Group(event.uid, event.row, event.admitted, trajectories)
+        self.state.next_ordinal = event.ordinal + 1
+        self.in_state[GroupState.ISSUED] += 1
+        self.slots[event.ordinal] = None
+        attempts = dict.fromkeys(range(self.state.n_samples), 0)
+        self.held[event.generator].update((event.ordinal, sample) for sample in attempts)
+        self.state.generators[event.generator].note_given(event.claim, event.ordinal, attempts)
+
+    def _assigned(self, event: events.Assigned) -> None:
+        group = self.state.groups[event.ordinal]
+        for sample in event.samples:
+            group.trajectories[sample].generator = event.generator
+            group.trajectories[sample].epoch = event.epoch
+            self.held[event.generator].add((event.ordinal, sample))
+        self._no_longer_unassigned(event.ordinal, event.samples)
+        attempts = {sample: group.trajectories[sample].attempt for sample in event.samples}
+        self.state.generators[event.generator].note_given(event.claim, event.ordinal, attempts)
+
+    def _accepted(self, event: events.StepsAccepted) -> None:
+        self.state.generators[event.sender.generator].note(event.sender.sequence, event.position)
+        self.state.routing = self.state.routing or event.routing
+        for fresh in event.fresh:
+            group = self.state.groups[fresh.ordinal]
+            trajectory = group.trajectories[fresh.sample]
+            trajectory.indices.update(fresh.indices)
+            trajectory.tokens += fresh.tokens
+            trajectory.bad_tokens += fresh.bad_tokens
+            trajectory.n_bytes += fresh.n_bytes
+            group.tokens += fresh.tokens
+            self.state.accepted += fresh.tokens
+            self.state.fates[Fate.OPEN] += fresh.tokens
+            if fresh.n_steps is not None:
+                trajectory.n_steps = fresh.n_steps
+            if group.state is GroupState.ISSUED:
+                self._enter(group, GroupState.OPEN)
+            if trajectory.complete:
+                self.state.lengths.note_generated(trajectory.tokens)
+                self.held[event.sender.generator].discard((fresh.ordinal, fresh.sample))
+                self._complete_when_all_are(fresh.ordinal, group)
+
+    def _complete_when_all_are(self, ordinal: int, group: Group) -> None:
+        if all(trajectory.complete for trajectory in group.trajectories):
+            group.attempts = group.current_attempts
+            group.lengths = tuple(t.tokens for t in group.trajectories if not t.given_up)
+            group.finished = self.state.next_finished
+            self.state.next_finished += 1
+            self._enter(group, GroupState.COMPLETE)
+            self.finished.append((group.finished, ordinal))
+
+    def _restarted(self, event: events.Restarted) -> None:
+        group = self.state.groups[event.ordinal]
+        for sample in event.samples:
+            old = group.trajectories[sample]
+            group.trajectories[sample] = Trajectory(None, 0, old.attempt + 1)
+            group.tokens -= old.tokens
+            self._move_tokens(Fate.OPEN, Fate.SUPERSEDED, old.tokens)
+            if old.generator is not None:
+                self.held[old.generator].discard((event.ordinal, sample))
+            self.unassigned.setdefault(event.ordinal, set()).add(sample)
+        self.state.restarts[event.reason] = self.state.restarts.get(event.reason, 0) + len(event.samples)
+
+    def _curtailed(self, event: events.Curtailed) -> None:
+        group = self.state.groups[event.ordinal]
+        for sample in event.samples:
+            trajectory = group.trajectories[sample]
+            group.tokens -= trajectory.tokens
+            self._move_tokens(Fate.OPEN, Fate.EXPIRED, trajectory.tokens)
+            self.state.lengths.note_given_up(trajectory.tokens)
+            if trajectory.generator is not None:
+                self.held[trajectory.generator].discard((event.ordinal, sample))
+            group.trajectories[sample] = Trajectory(None, 0, trajectory.attempt, given_up=True)
+        if event.ordinal in self.unassigned:
+            self._no_longer_unassigned(event.ordinal, event.samples)
+        self.state.given_up[event.reason] = self.state.given_up.get(event.reason, 0) + len(event.samples)
+        self._complete_when_all_are(event.ordinal, group)
+
+    # -- ends without training ----------------------------------------------------------------------------------------
+
+    def _filtered(self, event: events.Filtered) -> None:
+        self._end(event.ordinal, GroupState.FILTERED, event.reason)
+        self.state.filtered.add(Lost(1, event.trajectories, event.reward_sum, int(event.passed)))
+
+    def _end(self, ordinal: int, state: GroupState, reason: str) -> None:
+        group = self.state.groups.pop(ordinal)
+        before = group.state
+        self._move_tokens(group.waiting_fate, Fate(state), group.tokens)
+        self._enter(group, state)
+        if before is GroupState.COMPLETE:
+            self.finished.remove((group.finished, ordinal))
+        self.slots.pop(ordinal)
+        for sample, trajectory in enumerate(group.trajectories):
+            if trajectory.generator is not None:
+                self.held[trajectory.generator].discard((ordinal, sample))
+        self.unassigned.pop(ordinal, None)
+        self.state.vacated += 1
+        self._count_end(state, reason)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def _leased(self, event: events.Leased) -> None:
+        self.state.leases[event.lease] = Lease(event.trainer_epoch, event.ordinals, self.state.filtered)
+        self.state.filtered = Lost()
+        self.state.next_lease = event.lease + 1
+        for ordinal, loss, stale in zip(event.ordinals, event.loss_tokens, event.stale_tokens, strict=True):
+            group = self.state.groups[ordinal]
+            group.losses, group.stale_tokens = loss, stale
+            group.lives += 1
+            self._enter(group, GroupState.LEASED)
+        taken = set(event.ordinals)
+        self.finished = [entry for entry in self.finished if entry[1] not in taken]
+
+    def _released(self, event: events.Released) -> None:
+        lease = self.state.leases.pop(event.lease)
+        self.state.filtered.add(lease.filtered)
+        for ordinal in lease.ordinals:
+            self._wait_again(ordinal, self.state.groups[ordinal])
+
+    def _committed(self, event: events.Committed) -> None:
+        lease = self.state.leases.pop(event.lease)
+        self.history.publish(event.version)
+        self.state.step, self.state.last_commit = event.version.step, event.lease
+        for ordinal in lease.ordinals:
+            group = self.state.groups[ordinal]
+            waiting = group.waiting_fate
+            for fate, tokens in _used_fates(group, Fate.STEPPED):
+                self._move_tokens(waiting, fate, tokens)
+            group.rolled_back, group.step, group.trajectories = False, event.version.step, []
+            self.state.lengths.note_trained(group.lengths, group.losses)
+            self._enter(group, GroupState.STEPPED)
+            self.slots.pop(ordinal)
+        if event.final:
+            used = [self.state.groups.pop(ordinal) for ordinal in lease.ordinals]
+            self.state.finals[event.version.step] = (len(used), sum(group.loss_tokens for group in used))
+        else:
+            self.steps[event.version.step] = list(lease.ordinals)
+
+    def _covered(self, event: events.Covered) -> None:
+        for step in range(self.state.covered + 1, event.step + 1):
+            for ordinal in self.steps.get(step, ()):
+                group = self.state.groups[ordinal]
+                self._move_tokens(Fate.STEPPED, Fate.TRAINED, group.loss_tokens)
+                self._enter(group, GroupState.TRAINED)
+        for step in [step for step in self.state.finals if step <= event.step]:
+            groups, tokens = self.state.finals.pop(step)
+            self._move_tokens(Fate.STEPPED, Fate.TRAINED, tokens)
+            self.in_state[GroupState.STEPPED] -= groups
+            self.in_state[GroupState.TRAINED] += groups
+            self._count_end(GroupState.TRAINED, "", groups)
+        self.state.covered = max(self.state.covered, event.step)
+        for step in [step for step in self.steps if step <= event.oldest_kept]:
+            for ordinal in self.steps.pop(step):
+                del self.state.groups[ordinal]
+                self._count_end(GroupState.TRAINED, "")
+
+    def _go_back(self, to_step: int) -> None:
+        """Begin a new epoch of versions at a step; the groups that were used after it wait again."""
+        self.state.branches.append((self.state.step, to_step))
+        self.history.rollback(to_step)
+        self.state.step = to_step
+        self.state.covered = min(self.state.covered, to_step)
+        for step in [step for step in self.steps if step > to_step]:
+            for ordinal in self.steps.pop(step):
+                group = self.state.groups[ordinal]
+                used = Fate.STEPPED if group.state is GroupState.STEPPED else Fate.TRAINED
+                for fate, tokens in _used_fates(group, used):
+                    self._move_tokens(fate, Fate.ROLLED_BACK, tokens)
+                self.state.lengths.note_trained(group.lengths, group.losses, times=-1)
+                group.rolled_back, group.step, group.lives = True, 0, 0
+                self._wait_again(ordinal, group)
+                self.slots[ordinal] = None
+        self.slots = dict.fromkeys(sorted(self.slots))
+
+    def _drained(self, event: events.Drained) -> None:
+        self.state.draining = event.reason
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _index(self) -> None:
+        """Make the indexes of a state that was read back."""
+        state = self.state
+        for reached, went_on in state.branches:
+            self._publish_up_to(reached)
+            self.history.rollback(went_on)
+        self._publish_up_to(state.step)
+        self.held = {name: set() for name in state.generators}
+        for ordinal, group in sorted(state.groups.items()):
+            self.in_state[group.state] += 1
+            if group.state is GroupState.COMPLETE:
+                insort(self.finished, (group.finished, ordinal))
+            if group.state in USED:
+                self.steps.setdefault(group.step, []).append(ordinal)
+            else:
+                self.slots[ordinal] = None
+            for sample, trajectory in enumerate(group.trajectories):
+                if trajectory.complete:
+                    continue
+                if trajectory.generator is None:
+                    self.unassigned.setdefault(ordinal, set()).add(sample)
+                else:
+                    self.held[trajectory.generator].add((ordinal, sample))
+        self.in_state[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
+        for key, count in state.ended.items():
+            self.in_state[GroupState(key.partition("/")[0])] += count
+
+    def _publish_up_to(self, step: int) -> None:
+        current = self.history.current
+        for later in range(current.step + 1, step + 1):
+            self.history.publish(PolicyVersion(current.epoch, later))
+
+    def _wait_again(self, ordinal: int, group: Group) -> None:
+        group.losses, group.stale_tokens = (), 0
+        self._enter(group, GroupState.COMPLETE)
+        insort(self.finished, (group.finished, ordinal))
+
+    def _enter(self, group: Group, state: GroupState) -> None:
+        if state not in NEXT_STATES[group.state]:
+            raise ValueError(f"a group that is {group.state} cannot become {state}")
+        self.in_state[group.state] -= 1
+        self.in_state[state] += 1
+        group.state = state
+
+    def _count_end(self, state: GroupState, reason: str, groups: int = 1) -> None:
+        key = f"{state}/{reason}" if reason else str(state)
+        self.state.ended[key] = self.state.ended.get(key, 0) + groups
+
+    def _move_tokens(self, source: Fate, target: Fate, tokens: int) -> None:
+        self.state.fates[source] -= tokens
+        self.state.fates[target] += tokens
+
+    def _no_longer_unassigned(self, ordinal: int, samples: Iterable[int]) -> None:
+        waiting = self.unassigned[ordinal]
+        waiting.difference_update(samples)
+        if not waiting:
+            del self.unassigned[ordinal]
+
+
+def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
+    """The fates of a group's tokens once an optimizer step used it."""
+    return (loss, group.loss_tokens), (Fate.STALE, group.stale_tokens), (Fate.MASKED, group.masked_tokens)

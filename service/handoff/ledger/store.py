@@ -1,0 +1,223 @@
+"""The accepted steps of the groups that may still be trained.
+
+Steps come in messages of several groups, a few at a time; they are cut out of their message at once, so that no group
+keeps another one's tokens in memory, and become one table when their group is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from service.handoff.prefixes.prefix_index import Earlier
+from service.handoff.steps.tables import (
+    STEP_COLUMNS,
+    TOKEN_COLUMNS,
+    concat_steps,
+    ends_table,
+    select_steps,
+    steps_table,
+)
+from service.types import Ends, StepGroup, Steps, TrajectoryEnd
+
+BYTES_PER_STEP = 256
+"""About what the columns of one step take beside its tokens."""
+
+
+class Chain(NamedTuple):
+    """A trajectory's steps 0 .. `steps` - 1, each of which is full or extends the whole of the one before."""
+
+    steps: int
+    length: int
+    """Tokens of the last step's whole prompt and response."""
+    tokens: xxhash.xxh3_64
+    """The running digest of those tokens."""
+
+
+def grown(chain: Chain | None, index: int, extends: tuple[int, int, int], own: memoryview) -> Chain | None:
+    """A chain with one more step, whose own tokens these are; None when it is not the next, or branches.
+
+    `extends` is (step, length, digest) as in `service.types.Extension`, with step -1 for a full prompt.
+    """
+    if index != (0 if chain is None else chain.steps):
+        return None
+    step, length, before = extends
+    if step < 0:
+        tokens, length = xxhash.xxh3_64(), 0
+    elif chain is not None and (step, length, before) == (chain.steps - 1, chain.length, chain.tokens.intdigest()):
+        tokens = chain.tokens.copy()
+    else:
+        return None
+    tokens.update(own)
+    return Chain(index + 1, length + len(own) // 4, tokens)
+
+
+@dataclass(slots=True)
+class Held:
+    """One group's accepted data: only current attempts, in the order in which it came."""
+
+    steps: list[Steps] = field(default_factory=list)
+    ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
+    """By sample."""
+    chains: dict[int, Chain] = field(default_factory=dict)
+    """By sample, while it grows in order."""
+    places: dict[int, dict[int, tuple[Steps, int]]] | None = None
+    """By sample and step index, its table and its position there, in order of arrival; once somebody has asked."""
+    earlier: dict[int, Earlier] = field(default_factory=dict)
+    """By sample, once a full prompt had to be looked up."""
+    n_bytes: int = 0
+
+    def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
+        """Where the steps of one sample are, by index."""
+        if self.places is None:
+            self.places = {}
+            for table in self.steps:
+                self.note(table)
+        return self.places.get(sample, {})
+
+    def note(self, table: Steps) -> None:
+        """Remember where steps are, if that is remembered."""
+        if self.places is not None:
+            for k, (sample, index) in enumerate(zip(table.sample_K.tolist(), table.index_K.tolist(), strict=True)):
+                self.places.setdefault(sample, {})[index] = (table, k)
+
+    def rearranged(self, steps: list[Steps]) -> None:
+        """The same steps, or some of them, lie in other tables."""
+        self.steps, self.places = steps, None
+        self.earlier.clear()
+
+
+class Store:
+    """Steps and ends by ordinal, with the bytes that they take."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self._held: dict[int, Held] = {}
+
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self._held
+
+    def add(self, ordinal: int, steps: Steps | None, ends: Sequence[TrajectoryEnd]) -> None:
+        """Keep more of a group."""
+        held = self._held.setdefault(ordinal, Held())
+        if steps is not None:
+            held.steps.append(steps)
+            held.note(steps)
+            n_bytes = table_bytes(steps)
+            held.n_bytes += n_bytes
+            self.n_bytes += n_bytes
+        for end in ends:
+            held.ends[end.trajectory.sample] = end
+
+    def chain_of(self, ordinal: int, sample: int) -> Chain | None:
+        """How far a sample has grown in order; None when it has not, so that it is checked when it is complete."""
+        held = self._held.get(ordinal)
+        return None if held is None else held.chains.get(sample)
+
+    def set_chain(self, ordinal: int, sample: int, chain: Chain | None) -> None:
+        """Remember how far a sample has grown in order; None: it has not, or it is complete."""
+        if chain is None:
+            self._held[ordinal].chains.pop(sample, None)
+        else:
+            self._held[ordinal].chains[sample] = chain
+
+    def drop(self, ordinal: int) -> None:
+        """Forget a group."""
+        held = self._held.pop(ordinal, None)
+        if held is not None:
+            self.n_bytes -= held.n_bytes
+
+    def drop_samples(self, ordinal: int, samples: tuple[int, ...]) -> None:
+        """Forget what some samples of a group had."""
+        held = self._held.get(ordinal)
+        if held is None:
+            return
+        held.chains = {sample: chain for sample, chain in held.chains.items() if sample not in samples}
+        kept = [select_steps(table, np.flatnonzero(~np.isin(table.sample_K, samples))) for table in held.steps]
+        held.rearranged([table for table in kept if len(table)])
+        held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
+        self.n_bytes -= held.n_bytes
+        held.n_bytes = sum(table_bytes(table) for table in held.steps)
+        self.n_bytes += held.n_bytes
+
+    def samples(self, ordinal: int) -> list[int]:
+        """The samples of a group of which anything is here."""
+        held = self._held.get(ordinal, Held())
+        return sorted({*held.ends, *(int(sample) for table in held.steps for sample in np.unique(table.sample_K))})
+
+    def steps_of(self, ordinal: int, sample: int) -> list[Steps]:
+        """The steps of one sample, as tables of one or more steps."""
+        held = self._held.get(ordinal, Held())
+        return [
+            select_steps(table, index_K)
+            for table in held.steps
+            if len(index_K := np.flatnonzero(table.sample_K == sample))
+        ]
+
+    def step(self, ordinal: int, sample: int, index: int) -> tuple[Steps, int] | None:
+        """The table that holds a step, and its position there."""
+        held = self._held.get(ordinal)
+        return None if held is None else held.places_of(sample).get(index)
+
+    def earlier_than(self, ordinal: int, sample: int) -> Earlier:
+        """The steps of one sample, ready to look full prompts up in."""
+        held = self._held.get(ordinal)
+        if held is None:
+            return Earlier()
+        earlier, places = held.earlier.setdefault(sample, Earlier()), held.places_of(sample)
+        for table, k in islice(places.values(), earlier.count, None):
+            earlier.add(table, k)
+        return earlier
+
+    def no_more_of(self, ordinal: int, sample: int) -> None:
+        """No more steps come of one sample: forget what was only kept for them."""
+        if (held := self._held.get(ordinal)) is not None:
+            held.chains.pop(sample, None)
+            held.earlier.pop(sample, None)
+
+    def end_of(self, ordinal: int, sample: int) -> TrajectoryEnd | None:
+        """The end of one sample, if it is here."""
+        held = self._held.get(ordinal)
+        return None if held is None else held.ends.get(sample)
+
+    def whole(self, ordinal: int) -> tuple[Steps, Ends]:
+        """All steps and ends of a complete group; its steps become one table."""
+        held = self._held[ordinal]
+        if len(held.steps) > 1:
+            held.rearranged([concat_steps(held.steps)])
+        ends = [held.ends[sample] for sample in sorted(held.ends)]
+        return held.steps[0] if held.steps else steps_table([]), ends_table(ends)
+
+
+def cut(message: StepGroup, items: Sequence[int]) -> Steps | None:
+    """Some steps of a message, in its order; they share no memory with it unless they are all that it has."""
+    steps, items = message.steps, sorted(items)
+    if not items:
+        return None
+    if len(items) == len(steps):
+        return steps
+    first, after = items[0], items[-1] + 1
+    if after - first != len(items):
+        return select_steps(steps, np.array(items, np.int64))
+    start, stop = int(steps.offsets_K[first]), int(steps.offsets_K[after])
+    columns: dict[str, Any] = {name: getattr(steps, name)[first:after].copy() for name in STEP_COLUMNS}
+    for name in TOKEN_COLUMNS:
+        column = getattr(steps, name)
+        columns[name] = None if column is None else column[start:stop].copy()
+    return replace(steps, offsets_K=steps.offsets_K[first : after + 1] - start, **columns)
+
+
+def table_bytes(steps: Steps) -> int:
+    """About how many bytes a table takes."""
+    return len(steps.token_ids_N) * bytes_per_token(steps) + len(steps) * BYTES_PER_STEP
+
+
+def bytes_per_token(steps: Steps) -> int:
+    """Bytes of one token over all token columns."""
+    experts, rewards = steps.routed_experts_N, steps.token_rewards_N
+    return 17 + (4 if rewards is not None else 0) + (2 * int(np.prod(experts.shape[1:])) if experts is not None else 0)

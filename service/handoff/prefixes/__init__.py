@@ -1,0 +1,1 @@
+"""Prefix sharing: steps that continue one another are sent, kept and trained once."""

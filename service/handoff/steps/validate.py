@@ -1,0 +1,333 @@
+"""The door: which step groups may enter the buffer.
+
+What follows from bad data, exactly:
+
+- masked, and counted as such: a log-probability that is not finite on a token the policy sampled; the token carries no
+  loss, the rest of the step does. On tokens that carry no loss, log-probabilities are not looked at.
+- the trajectory is refused (it may be tried again): more than max(1, 1 %) of its sampled tokens have such a
+  log-probability, or its steps do not make a whole: a gap, a step after the end, a reference that does not hold.
+- the message is refused: everything else below. A reward that is no finite number is never replaced by one, because
+  every sibling's baseline would be wrong with it.
+
+Rules go from cheap to dear, and the first that fails names itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.config.tree import Config
+from service.handoff.prefixes.history import PrefixError
+from service.handoff.prefixes.references import check_references, contradiction, in_order, total_lengths
+from service.handoff.steps.columns import lengths_of
+from service.types import (
+    NO_VERSION,
+    ROUTE_NATIVELY,
+    Ends,
+    Int16s,
+    Refusal,
+    RefusalReason,
+    StepGroup,
+    Steps,
+    TrajectoryId,
+)
+
+MAX_NAME_LENGTH = 1024
+"""Characters of a generator's name, a prompt's uid or a stop reason, at most."""
+
+MAX_ORDINAL = 1 << 53
+"""An ordinal stays exact in JSON."""
+
+TEMPERATURES = (1e-6, 1e6)
+
+LOGPROB_TOLERANCE = 1e-4
+"""How far above 0 rounding may take a log-probability."""
+
+MAX_REWARD = 1e12
+"""A reward is no larger, so that squares and sums of rewards stay finite in float32."""
+
+REWARD_TOLERANCE = 1e-4
+"""How far a step's reward may be from the sum over its tokens, as a share of those."""
+
+MAX_SHARE_NOT_FINITE = 0.01
+"""Of a trajectory's sampled tokens, the share whose log-probability may be missing."""
+
+
+class Routing(NamedTuple):
+    """Which routed experts a model can replay; all are 0 or empty for a model without experts."""
+
+    layers: tuple[int, ...]
+    """Numbers of layers that a record may have: all of the model's, or those with experts."""
+    topk: int
+    experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a message may contain, at most."""
+
+    vocab_size: int
+    max_input_length: int
+    max_generate_length: int
+    max_turns: int
+    n_samples_per_prompt: int
+    max_attempts: int
+    max_group_bytes: int
+    needs_logprobs: bool = True
+    routing: Routing | None = None
+    """What routed experts the model can replay; None: that is not known, so they are not compared with it."""
+
+    @staticmethod
+    def of(config: Config, vocab_size: int, routing: Routing | None = None) -> Limits:
+        """The limits that a configuration implies."""
+        return Limits(
+            vocab_size=vocab_size,
+            max_input_length=config.generator.max_input_length,
+            max_generate_length=config.generator.max_generate_length,
+            max_turns=config.env.max_turns,
+            n_samples_per_prompt=config.algorithm.n_samples_per_prompt,
+            max_attempts=config.buffer.max_attempts,
+            max_group_bytes=config.buffer.max_group_bytes,
+            routing=routing,
+        )
+
+
+def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
+    """Why a message is refused, by what stands in it alone; None if it may enter."""
+    if not len(group.steps) and not len(group.ends):
+        return Refusal(RefusalReason.EMPTY, "message")
+    return next((found for rule in _RULES if (found := rule(group, limits)) is not None), None)
+
+
+def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
+    """Why a trajectory is refused, once its end and as many steps as that names are there; None if it is whole."""
+    if len(ends) != 1:
+        return Refusal(RefusalReason.STEP_ORDER, "ends", len(ends))
+    try:
+        steps, _ = in_order(steps)
+    except ValueError as error:
+        return Refusal(RefusalReason.CONFLICT, str(error))
+    if len(steps) != ends.n_steps_E[0] or (steps.index_K != np.arange(len(steps))).any():
+        return Refusal(RefusalReason.STEP_ORDER, "index_K", len(steps))
+    try:
+        check_references(steps)
+    except PrefixError as error:
+        return Refusal(RefusalReason.PREFIX, str(error))
+    sampled_N = steps.loss_mask_N & np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
+    bad = int(np.count_nonzero(sampled_N & ~np.isfinite(steps.logprobs_N)))
+    if bad > max(1, MAX_SHARE_NOT_FINITE * np.count_nonzero(sampled_N)):
+        return Refusal(RefusalReason.LOGPROB, "logprobs_N", bad)
+    return None
+
+
+def _table(group: StepGroup, limits: Limits) -> Refusal | None:
+    """Offsets and indices of strings that point outside; the lengths of columns are right by construction."""
+    steps, ends = group.steps, group.ends
+    own_K = lengths_of(steps.offsets_K)
+    if steps.offsets_K[0] != 0 or steps.offsets_K[-1] != len(steps.token_ids_N) or own_K.min(initial=0) < 0:
+        return Refusal(RefusalReason.LENGTH_MISMATCH, "offsets_K", len(steps.token_ids_N))
+    if (k := _outside(steps.prompt_length_K, 0, own_K + 1)) is not None:
+        return Refusal(RefusalReason.MALFORMED, f"prompt_length_K[{k}]", int(steps.prompt_length_K[k]))
+    codes = (
+        ("uid_K", steps.uid_K, steps.uids), ("stop_reason_K", steps.stop_reason_K, steps.stop_reasons),
+        ("uid_E", ends.uid_E, ends.uids), ("stop_reason_E", ends.stop_reason_E, ends.stop_reasons),
+    )  # fmt: skip
+    return _first_outside(RefusalReason.MALFORMED, *((name, code_X, 0, len(names)) for name, code_X, names in codes))
+
+
+def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
+    generator, epoch, sequence = group.sender
+    if not 0 < len(generator) <= MAX_NAME_LENGTH or epoch < 0 or sequence < 0:
+        return Refusal(RefusalReason.IDENTITY, "sender")
+    for table in (group.steps, group.ends):
+        if "" in table.uids:
+            return Refusal(RefusalReason.IDENTITY, "uids")
+        if (longest := max(map(len, (*table.uids, *table.stop_reasons)), default=0)) > MAX_NAME_LENGTH:
+            return Refusal(RefusalReason.TOO_LARGE, "uids", longest)
+    return None
+
+
+def _identity(group: StepGroup, limits: Limits) -> Refusal | None:
+    steps, ends = group.steps, group.ends
+    found = _first_outside(
+        RefusalReason.IDENTITY,
+        ("ordinal_K", steps.ordinal_K, 0, MAX_ORDINAL),
+        ("sample_K", steps.sample_K, 0, limits.n_samples_per_prompt),
+        ("attempt_K", steps.attempt_K, 0, limits.max_attempts),
+        ("ordinal_E", ends.ordinal_E, 0, MAX_ORDINAL),
+        ("sample_E", ends.sample_E, 0, limits.n_samples_per_prompt),
+        ("attempt_E", ends.attempt_E, 0, limits.max_attempts),
+    )
+    if found is not None:
+        return found
+    pairs = set(zip(steps.ordinal_K.tolist(), map(steps.uids.__getitem__, steps.uid_K.tolist()), strict=True))
+    pairs.update(zip(ends.ordinal_E.tolist(), map(ends.uids.__getitem__, ends.uid_E.tolist()), strict=True))
+    if len(dict(pairs)) < len(pairs):
+        return Refusal(RefusalReason.IDENTITY, "one ordinal under two uids")
+    return None
+
+
+def _order(group: StepGroup, limits: Limits) -> Refusal | None:
+    steps, turns = group.steps, limits.max_turns
+    found = _first_outside(
+        RefusalReason.STEP_ORDER,
+        ("index_K", steps.index_K, 0, turns),
+        ("n_steps_E", group.ends.n_steps_E, 0, turns + 1),
+    )
+    if found is not None:
+        return found
+    if ((steps.extends_K >= steps.index_K) | (steps.extends_K < -1)).any():
+        return Refusal(RefusalReason.PREFIX, "extends_K")
+    full_K = steps.extends_K < 0
+    if (
+        np.where(full_K, steps.extends_length_K != 0, steps.extends_length_K < 1).any()
+        or steps.extends_digest_K[full_K].any()
+    ):
+        return Refusal(RefusalReason.PREFIX, "extends_length_K")
+    return None
+
+
+def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
+    steps = group.steps
+    response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
+    prompt_K = total_lengths(steps) - response_K
+    return _first_outside(
+        RefusalReason.EMPTY, ("response_length_K", response_K, 1, MAX_ORDINAL), ("prompt_K", prompt_K, 1, MAX_ORDINAL)
+    ) or _first_outside(
+        RefusalReason.LENGTH_LIMIT,
+        ("prompt_length_K", prompt_K, 0, limits.max_input_length + 1),
+        ("response_length_K", response_K, 0, limits.max_generate_length + 1),
+    )
+
+
+def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
+    steps, experts_N = group.steps, group.steps.routed_experts_N
+    if experts_N is not None and 0 in experts_N.shape[1:]:
+        return Refusal(RefusalReason.EMPTY, "routed_experts_N")
+    if experts_N is not None and experts_N.min(initial=0) < ROUTE_NATIVELY:
+        return Refusal(RefusalReason.TOKEN_RANGE, "routed_experts_N", int(experts_N.min()))
+    if experts_N is not None and limits.routing is not None and (found := _unroutable(experts_N, limits.routing)):
+        return found
+    return _first_outside(RefusalReason.TOKEN_RANGE, ("token_ids_N", steps.token_ids_N, 0, limits.vocab_size))
+
+
+def _unroutable(experts_N: Int16s, routing: Routing) -> Refusal | None:
+    """Routed experts that the model has not: the trainer could not replay them."""
+    layers, topk = experts_N.shape[1:]
+    if layers not in routing.layers or topk != routing.topk:
+        return Refusal(RefusalReason.LENGTH_MISMATCH, f"routed_experts_N: {layers} layers, {topk} experts a token")
+    if (largest := int(experts_N.max(initial=ROUTE_NATIVELY))) >= routing.experts:
+        return Refusal(RefusalReason.TOKEN_RANGE, "routed_experts_N", largest)
+    return None
+
+
+def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
+    steps, ends = group.steps, group.ends
+    for name, column in (
+        ("reward_K", steps.reward_K), ("reward_E", ends.reward_E), ("token_rewards_N", steps.token_rewards_N)
+    ):  # fmt: skip
+        if column is not None and not (fine_X := np.abs(column) <= MAX_REWARD).all():
+            x = int(fine_X.argmin())
+            return Refusal(RefusalReason.REWARD, f"{name}[{x}]", float(column[x]))
+    coldest, hottest = TEMPERATURES
+    fine_K = (steps.temperature_K >= coldest) & (steps.temperature_K <= hottest)
+    if not fine_K.all():
+        k = int(fine_K.argmin())
+        return Refusal(RefusalReason.TEMPERATURE, f"temperature_K[{k}]", float(steps.temperature_K[k]))
+    return None
+
+
+def _token_rewards(group: StepGroup, limits: Limits) -> Refusal | None:
+    """Rewards of tokens stand on responses, and sum up to their step's reward."""
+    steps, rewards_N = group.steps, group.steps.token_rewards_N
+    if rewards_N is None or not len(steps):
+        return None
+    bounds_K = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1).reshape(-1)
+    in_prompt_K = np.logical_or.reduceat(rewards_N != 0, bounds_K)[::2] & (steps.prompt_length_K > 0)
+    if in_prompt_K.any():
+        return Refusal(RefusalReason.REWARD, f"token_rewards_N: prompt of step {in_prompt_K.argmax()}")
+    sum_K = np.add.reduceat(rewards_N, bounds_K, dtype=np.float64)[1::2]
+    size_K = np.add.reduceat(np.abs(rewards_N), bounds_K, dtype=np.float64)[1::2]
+    wrong_K = np.abs(sum_K - steps.reward_K) > REWARD_TOLERANCE * np.maximum(size_K, 1)
+    if wrong_K.any():
+        k = int(wrong_K.argmax())
+        return Refusal(RefusalReason.REWARD, f"reward_K[{k}]", float(steps.reward_K[k]))
+    return None
+
+
+def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
+    steps = group.steps
+    if limits.needs_logprobs and not steps.has_logprobs_K.all():
+        return Refusal(RefusalReason.LOGPROB, f"has_logprobs_K[{steps.has_logprobs_K.argmin()}]")
+    positive_N = steps.logprobs_N > LOGPROB_TOLERANCE
+    if positive_N.any():
+        positive_N &= steps.loss_mask_N & (steps.logprobs_N < np.inf)
+        if positive_N.any():
+            n = int(positive_N.argmax())
+            return Refusal(RefusalReason.LOGPROB, f"logprobs_N[{n}]", float(steps.logprobs_N[n]))
+    return None
+
+
+def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
+    """A token has a version if, and only if, the policy sampled it; and it sampled no prompt."""
+    steps = group.steps
+    wrong_N = steps.loss_mask_N != (steps.versions_N >= 0)
+    if wrong_N.any() or steps.versions_N.min(initial=0) < NO_VERSION:
+        n = int(wrong_N.argmax())
+        return Refusal(RefusalReason.VERSION, f"versions_N[{n}]", int(steps.versions_N[n]))
+    if len(steps):
+        bounds_K = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1)
+        in_prompt_K = np.logical_or.reduceat(steps.loss_mask_N, bounds_K.reshape(-1))[::2] & (steps.prompt_length_K > 0)
+        if in_prompt_K.any():
+            return Refusal(RefusalReason.MALFORMED, f"loss_mask_N: prompt of step {in_prompt_K.argmax()}")
+    return None
+
+
+def _conflicts(group: StepGroup, limits: Limits) -> Refusal | None:
+    """Two different records of one thing; steps after their trajectory's end."""
+    steps = group.steps
+    if (path := contradiction(steps)) is not None:
+        return Refusal(RefusalReason.CONFLICT, path)
+    ends, records = group.ends, dict[tuple[int, ...], tuple[Any, ...]]()
+    columns_E = (ends.n_steps_E, ends.reward_E, ends.uid_E, ends.stop_reason_E)
+    for identity, record in zip(_ids(ends.ordinal_E, ends.sample_E, ends.attempt_E), _ids(*columns_E), strict=True):
+        if records.setdefault(identity, record) != record:
+            return Refusal(RefusalReason.CONFLICT, f"{TrajectoryId(*identity)}: two ends")
+    for identity, index in zip(
+        _ids(steps.ordinal_K, steps.sample_K, steps.attempt_K), steps.index_K.tolist(), strict=True
+    ):
+        if identity in records and index >= records[identity][0]:
+            path = f"{TrajectoryId(*identity)}/step={index}: after the end"
+            return Refusal(RefusalReason.STEP_ORDER, path, records[identity][0])
+    return None
+
+
+def _ids(*columns_X: NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    return zip(*(column_X.tolist() for column_X in columns_X), strict=True)
+
+
+_RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
+    _table, _sender, _identity, _order, _lengths, _token_ids, _numbers, _token_rewards, _logprobs, _versions,
+    _conflicts,
+)  # fmt: skip
+
+
+def _outside(column_X: NDArray[Any], low: int, high: Any) -> int | None:
+    """The first integer that is not in [low, high)."""
+    above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # below low becomes huge
+    if not isinstance(high, np.ndarray) and np.maximum.reduce(above_X, initial=0) < high - low:
+        return None
+    fine_X = above_X < high - low
+    return None if fine_X.all() else int(fine_X.argmin())
+
+
+def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:
+    for name, column_X, low, high in ranges:
+        if (x := _outside(column_X, low, high)) is not None:
+            return Refusal(reason, f"{name}[{x}]", float(column_X[x]))
+    return None

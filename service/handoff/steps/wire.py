@@ -1,0 +1,249 @@
+"""The bytes of a step group, and of a mini-batch.
+
+    0   magic BATN, kind (u16), format version (u16), header length (u32), payload length (u64), checksum (u64)
+    28  header: msgpack of a fixed structure: names, strings, and (name, dtype, shape) of each array
+    ..  the arrays, in that order, each at a multiple of 64 bytes from the start
+
+The checksum covers everything after itself. Decoding reads numbers into arrays and nothing else; the arrays are
+read-only views of the message.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from service.handoff.steps.tables import END_COLUMNS, STEP_COLUMNS, TOKEN_COLUMNS
+from service.handoff.steps.validate import Limits
+from service.types import (
+    Ends,
+    MicroBatch,
+    MiniBatch,
+    Refusal,
+    RefusalReason,
+    Sender,
+    StepGroup,
+    Steps,
+)
+
+MAGIC, VERSION = b"BATN", 1
+STEP_GROUP, MINI_BATCH = 1, 2
+PREFIX = struct.Struct("<4sHHIQQ")
+ALIGNMENT = 64
+MAX_HEADER_BYTES = 1 << 20
+"""Of a step group's header, which is mostly uids and stop reasons."""
+
+_STEP_ARRAYS = (*STEP_COLUMNS, "offsets_K", *TOKEN_COLUMNS)
+_OPTIONAL = ("token_rewards_N", "routed_experts_N")
+_GROUP_ARRAYS = tuple(name for name in (*_STEP_ARRAYS, *END_COLUMNS) if name not in _OPTIONAL)
+_BATCH_ARRAYS = ("advantage_G", "return_G", "loss_tokens_G", "rows_G", "prompt_of_trajectory_G")
+_MICRO_BATCH_ARRAYS = (
+    "token_ids_N", "offsets_R", "loss_mask_N", "logprobs_N", "staleness_N", "temperature_R",
+    "trajectory_of_row_R", "routed_experts_N",
+)  # fmt: skip
+
+_NAMES_BY_DTYPE = {
+    "<i2": ("routed_experts_N",),
+    "<i4": (
+        "uid_K", "stop_reason_K", "sample_K", "attempt_K", "index_K", "prompt_length_K", "extends_K",
+        "extends_length_K", "token_ids_N", "sample_E", "attempt_E", "uid_E", "n_steps_E", "stop_reason_E",
+        "rows_G", "prompt_of_trajectory_G", "staleness_N", "trajectory_of_row_R",
+    ),
+    "<i8": ("ordinal_K", "offsets_K", "versions_N", "ordinal_E", "loss_tokens_G", "offsets_R"),
+    "<u8": ("extends_digest_K",),
+    "<f4": ("temperature_K", "logprobs_N", "token_rewards_N", "advantage_G", "temperature_R"),
+    "<f8": ("reward_K", "reward_E", "return_G"),
+    "|b1": ("has_logprobs_K", "loss_mask_N"),
+}  # fmt: skip
+_EXPECTED = {
+    name: (np.dtype(dtype), 3 if name == "routed_experts_N" else 1)
+    for dtype, names in _NAMES_BY_DTYPE.items()
+    for name in names
+}
+
+
+class ArrayHead(NamedTuple):
+    """What an array of the payload is."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class GroupHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The header of a step group."""
+
+    generator: str
+    epoch: int
+    sequence: int
+    step_uids: tuple[str, ...]
+    step_stop_reasons: tuple[str, ...]
+    end_uids: tuple[str, ...]
+    end_stop_reasons: tuple[str, ...]
+    arrays: tuple[ArrayHead, ...]
+
+
+class BatchHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The header of a mini-batch."""
+
+    lease: int
+    groups: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    """Per rank."""
+    facts: dict[str, float]
+    arrays: tuple[ArrayHead, ...]
+
+
+class _Damaged(Exception):
+    """Why bytes are no message; becomes a Refusal before it leaves this module."""
+
+    def __init__(self, reason: RefusalReason, path: str, number: float | None = None) -> None:
+        self.refusal = Refusal(reason, path, number)
+
+
+def encode(group: StepGroup) -> bytes:
+    """The bytes of a step group.
+
+    Raises:
+        ValueError: its names (uids, stop reasons) take more than the header of a message may hold.
+    """
+    steps, ends = group.steps, group.ends
+    arrays = {name: getattr(steps, name) for name in _STEP_ARRAYS}
+    arrays |= {name: getattr(ends, name) for name in END_COLUMNS}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    names = (steps.uids, steps.stop_reasons, ends.uids, ends.stop_reasons)
+    head = msgspec.msgpack.encode(GroupHead(*group.sender, *names, _array_heads(arrays)))
+    if len(head) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"a step group's header takes {len(head)} bytes, MAX_HEADER_BYTES is {MAX_HEADER_BYTES}: send its "
+            f"{sum(map(len, names))} uids and stop reasons in several messages"
+        )
+    return _framed(STEP_GROUP, head, arrays)
+
+
+def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
+    """The step group in these bytes, or why there is none; never raises."""
+    try:
+        if len(data) > limits.max_group_bytes:
+            raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
+        head, arrays = _opened(data, STEP_GROUP, GroupHead)
+        return _group_of(head, arrays)
+    except _Damaged as damaged:
+        return damaged.refusal
+
+
+def encode_mini_batch(batch: MiniBatch) -> bytes:
+    """The bytes of a mini-batch."""
+    arrays: dict[str, NDArray[Any]] = {name: getattr(batch, name) for name in _BATCH_ARRAYS}
+    for rank, micro_batches in enumerate(batch.ranks):
+        for m, micro_batch in enumerate(micro_batches):
+            for name in _MICRO_BATCH_ARRAYS:
+                if (array := getattr(micro_batch, name)) is not None:
+                    arrays[f"{rank}/{m}/{name}"] = array
+    counts = tuple(len(micro_batches) for micro_batches in batch.ranks)
+    head = BatchHead(batch.lease, batch.groups, counts, batch.facts, _array_heads(arrays))
+    return _framed(MINI_BATCH, msgspec.msgpack.encode(head), arrays)
+
+
+def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
+    """The mini-batch in these bytes, which the buffer made; ValueError if they are none."""
+    try:
+        head, arrays = _opened(data, MINI_BATCH, BatchHead, max_header_bytes=len(data))
+    except _Damaged as damaged:
+        raise ValueError(f"no mini-batch: {damaged.refusal}") from damaged
+    ranks = tuple(
+        tuple(
+            MicroBatch(**{name: arrays.get(f"{rank}/{m}/{name}") for name in _MICRO_BATCH_ARRAYS}) for m in range(count)
+        )
+        for rank, count in enumerate(head.micro_batches)
+    )
+    columns = {name: arrays[name] for name in _BATCH_ARRAYS}
+    return MiniBatch(lease=head.lease, groups=head.groups, ranks=ranks, facts=head.facts, **columns)
+
+
+def _array_heads(arrays: Mapping[str, NDArray[Any]]) -> tuple[ArrayHead, ...]:
+    return tuple(ArrayHead(name, array.dtype.str, array.shape) for name, array in arrays.items())
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def _framed(kind: int, head: bytes, arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    parts: list[bytes | memoryview] = [head]
+    position = PREFIX.size + len(head)
+    for array in arrays.values():
+        start = _aligned(position)
+        parts += [bytes(start - position), np.ascontiguousarray(array).data.cast("B") if array.size else b""]
+        position = start + array.nbytes
+    checksum = xxhash.xxh3_64()
+    for part in parts:
+        checksum.update(part)
+    payload_bytes = position - PREFIX.size - len(head)
+    prefix = PREFIX.pack(MAGIC, kind, VERSION, len(head), payload_bytes, checksum.intdigest())
+    return b"".join([prefix, *parts])
+
+
+def _opened(data: bytes | memoryview, kind: int, form: type[Any], max_header_bytes: int = MAX_HEADER_BYTES) -> Any:
+    """The header and the arrays by name; every length is checked before anything is made of it."""
+    if len(data) < PREFIX.size:
+        raise _Damaged(RefusalReason.MALFORMED, "message", len(data))
+    magic, found_kind, version, head_bytes, payload_bytes, checksum = PREFIX.unpack_from(data)
+    if magic != MAGIC or found_kind != kind:
+        raise _Damaged(RefusalReason.MALFORMED, "magic")
+    if version != VERSION:
+        raise _Damaged(RefusalReason.SCHEMA, "version", version)
+    if PREFIX.size + head_bytes + payload_bytes != len(data) or head_bytes > max_header_bytes:
+        raise _Damaged(RefusalReason.MALFORMED, "length", len(data))
+    view = memoryview(data)
+    if xxhash.xxh3_64_intdigest(view[PREFIX.size :]) != checksum:
+        raise _Damaged(RefusalReason.CHECKSUM, "message")
+    try:
+        head = msgspec.msgpack.decode(view[PREFIX.size : PREFIX.size + head_bytes], type=form)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _Damaged(RefusalReason.SCHEMA, f"header: {error}"[:200]) from error
+    return head, _arrays(view, PREFIX.size + head_bytes, head.arrays)
+
+
+def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, dtype_name, shape in heads:
+        dtype, ndim = _EXPECTED.get(name.rpartition("/")[2], (None, 0))
+        if dtype is None or dtype.str != dtype_name or len(shape) != ndim or name in arrays:
+            raise _Damaged(RefusalReason.SCHEMA, name[:80])
+        if min(shape) < 0 or max(shape) > len(view):  # also where another axis has no items at all
+            raise _Damaged(RefusalReason.MALFORMED, name[:80], min(max(shape), 1 << 62))
+        count = math.prod(shape)
+        start = -(-position // ALIGNMENT) * ALIGNMENT
+        position = start + count * dtype.itemsize
+        if position > len(view):
+            raise _Damaged(RefusalReason.MALFORMED, name[:80], min(count, 1 << 62))
+        array = np.frombuffer(view, dtype, count, start) if count else np.zeros(0, dtype)
+        if dtype.kind == "b" and array.view(np.uint8).max(initial=0) > 1:  # numpy would count a byte of 2 twice
+            raise _Damaged(RefusalReason.MALFORMED, name[:80])
+        arrays[name] = array if ndim == 1 else array.reshape(shape)
+    if position != len(view):
+        raise _Damaged(RefusalReason.MALFORMED, "payload", len(view) - position)
+    return arrays
+
+
+def _group_of(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
+    for name in _GROUP_ARRAYS:
+        if name not in arrays:
+            raise _Damaged(RefusalReason.SCHEMA, name)
+    try:
+        step_columns: dict[str, Any] = {name: arrays.pop(name, None) for name in _STEP_ARRAYS}
+        steps = Steps(head.step_uids, head.step_stop_reasons, **step_columns)
+        ends = Ends(head.end_uids, head.end_stop_reasons, **{name: arrays.pop(name) for name in END_COLUMNS})
+    except ValueError as error:
+        raise _Damaged(RefusalReason.LENGTH_MISMATCH, str(error)) from error
+    if arrays:
+        raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
+    return StepGroup(Sender(head.generator, head.epoch, head.sequence), steps, ends)

@@ -1,0 +1,82 @@
+"""Off-policy correction: weights and masks from how much likelier the anchor finds a token than the rollout did.
+
+    log_ratio_M   anchor - rollout, per loss token
+    trajectory    the same over all rows of a trajectory: sum, smallest, largest
+
+Rows of a trajectory share a rank, so its sums need no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from service.config.learn import CorrectionConfig
+from service.learn.losses.loss import safe_exp
+
+
+class TrajectoryRatios(NamedTuple):
+    """Log-ratios of the loss tokens of each trajectory; 0 where it has none on this rank."""
+
+    sum_G: Tensor
+    mean_G: Tensor
+    smallest_G: Tensor
+    largest_G: Tensor
+
+
+class Correction(NamedTuple):
+    """What to do with each token's loss."""
+
+    weight_M: Tensor
+    kept_M: Tensor
+    """False where the token is masked."""
+    truncated_M: Tensor
+
+
+def trajectory_ratios(
+    log_ratios: Sequence[Tensor], trajectories: Sequence[Tensor], n_trajectories: int
+) -> TrajectoryRatios:
+    """Gather log-ratios `[M]` of several micro-batches by the tokens' trajectories `[M]`."""
+    log_ratio, trajectory = torch.cat(list(log_ratios)), torch.cat(list(trajectories))
+    zeros_G = log_ratio.new_zeros(n_trajectories)
+    sum_G = zeros_G.double().index_add(0, trajectory, log_ratio.double()).to(log_ratio.dtype)
+    tokens_G = zeros_G.index_add(0, trajectory, torch.ones_like(log_ratio))
+    smallest_G, largest_G = (
+        zeros_G.scatter_reduce(0, trajectory, log_ratio, reduce, include_self=False) for reduce in ("amin", "amax")
+    )
+    return TrajectoryRatios(sum_G, sum_G / tokens_G.clamp(min=1), smallest_G, largest_G)
+
+
+def over_trajectory(settings: CorrectionConfig) -> bool:
+    """Whether the correction looks at whole trajectories."""
+    bands = (settings.sequence_band, settings.geometric_band, settings.outlier_band)
+    return settings.truncate == "sequence" or any(band is not None for band in bands)
+
+
+def correct(
+    settings: CorrectionConfig, log_ratio_M: Tensor, of_trajectory: TrajectoryRatios | None, trajectory_M: Tensor
+) -> Correction:
+    """Weights and masks of the tokens; `of_trajectory` may be None if nothing here looks at trajectories."""
+    kept_M = _inside(settings.token_band, log_ratio_M)
+    weight_M = torch.ones_like(log_ratio_M)
+    if settings.truncate == "token":
+        weight_M = safe_exp(log_ratio_M)
+    if of_trajectory is not None:
+        whole = TrajectoryRatios(*(value_G.index_select(0, trajectory_M) for value_G in of_trajectory))
+        kept_M = kept_M & _inside(settings.sequence_band, whole.sum_G) & _inside(settings.geometric_band, whole.mean_G)
+        kept_M = kept_M & _inside(settings.outlier_band, whole.smallest_G)
+        kept_M = kept_M & _inside(settings.outlier_band, whole.largest_G)
+        if settings.truncate == "sequence":
+            weight_M = safe_exp(whole.sum_G)
+    truncated_M = weight_M > settings.truncate_at if settings.truncate != "off" else torch.zeros_like(kept_M)
+    return Correction(torch.where(truncated_M, settings.truncate_at, weight_M), kept_M, truncated_M)
+
+
+def _inside(band: tuple[float, float] | None, log_ratio_M: Tensor) -> Tensor:
+    if band is None:
+        return torch.ones_like(log_ratio_M, dtype=torch.bool)
+    ratio_M = safe_exp(log_ratio_M)
+    return (ratio_M >= band[0]) & (ratio_M <= band[1])

@@ -1,0 +1,1 @@
+"""The policy on one rank: modules, weights, sharding, log-probabilities."""

@@ -1,0 +1,111 @@
+"""Log-probabilities and entropies of chosen tokens, without ever holding the logits of more than a chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from service.learn.model.compile import fused_on_gpu
+
+CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
+"""Logits held at once: 32 MiB in float32 on CPU, 1 GiB on a GPU, whose products need many rows to be fast."""
+
+
+def token_logprobs(
+    hidden_MD: Tensor,
+    head_VD: Tensor,
+    token_ids_M: Tensor,
+    temperature_M: Tensor,
+    chunk_entries: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens and entropies of their distributions `softmax(logits / temperature)`, differentiable.
+
+    Reduced in float32 (float64 for a float64 model), whatever type the logits are computed in.
+    """
+    entries = chunk_entries or CHUNK_ENTRIES[hidden_MD.device.type]
+    rows = max(1, entries // head_VD.shape[0])
+    inverse_M = temperature_M.reciprocal()
+    result: tuple[Tensor, Tensor]
+    result = _ChunkedLogprob.apply(hidden_MD, head_VD, token_ids_M, inverse_M, rows)  # type: ignore[no-untyped-call]
+    return result
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to reduce values of `dtype` in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product in the wide type; on a GPU without rounding it to bfloat16 first."""
+    if left.is_cuda and left.dtype == torch.bfloat16:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).to(wide(left.dtype))
+
+
+@fused_on_gpu
+def statistics(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each row's token, entropy of the row, and its log-normaliser."""
+    scaled = logits * inverse_temperature[:, None]
+    normaliser = scaled.logsumexp(-1)
+    logprob = scaled.gather(1, tokens[:, None])[:, 0] - normaliser
+    probability = (scaled - normaliser[:, None]).exp()
+    # where: a logit of -inf has probability 0, and 0 * -inf would be NaN
+    entropy = normaliser - torch.where(probability > 0, probability * scaled, 0).sum(-1)
+    return logprob, entropy, normaliser
+
+
+@fused_on_gpu
+def logit_gradient(
+    logits: Tensor,
+    tokens: Tensor,
+    inverse_temperature: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor,
+) -> Tensor:
+    """Gradient of `of_logprob * logprob + of_entropy * entropy` by the logits.
+
+    d logprob / d logit_v = [v is the token] - p_v;    d entropy / d logit_v = -p_v (log p_v + entropy)
+    """
+    logprobs = logits * inverse_temperature[:, None] - normaliser[:, None]
+    probability = logprobs.exp()
+    surprise = torch.where(probability > 0, logprobs, 0) + entropy[:, None]
+    gradient = -probability * (of_logprob[:, None] + of_entropy[:, None] * surprise)
+    is_token = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
+    gradient = torch.where(is_token, gradient + of_logprob[:, None], gradient)
+    return gradient * inverse_temperature[:, None]
+
+
+class _ChunkedLogprob(torch.autograd.Function):
+    """Saves the hidden states and the log-normalisers; the backward pass computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, inverse_temperature: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        inverse_temperature = inverse_temperature.to(wide(hidden.dtype))
+        logprob, entropy, normaliser = (torch.empty_like(inverse_temperature) for _ in range(3))
+        for start in range(0, len(tokens), rows):
+            part = slice(start, start + rows)
+            logits = _product(hidden[part], head.t())
+            found = statistics(logits, tokens[part], inverse_temperature[part])
+            logprob[part], entropy[part], normaliser[part] = found
+        ctx.save_for_backward(hidden, head, tokens, inverse_temperature, normaliser, entropy)
+        ctx.rows = rows
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, head, *of_tokens = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        of_head = torch.zeros_like(head, dtype=wide(head.dtype))
+        for start in range(0, len(hidden), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            logits = _product(hidden[part], head.t())
+            of_logits = logit_gradient(logits, *(value[part] for value in (*of_tokens, *gradients))).to(hidden.dtype)
+            of_hidden[part] = of_logits @ head
+            of_head += _product(of_logits.t(), hidden[part])
+        return of_hidden, of_head.to(head.dtype), None, None, None

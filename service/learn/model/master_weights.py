@@ -1,0 +1,95 @@
+"""Master weights: what the optimizer sees of the parameters.
+
+An optimizer over the local shards themselves, as plain tensors, is the same arithmetic as one over distributed
+tensors without their dispatch cost for each operation.
+
+| | parameters | masters |
+|---|---|---|
+| sharded (FSDP2) | float32 shards; gathered in the compute type | the same storage |
+| one rank, float32 | float32 | the same storage |
+| one rank, bfloat16 or offloaded | compute type | float32 copies, maybe on the CPU; gradients add up there |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from service.learn.model.logprob import wide
+
+
+class Masters:
+    """The float32 (float64 in tests) weights, one plain local tensor a parameter."""
+
+    def __init__(self, model: nn.Module, compute: torch.dtype, world: int, cpu_offload: bool) -> None:
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._copied = world == 1 and (cpu_offload or compute == torch.bfloat16)
+        self._on_cpu = cpu_offload
+        self.tensors: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
+        if self._copied:
+            for name, parameter in self.parameters.items():
+                hook = self._accumulate_into(self.tensors[name])
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        if not self._copied:
+            return local(parameter.detach())
+        device = torch.device("cpu") if self._on_cpu else parameter.device
+        return parameter.detach().to(device, wide(parameter.dtype), copy=True)
+
+    @staticmethod
+    def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
+        def accumulate(parameter: Tensor) -> None:
+            if parameter.grad is None:
+                return
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.device, master.dtype, copy=True)
+            else:
+                master.grad.add_(parameter.grad.to(master.device))
+            parameter.grad = None
+
+        return accumulate
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients, handed to the masters; a parameter that took no part has none."""
+        if not self._copied:
+            for name, parameter in self.parameters.items():
+                self.tensors[name].grad = None if parameter.grad is None else local(parameter.grad)
+        return [master.grad for master in self.tensors.values() if master.grad is not None]
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            self.tensors[name].grad = None
+
+    @contextmanager
+    def dropped_on_error(self) -> Iterator[None]:
+        """What a block that fails has added up does not reach the next step."""
+        try:
+            yield
+        except BaseException:
+            self.drop_gradients()
+            raise
+
+    @torch.no_grad()
+    def draw(self) -> None:
+        """Random weights: vectors (norms, biases) of ones, matrices with the customary small deviation."""
+        for master in self.tensors.values():
+            master.fill_(1.0) if master.ndim == 1 else master.normal_(std=0.02)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Carry changed masters into the parameters that compute."""
+        if self._copied:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.tensors[name])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, on the same storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

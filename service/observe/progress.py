@@ -1,0 +1,183 @@
+"""How a run is going: a line of metrics per optimizer step, lines for the terminal, the curve and the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from service.config import Config
+from service.rollout.environments.env_metrics import Means
+from service.run.folder import RunFolder
+from service.types import PolicyVersion
+
+LINES = 20
+"""Progress lines that a run of quick steps prints, about."""
+QUIET_SECONDS = 60.0
+"""For how long a run says nothing while it trains: then a step has its line though it would have none."""
+PLOT_SECONDS = 20.0
+"""Seconds between two drawings of the learning curve while the run goes on."""
+
+
+class Progress:
+    """Takes what each step measured, and tells the terminal and the run folder."""
+
+    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._folder = folder
+        self._say = say
+        self._created = self._began = self._last = self._plotted = self._said = time.monotonic()
+        self._waited = self._waited_this_step = self._synced = 0.0
+        self._told = Means()
+        self._rewards: list[float] = []
+        self._staleness: list[float] = []
+        self._success: float | None = None
+
+    def begin(self) -> None:
+        """Reinforcement learning begins now, or goes on after the steps that were taken before."""
+        self._began = self._last = self._said = time.monotonic()
+        most, taken = self._config.run.max_steps, len(self._rewards)
+        steps = f"steps {taken + 1} to {most}" if taken else f"{most} optimizer steps"
+        self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
+
+    def probed(self, success: float, expected: tuple[float, float]) -> None:
+        """The warm start left this share of solved tasks."""
+        self._success = success
+        low, high = expected
+        verdict = "as expected" if low <= success <= high else "OUTSIDE what was expected"
+        self._say(f"warm start: {success:.2f} of sampled tasks solved, {verdict} ({low:.2f} to {high:.2f})")
+
+    def go_on_from(self, step: int) -> None:
+        """The trainer stands at this step; what was measured after it will be measured again."""
+        lines = self._folder.cut_after(step)
+        self._rewards = [line["reward/avg_raw_reward"] for line in lines]
+        self._staleness = [line["async/staleness_mean"] for line in lines]
+
+    def waited(self, seconds: float) -> None:
+        """The trainer waited for a mini-batch."""
+        self._waited += seconds
+        self._waited_this_step = seconds
+
+    def synced(self, seconds: float | None) -> None:
+        """The engines took new weights, this long after they were sent; None when none were under way."""
+        self._synced = seconds or 0.0
+
+    def stepped(
+        self,
+        version: PolicyVersion,
+        facts: Mapping[str, float],
+        metrics: Mapping[str, float],
+        buffer: Mapping[str, Any],
+        generators: Sequence[Mapping[str, Any]],
+    ) -> dict[str, float]:
+        """An optimizer step was committed; returns its line of `metrics.jsonl`."""
+        now = time.monotonic()
+        line = {
+            "trainer/global_step": version.step,
+            "trainer/epoch": version.epoch,
+            **facts,
+            **metrics,
+            "timing/step": now - self._last,
+            "timing/wait_for_generation_buffer": self._waited_this_step,
+            "timing/sync_weights": self._synced,
+            "async/trainer_wait_share": self._waited / (now - self._began),
+            "async/generator_wait_share": generator_wait_share(generators),
+            **self._told.since(generators),
+        }
+        self._folder.log_step(line)
+        self._last = now
+        self._rewards.append(line["reward/avg_raw_reward"])
+        self._staleness.append(line["async/staleness_mean"])
+        if version.step % max(1, self._config.run.max_steps // LINES) == 0 or now - self._said > QUIET_SECONDS:
+            self._say(step_line(line, self._config.run.max_steps, now - self._began))
+            self._said = now
+        if now - self._plotted > PLOT_SECONDS:
+            self._folder.plot()
+            self._plotted = time.monotonic()
+        return line
+
+    def end_early(self, steps: int = 0) -> None:
+        """The run was stopped before its first step, or the first after those that it goes on from."""
+        end_early(self._folder, self._say, steps, seconds=time.monotonic() - self._created)
+
+    def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
+        """The run is over: draw the curve, write and print the summary."""
+        now = time.monotonic()
+        first, last = tenths(self._rewards)
+        summary = {
+            "state": state,
+            "steps": len(self._rewards),
+            "seconds": now - self._created,
+            "rl_seconds": now - self._began,
+            "warm_start_success": self._success,
+            "reward_first_tenth": first,
+            "reward_last_tenth": last,
+            "reward_gain": None if first is None or last is None else last - first,
+            "staleness_mean": sum(self._staleness) / len(self._staleness) if self._staleness else None,
+            "trainer_wait_share": self._waited / (now - self._began),
+            "generator_wait_share": generator_wait_share(generators),
+            "tokens": buffer["tokens"],
+            "length_distance": buffer["length_distance"],
+            "token_length_distance": buffer["token_length_distance"],
+            "lengths": buffer["lengths"],
+        }
+        self._folder.write_summary(summary)
+        if self._rewards:
+            self._folder.plot()
+        for text in summary_lines(summary):
+            self._say(text)
+        curve = "learning_curve.png, metrics.jsonl, " if self._rewards else ""
+        self._say(f"written to {self._folder.path}: {curve}summary.json, final/")
+        if state == "stopped" and self._config.trainer.checkpoint_every:
+            self._say(f"`baton run --resume {self._folder.path}` goes on from here")
+
+
+def end_early(folder: RunFolder, say: Callable[[str], None], steps: int, **more: float) -> None:
+    """Say that a run was stopped before it took another optimizer step than those that it goes on from."""
+    folder.write_summary({"state": "stopped", "steps": steps, **more})
+    say(f"stopped after the {steps} optimizer steps before" if steps else "stopped before the first optimizer step")
+
+
+def tenths(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Means over the first and the last tenth of the steps, None before the first step.
+
+    >>> tenths([0.0, 0.5, 1.0])
+    (0.0, 1.0)
+    """
+    if not values:
+        return None, None
+    n = max(1, len(values) // 10)
+    return sum(values[:n]) / n, sum(values[-n:]) / n
+
+
+def generator_wait_share(statuses: Sequence[Mapping[str, float]]) -> float:
+    """Share of their time that the generators had nothing to generate."""
+    elapsed = sum(status["elapsed_seconds"] for status in statuses)
+    return sum(status["wait_seconds"] for status in statuses) / elapsed if elapsed else 0.0
+
+
+def step_line(line: Mapping[str, float], max_steps: int, seconds: float) -> str:
+    """One line for the terminal."""
+    return (
+        f"step {line['trainer/global_step']:>4}/{max_steps}  reward {line['reward/avg_raw_reward']:.3f}"
+        f"  staleness {line['async/staleness_mean']:.2f}  padded length {line['generate/batch_padded_seq_len']:.0f}"
+        f"  trainer waited {line['async/trainer_wait_share']:.0%}"
+        f"  generators waited {line['async/generator_wait_share']:.0%}  {seconds:.0f} s"
+    )
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The summary for the terminal."""
+    lines = [f"{summary['state']} after {summary['steps']} optimizer steps, {summary['seconds']:.0f} s in all"]
+    if summary["reward_gain"] is not None:
+        lines.append(
+            f"reward: {summary['reward_first_tenth']:.3f} over the first tenth of the steps, "
+            f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f})"
+        )
+    lines.append(
+        f"waiting: the trainer {summary['trainer_wait_share']:.0%} of the time, "
+        f"the generators {summary['generator_wait_share']:.0%}"
+    )
+    fates = ", ".join(f"{fate} {count}" for fate, count in summary["tokens"].items() if count)
+    lines.append(f"tokens: {fates or 'none'}")
+    return lines

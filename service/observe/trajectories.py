@@ -1,0 +1,216 @@
+"""Trajectories as JSON, for people to look at: `trajectories.jsonl`, a bounded sample of every mini-batch.
+
+    {"id": "ordinal=812/sample=3/attempt=0", "prompt_uid": "7", "optimizer_step": 37, "trained_at": "1.36",
+     "return": 1.0, "advantage": 0.93, "stop_reason": "stop", "fate": "trained", "loss_tokens": 11, "stale_tokens": 0,
+     "steps": [{"index": 0, "prompt_ids": [..], "response_ids": [..], "logprobs": [..], "loss_mask": [1, 1, 0],
+                "versions": [[2, "1.35"], [1, null]], "reward": 0.0, "stop_reason": "stop", "row": 0}, ..]}
+
+`prompt_ids` of a step that extends its predecessor are the new ones only. `versions` are runs of (tokens, version).
+`row` is the training row that the step became part of; steps of one row were merged. What ended without being trained
+has the `fate` of its group (`filtered`, `refused`, `expired`) with its `reason`, no advantage, and as `optimizer_step`
+the last one before that; `stop_reason` is `unfinished` where it had not come to its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.config import Config
+from service.errors import UserError
+from service.handoff.batches.batch import CompleteGroup
+from service.handoff.ledger.events import GroupEnd
+from service.handoff.ledger.store import Store
+from service.handoff.prefixes.merge import merge_steps
+from service.handoff.steps.tables import end_objects, step_objects
+from service.run.folder import read_lines
+from service.types import NO_VERSION, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd
+
+Record = dict[str, Any]
+
+
+def trajectory_records(
+    batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, config: Config
+) -> list[Record]:
+    """Evenly spread trajectories of a mini-batch that is trained at version `at`, as many as the configuration says."""
+    count = min(config.run.trajectories_per_step, len(batch.return_G))
+    chosen = sorted({round(g) for g in np.linspace(0, len(batch.return_G) - 1, count)}) if count else []
+    first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
+    records = []
+    for g in chosen:
+        p = int(batch.prompt_of_trajectory_G[g])
+        ends = sorted(end_objects(groups[p].ends), key=lambda end: end.trajectory.sample)
+        end = ends[g - int(first_of_group[p])]
+        steps = [step for step in step_objects(groups[p].steps) if step.trajectory == end.trajectory]
+        records.append(_record(batch, g, end, sorted(steps, key=lambda step: step.index), at, config))
+    return records
+
+
+def how_they_ended(records: Sequence[Mapping[str, Any]]) -> str:
+    """How trajectories ended: `7 length before the first turn, 1 stop`; empty where there are none."""
+    ways = Counter(
+        f"{record['stop_reason']}{'' if record['steps'] else ' before the first turn'}" for record in records
+    )
+    return ", ".join(f"{n} {way}" for way, n in ways.most_common())
+
+
+def _record(
+    batch: MiniBatch, g: int, end: TrajectoryEnd, steps: Sequence[Step], at: PolicyVersion, config: Config
+) -> Record:
+    return {
+        **_said(str(end.trajectory), end.prompt_uid, steps, at, config),
+        "reward": end.reward,
+        "return": float(batch.return_G[g]),
+        "advantage": float(batch.advantage_G[g]),
+        "stop_reason": end.stop_reason,
+        "loss_tokens": int(batch.loss_tokens_G[g]),
+    }
+
+
+def _said(name: str, uid: str, steps: Sequence[Step], at: PolicyVersion, config: Config) -> Record:
+    """What is known of a trajectory whatever becomes of it."""
+    rows = merge_steps(steps, config.merge_mode, config.buffer.drift)
+    row_of_step = {index: r for r, row in enumerate(rows) for index in range(row.first_step, row.last_step + 1)}
+    return {
+        "id": name,
+        "prompt_uid": uid,
+        "trained_at": str(at),
+        "sampled_tokens": sum(int(np.count_nonzero(step.loss_mask)) for step in steps),
+        "rows": len(rows),
+        "steps": [_step_record(step, row_of_step.get(step.index)) for step in steps],
+    }
+
+
+def _step_record(step: Step, row: int | None) -> Record:
+    reward = step.reward if isinstance(step.reward, float) else [float(r) for r in step.reward]
+    return {
+        "index": step.index,
+        "prompt_ids": step.prompt_ids.tolist(),
+        "extends": step.extends is not None,
+        "response_ids": step.response_ids.tolist(),
+        "logprobs": None if step.logprobs is None else [_finite(value) for value in step.logprobs.tolist()],
+        "loss_mask": step.loss_mask.astype(int).tolist(),
+        "versions": _runs(step.versions),
+        "temperature": step.temperature,
+        "reward": reward,
+        "stop_reason": step.stop_reason,
+        "row": row,
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN; a few log-probabilities that are not finite are accepted, and masked."""
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def _runs(versions: Int64s) -> list[tuple[int, str | None]]:
+    """Equal versions side by side, counted: [5, 5, -1] -> [(2, "0.5"), (1, None)]."""
+    return [
+        (len(list(same)), None if packed == NO_VERSION else str(PolicyVersion.unpack(packed)))
+        for packed, same in groupby(versions.tolist())
+    ]
+
+
+def trained(records: Sequence[Mapping[str, Any]], version: PolicyVersion) -> list[Record]:
+    """The records after the optimizer step that made `version` was committed."""
+    return [{**record, "fate": "trained", "optimizer_step": version.step} for record in records]
+
+
+class LostTrajectories:
+    """A bounded sample of what ended without being trained, one trajectory a group; the buffer tells of every end."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._records: list[Record] = []
+
+    def ended(self, end: GroupEnd, uid: str, store: Store, at: PolicyVersion) -> None:
+        """A group ends now; its steps are still in the store."""
+        if len(self._records) >= self._config.run.trajectories_per_step:
+            return
+        every = [self._trajectory(end.ordinal, sample, store) for sample in store.samples(end.ordinal)]
+        found = [(steps, last) for steps, last in every if steps or last is not None]
+        if not found:
+            return
+        steps, last = max(found, key=lambda one: (one[1] is not None, len(one[0])))
+        name = str(steps[0].trajectory if last is None else last.trajectory)
+        self._records.append(
+            {
+                **_said(name, uid, steps, at, self._config),
+                "fate": type(end).__name__.lower(),
+                "reason": end.reason,
+                "optimizer_step": at.step,
+                "reward": None if last is None else last.reward,
+                "return": None if last is None else last.reward,
+                "advantage": None,
+                "stop_reason": "unfinished" if last is None else last.stop_reason,
+                "loss_tokens": 0,
+            }
+        )
+
+    def take(self) -> list[Record]:
+        """The records since the last time, at most `run.trajectories_per_step`."""
+        records, self._records = self._records, []
+        return records
+
+    def _trajectory(self, ordinal: int, sample: int, store: Store) -> tuple[list[Step], TrajectoryEnd | None]:
+        """The steps of a sample up to the first that is missing, and its end if that is here."""
+        steps = [step for table in store.steps_of(ordinal, sample) for step in step_objects(table)]
+        steps.sort(key=lambda step: step.index)
+        whole = [step for number, step in enumerate(steps) if step.index == number]
+        return whole, store.end_of(ordinal, sample)
+
+
+def find_run(run: str, runs: Path = Path("runs")) -> Path:
+    """The folder of a run that was named by its folder or by its name.
+
+    Raises:
+        UserError: there is no such run, or it kept no trajectories.
+    """
+    for folder in (Path(run), runs / run):
+        if (folder / "trajectories.jsonl").is_file():
+            return folder
+        if (folder / "config.yaml").is_file():
+            raise UserError(f"{folder}: this run has kept no trajectories (run.trajectories_per_step, or no step yet)")
+    raise UserError(f"{run}: neither a run folder nor the name of a run in {runs}/")
+
+
+def load_records(folder: Path) -> list[Record]:
+    """The records of a run folder, oldest first.
+
+    Raises:
+        UserError: a line is not a record.
+    """
+    try:
+        records = list(read_lines(folder / "trajectories.jsonl"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{folder}/trajectories.jsonl: not JSON: {error}") from None
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or not {"id", "steps"} <= record.keys():
+            raise UserError(f"{folder}/trajectories.jsonl, line {number}: no trajectory")
+    if not records:
+        raise UserError(f"{folder}: this run has kept no trajectories yet")
+    return records
+
+
+def find_record(records: Sequence[Record], wanted: str | None) -> Record:
+    """The record of an id, or of the start of one (`812` is the first sample of that group).
+
+    None is the newest that was trained, or else the newest: what is left over at a run's end carries no loss.
+
+    Raises:
+        UserError: none has that id.
+    """
+    if wanted is None:
+        return next((record for record in reversed(records) if record["fate"] == "trained"), records[-1])
+    start = wanted if wanted.startswith("ordinal=") else f"ordinal={wanted}"
+    for record in records:
+        if record["id"] == start or record["id"].startswith(f"{start}/"):
+            return record
+    shown = ", ".join(record["id"] for record in records[:3])
+    raise UserError(f"{wanted}: not among the {len(records)} kept trajectories (such as {shown})")

@@ -1,0 +1,1 @@
+"""From messages to token ids and back."""

@@ -1,7 +1,0 @@
-"""Write the files of this folder anew."""
-
-from service.rollout.data import CORPUS, DATABASE, write_corpus, write_database
-
-write_corpus(CORPUS)
-write_database(DATABASE)
-print(f"wrote {CORPUS.name} and {DATABASE.name}")

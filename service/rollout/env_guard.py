@@ -1,0 +1,162 @@
+"""Asking the engine and the environment, within their deadlines; what goes wrong there costs one trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from service.rollout.chat.chat import MessagesRefused
+from service.rollout.engine import Engine, Generation
+from service.rollout.environment import Environment, Message, OversizedOutput, StepResult
+from service.rollout.limits import AgentLimits, StopReason
+from service.rollout.traceback import in_words
+from service.rollout.validate_generation import fault
+from service.types import Int32s, TrajectoryId
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEYS = ("role", "content")
+
+
+class TrajectoryFailed(Exception):
+    """The trajectory is lost; nothing else is."""
+
+    def __init__(self, reason: StopReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+async def generate(
+    engine: Engine, prompt_ids: Int32s, limits: AgentLimits, vocab_size: int, request_id: str
+) -> Generation:
+    """One turn of the policy; an engine that breaks is no trajectory's fault and raises what it raises.
+
+    Raises:
+        TrajectoryFailed: the turn was aborted, took too long, or cannot be what the engine sampled.
+    """
+    try:
+        async with asyncio.timeout(limits.request_deadline) as scope:
+            generation = await engine.generate(prompt_ids, limits.sampling, request_id)
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise TrajectoryFailed(StopReason.ENGINE_TIMEOUT, f"no turn after {limits.request_deadline:g} s") from error
+    if generation.stop_reason == StopReason.ABORT:
+        raise TrajectoryFailed(StopReason.ABORT, "the engine aborted the turn")
+    if (wrong := fault(generation, len(prompt_ids), limits.sampling.max_tokens, vocab_size)) is not None:
+        raise TrajectoryFailed(StopReason.ENGINE_OUTPUT, f"the engine answered {request_id} with {wrong}")
+    return generation
+
+
+async def ask(answer: Awaitable[T], limits: AgentLimits) -> T:
+    """What the environment answers within its deadline.
+
+    Raises:
+        TrajectoryFailed: it raised anything else, or did not answer.
+    """
+    try:
+        async with asyncio.timeout(limits.step_deadline) as scope:
+            return await answer
+    except asyncio.CancelledError as error:
+        current = asyncio.current_task()
+        if current is None or current.cancelling():
+            raise
+        # Nobody cancelled the trajectory: something that the environment waited for was cancelled.
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, "what it waited for was cancelled") from error
+    except OversizedOutput as error:
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
+    except BaseException as error:
+        # What the policy wrote may be run there, so anything may be raised: an exit, an interrupt, another library's.
+        if isinstance(error, TimeoutError) and scope.expired():
+            late = f"no answer after {limits.step_deadline:g} s"
+            raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, in_words(error)) from error
+
+
+async def close(environment: Environment, limits: AgentLimits, trajectory: TrajectoryId) -> None:
+    """Close the environment; the trajectory is over, so a failure here costs nothing but a warning."""
+
+    async def closing() -> None:
+        await environment.close()
+
+    try:
+        await ask(closing(), limits)
+    except TrajectoryFailed as failed:
+        log.warning("%s: the environment did not close: %s", trajectory, failed)
+
+
+def checked(result: StepResult, limits: AgentLimits) -> StepResult:
+    """The result in plain values, if it is one.
+
+    Raises:
+        TrajectoryFailed: it is none, its reward is no finite number, or its other parts are malformed or too large.
+    """
+    if not isinstance(result, StepResult):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"step returned a {type(result).__name__}, no StepResult")
+    if not isinstance(result.reward, Real) or not _is_finite(result.reward):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, f"the reward is {_shown(result.reward)}")
+    if not isinstance(result.done, bool | np.bool_ | int):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"done is true or false, not {_shown(result.done)}")
+    messages = () if result.done else checked_messages(result.messages, limits)
+    done, info = bool(result.done), _facts(result.info)
+    return result._replace(messages=messages, reward=float(result.reward), done=done, info=info)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # noqa: BLE001 - an integer of too many digits, or whatever a user's class does when it is shown
+        return f"a {type(value).__name__}"
+
+
+def _facts(info: Any) -> dict[str, float]:
+    info = {} if info is None else info
+    if not isinstance(info, Mapping) or not all(isinstance(value, Real | np.bool_) for value in info.values()):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"info holds numbers by name, not {_shown(info)}")
+    return {str(name): float(value) if _is_finite(value) else math.nan for name, value in info.items()}
+
+
+def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequence[Message]:
+    """The messages, if they are well-formed and not too large, as copies: the environment may reuse its own.
+
+    Raises:
+        TrajectoryFailed: they are not.
+    """
+    if not isinstance(messages, Sequence):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"{type(messages).__name__} is no list of messages")
+    size = 0
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in KEYS):
+            raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, "a message needs a role and a text as content")
+        size += len(message["content"])
+    if size > limits.max_observation_characters:
+        allowed = f"{limits.max_observation_characters} are allowed"
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"{size} characters at once; {allowed}")
+    return [cast(Message, dict(message)) for message in messages]
+
+
+def rendered(make: Callable[[], T]) -> T:
+    """What the chat makes of messages; it refuses some of them, and then the environment erred.
+
+    Raises:
+        TrajectoryFailed: it refuses.
+    """
+    try:
+        return make()
+    except MessagesRefused as error:
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error

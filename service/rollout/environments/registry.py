@@ -1,0 +1,156 @@
+"""The environments that come with Baton, and how others are found.
+
+env.name: gsm8k                       one of Baton's own, or one that an installed package registers as an entry
+                                      point of the group `baton.environments`
+env.name: skyrl_gym/search            one of another library, through its adapter
+env.name: my_package.envs:Maze        a class of your own, in a module that `env.trusted_modules` names
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from service.errors import UserError
+from service.rollout.environment import Environment, Message
+
+Options = Mapping[str, str | int | float | bool]
+
+GROUP = "baton.environments"
+
+ENVIRONMENTS = {
+    "gsm8k": "examples.gsm8k:Gsm8k",
+    "lookup": "examples.lookup:Lookup",
+    "search_r1": "examples.search_r1:SearchR1",
+    "text_to_sql": "examples.text_to_sql:TextToSql",
+}
+ADAPTERS = {
+    "reasoning_gym": "service.rollout.environments.reasoning_gym:ReasoningGym",
+    "skyrl_gym": "service.rollout.environments.skyrl_gym:SkyRLGym",
+}
+"""The part before the slash; what follows it is the adapter's first argument."""
+
+
+def environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
+    """A fresh instance of the environment `name`, for one trajectory.
+
+    Raises:
+        UserError: there is no such environment, or it cannot be made with these options.
+    """
+    family, slash, member = name.partition("/")
+    make = find(name, trusted_modules)
+    try:
+        return make(member, **options) if slash and family in ADAPTERS else make(**options)
+    except UserError:
+        raise
+    except TypeError as error:
+        raise UserError(f"env.options: the environment {name!r} refuses them: {error}") from error
+    except (Exception, SystemExit) as error:
+        # Constructors are code of a user as well.
+        raise UserError(f"env.name: {name!r} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def find(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Environment]:
+    """The class behind a name.
+
+    Raises:
+        UserError: there is none, or its module is not trusted.
+    """
+    family, slash, member = name.partition("/")
+    if slash and member and family in ADAPTERS:
+        return _load(ADAPTERS[family], name)
+    if name in ENVIRONMENTS:
+        return _load(ENVIRONMENTS[name], name)
+    if ":" in name:
+        return _trusted(name, trusted_modules)
+    paths = registered()
+    if name in paths:
+        return _load(paths[name], name)
+    raise _unknown(name, [*ENVIRONMENTS, *paths])
+
+
+@cache
+def registered() -> Mapping[str, str]:
+    """What installed packages register, by name; looked up once, for every trajectory makes an environment."""
+    return {point.name: point.value for point in entry_points(group=GROUP)}
+
+
+def _unknown(name: str, known: Sequence[str]) -> UserError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    return UserError(
+        f"env.name: there is no environment {name!r}; the nearest is {near!r}. "
+        "A class of your own is named module:Class, with its module under env.trusted_modules"
+    )
+
+
+def _trusted(path: str, trusted_modules: Sequence[str]) -> Callable[..., Environment]:
+    module = path.partition(":")[0]
+    if not any(module == trusted or module.startswith(f"{trusted}.") for trusted in trusted_modules):
+        raise UserError(f"env.name: {path!r} is not loaded, for env.trusted_modules does not name {module!r}")
+    return _load(path, path)
+
+
+def _load(path: str, name: str) -> Callable[..., Environment]:
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = import_module(module_name)
+    except (Exception, SystemExit) as error:
+        # Importing runs the code of a user: anything can come out of it.
+        raise UserError(
+            f"env.name: the environment {name!r} cannot be loaded, importing {module_name} failed: "
+            f"{type(error).__name__}: {error} (modules are looked up in {Path.cwd()} and among installed packages)"
+        ) from error
+    found: Callable[..., Environment] | None = getattr(module, attribute, None)
+    if found is None:
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise UserError(f"env.name: the environment {name!r} cannot be loaded, {module_name} has no {attribute}{hint}")
+    return found
+
+
+class Made(Protocol):
+    """An environment's module that makes its own data, words and demonstrations."""
+
+    def rows(self, n: int, seed: int) -> list[dict[str, Any]]:
+        """Dataset rows."""
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every word that a tokenizer made for it needs."""
+
+    def demonstrations(self, n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
+        """Conversations for a supervised warm start."""
+
+
+MADE = {
+    "gsm8k": "examples.gsm8k",
+    "lookup": "examples.lookup",
+    "search_r1": "examples.synthetic_search",
+    "text_to_sql": "examples.synthetic_sql",
+}
+
+
+def made(name: str, options: Options | None = None) -> Made:
+    """What the environment `name` makes itself, where it is made with these options.
+
+    Raises:
+        UserError: it makes nothing.
+    """
+    family, _, member = name.partition("/")
+    if family == "reasoning_gym" and member:
+        from service.rollout.environments.reasoning_gym import MadeByReasoningGym
+
+        return MadeByReasoningGym(member, options or {})
+    if name not in MADE:
+        raise UserError(
+            f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(MADE)} do; "
+            "give data.train and model.path"
+        )
+    module: Made = import_module(MADE[name])
+    return module

@@ -1,0 +1,99 @@
+"""Several datasets as one, in the proportions of their weights.
+
+An epoch holds every row at least once. With `a` of 4 rows and weight 1, and `b` of 2 rows and weight 3:
+
+    shares 1/4 and 3/4; `a` needs 4 rows of its share, so the epoch has 16: `a` once, `b` six times over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from service.config.checks import MADE_SET
+from service.config.rollout import DataConfig, EnvConfig, MixturePart
+from service.errors import UserError
+from service.rollout.environments.registry import made
+from service.rollout.prompts.dataset import read_rows, tasks_of, write_rows
+
+EVAL_SEED = 1 << 32
+"""Keeps the seeds of made evaluation rows apart from those of training rows."""
+MOST_REPEATED = 100
+"""Times the rows of all datasets together that an epoch may have; beyond that the weights are a mistake."""
+
+
+def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:
+    """The one file of training prompts, made or mixed into `folder` where the configuration says so.
+
+    A file that is there already stays: a resumed run goes on with the same prompts.
+
+    Raises:
+        UserError: nothing is configured, or a dataset is malformed.
+    """
+    if data.train is not None:
+        return data.train
+    if data.make_rows is None and not data.mixture:
+        raise UserError("data: none of train, make_rows and mixture is set; name a JSONL or parquet file in data.train")
+    path = folder / "train.jsonl"
+    if not path.exists():
+        rows = (
+            mixed_rows(data.mixture)
+            if data.make_rows is None
+            else made(env.name, env.options).rows(data.make_rows, seed)
+        )
+        write_rows(path, rows)
+    return path
+
+
+def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dict[str, Path]:
+    """The evaluation sets by name; made rows come from another seed than the training rows."""
+    files = dict(data.eval)
+    if data.eval_make_rows is not None:
+        files[MADE_SET] = folder / "eval.jsonl"
+        if not files[MADE_SET].exists():
+            write_rows(files[MADE_SET], made(env.name, env.options).rows(data.eval_make_rows, seed + EVAL_SEED))
+    return files
+
+
+def mixed_rows(parts: Mapping[str, MixturePart]) -> Iterator[dict[str, Any]]:
+    """The rows of one epoch, evenly interleaved; uids become `<set>/<uid>`, with a count from a row's second time on.
+
+    Raises:
+        UserError: a dataset is malformed, or the weights ask for too many repetitions.
+    """
+    rows = {name: read_rows(part.path) for name, part in parts.items()}
+    uids = {name: [task.uid for task in tasks_of(rows[name], part.path)] for name, part in parts.items()}
+    lengths = _lengths({name: len(rows[name]) for name in parts}, {name: part.weight for name, part in parts.items()})
+    for place in sorted(_places(lengths)):
+        passes, row = divmod(place.number, len(rows[place.name]))
+        uid = f"{place.name}/{uids[place.name][row]}" + (f"#{passes}" if passes else "")
+        yield {**rows[place.name][row], "uid": uid}
+
+
+class _Place(NamedTuple):
+    """Where in the epoch a dataset's row stands, between 0 and 1; rows are numbered on beyond its last."""
+
+    position: float
+    name: str
+    number: int
+
+
+def _places(lengths: Mapping[str, int]) -> Iterator[_Place]:
+    for name, length in lengths.items():
+        for number in range(length):
+            yield _Place((number + 0.5) / length, name, number)
+
+
+def _lengths(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+    """Rows of each dataset in one epoch."""
+    total_weight = sum(weights.values())
+    shares = {name: weight / total_weight for name, weight in weights.items()}
+    largest = max(sizes, key=lambda name: sizes[name] / shares[name])
+    total = sizes[largest] / shares[largest]
+    if total > MOST_REPEATED * sum(sizes.values()):
+        raise UserError(
+            f"data.mixture.{largest}.weight: its {sizes[largest]} rows are to be {shares[largest]:.2g} of all prompts, "
+            f"so an epoch would repeat the others up to {total:.3g} rows; give it a larger weight, or fewer rows"
+        )
+    return {name: max(sizes[name], round(total * share)) for name, share in shares.items()}

@@ -1,0 +1,1 @@
+"""The run folder, its checkpoints, and what is prepared before a run starts."""

@@ -1,0 +1,147 @@
+"""What must lie on disk before a run starts: the prompts and the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from service.config import Config, MakeModelConfig
+from service.errors import UserError
+from service.evaluation.target import Evaluated
+from service.handoff.steps.validate import Routing
+from service.learn.checkpoint import check_parts, read_facts
+from service.learn.model.experts import routing_of_model
+from service.learn.model.hf_checkpoint import check_weights
+from service.learn.model.model import read_config, weight_shapes
+from service.learn.model.tiny_model import make_model, parameters_of
+from service.rollout.chat.chat import load_chat
+from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
+from service.rollout.environment import Task
+from service.rollout.environments.factory import check_environments
+from service.rollout.environments.registry import made
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.mixture import eval_files, train_file
+from service.rollout.prompts.warm_start import SupervisedRow, demonstration_rows
+from service.run.checkpoints import TRAINER, Checkpoints, Manifest
+
+TRAINING_BYTES = 16
+"""Bytes of a parameter while it is trained: master weight, gradient and two moments, in float32."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The inputs of a run, read and checked."""
+
+    tasks_file: Path
+    tasks: Sequence[Task]
+    model_folder: Path
+    vocab_size: int
+    routing: Routing
+    """Which routed experts the model can replay."""
+    eval_files: Mapping[str, Path] = field(default_factory=dict)
+    """Evaluation sets by name."""
+
+
+def prepare(config: Config, folder: Path) -> Prepared:
+    """Make what the configuration says to make, under `folder`; read and check the rest.
+
+    Raises:
+        UserError: a file or folder is missing or malformed; the message names it.
+    """
+    tasks_file = train_file(config.data, config.env, folder / "data", config.run.seed)
+    tasks = load_tasks(tasks_file)
+    check_environments(config.env, tasks, tasks_file)
+    evals = prepare_evaluation(config, folder)
+    model_folder = config.model.path or _make_policy(config, folder / "model")
+    hf_config, tokenizer = _checked_model(model_folder)
+    return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing_of_model(hf_config), evals)
+
+
+def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """What a model folder describes; its weights have been compared with that, of which only headers are read."""
+    hf_config = read_config(folder)
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > hf_config.vocab_size:
+        raise UserError(
+            f"model.path: the tokenizer in {folder} has {len(tokenizer)} tokens, its model only "
+            f"{hf_config.vocab_size}; they do not belong together"
+        )
+    check_weights(folder, weight_shapes(hf_config))
+    return hf_config, tokenizer
+
+
+def prepare_weights(config: Config, evaluated: Evaluated) -> Manifest | None:
+    """The checkpoint whose weights are to be evaluated; None: they lie in a Hugging Face folder.
+
+    Raises:
+        UserError: model, tokenizer or checkpoint are missing, damaged, or do not belong together.
+    """
+    if evaluated.model is not None:
+        try:
+            _checked_model(evaluated.model)
+        except UserError as error:
+            raise UserError(str(error).removeprefix("model.path: ")) from error
+        return None
+    manifest = evaluated.manifest()
+    hf_config, _ = _checked_model(evaluated.begun_with(config))
+    folder = Checkpoints(evaluated.checkpoints, keep=1).path(manifest.step) / TRAINER
+    check_parts(folder, read_facts(folder), {name: tuple(shape) for name, shape in weight_shapes(hf_config).items()})
+    return manifest
+
+
+def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:
+    """The files of the evaluation sets, read once to see that they can be played.
+
+    Raises:
+        UserError: one is missing or malformed, or needs an environment that cannot be made.
+    """
+    files = eval_files(config.data, config.env, folder / "data", config.run.seed)
+    for path in files.values():
+        check_environments(config.env, load_tasks(path), path)
+    return files
+
+
+def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
+    """Tokenised demonstrations of the environment for the warm start, with True on the tokens to learn."""
+    warm_start = config.model.warm_start
+    if warm_start is None:
+        return []
+    rng = np.random.default_rng(config.run.seed)
+    conversations = made(config.env.name).demonstrations(warm_start.demonstrations, warm_start.right_share, rng)
+    return demonstration_rows(load_chat(model_folder, config.generator), config.generator.conversation, conversations)
+
+
+def _make_policy(config: Config, folder: Path) -> Path:
+    """Write a small untrained model with a tokenizer for the environment's words, unless a resumed run has it."""
+    if (folder / "config.json").exists():
+        return folder
+    if config.model.make is None:
+        raise UserError("model: neither path nor make is set; name a Hugging Face folder in model.path")
+    make_tokenizer(folder, made(config.env.name).vocabulary())
+    tokenizer = load_tokenizer(folder)
+    _has_room(config.model.make, len(tokenizer))
+    make_model(
+        folder,
+        config.model.make,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=config.run.seed,
+    )
+    return folder
+
+
+def _has_room(shape: MakeModelConfig, vocab_size: int) -> None:
+    """Raises `UserError` where the model's training state alone exceeds the free memory."""
+    needed = parameters_of(shape, vocab_size) * TRAINING_BYTES
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"model.make: training {parameters_of(shape, vocab_size)} parameters takes {needed >> 20} MiB, "
+            f"{free >> 20} MiB are free; make it smaller"
+        )

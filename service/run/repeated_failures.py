@@ -1,0 +1,40 @@
+"""Telling an environment that fails sometimes from one that always fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from service.errors import RunFailed
+from service.handoff.steps.stop_reason import FAILURES
+
+
+class FailureWatch:
+    """Counts how trajectories ended since the last optimizer step, from what the generators say about themselves."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._before: Counter[str] = Counter()
+        self._now: Counter[str] = Counter()
+
+    def progressed(self) -> None:
+        """An optimizer step was taken: earlier failures are forgiven."""
+        self._before = self._now
+
+    def look(self, statuses: Sequence[Mapping[str, Any]]) -> None:
+        """See whether the run goes on for nothing.
+
+        Raises:
+            RunFailed: `most` trajectories or more ended since the last step, and every one of them failed.
+        """
+        self._now = Counter()
+        for status in statuses:
+            self._now.update({name: n for name, n in status["counts"].items() if name.startswith("end_")})
+        # A generator that started again counts from 0; what it counted before is left out.
+        ended = self._now - self._before
+        if ended.total() < self._most or any(name.removeprefix("end_") not in FAILURES for name in ended):
+            return
+        reasons = ", ".join(f"{n} {name.removeprefix('end_')}" for name, n in ended.most_common())
+        details = {status["last_failure"] for status in statuses if status["last_failure"]}
+        raise RunFailed(f"every trajectory since the last step failed ({reasons}): {'; '.join(sorted(details))}")
