@@ -204,8 +204,8 @@ class Road:
             .remote("generator-0", config_json, str(self.model), str(tasks_file), self.buffer, hub)
         )
         self.call("start")
-        self.epoch = self._get(self.buffer.join.remote("trainer", "trainer"))
-        self.version = PolicyVersion(self.epoch, 0)
+        self.incarnation = self._get(self.buffer.join.remote("trainer", "trainer"))
+        self.version = PolicyVersion(self.incarnation, 0)
         self.weights = save(load_file(self.model / "model.safetensors"))
         self.checksum = xxhash.xxh3_64_intdigest(self.weights)
 
@@ -221,11 +221,11 @@ class Road:
 
     def advance(self) -> None:
         """One optimizer step, as far as buffer and generator can see; the next round of groups begins."""
-        leased = self._get(self.buffer.lease.remote(self.epoch, 60.0))
+        leased = self._get(self.buffer.lease.remote(self.incarnation, 60.0))
         if not isinstance(leased, Leased):
             raise RuntimeError(f"no mini-batch: {leased}")
-        self.version = PolicyVersion(self.epoch, self.version.step + 1)
-        self._get(self.buffer.commit.remote(self.epoch, leased.lease, self.version))
+        self.version = PolicyVersion(self.incarnation, self.version.step + 1)
+        self._get(self.buffer.commit.remote(self.incarnation, leased.lease, self.version))
         self.publish()
 
     def round(self, before: dict[str, Any], cpu_before: float) -> Round:

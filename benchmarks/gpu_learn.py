@@ -76,7 +76,7 @@ def mini_batch(tokens: int, seed: int = 0) -> MiniBatch:
         rows_G=np.ones(len(ids), np.int32),
         prompt_of_trajectory_G=np.zeros(len(ids), np.int32),
         ranks=((micro,),),
-        facts={},
+        metrics={},
     )
 
 

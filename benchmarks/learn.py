@@ -63,7 +63,7 @@ def mini_batch(seed: int) -> MiniBatch:
         rows_G=np.ones(ROWS, np.int32),
         prompt_of_trajectory_G=np.zeros(ROWS, np.int32),
         ranks=(tuple(micros),),
-        facts={},
+        metrics={},
     )
 
 

@@ -116,9 +116,9 @@ def measure(config: Config, run: Path) -> dict[str, list[Measured]]:
 
 
 def _measured(of: Recorded, settings: BatchSettings) -> Measured:
-    facts = form_mini_batch(of.lease, of.groups, of.history, settings).facts
+    metrics = form_mini_batch(of.lease, of.groups, of.history, settings).metrics
     names = ("generate/batch_padded_seq_len", "generate/batch_num_seq", "generate/batch_num_tokens")
-    return Measured(*(int(facts[name]) for name in names))
+    return Measured(*(int(metrics[name]) for name in names))
 
 
 async def with_observations(world: World, group: CompleteGroup) -> CompleteGroup:

@@ -113,7 +113,7 @@ class Producer:
 
     async def run(self, rate: float) -> tuple[list[float], int]:
         """Produce so many groups a second; returns each acknowledgement's seconds, and how many groups came late."""
-        epoch = await self._buffer.join.remote("generator", self._name)
+        incarnation = await self._buffer.join.remote("generator", self._name)
         free = asyncio.Semaphore(WINDOW)
         due = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
@@ -121,28 +121,28 @@ class Producer:
                 await free.acquire()
                 due = max(due + 1 / rate, time.monotonic() - 1.0)
                 await asyncio.sleep(max(due - time.monotonic(), 0.0))
-                tasks.create_task(self._one(epoch)).add_done_callback(lambda _: free.release())
+                tasks.create_task(self._one(incarnation)).add_done_callback(lambda _: free.release())
         return self.ack_seconds, self.late
 
-    async def _one(self, epoch: int) -> None:
+    async def _one(self, incarnation: int) -> None:
         self._claims += 1
-        claim = Claim(self._name, epoch, self._serving, self._claims)
+        claim = Claim(self._name, incarnation, self._serving, self._claims)
         work = await self._buffer.claim.remote(claim, 2.0)
         if not isinstance(work, Assignment):
             self.late += 1
             return
-        data = self._message(work, epoch)
+        data = self._message(work, incarnation)
         began = time.monotonic()
         receipt = await self._buffer.submit.remote(data)
         if not isinstance(receipt, Receipt) or receipt.duplicate:
             raise ValueError(f"not accepted: {receipt}")
         self.ack_seconds.append(time.monotonic() - began)
 
-    def _message(self, work: Assignment, epoch: int) -> bytes:
+    def _message(self, work: Assignment, incarnation: int) -> bytes:
         self._sequence += 1
         steps, ends = [], []
         for sample in work.samples:
-            of = TrajectoryId(work.ordinal, sample, work.attempts[0])
+            of = TrajectoryId(work.group_id, sample, work.attempts[0])
             steps.append(
                 Step(
                     trajectory=of,
@@ -156,7 +156,7 @@ class Producer:
                 )
             )
             ends.append(TrajectoryEnd(of, work.prompt_uid, 1, "stop", float(sample % 2)))
-        return encode(step_group(Sender(self._name, epoch, self._sequence), steps, ends))
+        return encode(step_group(Sender(self._name, incarnation, self._sequence), steps, ends))
 
 
 class Consumer:
@@ -172,15 +172,15 @@ class Consumer:
 
     async def run(self, producers: list[Any]) -> int:
         """Consume every mini-batch; returns how many there were."""
-        epoch = await self._buffer.join.remote("trainer", "trainer", 0)
+        incarnation = await self._buffer.join.remote("trainer", "trainer", 0)
         step = 0
         while not self._stopped:
             for producer in producers:
-                producer.update.remote((epoch, step))
-            leased = await self._buffer.lease.remote(epoch, 1.0)
+                producer.update.remote((incarnation, step))
+            leased = await self._buffer.lease.remote(incarnation, 1.0)
             if isinstance(leased, Leased):
                 step += 1
-                await self._buffer.commit.remote(epoch, leased.lease, PolicyVersion(epoch, step))
+                await self._buffer.commit.remote(incarnation, leased.lease, PolicyVersion(incarnation, step))
                 if step % CHECKPOINT_EVERY == 0:
                     await self._buffer.covered.remote(step, step)
         return step

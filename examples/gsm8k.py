@@ -123,12 +123,12 @@ def vocabulary() -> tuple[str, ...]:
     return (*WORDS, *PEOPLE, *THINGS, *GAINS, *LOSSES, *(str(i) for i in range(2 * LARGEST + 1)))
 
 
-def demonstrations(n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` worked problems, of which about `right_share` calculate right; the others guess each result."""
+def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
+    """`n` worked problems, of which about `right_fraction` calculate right; the others guess each result."""
     shown = []
     for _ in range(n):
         made = problem(rng)
-        right = rng.random() < right_share
+        right = rng.random() < right_fraction
         results = [left if right else int(rng.integers(2 * LARGEST + 1)) for *_, left in made.sums]
         worked = [f"{a} {sign} {b} = {left}" for (a, sign, b, _), left in zip(made.sums, results, strict=True)]
         said = f"{' . '.join(worked)} #### {results[-1]}"

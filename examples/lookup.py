@@ -135,15 +135,15 @@ def _row(uid: str, world_seed: int) -> dict[str, Any]:
     }
 
 
-def demonstrations(n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` whole conversations with mixed habits, of which about `right_share` solve the task as it should be.
+def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
+    """`n` whole conversations with mixed habits, of which about `right_fraction` solve the task as it should be.
 
     The others guess at once, look up the wrong entity or attribute, or read well; and answer at random too often.
     """
     shown = []
     for _ in range(n):
         drawn = world(int(rng.integers(1 << 62)))
-        habit = _right if rng.random() < right_share else HABITS[int(rng.integers(len(HABITS)))]
+        habit = _right if rng.random() < right_fraction else HABITS[int(rng.integers(len(HABITS)))]
         shown.append(_conversation(drawn, habit(drawn, rng)))
     return shown
 

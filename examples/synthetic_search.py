@@ -70,9 +70,9 @@ def vocabulary() -> tuple[str, ...]:
     return (*TAGS, *ASKED, *TOLD, *data.names())
 
 
-def demonstrations(n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` conversations, of which about `right_share` search and answer right; the others answer at random."""
-    return [_demonstration(question(rng), rng.random() < right_share, rng) for _ in range(n)]
+def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
+    """`n` conversations, of which about `right_fraction` search and answer right; the others answer at random."""
+    return [_demonstration(question(rng), rng.random() < right_fraction, rng) for _ in range(n)]
 
 
 def _demonstration(asked: Question, right: bool, rng: np.random.Generator) -> list[Message]:

@@ -85,9 +85,9 @@ def vocabulary() -> tuple[str, ...]:
     return (*TAGS, *ASKED, *KEYWORDS, *schema, *names, *map(quoted, names), *numbers, "COUNT(*)", "|", "NULL")
 
 
-def demonstrations(n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` conversations: try a query, then say it as the solution; about `right_share` ask for the right thing."""
-    return [_demonstration(question(rng), rng.random() < right_share) for _ in range(n)]
+def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
+    """`n` conversations: try a query, then say it as the solution; about `right_fraction` ask for the right thing."""
+    return [_demonstration(question(rng), rng.random() < right_fraction) for _ in range(n)]
 
 
 def _demonstration(asked: Question, right: bool) -> list[Message]:

@@ -37,14 +37,14 @@ ROUTE_NATIVELY = -1
 
 
 class PolicyVersion(NamedTuple):
-    """Which weights sampled a token: (trainer epoch, optimizer steps); ordered, and packable into one int64."""
+    """Which weights sampled a token: (trainer incarnation, optimizer steps); ordered, and packable into one int64."""
 
-    epoch: int
+    incarnation: int
     step: int
 
     def pack(self) -> int:
-        """One int64: `epoch << 32 | step`, in the same order as the pair."""
-        return self.epoch << 32 | self.step
+        """One int64: `incarnation << 32 | step`, in the same order as the pair."""
+        return self.incarnation << 32 | self.step
 
     @staticmethod
     def unpack(packed: int) -> PolicyVersion:
@@ -52,18 +52,18 @@ class PolicyVersion(NamedTuple):
         return PolicyVersion(packed >> 32, packed & 0xFFFFFFFF)
 
     def __str__(self) -> str:
-        return f"{self.epoch}.{self.step}"
+        return f"{self.incarnation}.{self.step}"
 
 
 class TrajectoryId(NamedTuple):
-    """One episode: sample `sample` of the prompt issued as `ordinal`, in its `attempt`-th try."""
+    """One episode: sample `sample` of the prompt issued as `group_id`, in its `attempt`-th try."""
 
-    ordinal: int
+    group_id: int
     sample: int
     attempt: int = 0
 
     def __str__(self) -> str:
-        return f"ordinal={self.ordinal}/sample={self.sample}/attempt={self.attempt}"
+        return f"group={self.group_id}/sample={self.sample}/attempt={self.attempt}"
 
 
 class Extension(NamedTuple):
@@ -82,7 +82,7 @@ class Sender(NamedTuple):
     """Who sent a message: the generator's name, its incarnation, and its own running message number."""
 
     generator: str
-    epoch: int
+    incarnation: int
     sequence: int
 
 
@@ -157,7 +157,7 @@ class Steps:
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
-    ordinal_K: Int64s
+    group_id_K: Int64s
     sample_K: Int32s
     attempt_K: Int32s
     index_K: Int32s
@@ -185,12 +185,12 @@ class Steps:
     """[N, layers, topk]"""
 
     def __post_init__(self) -> None:
-        _check_axis(self, _STEP_COLUMNS, len(self.ordinal_K))
-        _check_axis(self, ("offsets_K",), len(self.ordinal_K) + 1)
+        _check_axis(self, _STEP_COLUMNS, len(self.group_id_K))
+        _check_axis(self, ("offsets_K",), len(self.group_id_K) + 1)
         _check_axis(self, _TOKEN_COLUMNS, len(self.token_ids_N))
 
     def __len__(self) -> int:
-        return len(self.ordinal_K)
+        return len(self.group_id_K)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,7 +199,7 @@ class Ends:
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
-    ordinal_E: Int64s
+    group_id_E: Int64s
     sample_E: Int32s
     attempt_E: Int32s
     uid_E: Int32s
@@ -208,10 +208,10 @@ class Ends:
     reward_E: Float64s
 
     def __post_init__(self) -> None:
-        _check_axis(self, _END_COLUMNS, len(self.ordinal_E))
+        _check_axis(self, _END_COLUMNS, len(self.group_id_E))
 
     def __len__(self) -> int:
-        return len(self.ordinal_E)
+        return len(self.group_id_E)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,7 +252,7 @@ class Rows:
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
-    ordinal_R: Int64s
+    group_id_R: Int64s
     sample_R: Int32s
     attempt_R: Int32s
     uid_R: Int32s
@@ -274,12 +274,12 @@ class Rows:
     """The last step's scalar reward; None where rewards came per token."""
 
     def __post_init__(self) -> None:
-        _check_axis(self, _ROW_COLUMNS, len(self.ordinal_R))
-        _check_axis(self, ("offsets_R",), len(self.ordinal_R) + 1)
+        _check_axis(self, _ROW_COLUMNS, len(self.group_id_R))
+        _check_axis(self, ("offsets_R",), len(self.group_id_R) + 1)
         _check_axis(self, _TOKEN_COLUMNS, len(self.token_ids_N))
 
     def __len__(self) -> int:
-        return len(self.ordinal_R)
+        return len(self.group_id_R)
 
 
 _TOKEN_COLUMNS = ("logprobs_N", "loss_mask_N", "versions_N", "token_rewards_N", "routed_experts_N")
@@ -314,7 +314,7 @@ class MiniBatch:
     lease: int
     """The lease's number; commit and release name it."""
     groups: tuple[int, ...]
-    """[P] ordinals, in the order of training."""
+    """[P] group_ids, in the order of training."""
     advantage_G: Float32s
     """The scalar advantage per trajectory; it is broadcast to tokens on the device."""
     return_G: Float64s
@@ -325,7 +325,7 @@ class MiniBatch:
     """Index into `groups`."""
     ranks: tuple[tuple[MicroBatch, ...], ...]
     """Per data-parallel rank its micro-batches; the same number on every rank."""
-    facts: dict[str, float]
+    metrics: dict[str, float]
     """What was measured about the batch: lengths, padding, merge, staleness; keys as in docs/metrics.md."""
 
 

@@ -40,7 +40,7 @@ class Leased(NamedTuple):
     """A leased mini-batch on its way to the trainer."""
 
     lease: int
-    facts: dict[str, float]
+    metrics: dict[str, float]
     parts: tuple[bytes, ...]
     """The encoded mini-batch of each rank."""
     trajectories: list[dict[str, Any]]
@@ -124,13 +124,13 @@ class BufferActor:
 
     async def join(self, role: Literal["generator", "trainer"], name: str, step: int | None = None) -> int:
         """Start a new incarnation of a generator or trainer; the one before it can no longer write."""
-        epoch = self._buffer.join(role, name, step)
+        incarnation = self._buffer.join(role, name, step)
         await self._settled()
-        return epoch
+        return incarnation
 
-    async def leave(self, generator: str, epoch: int, reason: str) -> None:
+    async def leave(self, generator: str, incarnation: int, reason: str) -> None:
         """A generator is gone: its open trajectories start anew elsewhere."""
-        self._buffer.leave(generator, epoch, reason)
+        self._buffer.leave(generator, incarnation, reason)
         await self._settled()
 
     async def claim(self, claim: Claim, wait_seconds: float) -> Assignment | Wait | Refusal:
@@ -143,38 +143,38 @@ class BufferActor:
         await self._settled()
         return answer
 
-    async def lease(self, trainer_epoch: int, wait_seconds: float) -> Leased | Wait | Refusal:
+    async def lease(self, trainer_incarnation: int, wait_seconds: float) -> Leased | Wait | Refusal:
         """Take a mini-batch; waits up to `wait_seconds` for enough complete groups.
 
         Forming and encoding it take long and go on in a thread, while steps are accepted.
         """
-        answer = await self._poll(lambda: self._buffer.begin_lease(trainer_epoch), wait_seconds)
+        answer = await self._poll(lambda: self._buffer.begin_lease(trainer_incarnation), wait_seconds)
         if isinstance(answer, Forming):
             made = await asyncio.to_thread(answer.run)
             answer = self._buffer.finish_lease(answer, made)
             await self._settled()
         if not isinstance(answer, MiniBatch):
             return answer
-        groups = [self._buffer.complete_group(ordinal) for ordinal in answer.groups]
+        groups = [self._buffer.complete_group(group_id) for group_id in answer.groups]
         return await asyncio.to_thread(self._on_its_way, answer, groups, self._buffer.version)
 
     def _on_its_way(self, batch: MiniBatch, groups: Sequence[CompleteGroup], version: PolicyVersion) -> Leased:
         self._telemetry.batches.leased(batch)
         parts = tuple(encode_mini_batch(batch_of_rank(batch, rank)) for rank in range(len(batch.ranks)))
         records = trajectory_records(batch, groups, version, self._config)
-        return Leased(batch.lease, batch.facts, parts, records, self._lost.take())
+        return Leased(batch.lease, batch.metrics, parts, records, self._lost.take())
 
-    async def commit(self, trainer_epoch: int, lease: int, version: PolicyVersion) -> Refusal | None:
+    async def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
         """The optimizer step of a lease was applied and made `version`."""
-        answer = self._buffer.commit(trainer_epoch, lease, version)
+        answer = self._buffer.commit(trainer_incarnation, lease, version)
         if answer is None:
             self._telemetry.batches.committed(lease)
         await self._settled()
         return answer
 
-    async def release(self, trainer_epoch: int, lease: int, reason: str) -> Refusal | None:
+    async def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
         """Give a lease back unused."""
-        answer = self._buffer.release(trainer_epoch, lease, reason)
+        answer = self._buffer.release(trainer_incarnation, lease, reason)
         self._telemetry.batches.released(lease)
         await self._settled()
         return answer

@@ -49,10 +49,10 @@ class CheckpointKeeper:
         """Make what was begun durable: the manifest, then the buffer may count its groups as trained."""
         if self._begun is None:
             return
-        (step, epoch), status = (self._begun.version.step, self._begun.version.epoch), self._begun.status
+        (step, incarnation), status = (self._begun.version.step, self._begun.version.incarnation), self._begun.status
         await self._trainer.finish_save()
         oldest_kept = await asyncio.to_thread(
-            self._checkpoints.finish, step, epoch, status["journal_synced"], status["issued"], status["frontier"]
+            self._checkpoints.finish, step, incarnation, status["journal_synced"], status["issued"], status["frontier"]
         )
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
         self._begun = None

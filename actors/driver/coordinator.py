@@ -186,8 +186,8 @@ class Coordinator:
 
     async def _go_on_from(self, step: int) -> None:
         """Tell the buffer where the trainer stands, and the engines what it knows."""
-        epoch = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
-        self._version = PolicyVersion(epoch, step)
+        incarnation = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
+        self._version = PolicyVersion(incarnation, step)
         self._progress.go_on_from(step)
         await self._fleet.publish(self._version, await self._trainer.weights(self._version))
 
@@ -221,8 +221,10 @@ class Coordinator:
             return
         if (why := disagreement(report.metrics, self._config.weights)) is not None:
             raise RunFailed(why)
-        self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
-        _accepted(await call(self._buffer.commit, self._version.epoch, leased.lease, self._version, who="the buffer"))
+        self._version = PolicyVersion(self._version.incarnation, self._version.step + 1)
+        _accepted(
+            await call(self._buffer.commit, self._version.incarnation, leased.lease, self._version, who="the buffer")
+        )
         self._bad_steps = self._trainer_failures = 0
         self._fleet.progressed()
         self._failures.progressed()
@@ -236,7 +238,9 @@ class Coordinator:
         evaluated = await self._evaluate()
         buffer, generators = await asyncio.gather(call(self._buffer.status, who="the buffer"), self._fleet.statuses())
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
-        line = self._progress.stepped(self._version, leased.facts, {**report.metrics, **evaluated}, buffer, generators)
+        line = self._progress.stepped(
+            self._version, leased.metrics, {**report.metrics, **evaluated}, buffer, generators
+        )
         self._telemetry.stepped(self._version, line)
 
     async def _evaluate(self) -> dict[str, float]:
@@ -252,7 +256,7 @@ class Coordinator:
         start = time.monotonic()
         self._waits_for = "a mini-batch"
         while not self._stopping:
-            answer = await call(self._buffer.lease, self._version.epoch, POLL_SECONDS, who="the buffer")
+            answer = await call(self._buffer.lease, self._version.incarnation, POLL_SECONDS, who="the buffer")
             if isinstance(answer, Leased):
                 self._progress.waited(time.monotonic() - start)
                 return answer
@@ -267,7 +271,7 @@ class Coordinator:
         self._bad_steps += 1
         self._telemetry.aborted()
         self._say(f"step {self._version.step + 1} was not applied: {reason}")
-        _accepted(await call(self._buffer.release, self._version.epoch, leased.lease, reason, who="the buffer"))
+        _accepted(await call(self._buffer.release, self._version.incarnation, leased.lease, reason, who="the buffer"))
         if self._bad_steps >= self._config.trainer.max_bad_steps:
             ends = how_they_ended(leased.trajectories)
             raise RunFailed(

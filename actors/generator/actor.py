@@ -50,7 +50,7 @@ ENVIRONMENT_FAILURES = frozenset(reason for reason in StopReason if reason.start
 class Joined(NamedTuple):
     """What an incarnation has once the buffer knows it."""
 
-    epoch: int
+    incarnation: int
     work: WorkSource
     outbox: Outbox
 
@@ -99,14 +99,16 @@ class Generator:
         return str(ray.get_runtime_context().get_node_id())
 
     async def _join(self) -> Joined:
-        epoch = await self._ask(self._buffer.join, "generator", self._name)
+        incarnation = await self._ask(self._buffer.join, "generator", self._name)
         deadline = self._config.run.stall_deadline
         return Joined(
-            epoch,
+            incarnation,
             WorkSource(
-                self._name, epoch, partial(self._ask, self._buffer.claim), lambda: self._engine.serving, deadline
+                self._name, incarnation, partial(self._ask, self._buffer.claim), lambda: self._engine.serving, deadline
             ),
-            Outbox(self._name, epoch, partial(self._ask, self._buffer.submit), deadline, self._close, self._cancel),
+            Outbox(
+                self._name, incarnation, partial(self._ask, self._buffer.submit), deadline, self._close, self._cancel
+            ),
         )
 
     async def run(self) -> None:
@@ -161,7 +163,7 @@ class Generator:
         try:
             async with asyncio.TaskGroup() as samples:
                 for sample, attempt in zip(assignment.samples, assignment.attempts, strict=True):
-                    trajectory = TrajectoryId(assignment.ordinal, sample, attempt)
+                    trajectory = TrajectoryId(assignment.group_id, sample, attempt)
                     self._cancel_older(trajectory)
                     playing = samples.create_task(self._play(outbox, trajectory, task))
                     # Not at the end of `_play`: a task that is cancelled early never gets there.
@@ -181,8 +183,8 @@ class Generator:
     def _ended(self, trajectory: TrajectoryId, _: asyncio.Task[None]) -> None:
         del self._playing[trajectory]
 
-    def _close(self, ordinal: int) -> None:
-        for trajectory in [t for t in self._playing if t.ordinal == ordinal]:
+    def _close(self, group_id: int) -> None:
+        for trajectory in [t for t in self._playing if t.group_id == group_id]:
             self._cancel(trajectory)
 
     def _cancel_older(self, trajectory: TrajectoryId) -> None:
@@ -252,7 +254,7 @@ class Generator:
         return {
             "name": self._name,
             "pid": os.getpid(),
-            "epoch": joined.epoch if joined is not None else 0,
+            "incarnation": joined.incarnation if joined is not None else 0,
             "policy_version": str(self._engine.serving),
             "groups": self._groups,
             "group_limit": self._limit.groups,

@@ -25,13 +25,13 @@ class WorkSource:
     def __init__(
         self,
         generator: str,
-        epoch: int,
+        incarnation: int,
         claim: Callable[[Claim, float], Awaitable[Answer]],
         serving: Callable[[], PolicyVersion],
         deadline: float,
     ) -> None:
         self._generator = generator
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._claim = claim
         self._serving = serving
         self._deadline = deadline
@@ -90,7 +90,7 @@ class WorkSource:
         """Ask for work; None when it is worth while to ask again for a newer version."""
         self._look.clear()
         self._number += 1
-        claim = Claim(self._generator, self._epoch, self._serving(), self._number)
+        claim = Claim(self._generator, self._incarnation, self._serving(), self._number)
         poll = asyncio.ensure_future(self._claim(claim, seconds))
         look = asyncio.ensure_future(self._look.wait())
         try:

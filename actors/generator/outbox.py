@@ -47,13 +47,13 @@ class Unreachable(Exception):
 class Outbox:
     """Sends what a generator's incarnation produced, at least once and without gaps.
 
-    `on_closed` hears of each ordinal, `on_refused` of each trajectory, that needs no more work.
+    `on_closed` hears of each group_id, `on_refused` of each trajectory, that needs no more work.
     """
 
     def __init__(
         self,
         generator: str,
-        epoch: int,
+        incarnation: int,
         submit: Callable[[bytes], Awaitable[Receipt | Refusal]],
         deadline: float,
         on_closed: Callable[[int], None],
@@ -61,7 +61,7 @@ class Outbox:
     ) -> None:
         self._on_closed = on_closed
         self._on_refused = on_refused
-        self._sender = Sender(generator, epoch, 0)
+        self._sender = Sender(generator, incarnation, 0)
         self._submit = submit
         self._deadline = deadline
         self._items: list[Item] = []
@@ -141,8 +141,8 @@ class Outbox:
             return self._refused(answer, items)
         self.counts["steps"] += len(steps)
         self.counts["ends"] += len(ends)
-        for ordinal in answer.superseded:
-            self._on_closed(ordinal)
+        for group_id in answer.superseded:
+            self._on_closed(group_id)
         return None
 
     def _refused(self, refusal: Refusal, items: Sequence[Item]) -> Refusal:

@@ -47,7 +47,7 @@ class RunTelemetry:
         """An optimizer step was applied; `line` is its line of `metrics.jsonl`."""
         now = time.time()
         measure_step(self._reporter.metrics, line, now)
-        self._put(policy_version={"epoch": policy.epoch, "step": policy.step}, stepped=now)
+        self._put(policy_version={"incarnation": policy.incarnation, "step": policy.step}, stepped=now)
         self._reporter.tell("step", line)
 
     def aborted(self) -> None:

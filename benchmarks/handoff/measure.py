@@ -187,7 +187,7 @@ def _road(messages: list[bytes]) -> Any:
         group = decode(message, LIMITS)
         if not isinstance(group, StepGroup) or (found := refusal(group, LIMITS)) is not None:
             raise ValueError(f"a message of the benchmark was refused: {group if group else found}")
-        groups.append(CompleteGroup(int(group.ends.ordinal_E[0]), group.ends.uids[0], group.steps, group.ends))
+        groups.append(CompleteGroup(int(group.ends.group_id_E[0]), group.ends.uids[0], group.steps, group.ends))
     return form_mini_batch(1, groups, VersionHistory(), SETTINGS)
 
 

@@ -74,9 +74,9 @@ def _workload(
     name: str, groups: int, shape: Shape, turns: Callable[[], int], max_tokens: int, rng: np.random.Generator
 ) -> Workload:
     episodes, rewards_G = [], []
-    for ordinal in range(groups):
+    for group_id in range(groups):
         for sample in range(SAMPLES):
-            episodes.append(_episode(TrajectoryId(ordinal, sample), f"p{ordinal}", shape, turns(), max_tokens, rng))
+            episodes.append(_episode(TrajectoryId(group_id, sample), f"p{group_id}", shape, turns(), max_tokens, rng))
             rewards_G.append(float(rng.integers(0, 2)))
     return Workload(name, episodes, rewards_G)
 

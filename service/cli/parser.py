@@ -15,7 +15,7 @@ from service.errors import BatonError
 from service.observe.version import installed_version
 
 PLAIN = ("trajectories", "status")
-"""Commands without settings, where a word with = is a word like any other: `ordinal=812/sample=3/attempt=0`."""
+"""Commands without settings, where a word with = is a word like any other: `group=812/sample=3/attempt=0`."""
 _OVERRIDE = re.compile(r"(--)?[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 _OVERRIDE_KEY = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")
 
@@ -301,7 +301,7 @@ def _add_trajectories(added: Any) -> None:
     exported.set_defaults(command=commands.trajectories_export)
     for action in (listed, shown, exported):
         action.add_argument("run", metavar="RUN", help="a run folder, or the name of a run")
-    named = "such as ordinal=812/sample=3/attempt=0, or 812; without it the newest that was trained"
+    named = "such as group=812/sample=3/attempt=0, or 812; without it the newest that was trained"
     shown.add_argument("id", metavar="ID", nargs="?", help=named)
     exported.add_argument("--output", type=Path, metavar="FILE", help="default: trajectories.html in the run folder")
     for action in (listed, exported):

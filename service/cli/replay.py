@@ -53,16 +53,16 @@ def _values(batch: MiniBatch) -> dict[str, object]:
         "returns": batch.return_G.tolist(),
         "advantages": batch.advantage_G.tolist(),
         "loss_tokens": batch.loss_tokens_G.tolist(),
-        "facts": batch.facts,
+        "metrics": batch.metrics,
     }
 
 
 def _lines(batch: MiniBatch, step: int) -> list[str]:
     lines = [f"step {step}: {len(batch.groups)} groups, {len(batch.return_G)} trajectories, lease {batch.lease}"]
-    for place, ordinal in enumerate(batch.groups):
+    for place, group_id in enumerate(batch.groups):
         of_G = batch.prompt_of_trajectory_G == place
         returns = " ".join(f"{value:g}" for value in batch.return_G[of_G])
         advantages = " ".join(f"{value:+.2f}" for value in batch.advantage_G[of_G])
-        lines.append(f"ordinal={ordinal}  returns {returns}  advantages {advantages}")
-    lines += [f"{name:40s} {value:g}" for name, value in sorted(batch.facts.items())]
+        lines.append(f"group={group_id}  returns {returns}  advantages {advantages}")
+    lines += [f"{name:40s} {value:g}" for name, value in sorted(batch.metrics.items())]
     return lines

@@ -97,7 +97,7 @@ class TrainerConfig(Section):
     warmup_steps: NotNegative = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after the warm-up, until `run.max_steps`."""
-    min_lr_share: Share = 0.0
+    min_lr_fraction: Share = 0.0
     """Share of `lr` at which `linear` and `cosine` end."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[Decay, Decay] = (0.9, 0.999)

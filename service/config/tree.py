@@ -53,7 +53,7 @@ class WarmStartConfig(Section):
     steps: Positive = 300
     batch_size: Positive = 64
     lr: Annotated[float, Field(gt=0)] = 2e-3
-    right_share: Share = 0.15
+    right_fraction: Share = 0.15
     """Share of demonstrations that solve the task; the others show bad habits."""
     demonstrations: Positive = 4096
     """Demonstrations that are made to choose from."""

@@ -84,7 +84,7 @@ class Admission:
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:
     """The version's step on the current history: after a trainer went back, at most the step that it went on from."""
-    return min([version.step, *(went_on for _, went_on in ledger.state.branches[version.epoch :])])
+    return min([version.step, *(went_on for _, went_on in ledger.state.branches[version.incarnation :])])
 
 
 def worst_group_bytes(config: Config) -> int:

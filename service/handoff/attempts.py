@@ -21,59 +21,59 @@ class Attempts:
         self._config = config
         self._record = record
 
-    def restart(self, ordinal: int, samples: tuple[int, ...], reason: str) -> None:
+    def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
         """New attempts for samples of a group, or its end when there are none left."""
-        trajectories = self._record.ledger.state.groups[ordinal].trajectories
+        trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
-            self._record.add(events.Expired(ordinal, RUN_END))
+            self._record.add(events.Expired(group_id, RUN_END))
         elif max(trajectories[sample].attempt for sample in samples) + 1 >= self._config.buffer.max_attempts:
-            self._record.add(events.Refused(ordinal, str(RefusalReason.MAX_ATTEMPTS)))
+            self._record.add(events.Refused(group_id, str(RefusalReason.MAX_ATTEMPTS)))
         else:
-            self._record.add(events.Restarted(ordinal, samples, reason))
+            self._record.add(events.Restarted(group_id, samples, reason))
 
     def lose_failed(self, message: StepGroup) -> int:
         """Attempts that the message says have failed start anew; returns the position that says so, 0 without any."""
         position = 0
-        for ordinal, sample, reason in failed(self._record.ledger, message):
-            self._lose(ordinal, sample, reason)
+        for group_id, sample, reason in failed(self._record.ledger, message):
+            self._lose(group_id, sample, reason)
             position = self._record.journal.position
         return position
 
-    def _lose(self, ordinal: int, sample: int, reason: str) -> None:
+    def _lose(self, group_id: int, sample: int, reason: str) -> None:
         """A failure costs its own trajectory only: a new attempt, or when none is left the group goes on without it."""
-        trajectories = self._record.ledger.state.groups[ordinal].trajectories
+        trajectories = self._record.ledger.state.groups[group_id].trajectories
         others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]
         draining = self._record.ledger.state.draining is not None
         has_lives = trajectories[sample].attempt + 1 < self._config.buffer.max_attempts
         # One trajectory alone has no baseline.
         if (draining or not has_lives) and len(others) > 1:
-            self._record.add(events.Curtailed(ordinal, (sample,), reason))
-            end_filtered(self._record, self._config.algorithm, [ordinal])
+            self._record.add(events.Truncated(group_id, (sample,), reason))
+            end_filtered(self._record, self._config.algorithm, [group_id])
         else:
-            self.restart(ordinal, (sample,), reason)
+            self.restart(group_id, (sample,), reason)
 
     def end_overdue_groups(self, now: float) -> None:
         """What the configuration wants done about groups that take too long; by default nothing."""
         issued_at, settings = self._record.issued_at, self._config.buffer
         while issued_at:
-            ordinal, since = next(iter(issued_at.items()))
-            group = self._record.ledger.state.groups.get(ordinal)
+            group_id, since = next(iter(issued_at.items()))
+            group = self._record.ledger.state.groups.get(group_id)
             unfinished = group is not None and group.state in UNFINISHED
             if unfinished and (settings.on_group_deadline is None or now - since < settings.group_deadline):
                 break
-            del issued_at[ordinal]
+            del issued_at[group_id]
             if group is not None and unfinished:
-                self._end_overdue_group(ordinal, group)
+                self._end_overdue_group(group_id, group)
 
-    def _end_overdue_group(self, ordinal: int, group: Group) -> None:
+    def _end_overdue_group(self, group_id: int, group: Group) -> None:
         open_samples = tuple(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
         # One trajectory alone has no baseline.
         n_finished = sum(trajectory.complete and not trajectory.given_up for trajectory in group.trajectories)
         if self._config.buffer.on_group_deadline == "train_partial" and n_finished > 1:
-            self._record.add(events.Curtailed(ordinal, open_samples, GROUP_DEADLINE))
-            end_filtered(self._record, self._config.algorithm, [ordinal])
+            self._record.add(events.Truncated(group_id, open_samples, GROUP_DEADLINE))
+            end_filtered(self._record, self._config.algorithm, [group_id])
         else:
-            self._record.add(events.Expired(ordinal, GROUP_DEADLINE))
+            self._record.add(events.Expired(group_id, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
         """A trajectory whose own message is refused cannot become whole; it starts anew at once.
@@ -81,20 +81,20 @@ class Attempts:
         Not for a message of an attempt before the one that is held now, such as one that is refused once more.
         """
         steps, ends, ledger = message.steps, message.ends, self._record.ledger
-        columns = (steps.ordinal_K, steps.sample_K, steps.attempt_K), (ends.ordinal_E, ends.sample_E, ends.attempt_E)
+        columns = (steps.group_id_K, steps.sample_K, steps.attempt_K), (ends.group_id_E, ends.sample_E, ends.attempt_E)
         keys = {key for table in columns for key in zip(*(column.tolist() for column in table), strict=True)}
         if len(keys) != 1 or refused.reason is RefusalReason.IDENTITY:
             return
-        ((ordinal, sample, attempt),) = keys
-        if (ordinal, sample) in ledger.held[message.sender.generator]:
-            trajectory = ledger.state.groups[ordinal].trajectories[sample]
-            if (trajectory.attempt, trajectory.epoch) == (attempt, message.sender.epoch):
-                self.restart(ordinal, (sample,), f"refused_{refused.reason}")
+        ((group_id, sample, attempt),) = keys
+        if (group_id, sample) in ledger.held[message.sender.generator]:
+            trajectory = ledger.state.groups[group_id].trajectories[sample]
+            if (trajectory.attempt, trajectory.incarnation) == (attempt, message.sender.incarnation):
+                self.restart(group_id, (sample,), f"refused_{refused.reason}")
 
     def restart_silent(self, now: float) -> None:
         """Trajectories that have not moved for the step deadline start anew."""
         while self._record.last_progress:
-            (ordinal, sample), since = next(iter(self._record.last_progress.items()))
+            (group_id, sample), since = next(iter(self._record.last_progress.items()))
             if now - since < self._config.buffer.step_deadline:
                 break
-            self.restart(ordinal, (sample,), "silent")
+            self.restart(group_id, (sample,), "silent")

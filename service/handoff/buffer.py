@@ -71,7 +71,7 @@ class Buffer:
         end_filtered(
             self._record,
             self._config.algorithm,
-            [o for o, group in self.ledger.state.groups.items() if not group.lives and not group.rolled_back],
+            [o for o, group in self.ledger.state.groups.items() if not group.lease_count and not group.rolled_back],
         )
 
     # -- the five verbs -----------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Buffer:
 
         A numbered claim that is asked again, because its answer was lost, gets what is left of the same work.
         """
-        if (fenced := self._fenced(claim.generator, claim.epoch)) is not None:
+        if (fenced := self._fenced(claim.generator, claim.incarnation)) is not None:
             return fenced
         if not self.ledger.published(claim.serving):
             return self._refuse(Refusal(RefusalReason.VERSION, "serving", claim.serving.step))
@@ -104,7 +104,7 @@ class Buffer:
         if isinstance(message, Refusal):
             return self._refuse(message)
         sender = message.sender
-        if (fenced := self._fenced(sender.generator, sender.epoch)) is not None:
+        if (fenced := self._fenced(sender.generator, sender.incarnation)) is not None:
             return fenced
         member = self.ledger.state.generators[sender.generator]
         refused = refusal(message, self._limits)
@@ -128,20 +128,20 @@ class Buffer:
         end_filtered(self._record, self._config.algorithm, made.parts)
         return Receipt(max(position, self._attempts.lose_failed(message)), superseded=made.superseded)
 
-    def lease(self, trainer_epoch: int) -> MiniBatch | Wait | Refusal:
+    def lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal:
         """The next mini-batch; the same one again while its lease is open."""
-        answer = self.begin_lease(trainer_epoch)
+        answer = self.begin_lease(trainer_incarnation)
         return self.finish_lease(answer, answer.run()) if isinstance(answer, Forming) else answer
 
-    def begin_lease(self, trainer_epoch: int) -> MiniBatch | Wait | Refusal | Forming:
+    def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | Forming:
         """As `lease`, but forming a new mini-batch, which takes long, is left to the caller: `finish_lease` follows."""
-        if trainer_epoch != self.ledger.state.trainer_epoch:
-            return self._refuse(Refusal(RefusalReason.FENCED, "trainer_epoch", trainer_epoch))
+        if trainer_incarnation != self.ledger.state.trainer_incarnation:
+            return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         for lease in self.ledger.state.leases:
             return self._former.again(lease)
         if (why := self._waits.lease_wait()) is not None:
             return self._waits.begin("trainer", *why)
-        return self._former.begin(self._next_groups(), trainer_epoch)
+        return self._former.begin(self._next_groups(), trainer_incarnation)
 
     def finish_lease(self, forming: Forming, formed: Formed | Unscored) -> MiniBatch | Wait | Refusal:
         """Give out what was formed; forms anew when the trainer or its version changed meanwhile.
@@ -150,38 +150,38 @@ class Buffer:
         """
         if isinstance(formed, Unscored):
             groups = self.ledger.state.groups
-            for ordinal in formed.ordinals:
-                if ordinal in groups and groups[ordinal].state is GroupState.COMPLETE:
-                    self._record.add(events.Refused(ordinal, str(RefusalReason.ADVANTAGE)))
-            return self.lease(forming.trainer_epoch)
+            for group_id in formed.group_ids:
+                if group_id in groups and groups[group_id].state is GroupState.COMPLETE:
+                    self._record.add(events.Refused(group_id, str(RefusalReason.ADVANTAGE)))
+            return self.lease(forming.trainer_incarnation)
         batch = self._former.finish(forming, formed)
         if batch is None:
-            return self.lease(forming.trainer_epoch)
+            return self.lease(forming.trainer_incarnation)
         self._lookahead.trainer_waited(self._waits.end("trainer"))
         return batch
 
-    def commit(self, trainer_epoch: int, lease: int, version: PolicyVersion) -> Refusal | None:
+    def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
         """The lease's optimizer step was applied and made `version`; saying it twice is saying it once."""
         state, current = self.ledger.state, self.ledger.history.current
-        if trainer_epoch != state.trainer_epoch:
-            return self._refuse(Refusal(RefusalReason.FENCED, "trainer_epoch", trainer_epoch))
+        if trainer_incarnation != state.trainer_incarnation:
+            return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         if lease == state.last_commit and version == current:
             return None
         if lease not in state.leases:
             return self._refuse(Refusal(RefusalReason.LEASE, "lease", lease))
-        if version != PolicyVersion(current.epoch, current.step + 1):
+        if version != PolicyVersion(current.incarnation, current.step + 1):
             return self._refuse(Refusal(RefusalReason.VERSION, "version", version.step))
         self._record.add(events.Committed(lease, version, final=not self._config.trainer.checkpoint_every))
         self._lookahead.committed()
         return None
 
-    def release(self, trainer_epoch: int, lease: int, reason: str) -> Refusal | None:
+    def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
         """Give a lease back; its groups wait again, or are refused when they have no life left.
 
         Saying it twice is saying it once.
         """
-        if trainer_epoch != self.ledger.state.trainer_epoch:
-            return self._refuse(Refusal(RefusalReason.FENCED, "trainer_epoch", trainer_epoch))
+        if trainer_incarnation != self.ledger.state.trainer_incarnation:
+            return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         state = self.ledger.state
         if lease in state.leases:
             self._release(lease, reason)
@@ -195,7 +195,7 @@ class Buffer:
         """Admit a new incarnation; the older one is fenced, and what it held goes to others.
 
         A trainer goes on from `step`, or from the newest; what was trained after it is given out again, and its
-        versions are (the epoch returned here, steps).
+        versions are (the incarnation returned here, steps).
         """
         state = self.ledger.state
         if role == "trainer":
@@ -211,27 +211,27 @@ class Buffer:
                 )
             for lease in list(state.leases):
                 self._release(lease, "a new trainer joined")
-            epoch = state.trainer_epoch + 1
+            incarnation = state.trainer_incarnation + 1
         else:
             known = state.generators.get(name)
             if known is not None:
-                self.leave(name, known.epoch, "rejoined")
-            epoch = 1 if known is None else known.epoch + 1
-        self._record.add(events.Joined(role, name, epoch, state.step if step is None else step))
-        return epoch
+                self.leave(name, known.incarnation, "rejoined")
+            incarnation = 1 if known is None else known.incarnation + 1
+        self._record.add(events.Joined(role, name, incarnation, state.step if step is None else step))
+        return incarnation
 
-    def leave(self, generator: str, epoch: int, reason: str) -> None:
+    def leave(self, generator: str, incarnation: int, reason: str) -> None:
         """A generator is gone: its unfinished trajectories start anew as their next attempts."""
         member = self.ledger.state.generators.get(generator)
-        if member is None or member.epoch != epoch or not member.alive:
+        if member is None or member.incarnation != incarnation or not member.alive:
             return
-        self._record.add(events.Left(generator, epoch, reason))
+        self._record.add(events.Left(generator, incarnation, reason))
         self._waits.end(f"generator {generator}")
         by_group: dict[int, list[int]] = {}
-        for ordinal, sample in sorted(self.ledger.held[generator]):
-            by_group.setdefault(ordinal, []).append(sample)
-        for ordinal, samples in by_group.items():
-            self._attempts.restart(ordinal, tuple(samples), "generator_left")
+        for group_id, sample in sorted(self.ledger.held[generator]):
+            by_group.setdefault(group_id, []).append(sample)
+        for group_id, samples in by_group.items():
+            self._attempts.restart(group_id, tuple(samples), "generator_left")
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
         """A durable checkpoint covers `step`; nobody will go back further than to `oldest_kept`, or to `step`."""
@@ -241,8 +241,8 @@ class Buffer:
         """Issue nothing more; a group that waits for a new attempt can no longer become whole and ends as `run_end`."""
         if self.ledger.state.draining is None:
             self._record.add(events.Drained(reason))
-            for ordinal in list(self.ledger.unassigned):
-                self._record.add(events.Expired(ordinal, RUN_END))
+            for group_id in list(self.ledger.unassigned):
+                self._record.add(events.Expired(group_id, RUN_END))
 
     def resume(self) -> None:
         """A run that had come to its end goes on: prompts are issued again."""
@@ -254,8 +254,8 @@ class Buffer:
         self.drain(RUN_END)
         for lease in list(self.ledger.state.leases):
             self._record.add(events.Released(lease, RUN_END))
-        for ordinal in [o for o, group in self.ledger.state.groups.items() if group.state not in USED]:
-            self._record.add(events.Expired(ordinal, RUN_END))
+        for group_id in [o for o, group in self.ledger.state.groups.items() if group.state not in USED]:
+            self._record.add(events.Expired(group_id, RUN_END))
 
     def tick(self) -> None:
         """Act on deadlines that have passed."""
@@ -289,9 +289,9 @@ class Buffer:
         """Tell of every group that ends without being trained."""
         self._record.on_end = on_end
 
-    def complete_group(self, ordinal: int) -> CompleteGroup:
+    def complete_group(self, group_id: int) -> CompleteGroup:
         """The steps and ends of a group that is complete or leased."""
-        return self._record.complete_group(ordinal)
+        return self._record.complete_group(group_id)
 
     def digest(self) -> str:
         """A fingerprint of the ledger."""
@@ -307,7 +307,7 @@ class Buffer:
             ended=dict(state.ended),
             accepted_tokens=state.accepted,
             tokens={str(fate): count for fate, count in state.fates.items()},
-            issued=state.next_ordinal,
+            issued=state.next_group_id,
             frontier=ledger.frontier,
             next_slot=ledger.next_slot,
             lookahead=self._lookahead.value,
@@ -330,39 +330,39 @@ class Buffer:
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def _fenced(self, generator: str, epoch: int) -> Refusal | None:
+    def _fenced(self, generator: str, incarnation: int) -> Refusal | None:
         member = self.ledger.state.generators.get(generator)
-        if member is None or member.epoch != epoch or not member.alive:
-            return self._refuse(Refusal(RefusalReason.FENCED, "epoch", epoch))
+        if member is None or member.incarnation != incarnation or not member.alive:
+            return self._refuse(Refusal(RefusalReason.FENCED, "incarnation", incarnation))
         return None
 
     def _given_before(self, claim: Claim) -> Assignment | Wait:
         """What a claim got when it was first asked, as far as its generator still holds it."""
-        ordinal, attempts = self.ledger.state.generators[claim.generator].given[claim.number]
+        group_id, attempts = self.ledger.state.generators[claim.generator].given[claim.number]
         held, groups = self.ledger.held[claim.generator], self.ledger.state.groups
         samples = tuple(
             sample
             for sample, attempt in attempts.items()
-            if (ordinal, sample) in held and groups[ordinal].trajectories[sample].attempt == attempt
+            if (group_id, sample) in held and groups[group_id].trajectories[sample].attempt == attempt
         )
         if not samples:
             detail = f"claim {claim.number} was answered before and its work went on; the next claim is a new one"
             return Wait(WaitReason.ANSWERED, detail, self._clock.monotonic())
-        return self._assignment(ordinal, samples)
+        return self._assignment(group_id, samples)
 
-    def _assignment(self, ordinal: int, samples: tuple[int, ...]) -> Assignment:
-        group = self.ledger.state.groups[ordinal]
+    def _assignment(self, group_id: int, samples: tuple[int, ...]) -> Assignment:
+        group = self.ledger.state.groups[group_id]
         attempts = tuple(group.trajectories[sample].attempt for sample in samples)
-        return Assignment(ordinal, group.uid, group.row, samples, attempts)
+        return Assignment(group_id, group.uid, group.row, samples, attempts)
 
     def _restarted_work(self, claim: Claim) -> Assignment | None:
         """Samples that start anew, for an engine that serves at least what their group was admitted with."""
-        for ordinal in sorted(self.ledger.unassigned):
-            group = self.ledger.state.groups[ordinal]
+        for group_id in sorted(self.ledger.unassigned):
+            group = self.ledger.state.groups[group_id]
             if group.admitted <= claim.serving:
-                samples = tuple(sorted(self.ledger.unassigned[ordinal]))
-                self._record.add(events.Assigned(ordinal, samples, claim.generator, claim.epoch, claim.number))
-                return self._assignment(ordinal, samples)
+                samples = tuple(sorted(self.ledger.unassigned[group_id]))
+                self._record.add(events.Assigned(group_id, samples, claim.generator, claim.incarnation, claim.number))
+                return self._assignment(group_id, samples)
         return None
 
     def _not_admitted(self, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
@@ -372,25 +372,27 @@ class Buffer:
         return waits
 
     def _issue(self, claim: Claim) -> Assignment:
-        ordinal = self.ledger.state.next_ordinal
-        row = self._prompts.row(ordinal)
+        group_id = self.ledger.state.next_group_id
+        row = self._prompts.row(group_id)
         uid = self._prompts.uid(row)
-        self._record.add(events.Issued(ordinal, row, uid, claim.generator, claim.epoch, claim.serving, claim.number))
-        return self._assignment(ordinal, tuple(range(self.ledger.state.n_samples)))
+        self._record.add(
+            events.Issued(group_id, row, uid, claim.generator, claim.incarnation, claim.serving, claim.number)
+        )
+        return self._assignment(group_id, tuple(range(self.ledger.state.n_samples)))
 
     def _next_groups(self) -> tuple[int, ...]:
         """The groups of the next mini-batch, in the configured order."""
         size = self._config.trainer.mini_batch_size
         if self._config.buffer.order == "strict":
-            return tuple(ordinal for ordinal, _ in zip(self.ledger.slots, range(size), strict=False))
-        return tuple(ordinal for _, ordinal in self.ledger.finished[:size])
+            return tuple(group_id for group_id, _ in zip(self.ledger.slots, range(size), strict=False))
+        return tuple(group_id for _, group_id in self.ledger.finished[:size])
 
     def _release(self, lease: int, reason: str) -> None:
-        ordinals = self.ledger.state.leases[lease].ordinals
+        group_ids = self.ledger.state.leases[lease].group_ids
         self._record.add(events.Released(lease, reason))
-        for ordinal in ordinals:
-            if self.ledger.state.groups[ordinal].lives >= self._config.buffer.max_lease_attempts:
-                self._record.add(events.Refused(ordinal, str(RefusalReason.MAX_LEASE_ATTEMPTS)))
+        for group_id in group_ids:
+            if self.ledger.state.groups[group_id].lease_count >= self._config.buffer.max_lease_attempts:
+                self._record.add(events.Refused(group_id, str(RefusalReason.MAX_LEASE_ATTEMPTS)))
 
     def _refuse(self, refused: Refusal) -> Refusal:
         self._refused[str(refused.reason)] += 1

@@ -1,4 +1,4 @@
-"""The data frontier: which row of the dataset each ordinal stands for."""
+"""The data frontier: which row of the dataset each group_id stands for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.types import Int64s
 class Prompts:
     """Rows in the order of issue; the dataset wraps, and every epoch has its own seeded order.
 
-    An ordinal never repeats: with 3 rows, ordinals 0 1 2 are the first epoch, 3 4 5 the second.
+    A group_id never repeats: with 3 rows, group_ids 0 1 2 are the first epoch, 3 4 5 the second.
     """
 
     def __init__(self, uids: Sequence[str], seed: int, shuffle: bool) -> None:
@@ -24,9 +24,9 @@ class Prompts:
         self._shuffle = shuffle
         self._orders: dict[int, Int64s] = {}
 
-    def row(self, ordinal: int) -> int:
-        """The dataset row that `ordinal` stands for."""
-        epoch, place = divmod(ordinal, len(self._uids))
+    def row(self, group_id: int) -> int:
+        """The dataset row that `group_id` stands for."""
+        epoch, place = divmod(group_id, len(self._uids))
         return int(self._order(epoch)[place]) if self._shuffle else place
 
     def uid(self, row: int) -> str:

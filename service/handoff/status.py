@@ -34,7 +34,7 @@ class BufferStatus:
     issued: int
     """Ordinals issued so far; the next one's number."""
     frontier: int
-    """Every ordinal below has come to its end."""
+    """Every group_id below has come to its end."""
     next_slot: int
     lookahead: int
     """Mini-batches that may be open beyond the one that the served version trains."""

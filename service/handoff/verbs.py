@@ -14,7 +14,7 @@ class Claim(NamedTuple):
     """A generator asks for one group of work."""
 
     generator: str
-    epoch: int
+    incarnation: int
     """The generator's incarnation, as given by `Buffer.join`."""
     serving: PolicyVersion
     """The version that the generator's engine serves now; no sample of the group starts on an older one."""
@@ -25,7 +25,7 @@ class Claim(NamedTuple):
 class Assignment(NamedTuple):
     """A group to generate: `samples` of one prompt, each with the attempt to use."""
 
-    ordinal: int
+    group_id: int
     prompt_uid: str
     row: int
     """The prompt's row in the dataset."""

@@ -38,10 +38,10 @@ class Waits:
         """All waits, and the trajectory that has been silent longest if that is long."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
-        for (ordinal, sample), since in self._record.last_progress.items():
+        for (group_id, sample), since in self._record.last_progress.items():
             if now - since >= SILENT_SHARE * self._config.buffer.step_deadline:
                 waits.append(
-                    Waiting(f"ordinal={ordinal}/sample={sample}", "silent", self._silence(ordinal, sample), now - since)
+                    Waiting(f"group={group_id}/sample={sample}", "silent", self._silence(group_id, sample), now - since)
                 )
             break
         return tuple(waits)
@@ -61,28 +61,28 @@ class Waits:
 
     def _slot_wait(self, size: int) -> tuple[WaitReason, str] | None:
         ledger = self._record.ledger
-        for place, ordinal in zip(range(size), [*ledger.slots][:size], strict=False):
-            if ledger.state.groups[ordinal].state in UNFINISHED:
-                return WaitReason.SLOT, f"slot {place} of {size}: {self._laggard(ordinal)}"
+        for place, group_id in zip(range(size), [*ledger.slots][:size], strict=False):
+            if ledger.state.groups[group_id].state in UNFINISHED:
+                return WaitReason.SLOT, f"slot {place} of {size}: {self._laggard(group_id)}"
         if len(ledger.slots) < size:
             return WaitReason.SLOT, f"{len(ledger.slots)} of {size} slots are issued"
         return None
 
     def _longest_silent(self) -> str:
-        for ordinal, sample in self._record.last_progress:
-            return f"; longest silent is {self._silence(ordinal, sample)}"
+        for group_id, sample in self._record.last_progress:
+            return f"; longest silent is {self._silence(group_id, sample)}"
         return ""
 
-    def _laggard(self, ordinal: int) -> str:
+    def _laggard(self, group_id: int) -> str:
         """The first unfinished sample of a group, in words."""
-        trajectories = self._record.ledger.state.groups[ordinal].trajectories
+        trajectories = self._record.ledger.state.groups[group_id].trajectories
         sample = next(s for s, trajectory in enumerate(trajectories) if not trajectory.complete)
-        return self._silence(ordinal, sample)
+        return self._silence(group_id, sample)
 
-    def _silence(self, ordinal: int, sample: int) -> str:
-        trajectory = self._record.ledger.state.groups[ordinal].trajectories[sample]
-        since = self._record.last_progress.get((ordinal, sample))
+    def _silence(self, group_id: int, sample: int) -> str:
+        trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
+        since = self._record.last_progress.get((group_id, sample))
         seconds = "" if since is None else f", silent for {self._clock.monotonic() - since:.0f} s"
         where = "waiting for a claim" if trajectory.generator is None else f"on {trajectory.generator}"
         steps = len(trajectory.indices)
-        return f"ordinal={ordinal}/sample={sample}/attempt={trajectory.attempt} after {steps} steps {where}{seconds}"
+        return f"group={group_id}/sample={sample}/attempt={trajectory.attempt} after {steps} steps {where}{seconds}"

@@ -40,12 +40,12 @@ class SkyRLTrajectoryId(NamedTuple):
 
 
 def steps_from_generator_output(
-    output: Mapping[str, Any], version: int = 0, uids: Sequence[str] | None = None, first_ordinal: int = 0
+    output: Mapping[str, Any], version: int = 0, uids: Sequence[str] | None = None, first_group_id: int = 0
 ) -> list[Step]:
     """The steps in a generator output; what the policy sampled there gets the packed `version`.
 
     `uids`: per entry its prompt, where there are no `trajectory_ids`; without either every entry is a group of one.
-    `first_ordinal`: number of the first prompt, so that the steps of several outputs can stand in one list.
+    `first_group_id`: number of the first prompt, so that the steps of several outputs can stand in one list.
 
     Raises:
         ValueError: lists of different lengths, an identity that is none, a trajectory that goes on after its last step
@@ -57,14 +57,14 @@ def steps_from_generator_output(
             raise ValueError(f"{name} has {len(output[name])} entries; response_ids has {count}")
     identities = _identities(output, uids)
     _check_last_steps(identities, output.get("is_last_step"))
-    ordinals: dict[str, int] = {}
+    group_ids: dict[str, int] = {}
     n_steps: dict[tuple[str, int], int] = {}
     steps = []
     for k, (uid, sample) in enumerate(identities):
         index = n_steps.setdefault((uid, sample), 0)
         n_steps[uid, sample] = index + 1
-        ordinal = ordinals.setdefault(uid, first_ordinal + len(ordinals))
-        steps.append(_step(output, k, TrajectoryId(ordinal, sample), uid, index, version))
+        group_id = group_ids.setdefault(uid, first_group_id + len(group_ids))
+        steps.append(_step(output, k, TrajectoryId(group_id, sample), uid, index, version))
     return steps
 
 

@@ -17,7 +17,7 @@ from service.learn.model.padded import Padding
 from service.types import ROUTE_NATIVELY, Int64s, MicroBatch
 
 
-class Placed(NamedTuple):
+class DeviceBatch(NamedTuple):
     """A micro-batch on the device. Axis `M`: the tokens that carry loss, in packed order."""
 
     token_ids_N: Tensor
@@ -73,7 +73,7 @@ class Placing(NamedTuple):
     """Whether the variable-length attention kernel computes packed rows."""
 
 
-def place(micro: MicroBatch, how: Placing) -> Placed:
+def place(micro: MicroBatch, how: Placing) -> DeviceBatch:
     """Copy a micro-batch to the device."""
     device = how.device
     if len(micro.token_ids_N) == 0:
@@ -86,7 +86,7 @@ def place(micro: MicroBatch, how: Placing) -> Placed:
     def there(array: NDArray[Any], as_type: torch.dtype) -> Tensor:
         return to_device(array, device).to(as_type)
 
-    return Placed(
+    return DeviceBatch(
         token_ids_N=there(micro.token_ids_N, torch.int64),
         position_ids_N=there(_positions(offsets_R), torch.int64),
         row_of_token_N=row_of_token(to_device(offsets_R, device), len(micro.token_ids_N)),

@@ -21,7 +21,7 @@ from torch import Tensor
 from service.config.tree import Config
 from service.errors import RunFailed
 from service.learn.checkpoint import CheckpointWriter, Facts, check_parts, read_facts, read_parts
-from service.learn.device_batch import Placed, Placing, place
+from service.learn.device_batch import DeviceBatch, Placing, place
 from service.learn.losses.objective import Known, Objective, Output
 from service.learn.losses.reduction import loss_tokens
 from service.learn.measure import not_finite, step_metrics
@@ -63,12 +63,12 @@ class Learner:
         self.policy = policy or Policy(config, Path(model_folder), device, rank, world)
         self._placing = Placing(
             device,
-            self.policy.wide,
+            self.policy.accumulation_dtype,
             config.algorithm.reduction,
             config.trainer.layout,
             variable_length=device.type == "cuda" and self.policy.dtype == torch.bfloat16,
         )
-        self._objective = Objective(config, device, self.policy.wide)
+        self._objective = Objective(config, device, self.policy.accumulation_dtype)
         self._frozen = FrozenPolicies(config.algorithm, self.policy)
         self._optimizer = Optimizer(self.policy.masters, config.trainer.betas, config.trainer.weight_decay)
         self._warm_up: Optimizer | None = None
@@ -117,7 +117,7 @@ class Learner:
             )
         return micros
 
-    def _known(self, placed: Sequence[Placed]) -> list[Known]:
+    def _known(self, placed: Sequence[DeviceBatch]) -> list[Known]:
         own: Sequence[Tensor | None] = [None] * len(placed)
         if self._objective.needs_own:
             own = self.policy.logprobs(placed)
@@ -176,7 +176,7 @@ class Learner:
         device = self.policy.device
         sums = Sums(device, self.policy.world)
         sums.add("tokens", torch.tensor(n_tokens, device=device))
-        sums.most("micros", torch.tensor([n_micros], device=device))
+        sums.max("micros", torch.tensor([n_micros], device=device))
         totals = sums.totals()
         return int(totals["tokens"]), int(totals["micros"])
 

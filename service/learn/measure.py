@@ -23,7 +23,7 @@ class Measure:
     def ratios(self, sums: Sums, log_ratio_M: Tensor, clipped_M: Tensor, staleness_M: Tensor) -> None:
         """Importance ratios, their divergence and the clipped tokens, in all and by staleness."""
         ratio_M = safe_exp(log_ratio_M)
-        sums.most("ratio_max", ratio_M)
+        sums.max("ratio_max", ratio_M)
         kl_M = ratio_M - 1 - log_ratio_M
         clipped_M = clipped_M.to(ratio_M.dtype)
         measured = torch.stack([torch.ones_like(ratio_M), ratio_M, ratio_M.square(), kl_M, clipped_M]).double()
@@ -33,7 +33,7 @@ class Measure:
             sums.add(name, bins)
         largest = torch.full_like(by_bin[0], -torch.inf).scatter_reduce(0, bin_M, ratio_M.double(), "amax")
         for i in range(len(STALENESS_BINS)):
-            sums.most(f"largest/{i}", largest[i : i + 1])
+            sums.max(f"largest/{i}", largest[i : i + 1])
 
 
 def step_metrics(totals: dict[str, float], n_trajectory_tokens: int) -> dict[str, float]:
@@ -80,7 +80,7 @@ def _spread(key: str, mean: float, square: float, largest: float) -> dict[str, f
     return {
         f"{key}/is_ratio_std": _root(square - mean * mean),
         f"{key}/is_ratio_max": largest,
-        f"{key}/effective_sample_share": mean * mean / square if square > 0 else 0.0,
+        f"{key}/effective_sample_fraction": mean * mean / square if square > 0 else 0.0,
     }
 
 

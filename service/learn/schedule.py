@@ -19,4 +19,4 @@ def learning_rate(trainer: TrainerConfig, step: int, max_steps: int) -> float:
             share = 1.0 - done
         case "cosine":
             share = (1.0 + math.cos(math.pi * done)) / 2
-    return trainer.lr * (trainer.min_lr_share + (1.0 - trainer.min_lr_share) * share)
+    return trainer.lr * (trainer.min_lr_fraction + (1.0 - trainer.min_lr_fraction) * share)

@@ -21,7 +21,7 @@ class Sums:
         value = value.detach().to(torch.float64).reshape(-1)
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def most(self, name: str, value_M: Tensor) -> None:
+    def max(self, name: str, value_M: Tensor) -> None:
         """Keep the largest of these values; `-inf` where there are none."""
         floor = torch.full((1,), -torch.inf, dtype=torch.float64, device=self._device)
         value = torch.cat([floor, value_M.detach().to(torch.float64)]).amax(0, keepdim=True)

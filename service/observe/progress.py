@@ -65,7 +65,7 @@ class Progress:
     def stepped(
         self,
         version: PolicyVersion,
-        facts: Mapping[str, float],
+        batch: Mapping[str, float],
         metrics: Mapping[str, float],
         buffer: Mapping[str, Any],
         generators: Sequence[Mapping[str, Any]],
@@ -74,14 +74,14 @@ class Progress:
         now = time.monotonic()
         line = {
             "trainer/global_step": version.step,
-            "trainer/epoch": version.epoch,
-            **facts,
+            "trainer/incarnation": version.incarnation,
+            **batch,
             **metrics,
             "timing/step": now - self._last,
             "timing/wait_for_generation_buffer": self._waited_this_step,
             "timing/sync_weights": self._synced,
-            "async/trainer_wait_share": self._waited / (now - self._began),
-            "async/generator_wait_share": generator_wait_share(generators),
+            "async/trainer_wait_fraction": self._waited / (now - self._began),
+            "async/generator_wait_fraction": generator_wait_fraction(generators),
             **self._told.since(generators),
         }
         self._folder.log_step(line)
@@ -114,8 +114,8 @@ class Progress:
             "reward_last_tenth": last,
             "reward_gain": None if first is None or last is None else last - first,
             "staleness_mean": sum(self._staleness) / len(self._staleness) if self._staleness else None,
-            "trainer_wait_share": self._waited / (now - self._began),
-            "generator_wait_share": generator_wait_share(generators),
+            "trainer_wait_fraction": self._waited / (now - self._began),
+            "generator_wait_fraction": generator_wait_fraction(generators),
             "tokens": buffer["tokens"],
             "length_distance": buffer["length_distance"],
             "token_length_distance": buffer["token_length_distance"],
@@ -150,7 +150,7 @@ def tenths(values: Sequence[float]) -> tuple[float | None, float | None]:
     return sum(values[:n]) / n, sum(values[-n:]) / n
 
 
-def generator_wait_share(statuses: Sequence[Mapping[str, float]]) -> float:
+def generator_wait_fraction(statuses: Sequence[Mapping[str, float]]) -> float:
     """Share of their time that the generators had nothing to generate."""
     elapsed = sum(status["elapsed_seconds"] for status in statuses)
     return sum(status["wait_seconds"] for status in statuses) / elapsed if elapsed else 0.0
@@ -161,8 +161,8 @@ def step_line(line: Mapping[str, float], max_steps: int, seconds: float) -> str:
     return (
         f"step {line['trainer/global_step']:>4}/{max_steps}  reward {line['reward/avg_raw_reward']:.3f}"
         f"  staleness {line['async/staleness_mean']:.2f}  padded length {line['generate/batch_padded_seq_len']:.0f}"
-        f"  trainer waited {line['async/trainer_wait_share']:.0%}"
-        f"  generators waited {line['async/generator_wait_share']:.0%}  {seconds:.0f} s"
+        f"  trainer waited {line['async/trainer_wait_fraction']:.0%}"
+        f"  generators waited {line['async/generator_wait_fraction']:.0%}  {seconds:.0f} s"
     )
 
 
@@ -175,8 +175,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f})"
         )
     lines.append(
-        f"waiting: the trainer {summary['trainer_wait_share']:.0%} of the time, "
-        f"the generators {summary['generator_wait_share']:.0%}"
+        f"waiting: the trainer {summary['trainer_wait_fraction']:.0%} of the time, "
+        f"the generators {summary['generator_wait_fraction']:.0%}"
     )
     fates = ", ".join(f"{fate} {count}" for fate, count in summary["tokens"].items() if count)
     lines.append(f"tokens: {fates or 'none'}")

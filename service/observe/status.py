@@ -1,7 +1,7 @@
 """The `/status` document: what a run is doing now, as JSON and as lines for a terminal.
 
 {"schema": 1, "run": {"name": "quickstart", "max_steps": 100, "started": 1764.2, "stepped": 1790.1},
- "state": "training", "policy_version": {"epoch": 1, "step": 37}, "time": 1790.5,
+ "state": "training", "policy_version": {"incarnation": 1, "step": 37}, "time": 1790.5,
  "buffer": {"groups": {"open": 32, "complete": 5, ...}, ...}, "tokens": {"trained": 51200, "open": 800, ...},
  "waits": [{"who": "trainer", "reason": "groups", "detail": "11 of 16", "since": 1790.1}],
  "actors": [{"role": "trainer", "ident": "trainer-0", "state": "up", "age_seconds": 0.4}],
@@ -46,7 +46,7 @@ def compose(parts: Mapping[str, Mapping[str, Any]], actors: list[dict[str, Any]]
         "time": now,
         "run": run,
         "state": state,
-        "policy_version": version or {"epoch": 0, "step": 0},
+        "policy_version": version or {"incarnation": 0, "step": 0},
         "tokens": buffer.pop("tokens", {}),
         "waits": buffer.pop("waits", []),
         "buffer": buffer,

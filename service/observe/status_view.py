@@ -73,7 +73,7 @@ def headline(status: Status) -> str:
     steps = f"{version['step']} of {run['max_steps']}" if "max_steps" in run else f"{version['step']}"
     since = f", {_span(status['time'] - run['started'])}" if "started" in run else ""
     state = status["state"].replace("_", " ")
-    return f"{run.get('name', 'run')}: {state}, step {steps}, policy {version['epoch']}.{version['step']}{since}"
+    return f"{run.get('name', 'run')}: {state}, step {steps}, policy {version['incarnation']}.{version['step']}{since}"
 
 
 def stations(status: Status) -> list[Column]:
@@ -88,7 +88,7 @@ def stations(status: Status) -> list[Column]:
             (
                 f"{up} of {run['generators']} up" if "generators" in run else f"{up} up",
                 f"{_number(buffer.get('tokens_per_second'))} tokens/s",
-                f"waited {_percent(step.get('async/generator_wait_share'))}",
+                f"waited {_percent(step.get('async/generator_wait_fraction'))}",
             ),
         ),
         ("BUFFER", tuple(f"{_number(groups.get(state))} {state}" for state in ("open", "complete", "leased"))),
@@ -96,13 +96,16 @@ def stations(status: Status) -> list[Column]:
             "TRAINER",
             (
                 f"{_number(step.get('timing/step'), 2)} s/step",
-                f"waited {_percent(step.get('async/trainer_wait_share'))}",
+                f"waited {_percent(step.get('async/trainer_wait_fraction'))}",
                 f"staleness {_number(step.get('async/staleness_mean'), 2)}",
             ),
         ),
         (
             "WEIGHTS",
-            (f"version {version['epoch']}.{version['step']}", f"sync {_number(step.get('timing/sync_weights'), 2)} s"),
+            (
+                f"version {version['incarnation']}.{version['step']}",
+                f"sync {_number(step.get('timing/sync_weights'), 2)} s",
+            ),
         ),
     ]
 

@@ -1,6 +1,6 @@
 """Trajectories as JSON, for people to look at: `trajectories.jsonl`, a bounded sample of every mini-batch.
 
-    {"id": "ordinal=812/sample=3/attempt=0", "prompt_uid": "7", "optimizer_step": 37, "trained_at": "1.36",
+    {"id": "group=812/sample=3/attempt=0", "prompt_uid": "7", "optimizer_step": 37, "trained_at": "1.36",
      "return": 1.0, "advantage": 0.93, "stop_reason": "stop", "fate": "trained", "loss_tokens": 11, "stale_tokens": 0,
      "steps": [{"index": 0, "prompt_ids": [..], "response_ids": [..], "logprobs": [..], "loss_mask": [1, 1, 0],
                 "versions": [[2, "1.35"], [1, null]], "reward": 0.0, "stop_reason": "stop", "row": 0}, ..]}
@@ -133,7 +133,7 @@ class LostTrajectories:
         """A group ends now; its steps are still in the store."""
         if len(self._records) >= self._config.run.trajectories_per_step:
             return
-        every = [self._trajectory(end.ordinal, sample, store) for sample in store.samples(end.ordinal)]
+        every = [self._trajectory(end.group_id, sample, store) for sample in store.samples(end.group_id)]
         found = [(steps, last) for steps, last in every if steps or last is not None]
         if not found:
             return
@@ -158,12 +158,12 @@ class LostTrajectories:
         records, self._records = self._records, []
         return records
 
-    def _trajectory(self, ordinal: int, sample: int, store: Store) -> tuple[list[Step], TrajectoryEnd | None]:
+    def _trajectory(self, group_id: int, sample: int, store: Store) -> tuple[list[Step], TrajectoryEnd | None]:
         """The steps of a sample up to the first that is missing, and its end if that is here."""
-        steps = [step for table in store.steps_of(ordinal, sample) for step in step_objects(table)]
+        steps = [step for table in store.steps_of(group_id, sample) for step in step_objects(table)]
         steps.sort(key=lambda step: step.index)
         whole = [step for number, step in enumerate(steps) if step.index == number]
-        return whole, store.end_of(ordinal, sample)
+        return whole, store.end_of(group_id, sample)
 
 
 def find_run(run: str, runs: Path = Path("runs")) -> Path:
@@ -208,7 +208,7 @@ def find_record(records: Sequence[Record], wanted: str | None) -> Record:
     """
     if wanted is None:
         return next((record for record in reversed(records) if record["fate"] == "trained"), records[-1])
-    start = wanted if wanted.startswith("ordinal=") else f"ordinal={wanted}"
+    start = wanted if wanted.startswith("group=") else f"group={wanted}"
     for record in records:
         if record["id"] == start or record["id"].startswith(f"{start}/"):
             return record

@@ -41,7 +41,7 @@ class Player:
     def play(self, trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
         """One trajectory for training."""
         # The same for all samples of a group, so that they differ by the policy alone.
-        return self._play(trajectory, task, f"{self._config.run.seed}/{trajectory.ordinal}", self._observe)
+        return self._play(trajectory, task, f"{self._config.run.seed}/{trajectory.group_id}", self._observe)
 
     async def evaluate(self, name: str, tasks_file: Path, n_samples: int, part: Part, concurrency: int) -> list[Played]:
         """A part of an evaluation set; its seeds are its own, and the same every time."""

@@ -42,14 +42,14 @@ class Manifest(BaseModel):
     format: int = 1
     step: int
     """Optimizer steps that the weights have had."""
-    epoch: int
+    incarnation: int
     """The trainer's incarnation that wrote it."""
     journal_position: int
     """How far the buffer's journal was on the disk when the checkpoint was begun; it holds everything up to `step`."""
     issued: int
     """Prompts issued so far."""
     frontier: int
-    """Every prompt below this ordinal has come to its end."""
+    """Every prompt below this group_id has come to its end."""
     files: dict[str, FileFacts]
 
     def check_journal(self, position: int, folder: Path) -> None:
@@ -86,7 +86,7 @@ class Checkpoints:
         path.mkdir(parents=True)
         return path
 
-    def finish(self, step: int, epoch: int, journal_position: int, issued: int, frontier: int) -> int:
+    def finish(self, step: int, incarnation: int, journal_position: int, issued: int, frontier: int) -> int:
         """Write the manifest over the files that are there; returns the oldest kept step.
 
         Drops checkpoints that are older than those that are kept, damaged, cut off while they were written, or of a
@@ -95,7 +95,7 @@ class Checkpoints:
         path = self.path(step)
         manifest = Manifest(
             step=step,
-            epoch=epoch,
+            incarnation=incarnation,
             journal_position=journal_position,
             issued=issued,
             frontier=frontier,

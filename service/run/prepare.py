@@ -112,7 +112,7 @@ def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
     if warm_start is None:
         return []
     rng = np.random.default_rng(config.run.seed)
-    conversations = made(config.env.name).demonstrations(warm_start.demonstrations, warm_start.right_share, rng)
+    conversations = made(config.env.name).demonstrations(warm_start.demonstrations, warm_start.right_fraction, rng)
     return demonstration_rows(load_chat(model_folder, config.generator), config.generator.conversation, conversations)
 
 

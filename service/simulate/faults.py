@@ -95,7 +95,7 @@ class FaultPlan:
         def leave() -> None:
             host = self._world.host
             if host.alive and (member := host.buffer.ledger.state.generators.get(name)) is not None:
-                host.buffer.leave(name, member.epoch, "no heartbeat")
+                host.buffer.leave(name, member.incarnation, "no heartbeat")
 
         if self._rng.random() < 0.5:
             self._soon(NOTICE_SECONDS, leave)

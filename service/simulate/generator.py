@@ -58,7 +58,7 @@ class SimulatedGenerator:
         self._life = 0
         """Counts deaths and rejoins; what an earlier life scheduled is void."""
         self._frozen_until = 0.0
-        self._epoch = 0
+        self._incarnation = 0
         self._sequence = self._claims = 0
         self._outbox: list[Item] = []
         self._served_from: list[float] = [0.0]
@@ -89,8 +89,8 @@ class SimulatedGenerator:
             self._served.append(version.pack())
             self._host.look_soon()
 
-    def _joined(self, epoch: int) -> None:
-        self._epoch, self._sequence, self._outbox = epoch, 0, []
+    def _joined(self, incarnation: int) -> None:
+        self._incarnation, self._sequence, self._outbox = incarnation, 0, []
         for _ in range(self.slots):
             self._claim(self._loop.now)
 
@@ -108,9 +108,9 @@ class SimulatedGenerator:
         number = self._claims
 
         def request(reply: Callable[[Any], None]) -> None:
-            epoch = self._epoch
+            incarnation = self._incarnation
             self._host.poll(
-                lambda buffer: buffer.claim(Claim(self.name, epoch, self.serving, number)),
+                lambda buffer: buffer.claim(Claim(self.name, incarnation, self.serving, number)),
                 POLL_SECONDS,
                 reply,
                 lambda: self.serving,
@@ -129,7 +129,7 @@ class SimulatedGenerator:
 
         lengths = np.minimum(self._scenario.lengths(self._rng, left), self._scenario.turns * self._longest_turn)
         for sample, attempt, length in zip(work.samples, work.attempts, lengths.tolist(), strict=True):
-            tokens = Tokens(TrajectoryId(work.ordinal, sample, attempt), work.prompt_uid)
+            tokens = Tokens(TrajectoryId(work.group_id, sample, attempt), work.prompt_uid)
             self._witness.began(tokens.of, length)
             self._play(tokens, length, ended)
 
@@ -172,7 +172,7 @@ class SimulatedGenerator:
 
     def _send(self) -> None:
         items, self._outbox = self._outbox, []
-        sender = Sender(self.name, self._epoch, self._sequence)
+        sender = Sender(self.name, self._incarnation, self._sequence)
         self._sequence += 1
         ends = [item.end for item in items if item.end is not None]
         data = message(sender, [item.steps for item in items], ends)
@@ -182,7 +182,7 @@ class SimulatedGenerator:
                 self._refused(answer)
                 return
             for item in items:
-                if item.of.ordinal not in answer.superseded:
+                if item.of.group_id not in answer.superseded:
                     self._witness.acknowledged(item.of, item.step)
 
         self._call(lambda reply: self._host.ask(lambda buffer: buffer.submit(data), reply), answered)

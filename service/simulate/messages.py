@@ -27,11 +27,11 @@ class Tokens:
     def step(self, versions_T: Int64s, reward: float) -> Steps:
         """The next step, with these versions of its sampled tokens."""
         count = len(versions_T) + 1
-        ids: Int32s = (np.arange(count, dtype=np.int32) + 31 * self.of.ordinal + 7 * self.of.sample) % VOCABULARY
+        ids: Int32s = (np.arange(count, dtype=np.int32) + 31 * self.of.group_id + 7 * self.of.sample) % VOCABULARY
         steps = Steps(
             uids=(self.uid,),
             stop_reasons=("stop",),
-            ordinal_K=np.array([self.of.ordinal], np.int64),
+            group_id_K=np.array([self.of.group_id], np.int64),
             sample_K=np.array([self.of.sample], np.int32),
             attempt_K=np.array([self.of.attempt], np.int32),
             index_K=np.array([self.steps], np.int32),

@@ -53,7 +53,7 @@ def simulated(config: Config, scenario: Scenario, seed: int) -> Report:
         beyond=float((ages > config.buffer.max_staleness).mean()),
         length_distance=distance(
             np.array(list(witness.generated.values())),
-            np.array([tokens for of, tokens in witness.generated.items() if of.ordinal in trained]),
+            np.array([tokens for of, tokens in witness.generated.items() if of.group_id in trained]),
         ),
     )
 

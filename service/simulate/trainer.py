@@ -55,8 +55,8 @@ class SimulatedTrainer:
         self._life += 1
         step = self._checkpoint
 
-        def joined(epoch: int) -> None:
-            self.version = PolicyVersion(epoch, step)
+        def joined(incarnation: int) -> None:
+            self.version = PolicyVersion(incarnation, step)
             self._witness.went_back(step)
             self._publish()
             self._lease(self._loop.now)
@@ -75,7 +75,7 @@ class SimulatedTrainer:
         )
 
     def _lease(self, since: float) -> None:
-        epoch = self.version.epoch
+        incarnation = self.version.incarnation
 
         def answered(answer: MiniBatch | Wait | Refusal) -> None:
             if isinstance(answer, MiniBatch):
@@ -88,17 +88,19 @@ class SimulatedTrainer:
             else:
                 self._lease(since)
 
-        self._call(lambda reply: self._host.poll(lambda buffer: buffer.lease(epoch), POLL_SECONDS, reply), answered)
+        self._call(
+            lambda reply: self._host.poll(lambda buffer: buffer.lease(incarnation), POLL_SECONDS, reply), answered
+        )
 
     def _step(self, batch: MiniBatch) -> None:
-        epoch = self.version.epoch
+        incarnation = self.version.incarnation
         if self._rng.random() < self._scenario.faults.bad_steps and self._loop.now < self._scenario.faults.until:
             self._call(
-                lambda reply: self._host.ask(lambda b: b.release(epoch, batch.lease, "not finite"), reply),
+                lambda reply: self._host.ask(lambda b: b.release(incarnation, batch.lease, "not finite"), reply),
                 lambda answer: self._lease(self._loop.now),
             )
             return
-        version = PolicyVersion(epoch, self.version.step + 1)
+        version = PolicyVersion(incarnation, self.version.step + 1)
 
         def answered(answer: Refusal | None) -> None:
             if isinstance(answer, Refusal):
@@ -114,7 +116,8 @@ class SimulatedTrainer:
             self._lease(self._loop.now)
 
         self._call(
-            lambda reply: self._host.ask(lambda buffer: buffer.commit(epoch, batch.lease, version), reply), answered
+            lambda reply: self._host.ask(lambda buffer: buffer.commit(incarnation, batch.lease, version), reply),
+            answered,
         )
 
     def _publish(self) -> None:

@@ -44,9 +44,9 @@ class Witness:
         self._config = config
         self._loop = loop
         self._acknowledged: dict[int, set[tuple[int, int, int]]] = {}
-        """By ordinal the (sample, attempt, step index) that the buffer acknowledged."""
+        """By group_id the (sample, attempt, step index) that the buffer acknowledged."""
         self._trained: dict[int, int] = {}
-        """On the committed history, the optimizer step that used each ordinal."""
+        """On the committed history, the optimizer step that used each group_id."""
         self._undone = 0
         """Optimizer steps that trainers lost; tokens of the abandoned history count from the common checkpoint."""
 
@@ -61,7 +61,7 @@ class Witness:
 
     def acknowledged(self, of: TrajectoryId, index: int) -> None:
         """A generator read the receipt of a step."""
-        self._acknowledged.setdefault(of.ordinal, set()).add((of.sample, of.attempt, index))
+        self._acknowledged.setdefault(of.group_id, set()).add((of.sample, of.attempt, index))
 
     def refused(self, refusal: Refusal) -> None:
         """A generator's message was refused."""
@@ -70,11 +70,9 @@ class Witness:
     def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
         """The trainer has a mini-batch to train on top of `version`."""
         self.wait_seconds.append(waited)
-        again = [ordinal for ordinal in batch.groups if ordinal in self._trained]
+        again = [group_id for group_id in batch.groups if group_id in self._trained]
         if again:
-            raise Broken(
-                f"ordinals {again} are to be trained again; steps {[self._trained[o] for o in again]} used them"
-            )
+            raise Broken(f"groups {again} are to be trained again; steps {[self._trained[o] for o in again]} used them")
         if len(set(batch.groups)) != self._config.trainer.mini_batch_size:
             raise Broken(f"a mini-batch of groups {batch.groups}")
         lookahead = self._config.buffer.lookahead
@@ -100,27 +98,27 @@ class Witness:
         """A trainer joined at an earlier step."""
         reached = max(self._trained.values(), default=0)
         self._undone += max(reached - step, 0)
-        self._trained = {ordinal: used for ordinal, used in self._trained.items() if used <= step}
+        self._trained = {group_id: used for group_id, used in self._trained.items() if used <= step}
 
     def look(self, host: Host) -> None:
         """Compare with the buffer: nothing acknowledged is missing, and the ledger is consistent."""
         ledger = host.buffer.ledger
         if found := violations(ledger):
             raise Broken("; ".join(found))
-        for ordinal, steps in list(self._acknowledged.items()):
-            group = ledger.state.groups.get(ordinal)
+        for group_id, steps in list(self._acknowledged.items()):
+            group = ledger.state.groups.get(group_id)
             if group is None:
-                if ordinal < ledger.state.next_ordinal:
-                    del self._acknowledged[ordinal]
+                if group_id < ledger.state.next_group_id:
+                    del self._acknowledged[group_id]
                     continue
-                raise Broken(f"ordinal {ordinal} was acknowledged and is unknown")
+                raise Broken(f"group={group_id} was acknowledged and is unknown")
             if group.state in USED:
                 continue
             for sample, attempt, index in steps:
                 trajectory = group.trajectories[sample] if group.trajectories else None
                 if trajectory and trajectory.attempt == attempt and index not in trajectory.indices:
                     raise Broken(
-                        f"step {index} of {TrajectoryId(ordinal, sample, attempt)} was acknowledged and is gone"
+                        f"step {index} of {TrajectoryId(group_id, sample, attempt)} was acknowledged and is gone"
                     )
 
     def check_the_end(self, host: Host) -> None:

@@ -24,7 +24,7 @@ async def run_under_way(steps: int) -> AsyncIterator[tuple[str, MetricsHub]]:
     url = await hub.start()
     await push(hub, "generator/generator-0")
     await push(hub, "driver/driver", *(("step", a_step(step)) for step in range(1, steps + 1)))
-    policy = {"epoch": 1, "step": steps}
+    policy = {"incarnation": 1, "step": steps}
     run = {
         "name": "<b>quick</b>",
         "state": "training",

@@ -25,7 +25,7 @@ def a_step(index: int) -> dict[str, Any]:
 
 def a_record(sample: int) -> dict[str, Any]:
     return {
-        "id": f"ordinal=7/sample={sample}/attempt=0", "prompt_uid": ATTACK, "trained_at": "0.10", "optimizer_step": 11,
+        "id": f"group=7/sample={sample}/attempt=0", "prompt_uid": ATTACK, "trained_at": "0.10", "optimizer_step": 11,
         "fate": "trained", "return": 1.0, "advantage": 0.5, "rows": 1, "loss_tokens": 2, "sampled_tokens": 3,
         "stop_reason": ATTACK, "steps": [a_step(0), a_step(1)],
     }  # fmt: skip

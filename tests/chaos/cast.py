@@ -1,7 +1,7 @@
 """Who plays in a chaos run: the real buffer actor on a deadly disk, and light generators and a light trainer.
 
 Generators use the real `Outbox` and `WorkSource`; the trainer uses the real `CheckpointKeeper`. What they generate is a
-function of (ordinal, sample), so that whatever is lost, doubled or mixed up on the way can be seen at the end.
+function of (group_id, sample), so that whatever is lost, doubled or mixed up on the way can be seen at the end.
 """
 
 from __future__ import annotations
@@ -63,28 +63,28 @@ POLL_SECONDS = 1.0
 # -- what is generated ------------------------------------------------------------------------------------------------
 
 
-def responses(ordinal: int, sample: int, turns: int) -> list[Int32s]:
+def responses(group_id: int, sample: int, turns: int) -> list[Int32s]:
     """The sampled tokens of each turn: always the same for the same trajectory, whoever plays it how often."""
-    rng = np.random.default_rng((ordinal, sample))
+    rng = np.random.default_rng((group_id, sample))
     return [rng.integers(1, VOCABULARY, 1 + int(rng.integers(8)), dtype=np.int32) for _ in range(turns)]
 
 
-def history(ordinal: int, sample: int, turns: int) -> Int32s:
+def history(group_id: int, sample: int, turns: int) -> Int32s:
     """The whole row of the trajectory: a prompt token before each turn's response."""
     parts: list[Int32s] = []
-    for turn, response in enumerate(responses(ordinal, sample, turns)):
+    for turn, response in enumerate(responses(group_id, sample, turns)):
         parts += [np.array([turn], np.int32), response]
     return np.concatenate(parts)
 
 
-def reward(ordinal: int, sample: int) -> float:
-    return float((ordinal + sample) % 2)
+def reward(group_id: int, sample: int) -> float:
+    return float((group_id + sample) % 2)
 
 
 def played(of: TrajectoryId, uid: str, turn: int, turns: int, version: PolicyVersion) -> Step:
     """One turn as a step that extends the turns before."""
-    response = responses(of.ordinal, of.sample, turns)[turn]
-    before = history(of.ordinal, of.sample, turns)[: sum(1 + len(r) for r in responses(*of[:2], turns)[:turn])]
+    response = responses(of.group_id, of.sample, turns)[turn]
+    before = history(of.group_id, of.sample, turns)[: sum(1 + len(r) for r in responses(*of[:2], turns)[:turn])]
     return Step(
         trajectory=of,
         prompt_uid=uid,
@@ -94,7 +94,7 @@ def played(of: TrajectoryId, uid: str, turn: int, turns: int, version: PolicyVer
         logprobs=np.full(len(response), -0.5, np.float32),
         loss_mask=np.ones(len(response), np.bool_),
         versions=np.full(len(response), version.pack(), np.int64),
-        reward=reward(of.ordinal, of.sample) if turn == turns - 1 else 0.0,
+        reward=reward(of.group_id, of.sample) if turn == turns - 1 else 0.0,
         extends=Extension(turn - 1, len(before), digest(before)) if turn else None,
     )
 
@@ -122,7 +122,7 @@ def published(folder: Path) -> PolicyVersion:
 
 
 def acknowledged(folder: Path) -> set[tuple[int, int, int, int]]:
-    """(ordinal, sample, attempt, step index) of everything that generators read a receipt for."""
+    """(group_id, sample, attempt, step index) of everything that generators read a receipt for."""
     lines = [line for file in folder.glob("acks-*.txt") for line in file.read_text().splitlines()]
     return {tuple(map(int, line.split())) for line in lines}  # type: ignore[misc]
 
@@ -149,9 +149,9 @@ class DoomedBuffer(BufferActor):
         """Nothing that was acknowledged is missing, and the ledger is consistent."""
         for what in violations(self._buffer.ledger):
             break_promise(self._folder, f"ledger: {what}")
-        for ordinal, sample, attempt, index in acknowledged(self._folder):
-            if lost(self._buffer.ledger, ordinal, sample, attempt, index):
-                break_promise(self._folder, f"lost: ordinal={ordinal}/sample={sample}/attempt={attempt}/step={index}")
+        for group_id, sample, attempt, index in acknowledged(self._folder):
+            if lost(self._buffer.ledger, group_id, sample, attempt, index):
+                break_promise(self._folder, f"lost: group={group_id}/sample={sample}/attempt={attempt}/step={index}")
 
     async def claim(self, *arguments: Any) -> Any:
         answer = await super().claim(*arguments)
@@ -189,11 +189,11 @@ class DoomedBuffer(BufferActor):
         return {"status": self._buffer.status().as_dict(), "digest": comparable_digest(self._buffer.ledger)}
 
 
-def lost(ledger: Ledger, ordinal: int, sample: int, attempt: int, index: int) -> bool:
+def lost(ledger: Ledger, group_id: int, sample: int, attempt: int, index: int) -> bool:
     """Whether an acknowledged step is neither there, nor was replaced, nor came to its end with its group."""
-    group = ledger.state.groups.get(ordinal)
+    group = ledger.state.groups.get(group_id)
     if group is None:
-        return ordinal >= ledger.state.next_ordinal
+        return group_id >= ledger.state.next_group_id
     if group.state in USED or not group.trajectories:
         return False
     trajectory = group.trajectories[sample]
@@ -271,9 +271,9 @@ class FakeGenerator(Player):
 
     async def _play_part(self) -> list[float]:
         """Generate until the buffer is drained; returns the seconds that each acknowledgement took."""
-        epoch = await self._ask(self._buffer.join, "generator", self._name)
-        work = WorkSource(self._name, epoch, partial(self._ask, self._buffer.claim), self._serving, DEADLINE)
-        outbox = Outbox(self._name, epoch, self._submit, DEADLINE, lambda ordinal: None, lambda trajectory: None)
+        incarnation = await self._ask(self._buffer.join, "generator", self._name)
+        work = WorkSource(self._name, incarnation, partial(self._ask, self._buffer.claim), self._serving, DEADLINE)
+        outbox = Outbox(self._name, incarnation, self._submit, DEADLINE, lambda group_id: None, lambda trajectory: None)
         free = asyncio.Semaphore(self._concurrency)
         async with asyncio.TaskGroup() as background:
             helpers = [background.create_task(outbox.run()), background.create_task(self._look(work))]
@@ -302,13 +302,13 @@ class FakeGenerator(Player):
     async def _play(self, outbox: Outbox, assignment: Assignment) -> None:
         turns = self._config.env.max_turns
         for sample, attempt in zip(assignment.samples, assignment.attempts, strict=True):
-            of = TrajectoryId(assignment.ordinal, sample, attempt)
+            of = TrajectoryId(assignment.group_id, sample, attempt)
             for turn in range(turns):
                 version = self._serving()
                 await asyncio.sleep(self._turn_seconds)
                 outbox.put(played(of, assignment.prompt_uid, turn, turns, version))
                 self._doom.at("turn.after")
-            outbox.put(TrajectoryEnd(of, assignment.prompt_uid, turns, "stop", reward(of.ordinal, of.sample)))
+            outbox.put(TrajectoryEnd(of, assignment.prompt_uid, turns, "stop", reward(of.group_id, of.sample)))
             if self._concurrency == 1:
                 await outbox.flush()
 
@@ -323,7 +323,7 @@ class FakeGenerator(Player):
         message = decode(data, self._limits)
         assert isinstance(message, StepGroup)
         steps = message.steps
-        columns = (steps.ordinal_K, steps.sample_K, steps.attempt_K, steps.index_K)
+        columns = (steps.group_id_K, steps.sample_K, steps.attempt_K, steps.index_K)
         for identity in zip(*(column.tolist() for column in columns), strict=True):
             if identity[0] not in answer.superseded:
                 self._acks.write(" ".join(map(str, identity)) + "\n")
@@ -363,16 +363,16 @@ class FakeTrainer(Player):
         self._keeper.forget()
         if manifest is not None:
             self._history = json.loads((self._keeper.path(step) / "history.json").read_text())
-        epoch = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
-        version = PolicyVersion(epoch, step)
+        incarnation = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
+        version = PolicyVersion(incarnation, step)
         self._publish(version)
-        async for leased in self._leases(epoch, version.step):
+        async for leased in self._leases(incarnation, version.step):
             entry = self._checked(leased)
             self._doom.at("lease.after")
             await asyncio.sleep(self._step_seconds)
             self._doom.at("commit.before")
-            version = PolicyVersion(epoch, version.step + 1)
-            refused = await call(self._buffer.commit, epoch, leased.lease, version, who="the buffer")
+            version = PolicyVersion(incarnation, version.step + 1)
+            refused = await call(self._buffer.commit, incarnation, leased.lease, version, who="the buffer")
             if refused is not None:
                 raise Unreachable(f"the step was refused: {refused}")
             self._doom.at("commit.after")
@@ -384,9 +384,9 @@ class FakeTrainer(Player):
         await call(self._buffer.end, who="the buffer")
         return self._history
 
-    async def _leases(self, epoch: int, step: int) -> AsyncIterator[Leased]:
+    async def _leases(self, incarnation: int, step: int) -> AsyncIterator[Leased]:
         while step < self._config.run.max_steps and not (self._folder / "stop").exists():
-            answer = await call(self._buffer.lease, epoch, POLL_SECONDS, who="the buffer")
+            answer = await call(self._buffer.lease, incarnation, POLL_SECONDS, who="the buffer")
             if isinstance(answer, Refusal):
                 raise Unreachable(f"the lease was refused: {answer}")
             if isinstance(answer, Leased):
@@ -398,7 +398,7 @@ class FakeTrainer(Player):
     def _checked(self, leased: Leased) -> dict[str, Any]:
         """The mini-batch as an entry of the history; what should not be in it breaks a promise."""
         batch = decode_mini_batch(leased.parts[0])
-        again = {ordinal for entry in self._history for ordinal in entry["groups"]} & set(batch.groups)
+        again = {group_id for entry in self._history for group_id in entry["groups"]} & set(batch.groups)
         if again:
             break_promise(self._folder, f"trained twice: {sorted(again)} of {batch.groups}")
         for what in wrong_rows(batch, self._config.env.max_turns):
@@ -459,9 +459,9 @@ def wrong_rows(batch: MiniBatch, turns: int) -> list[str]:
             rows[trajectory] = micro_batch.token_ids_N[start:stop]
     per_group = len(batch.advantage_G) // len(batch.groups)
     for trajectory, place in enumerate(batch.prompt_of_trajectory_G.tolist()):
-        ordinal, sample = batch.groups[place], trajectory % per_group
-        if not np.array_equal(rows[trajectory], history(ordinal, sample, turns)):
-            found.append(f"ordinal={ordinal}/sample={sample} is not what was generated")
-        if batch.loss_tokens_G[trajectory] != sum(map(len, responses(ordinal, sample, turns))):
-            found.append(f"ordinal={ordinal}/sample={sample} does not carry the loss of its tokens")
+        group_id, sample = batch.groups[place], trajectory % per_group
+        if not np.array_equal(rows[trajectory], history(group_id, sample, turns)):
+            found.append(f"group={group_id}/sample={sample} is not what was generated")
+        if batch.loss_tokens_G[trajectory] != sum(map(len, responses(group_id, sample, turns))):
+            found.append(f"group={group_id}/sample={sample} does not carry the loss of its tokens")
     return found

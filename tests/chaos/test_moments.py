@@ -42,6 +42,6 @@ def test_a_buffer_that_acknowledges_too_early_is_caught(staged: Stage) -> None:
     play = staged("early").tell(told, {"buffer": [("append.before_write", 12)]}, early=True).start()
     broken = play.folder / "broken.txt"
     play.until(broken.exists)
-    assert "lost: ordinal=" in broken.read_text()
+    assert "lost: group=" in broken.read_text()
     play.end()
     broken.unlink()

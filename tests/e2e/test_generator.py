@@ -72,19 +72,19 @@ class Road:
     buffer: Any
     generator: Any
     work: Any
-    trainer_epoch: int
+    trainer_incarnation: int
     policies: list[PreTrainedModel]
     tasks_file: str
 
     def lease(self) -> Leased:
-        answer = ray.get(self.buffer.lease.remote(self.trainer_epoch, SECONDS))
+        answer = ray.get(self.buffer.lease.remote(self.trainer_incarnation, SECONDS))
         assert isinstance(answer, Leased)
         return answer
 
     def publish(self, policy: PreTrainedModel) -> dict[str, float]:
         """The engine serves `policy` as the version after the last one."""
         self.policies.append(policy)
-        version = PolicyVersion(self.trainer_epoch, len(self.policies) - 1)
+        version = PolicyVersion(self.trainer_incarnation, len(self.policies) - 1)
         weights = {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
         data = save(weights)
         checksum = xxhash.xxh3_64_intdigest(data)
@@ -94,8 +94,8 @@ class Road:
         return update
 
     def commit(self, leased: Leased) -> None:
-        version = PolicyVersion(self.trainer_epoch, len(self.policies))
-        assert ray.get(self.buffer.commit.remote(self.trainer_epoch, leased.lease, version)) is None
+        version = PolicyVersion(self.trainer_incarnation, len(self.policies))
+        assert ray.get(self.buffer.commit.remote(self.trainer_incarnation, leased.lease, version)) is None
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = ray.get(self.generator.status.remote())
@@ -176,7 +176,7 @@ def wait_until_idle(road: Road) -> dict[str, Any]:
 def test_a_generator_works_as_far_ahead_as_it_may_and_says_what_it_waits_for(road: Road) -> None:
     status = wait_until_idle(road)
     assert status["counts"]["groups"] == 2 * CONFIG.trainer.mini_batch_size
-    assert status["policy_version"] == f"{road.trainer_epoch}.0"
+    assert status["policy_version"] == f"{road.trainer_incarnation}.0"
 
 
 def test_what_is_leased_was_sampled_by_the_policies_that_its_versions_name(road: Road) -> None:
@@ -209,7 +209,7 @@ def test_a_waiting_claim_is_renewed_as_soon_as_a_newer_version_is_served(road: R
 
 def test_a_file_that_went_with_its_holder_is_refused_and_the_engine_goes_on(road: Road) -> None:
     before = road.status()
-    version = PolicyVersion(road.trainer_epoch, 1000).pack()
+    version = PolicyVersion(road.trainer_incarnation, 1000).pack()
     with pytest.raises(WeightsGone, match="/proc/1/fd/12345 are gone"):
         ray.get(road.generator.update_weights.remote(version, "/proc/1/fd/12345", 0))
     ray.get(road.generator.release_weights.remote("/proc/1/fd/12345"))  # of its process before it started again

@@ -74,7 +74,7 @@ def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> Non
     assert again < after < steps and after % EVERY == 0
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["trainer/global_step"] for line in lines] == list(range(1, steps + 1))
-    assert [line["trainer/epoch"] for line in lines] == sorted(line["trainer/epoch"] for line in lines)
+    assert [line["trainer/incarnation"] for line in lines] == sorted(line["trainer/incarnation"] for line in lines)
     assert all(line["async/staleness_max"] <= 4 for line in lines)
     tokens = json.loads((run.folder / "summary.json").read_text())["tokens"]
     assert tokens["open"] == tokens["stepped"] == tokens["rolled_back"] == 0

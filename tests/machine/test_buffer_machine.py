@@ -65,7 +65,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def die(self, name: str) -> None:
         if name in self.generators:
-            self.world.buffer.leave(name, self.generators[name].epoch, "its process died")
+            self.world.buffer.leave(name, self.generators[name].incarnation, "its process died")
 
     @rule(name=st.sampled_from(NAMES))
     def update_weights(self, name: str) -> None:
@@ -78,7 +78,7 @@ class BufferMachine(RuleBasedStateMachine):
         answer = self.generators[name].claim(self.serving[name])
         if isinstance(answer, Assignment):
             for sample, attempt in zip(answer.samples, answer.attempts, strict=True):
-                self.work[name].append((TrajectoryId(answer.ordinal, sample, attempt), answer.prompt_uid, 0))
+                self.work[name].append((TrajectoryId(answer.group_id, sample, attempt), answer.prompt_uid, 0))
 
     @rule(name=st.sampled_from(NAMES), ends=st.booleans(), reward=st.sampled_from([0.0, 1.0]), data=st.data())
     def send(self, name: str, ends: bool, reward: float, data: st.DataObject) -> None:
@@ -119,7 +119,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def lease(self) -> None:
-        answer = self.world.buffer.lease(self.world.trainer_epoch)
+        answer = self.world.buffer.lease(self.world.trainer_incarnation)
         if isinstance(answer, MiniBatch):
             assert len(answer.groups) == len(set(answer.groups)) == 2
             assert not set(answer.groups) & self.trained.keys(), "a group was leased that had been trained"
@@ -130,22 +130,22 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         for lease, held in self.world.buffer.ledger.state.leases.items():
-            version = PolicyVersion(self.world.trainer_epoch, self.world.buffer.version.step + 1)
-            assert self.world.buffer.commit(self.world.trainer_epoch, lease, version) is None
-            self.trained |= dict.fromkeys(held.ordinals, version.step)
+            version = PolicyVersion(self.world.trainer_incarnation, self.world.buffer.version.step + 1)
+            assert self.world.buffer.commit(self.world.trainer_incarnation, lease, version) is None
+            self.trained |= dict.fromkeys(held.group_ids, version.step)
             break
 
     @rule()
     def release(self) -> None:
         for lease in self.world.buffer.ledger.state.leases:
-            assert self.world.buffer.release(self.world.trainer_epoch, lease, "not finite") is None
+            assert self.world.buffer.release(self.world.trainer_incarnation, lease, "not finite") is None
             break
 
     @rule(back=st.integers(0, 2))
     def trainer_restarts(self, back: int) -> None:
         step = max(self.world.buffer.version.step - back, self.world.buffer.ledger.state.covered)
-        self.world.trainer_epoch = self.world.buffer.join("trainer", "trainer", step)
-        self.trained = {ordinal: at for ordinal, at in self.trained.items() if at <= step}
+        self.world.trainer_incarnation = self.world.buffer.join("trainer", "trainer", step)
+        self.trained = {group_id: at for group_id, at in self.trained.items() if at <= step}
 
     @rule()
     def checkpoint(self) -> None:
@@ -205,7 +205,7 @@ class BufferMachine(RuleBasedStateMachine):
         worker = Generator(buffer, "worker")
         for name in NAMES:
             if name in self.generators:
-                buffer.leave(name, self.generators[name].epoch, "the test ends")
+                buffer.leave(name, self.generators[name].incarnation, "the test ends")
         for _ in range(60):
             self.world.clock.now += 11
             buffer.tick()
@@ -213,15 +213,15 @@ class BufferMachine(RuleBasedStateMachine):
             if isinstance(answer, Assignment):
                 worker.finish(answer, buffer.version)
             elif answer.reason is WaitReason.LOOKAHEAD:
-                batch = buffer.lease(self.world.trainer_epoch)
+                batch = buffer.lease(self.world.trainer_incarnation)
                 assert isinstance(batch, MiniBatch), (batch, buffer.status())
-                version = PolicyVersion(buffer.version.epoch, buffer.version.step + 1)
-                buffer.commit(self.world.trainer_epoch, batch.lease, version)
+                version = PolicyVersion(buffer.version.incarnation, buffer.version.step + 1)
+                buffer.commit(self.world.trainer_incarnation, batch.lease, version)
         buffer.drain("max_steps")
-        while not isinstance(batch := buffer.lease(self.world.trainer_epoch), Wait):
-            version = PolicyVersion(buffer.version.epoch, buffer.version.step + 1)
+        while not isinstance(batch := buffer.lease(self.world.trainer_incarnation), Wait):
+            version = PolicyVersion(buffer.version.incarnation, buffer.version.step + 1)
             assert isinstance(batch, MiniBatch)
-            buffer.commit(self.world.trainer_epoch, batch.lease, version)
+            buffer.commit(self.world.trainer_incarnation, batch.lease, version)
         assert batch.reason is WaitReason.DRAINED
         buffer.covered(buffer.version.step)
         buffer.end()

@@ -66,11 +66,11 @@ def never_looks_at_deadlines(patch: Patch) -> None:
 
 
 def loses_the_groups_of_a_released_lease(patch: Patch) -> None:
-    patch.setattr(Ledger, "_wait_again", lambda self, ordinal, group: None)
+    patch.setattr(Ledger, "_wait_again", lambda self, group_id, group: None)
 
 
 def keeps_superseded_steps(patch: Patch) -> None:
-    patch.setattr(Store, "drop_samples", lambda self, ordinal, samples: None)
+    patch.setattr(Store, "drop_samples", lambda self, group_id, samples: None)
 
 
 def leaves_the_leases_out_of_snapshots(patch: Patch) -> None:

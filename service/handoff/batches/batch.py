@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
 class CompleteGroup(NamedTuple):
     """A group whose trajectories have all ended: their winning attempts, steps and ends in any order."""
 
-    ordinal: int
+    group_id: int
     prompt_uid: str
     steps: Steps
     ends: Ends
@@ -120,24 +120,24 @@ def form_mini_batch(
     staleness_N, stale_G = _masked(packed, trajectory_R, len(ends), history, settings.max_staleness)
     loss_tokens_G = _per_trajectory(packed, trajectory_R, len(ends))
     return_G = returns(steps, ends, settings.returns)
-    facts = _merge_facts(merged.counts) | _length_facts(length_R, placement) | _reward_facts(return_G, prompt_G)
-    facts |= _turn_facts(packed, steps, len(ends)) | _staleness_facts(staleness_N, sampled_G, stale_G)
+    metrics = _merge_metrics(merged.counts) | _length_metrics(length_R, placement) | _reward_metrics(return_G, prompt_G)
+    metrics |= _turn_metrics(packed, steps, len(ends)) | _staleness_metrics(staleness_N, sampled_G, stale_G)
     sampled = float(np.count_nonzero(steps.loss_mask_N))
-    facts |= {
+    metrics |= {
         "tokens/sampled": sampled,
         "tokens/loss": float(loss_tokens_G.sum()),
         "tokens/stale": float(stale_G.sum()),
     }
     return MiniBatch(
         lease=lease,
-        groups=tuple(group.ordinal for group in groups),
+        groups=tuple(group.group_id for group in groups),
         advantage_G=advantages(settings.estimator, return_G, prompt_G).astype(np.float32),
         return_G=return_G,
         loss_tokens_G=loss_tokens_G,
         rows_G=np.bincount(trajectory_R, minlength=len(ends)).astype(np.int32),
         prompt_of_trajectory_G=prompt_G,
         ranks=micro_batches(packed, staleness_N, trajectory_R, placement),
-        facts=facts | {"tokens/masked": sampled - facts["tokens/loss"] - facts["tokens/stale"]},
+        metrics=metrics | {"tokens/masked": sampled - metrics["tokens/loss"] - metrics["tokens/stale"]},
     )
 
 
@@ -171,7 +171,7 @@ def _ends_in_order(groups: Sequence[CompleteGroup]) -> tuple[Ends, Int32s]:
 
 def _trajectory_of_rows(rows: Rows, ends: Ends) -> Int32s:
     number_X, first_X = trajectories(
-        np.concatenate((ends.ordinal_E, rows.ordinal_R)),
+        np.concatenate((ends.group_id_E, rows.group_id_R)),
         np.concatenate((ends.sample_E, rows.sample_R)),
         np.concatenate((ends.attempt_E, rows.attempt_R)),
     )
@@ -207,7 +207,7 @@ def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
     return np.bincount(trajectory_R, tokens_R, minlength=count).astype(np.int64)
 
 
-def _merge_facts(counts: dict[str, int]) -> dict[str, float]:
+def _merge_metrics(counts: dict[str, int]) -> dict[str, float]:
     return {
         "generate/num_seq_before_merge": counts["steps"],
         "generate/num_seq_after_merge": counts["rows"],
@@ -221,7 +221,7 @@ def _merge_facts(counts: dict[str, int]) -> dict[str, float]:
     }
 
 
-def _length_facts(length_R: Int64s, placement: Placement) -> dict[str, float]:
+def _length_metrics(length_R: Int64s, placement: Placement) -> dict[str, float]:
     longest = int(length_R.max(initial=0))
     total = int(length_R.sum())
     return {
@@ -235,7 +235,7 @@ def _length_facts(length_R: Int64s, placement: Placement) -> dict[str, float]:
     }
 
 
-def _turn_facts(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
+def _turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
     """Per trajectory: its turns, the tokens after its first prompts, and those of them that the policy sampled."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     sampled = int(np.count_nonzero(steps.loss_mask_N))
@@ -246,7 +246,7 @@ def _turn_facts(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
     }
 
 
-def _staleness_facts(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
+def _staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
     """Staleness of sampled tokens; the stale ones also by the length of their trajectory (quarter 4: the longest)."""
     sampled = int(np.count_nonzero(staleness_N >= 0))
     ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # each other token counts as -1
@@ -259,7 +259,7 @@ def _staleness_facts(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) ->
     }
 
 
-def _reward_facts(return_G: Float64s, prompt_G: Int32s) -> dict[str, float]:
+def _reward_metrics(return_G: Float64s, prompt_G: Int32s) -> dict[str, float]:
     if not len(return_G):
         return {}
     passed_P = np.bincount(prompt_G, return_G > 0) > 0

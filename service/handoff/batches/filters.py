@@ -29,24 +29,24 @@ def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Filtered | None
     reason = None
     if settings.filter_zero_variance and (return_G == return_G[:1]).all():
         reason = "zero_variance"
-    elif settings.filter_over_long is not None and over_long_share(group) > settings.filter_over_long:
+    elif settings.filter_over_long is not None and over_long_fraction(group) > settings.filter_over_long:
         reason = "over_long"
     if reason is None:
         return None
-    return Filtered(group.ordinal, reason, len(return_G), float(return_G.sum()), bool((return_G > 0).any()))
+    return Filtered(group.group_id, reason, len(return_G), float(return_G.sum()), bool((return_G > 0).any()))
 
 
-def over_long_share(group: CompleteGroup) -> float:
+def over_long_fraction(group: CompleteGroup) -> float:
     """Share of the group's trajectories that ended at the length limit."""
     long = [reason == AT_LENGTH_LIMIT for reason in group.ends.stop_reasons]
     return float(np.mean([long[code] for code in group.ends.stop_reason_E.tolist()] or [False]))
 
 
-def end_filtered(record: Record, algorithm: AlgorithmConfig, ordinals: Iterable[int]) -> None:
+def end_filtered(record: Record, algorithm: AlgorithmConfig, group_ids: Iterable[int]) -> None:
     """Complete groups that a filter takes end here; they vacate their slots."""
     groups = record.ledger.state.groups
     if not algorithm.filter_zero_variance and algorithm.filter_over_long is None:
         return
-    for ordinal in [o for o in ordinals if groups[o].state is GroupState.COMPLETE]:
-        if (ended := filtered(record.complete_group(ordinal), algorithm)) is not None:
+    for group_id in [o for o in group_ids if groups[o].state is GroupState.COMPLETE]:
+        if (ended := filtered(record.complete_group(group_id), algorithm)) is not None:
             record.add(ended)

@@ -13,7 +13,7 @@ from service.types import Step, TrajectoryEnd, TrajectoryId
 
 
 def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None = None) -> list[CompleteGroup]:
-    """The groups of whole trajectories, one per ordinal, in order of first appearance.
+    """The groups of whole trajectories, one per group_id, in order of first appearance.
 
     Without `ends`, each trajectory ends with its last step: with its stop reason, and its reward (the sum, where it
     has one per token) as the trajectory's final reward.
@@ -27,7 +27,7 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     ('a', [2, 1], [1.0, 0.0])
 
     Raises:
-        ValueError: a trajectory lacks a step, its end, or has other steps than its end says; an ordinal or a trajectory
+        ValueError: a trajectory lacks a step, its end, or has other steps than its end says; a group_id or a trajectory
             has two prompts.
     """
     listed = list(steps)
@@ -40,19 +40,19 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     finished = [_end_with(step) for step in last.values()] if ends is None else list(ends)
     _check_ends(last, finished)
     uids: dict[int, str] = {}
-    named = [(step.trajectory.ordinal, step.prompt_uid) for step in last.values()]
-    named += [(end.trajectory.ordinal, end.prompt_uid) for end in finished]
-    for ordinal, uid in named:
-        if uids.setdefault(ordinal, uid) != uid:
+    named = [(step.trajectory.group_id, step.prompt_uid) for step in last.values()]
+    named += [(end.trajectory.group_id, end.prompt_uid) for end in finished]
+    for group_id, uid in named:
+        if uids.setdefault(group_id, uid) != uid:
             raise ValueError(
-                f"ordinal {ordinal} is of the prompts {uids[ordinal]!r} and {uid!r}; it can be of one only"
+                f"group={group_id} is of the prompts {uids[group_id]!r} and {uid!r}; it can be of one only"
             )
-    steps_of: dict[int, list[Step]] = {ordinal: [] for ordinal in uids}
-    ends_of: dict[int, list[TrajectoryEnd]] = {ordinal: [] for ordinal in uids}
+    steps_of: dict[int, list[Step]] = {group_id: [] for group_id in uids}
+    ends_of: dict[int, list[TrajectoryEnd]] = {group_id: [] for group_id in uids}
     for step in listed:
-        steps_of[step.trajectory.ordinal].append(step)
+        steps_of[step.trajectory.group_id].append(step)
     for end in finished:
-        ends_of[end.trajectory.ordinal].append(end)
+        ends_of[end.trajectory.group_id].append(end)
     return [CompleteGroup(o, uid, steps_table(steps_of[o]), ends_table(ends_of[o])) for o, uid in uids.items()]
 
 

@@ -110,7 +110,7 @@ def returns(steps: Steps, ends: Ends, rule: ReturnRule) -> Float64s:
     if rule == "last" or not len(ends):
         return ends.reward_E
     number_X, _ = trajectories(
-        np.concatenate((ends.ordinal_E, steps.ordinal_K)),
+        np.concatenate((ends.group_id_E, steps.group_id_K)),
         np.concatenate((ends.sample_E, steps.sample_K)),
         np.concatenate((ends.attempt_E, steps.attempt_K)),
     )

@@ -17,7 +17,7 @@ from service.handoff.journal.frames import Frame, Segment, frames
 from service.handoff.journal.journal import KEPT
 from service.handoff.ledger import events
 from service.handoff.ledger.applied import Applied
-from service.handoff.ledger.lifecycle import Lost
+from service.handoff.ledger.lifecycle import FilteredStats
 from service.handoff.ledger.record import fetch
 from service.handoff.ledger.store import Store
 from service.handoff.ledger.versions import VersionHistory
@@ -31,10 +31,10 @@ class _Leased(NamedTuple):
     """What the buffer knew when it leased a mini-batch."""
 
     lease: int
-    ordinals: tuple[int, ...]
+    group_ids: tuple[int, ...]
     uids: tuple[str, ...]
     attempts: dict[int, tuple[int, ...]]
-    filtered: Lost
+    filtered: FilteredStats
     history: VersionHistory
 
 
@@ -44,7 +44,7 @@ class Recorded(NamedTuple):
     lease: int
     groups: list[CompleteGroup]
     history: VersionHistory
-    filtered: Lost
+    filtered: FilteredStats
 
 
 def replayed(config: Config, folder: Path, step: int) -> MiniBatch:
@@ -70,8 +70,8 @@ def recorded(config: Config, folder: Path, step: int) -> Recorded:
     store = Store()
     fetch(store, leased.attempts, _recorded(folder), limits)
     groups = [
-        CompleteGroup(ordinal, uid, *store.whole(ordinal))
-        for ordinal, uid in zip(leased.ordinals, leased.uids, strict=True)
+        CompleteGroup(group_id, uid, *store.whole(group_id))
+        for group_id, uid in zip(leased.group_ids, leased.uids, strict=True)
     ]
     return Recorded(leased.lease, groups, leased.history, leased.filtered)
 
@@ -92,12 +92,12 @@ def _find(applied: Applied, folder: Path, step: int) -> _Leased | None:
 
 def _seen(applied: Applied, event: events.Leased) -> _Leased:
     state = applied.ledger.state
-    groups = [state.groups[ordinal] for ordinal in event.ordinals]
+    groups = [state.groups[group_id] for group_id in event.group_ids]
     return _Leased(
         event.lease,
-        event.ordinals,
+        event.group_ids,
         tuple(group.uid for group in groups),
-        {ordinal: group.current_attempts for ordinal, group in zip(event.ordinals, groups, strict=True)},
+        {group_id: group.current_attempts for group_id, group in zip(event.group_ids, groups, strict=True)},
         copy.copy(state.filtered),
         copy.deepcopy(applied.ledger.history),
     )

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
     fresh: list[Fresh]
     parts: dict[int, Part]
-    """What to keep, by ordinal."""
+    """What to keep, by group_id."""
     chains: dict[tuple[int, int], Chain | None]
     """The trajectories' chains afterwards; None: it has none any more."""
     superseded: tuple[int, ...]
@@ -112,7 +112,7 @@ def plan(ledger: Ledger, store: Store, message: StepGroup) -> Plan | Refusal:
         if isinstance(group, Refusal):
             return group
         if group is None:
-            late[trajectory_id.ordinal] = None
+            late[trajectory_id.group_id] = None
             continue
         current.append((part.steps, group))
         case = _Case(trajectory_id, part, group.trajectories[trajectory_id.sample], message, columns, store)
@@ -132,10 +132,10 @@ def parts(message: StepGroup) -> dict[TrajectoryId, Part]:
     """The message's items by trajectory; they may interleave."""
     parts: dict[TrajectoryId, Part] = {}
     steps, ends = message.steps, message.ends
-    ids = zip(steps.ordinal_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist(), strict=True)
+    ids = zip(steps.group_id_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist(), strict=True)
     for k, identity in enumerate(ids):
         parts.setdefault(TrajectoryId(*identity), Part([], [])).steps.append(k)
-    ids = zip(ends.ordinal_E.tolist(), ends.sample_E.tolist(), ends.attempt_E.tolist(), strict=True)
+    ids = zip(ends.group_id_E.tolist(), ends.sample_E.tolist(), ends.attempt_E.tolist(), strict=True)
     facts = zip(
         ids, ends.uid_E.tolist(), ends.n_steps_E.tolist(), ends.stop_reason_E, ends.reward_E.tolist(), strict=True
     )
@@ -150,11 +150,11 @@ def _group(
     ledger: Ledger, message: StepGroup, of: TrajectoryId, part: Part, columns: _Columns
 ) -> Group | Refusal | None:
     """The group that the items belong to; None when they came too late: it ended, or was used before."""
-    if not 0 <= of.ordinal < ledger.state.next_ordinal:
-        return Refusal(RefusalReason.UNKNOWN_GROUP, str(of), of.ordinal)
+    if not 0 <= of.group_id < ledger.state.next_group_id:
+        return Refusal(RefusalReason.UNKNOWN_GROUP, str(of), of.group_id)
     if not 0 <= of.sample < ledger.state.n_samples:
         return Refusal(RefusalReason.IDENTITY, str(of), of.sample)
-    group = ledger.state.groups.get(of.ordinal)
+    group = ledger.state.groups.get(of.group_id)
     if group is None or not group.trajectories:
         return None
     uids, codes = message.steps.uids, columns.uid
@@ -163,8 +163,8 @@ def _group(
     trajectory = group.trajectories[of.sample]
     if trajectory.given_up or of.attempt < trajectory.attempt:
         return None
-    holder = (trajectory.generator, trajectory.epoch)
-    if of.attempt > trajectory.attempt or holder != (message.sender.generator, message.sender.epoch):
+    holder = (trajectory.generator, trajectory.incarnation)
+    if of.attempt > trajectory.attempt or holder != (message.sender.generator, message.sender.incarnation):
         return Refusal(RefusalReason.IDENTITY, f"{of}/attempt", of.attempt)
     return group
 
@@ -185,7 +185,7 @@ def _add(made: Plan, case: _Case) -> Refusal | None:
         return Refusal(RefusalReason.STEP_ORDER, f"{case.id}/step={highest}", n_steps)
     n_tokens = sum(columns.offsets[k + 1] - columns.offsets[k] for k in steps)
     fresh = Fresh(
-        case.id.ordinal,
+        case.id.group_id,
         case.id.sample,
         indices,
         tokens=sum(columns.sampled[k] for k in steps),
@@ -200,29 +200,29 @@ def _add(made: Plan, case: _Case) -> Refusal | None:
             return refused
         chain = None
     made.fresh.append(fresh)
-    made.chains[case.id.ordinal, case.id.sample] = chain
-    kept = made.parts.setdefault(case.id.ordinal, Part([], []))
+    made.chains[case.id.group_id, case.id.sample] = chain
+    kept = made.parts.setdefault(case.id.group_id, Part([], []))
     kept.steps.extend(steps)
     kept.ends.extend([end] if end is not None else [])
     return None
 
 
 def failed(ledger: Ledger, message: StepGroup) -> Iterator[tuple[int, int, str]]:
-    """(ordinal, sample, stop reason) of current attempts that the message says have failed; looks when it is asked."""
+    """(group_id, sample, stop reason) of current attempts that the message says have failed; looks when it is asked."""
     if FAILURES.isdisjoint(message.ends.stop_reasons):
         return
     held = ledger.held[message.sender.generator]
     for end in end_objects(message.ends):
-        ordinal, sample, attempt = end.trajectory
-        if end.stop_reason in FAILURES and (ordinal, sample) in held:
-            trajectory = ledger.state.groups[ordinal].trajectories[sample]
-            if (trajectory.attempt, trajectory.epoch) == (attempt, message.sender.epoch):
-                yield ordinal, sample, end.stop_reason
+        group_id, sample, attempt = end.trajectory
+        if end.stop_reason in FAILURES and (group_id, sample) in held:
+            trajectory = ledger.state.groups[group_id].trajectories[sample]
+            if (trajectory.attempt, trajectory.incarnation) == (attempt, message.sender.incarnation):
+                yield group_id, sample, end.stop_reason
 
 
 def _new_end(case: _Case) -> TrajectoryEnd | Refusal | None:
     """The trajectory's end when it is new; an identical repetition is none, nor is the end of a failed attempt."""
-    known = case.store.end_of(case.id.ordinal, case.id.sample)
+    known = case.store.end_of(case.id.group_id, case.id.sample)
     new = None
     for end in case.part.ends:
         if end.stop_reason in FAILURES:
@@ -244,7 +244,7 @@ def _new_steps(case: _Case) -> list[int] | Refusal:
         if index in new:
             known = case.message.steps, new[index]
         elif index in case.trajectory.indices:
-            known = case.store.step(case.id.ordinal, case.id.sample, index)
+            known = case.store.step(case.id.group_id, case.id.sample, index)
         else:
             new[index] = k
             continue
@@ -260,7 +260,7 @@ def _new_steps(case: _Case) -> list[int] | Refusal:
 
 def _history(case: _Case) -> History:
     """The trajectory's steps, those that are kept and those that come now."""
-    kept = case.store.steps_of(case.id.ordinal, case.id.sample)
+    kept = case.store.steps_of(case.id.group_id, case.id.sample)
     table = concat_steps([select_steps(case.message.steps, np.array(case.part.steps, np.int64)), *kept])
     return known_history(table, np.argsort(table.index_K, kind="stable").tolist())
 
@@ -282,7 +282,7 @@ def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int]
 def _extended(case: _Case, steps: list[int]) -> Chain | None:
     """The trajectory's chain with the new steps; None when they are not the next ones, or branch, or do not fit."""
     columns = case.columns
-    chain = case.store.chain_of(case.id.ordinal, case.id.sample)
+    chain = case.store.chain_of(case.id.group_id, case.id.sample)
     if chain is None and case.trajectory.indices:
         return None
     for k in steps:
@@ -303,10 +303,10 @@ def _whole_refusal(
         return Refusal(RefusalReason.LOGPROB, f"{case.id}/logprobs", bad)
     if chain is not None:
         return None
-    tables = case.store.steps_of(case.id.ordinal, case.id.sample)
+    tables = case.store.steps_of(case.id.group_id, case.id.sample)
     if steps:
         tables = [*tables, select_steps(case.message.steps, np.array(steps, np.int64))]
-    end = end or case.store.end_of(case.id.ordinal, case.id.sample)
+    end = end or case.store.end_of(case.id.group_id, case.id.sample)
     if not tables or end is None:
         return None
     found = trajectory_refusal(concat_steps(tables), ends_table([end]))

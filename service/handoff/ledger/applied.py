@@ -41,52 +41,57 @@ class Applied:
         self.revision += 1
         now = self._clock.monotonic()
         match event:
-            case events.Issued(ordinal=ordinal):
-                self.issued_at[ordinal] = now
-                self._held_since(now, ordinal, range(self.ledger.state.n_samples))
-            case events.Assigned(ordinal=ordinal, samples=samples):
-                self._held_since(now, ordinal, samples)
+            case events.Issued(group_id=group_id):
+                self.issued_at[group_id] = now
+                self._held_since(now, group_id, range(self.ledger.state.n_samples))
+            case events.Assigned(group_id=group_id, samples=samples):
+                self._held_since(now, group_id, samples)
             case (
-                events.Restarted(ordinal=ordinal, samples=samples) | events.Curtailed(ordinal=ordinal, samples=samples)
+                events.Restarted(group_id=group_id, samples=samples)
+                | events.Truncated(group_id=group_id, samples=samples)
             ):
-                self.store.drop_samples(ordinal, samples)
-                self._no_longer_held(ordinal, samples)
-            case events.Filtered(ordinal=ordinal) | events.Refused(ordinal=ordinal) | events.Expired(ordinal=ordinal):
-                self.store.drop(ordinal)
-                self._no_longer_held(ordinal, range(self.ledger.state.n_samples))
+                self.store.drop_samples(group_id, samples)
+                self._no_longer_held(group_id, samples)
+            case (
+                events.Filtered(group_id=group_id)
+                | events.Refused(group_id=group_id)
+                | events.Expired(group_id=group_id)
+            ):
+                self.store.drop(group_id)
+                self._no_longer_held(group_id, range(self.ledger.state.n_samples))
             case events.Leased(lease=lease):
                 self.leased_at[lease] = now
             case events.Committed(lease=lease) | events.Released(lease=lease):
                 self.leased_at.pop(lease, None)
-                for ordinal in leased.ordinals if leased is not None else ():
-                    self.store.drop(ordinal)
+                for group_id in leased.group_ids if leased is not None else ():
+                    self.store.drop(group_id)
 
     def take_in(self, message: StepGroup, made: Plan, before: int, position: int) -> None:
         """Keep what a plan accepts of a message whose frame lies between two positions of the journal."""
-        for ordinal, part in made.parts.items():
-            group = self.ledger.state.groups[ordinal]
+        for group_id, part in made.parts.items():
+            group = self.ledger.state.groups[group_id]
             if group.first_position is None:
                 group.first_position = before
-            self.store.add(ordinal, cut(message, part.steps), part.ends)
-        for (ordinal, sample), chain in made.chains.items():
-            self.store.set_chain(ordinal, sample, chain)
+            self.store.add(group_id, cut(message, part.steps), part.ends)
+        for (group_id, sample), chain in made.chains.items():
+            self.store.set_chain(group_id, sample, chain)
         routing = routing_of(message.steps) if any(part.steps for part in made.parts.values()) else None
         self.apply(events.StepsAccepted(message.sender, made.fresh, position, routing))
         now, held = self._clock.monotonic(), self.ledger.held[message.sender.generator]
         for fresh in made.fresh:
-            self.last_progress.pop((fresh.ordinal, fresh.sample), None)
-            if (fresh.ordinal, fresh.sample) in held:
-                self.last_progress[fresh.ordinal, fresh.sample] = now
+            self.last_progress.pop((fresh.group_id, fresh.sample), None)
+            if (fresh.group_id, fresh.sample) in held:
+                self.last_progress[fresh.group_id, fresh.sample] = now
             else:
-                self.store.no_more_of(fresh.ordinal, fresh.sample)
+                self.store.no_more_of(fresh.group_id, fresh.sample)
 
-    def _held_since(self, now: float, ordinal: int, samples: Iterable[int]) -> None:
+    def _held_since(self, now: float, group_id: int, samples: Iterable[int]) -> None:
         for sample in samples:
-            self.last_progress[ordinal, sample] = now
+            self.last_progress[group_id, sample] = now
 
-    def _no_longer_held(self, ordinal: int, samples: Iterable[int]) -> None:
+    def _no_longer_held(self, group_id: int, samples: Iterable[int]) -> None:
         for sample in samples:
-            self.last_progress.pop((ordinal, sample), None)
+            self.last_progress.pop((group_id, sample), None)
 
     def apply_frame(self, frame: Frame) -> None:
         """Apply what a journal's frame says."""

@@ -39,7 +39,7 @@ class Joined(Event, frozen=True):
 
     role: str
     name: str
-    epoch: int
+    incarnation: int
     step: int = 0
     """Of a trainer: the optimizer step that it goes on from; what was trained after it is given out again."""
 
@@ -48,18 +48,18 @@ class Left(Event, frozen=True):
     """A generator is gone."""
 
     generator: str
-    epoch: int
+    incarnation: int
     reason: str
 
 
 class Issued(Event, frozen=True):
-    """The next ordinal went to a generator whose engine served `admitted`."""
+    """The next group_id went to a generator whose engine served `admitted`."""
 
-    ordinal: int
+    group_id: int
     row: int
     uid: str
     generator: str
-    epoch: int
+    incarnation: int
     admitted: PolicyVersion
     claim: int = 0
     """The number of the claim that it answers; 0: the claim had none."""
@@ -68,17 +68,17 @@ class Issued(Event, frozen=True):
 class Assigned(Event, frozen=True):
     """Restarted trajectories of a group went to a generator."""
 
-    ordinal: int
+    group_id: int
     samples: tuple[int, ...]
     generator: str
-    epoch: int
+    incarnation: int
     claim: int = 0
 
 
 class Restarted(Event, frozen=True):
     """Trajectories of a group start anew as their next attempts; what they had is superseded."""
 
-    ordinal: int
+    group_id: int
     samples: tuple[int, ...]
     reason: str
 
@@ -86,17 +86,17 @@ class Restarted(Event, frozen=True):
 class Filtered(Event, frozen=True):
     """A complete group carries no signal; it vacates its slot."""
 
-    ordinal: int
+    group_id: int
     reason: str
     trajectories: int
     reward_sum: float
     passed: bool
 
 
-class Curtailed(Event, frozen=True):
+class Truncated(Event, frozen=True):
     """A group goes on without samples: its deadline found them unfinished, or their last attempts failed."""
 
-    ordinal: int
+    group_id: int
     samples: tuple[int, ...]
     reason: str = "group_deadline"
 
@@ -104,14 +104,14 @@ class Curtailed(Event, frozen=True):
 class Refused(Event, frozen=True):
     """A group is given up; it vacates its slot."""
 
-    ordinal: int
+    group_id: int
     reason: str
 
 
 class Expired(Event, frozen=True):
     """A group ends without having been trained and without fault; it vacates its slot."""
 
-    ordinal: int
+    group_id: int
     reason: str
 
 
@@ -119,8 +119,8 @@ class Leased(Event, frozen=True):
     """Groups went to the trainer as a mini-batch; with their tokens by what becomes of them."""
 
     lease: int
-    trainer_epoch: int
-    ordinals: tuple[int, ...]
+    trainer_incarnation: int
+    group_ids: tuple[int, ...]
     loss_tokens: tuple[tuple[int, ...], ...]
     """Of each group, by sample: tokens that carry loss."""
     stale_tokens: tuple[int, ...]
@@ -159,7 +159,7 @@ class Drained(Event, frozen=True):
 class Fresh(NamedTuple):
     """What a message adds to one trajectory."""
 
-    ordinal: int
+    group_id: int
     sample: int
     indices: tuple[int, ...]
     """Step indices that were not there yet."""
@@ -194,7 +194,7 @@ Journalled = (
     | Assigned
     | Restarted
     | Filtered
-    | Curtailed
+    | Truncated
     | Refused
     | Expired
     | Leased

@@ -18,8 +18,8 @@ def violations(ledger: Ledger) -> list[str]:
     if min(state.fates.values()) < 0:
         found.append(f"a fate is negative: {state.fates}")
     issued = sum(count for count in ledger.in_state.values())
-    if issued != state.next_ordinal:
-        found.append(f"issued {state.next_ordinal} groups, but the states sum to {issued}: {ledger.in_state}")
+    if issued != state.next_group_id:
+        found.append(f"issued {state.next_group_id} groups, but the states sum to {issued}: {ledger.in_state}")
     states = Counter(group.state for group in state.groups.values())
     states[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
     if any(states[s] != ledger.in_state[s] for s in GroupState if s not in (*VACATES, GroupState.TRAINED)):
@@ -31,7 +31,7 @@ def violations(ledger: Ledger) -> list[str]:
     vacated = sum(ledger.in_state[s] for s in VACATES)
     if vacated != state.vacated:
         found.append(f"{vacated} groups vacated their slots, counted are {state.vacated}")
-    leased = sorted(ordinal for lease in state.leases.values() for ordinal in lease.ordinals)
+    leased = sorted(group_id for lease in state.leases.values() for group_id in lease.group_ids)
     if leased != sorted(o for o, g in state.groups.items() if g.state is GroupState.LEASED):
         found.append(f"leases hold {leased}, which are not the leased groups")
     if [entry[1] for entry in ledger.finished] != sorted(
@@ -41,19 +41,19 @@ def violations(ledger: Ledger) -> list[str]:
     if list(ledger.slots) != sorted(o for o, g in state.groups.items() if g.state not in USED):
         found.append("the slots are not the unused groups in order of admission")
     found += [
-        f"ordinal {o}: no one holds an unfinished sample" for o, g in state.groups.items() if _dropped(ledger, o, g)
+        f"group={o}: no one holds an unfinished sample" for o, g in state.groups.items() if _dropped(ledger, o, g)
     ]
     return found
 
 
-def _dropped(ledger: Ledger, ordinal: int, group: Group) -> bool:
+def _dropped(ledger: Ledger, group_id: int, group: Group) -> bool:
     """Whether an unfinished sample of the group is neither with a generator nor waiting for one."""
     if group.state not in UNFINISHED:
         return False
-    waiting = ledger.unassigned.get(ordinal, set())
+    waiting = ledger.unassigned.get(group_id, set())
     return any(
         not trajectory.complete
         and sample not in waiting
-        and (ordinal, sample) not in ledger.held.get(trajectory.generator or "", ())
+        and (group_id, sample) not in ledger.held.get(trajectory.generator or "", ())
         for sample, trajectory in enumerate(group.trajectories)
     )

@@ -84,7 +84,7 @@ class Trajectory:
 
     generator: str | None
     """Who generates it; None while it waits for a claim."""
-    epoch: int
+    incarnation: int
     attempt: int = 0
     indices: set[int] = field(default_factory=set)
     """Steps that are here."""
@@ -106,7 +106,7 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """One ordinal's life."""
+    """One group_id's life."""
 
     uid: str
     row: int
@@ -121,7 +121,7 @@ class Group:
     """Journal position of the frame with its first step or end; None while there is none."""
     finished: int = 0
     """Its place in the order of completion."""
-    lives: int = 0
+    lease_count: int = 0
     """Leases it was part of."""
     rolled_back: bool = False
     step: int = 0
@@ -166,7 +166,7 @@ CLAIMS_REMEMBERED = 64
 class Member:
     """A generator as the buffer knows it."""
 
-    epoch: int
+    incarnation: int
     alive: bool = True
     received_below: int = 0
     """Every message with a smaller sequence number was received."""
@@ -175,12 +175,12 @@ class Member:
     position: int = 0
     """Where the journal has to be synced to for its last message."""
     given: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)
-    """What its newest claims got, by their numbers: the ordinal, and the attempt of each sample."""
+    """What its newest claims got, by their numbers: the group_id, and the attempt of each sample."""
 
-    def note_given(self, claim: int, ordinal: int, attempts: dict[int, int]) -> None:
+    def note_given(self, claim: int, group_id: int, attempts: dict[int, int]) -> None:
         """Remember what a numbered claim got."""
         if claim:
-            self.given[claim] = (ordinal, attempts)
+            self.given[claim] = (group_id, attempts)
             if len(self.given) > CLAIMS_REMEMBERED:
                 del self.given[min(self.given)]
 
@@ -200,15 +200,15 @@ class Member:
 
 
 @dataclass(slots=True)
-class Lost:
-    """What filters removed since the last mini-batch; its rewards still count in the next one's facts."""
+class FilteredStats:
+    """What filters removed since the last mini-batch; its rewards still count in the next one's metrics."""
 
     groups: int = 0
     trajectories: int = 0
     reward_sum: float = 0.0
     passed: int = 0
 
-    def add(self, other: Lost) -> None:
+    def add(self, other: FilteredStats) -> None:
         """Count the other's groups too."""
         self.groups += other.groups
         self.trajectories += other.trajectories
@@ -220,6 +220,6 @@ class Lost:
 class Lease:
     """Groups that the trainer holds."""
 
-    trainer_epoch: int
-    ordinals: tuple[int, ...]
-    filtered: Lost
+    trainer_incarnation: int
+    group_ids: tuple[int, ...]
+    filtered: FilteredStats

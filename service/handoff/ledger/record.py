@@ -40,7 +40,7 @@ class Record(Applied):
     def add(self, event: events.Journalled) -> None:
         """Let something happen."""
         if self.on_end is not None and isinstance(event, events.GroupEnd):
-            uid = self.ledger.state.groups[event.ordinal].uid
+            uid = self.ledger.state.groups[event.group_id].uid
             self.on_end(event, uid, self.store, self.ledger.history.current)
         self.journal.append(events.EVENT, events.encode(event))
         self.apply(event)
@@ -54,16 +54,16 @@ class Record(Applied):
         self._rotate()
         return position
 
-    def complete_group(self, ordinal: int) -> CompleteGroup:
+    def complete_group(self, group_id: int) -> CompleteGroup:
         """A complete group's data; read back from the journal when it had been used and was rolled back."""
-        if ordinal not in self.store:
+        if group_id not in self.store:
             self._read_back()
-            if ordinal not in self.store:
+            if group_id not in self.store:
                 raise JournalError(
-                    f"{self.journal.folder} no longer holds ordinal {ordinal}, which is to be trained again"
+                    f"{self.journal.folder} no longer holds group_id {group_id}, which is to be trained again"
                 )
-        steps, ends = self.store.whole(ordinal)
-        return CompleteGroup(ordinal, self.ledger.state.groups[ordinal].uid, steps, ends)
+        steps, ends = self.store.whole(group_id)
+        return CompleteGroup(group_id, self.ledger.state.groups[group_id].uid, steps, ends)
 
     # -- the journal's size -------------------------------------------------------------------------------------------
 
@@ -120,33 +120,37 @@ class Record(Applied):
         self.leased_at = dict.fromkeys(self.ledger.state.leases, now)
         self.issued_at.update(dict.fromkeys(sorted(self.ledger.state.groups), now))
         groups = self.ledger.state.groups
-        self._fetch([ordinal for ordinal, group in groups.items() if group.state not in USED], snapshot.position)
+        self._fetch([group_id for group_id, group in groups.items() if group.state not in USED], snapshot.position)
 
     def _read_back(self) -> None:
         """Fetch the steps of all complete or leased groups that had been used and are not in memory."""
         whole = (GroupState.COMPLETE, GroupState.LEASED)
         groups = self.ledger.state.groups
         self.journal.sync()
-        missing = [ordinal for ordinal, group in groups.items() if group.state in whole and ordinal not in self.store]
+        missing = [
+            group_id for group_id, group in groups.items() if group.state in whole and group_id not in self.store
+        ]
         self._fetch(missing, self.journal.synced)
 
-    def _fetch(self, ordinals: Sequence[int], stop: int) -> None:
+    def _fetch(self, group_ids: Sequence[int], stop: int) -> None:
         """Put the current attempts' steps and ends of some groups into the store, from the journal before `stop`."""
-        groups = {ordinal: self.ledger.state.groups[ordinal] for ordinal in ordinals}
+        groups = {group_id: self.ledger.state.groups[group_id] for group_id in group_ids}
         starts = [group.first_position for group in groups.values() if group.first_position is not None]
         frames = self.journal.read(min(starts, default=stop), stop)
-        fetch(self.store, {ordinal: group.current_attempts for ordinal, group in groups.items()}, frames, self._limits)
+        fetch(
+            self.store, {group_id: group.current_attempts for group_id, group in groups.items()}, frames, self._limits
+        )
 
 
 def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[Frame], limits: Limits) -> None:
-    """Put the steps and ends of some groups into a store: of each ordinal's samples only these attempts, once."""
+    """Put the steps and ends of some groups into a store: of each group_id's samples only these attempts, once."""
     seen: set[tuple[int, int, int]] = set()
     for frame in frames:
         if frame.kind == events.STEPS:
             message = accepted(frame, limits)
             for of, part in parts(message).items():
-                if of.ordinal in attempts and attempts[of.ordinal][of.sample] == of.attempt:
-                    keys = {(of.ordinal, of.sample, int(message.steps.index_K[k])): k for k in reversed(part.steps)}
+                if of.group_id in attempts and attempts[of.group_id][of.sample] == of.attempt:
+                    keys = {(of.group_id, of.sample, int(message.steps.index_K[k])): k for k in reversed(part.steps)}
                     new = [k for key, k in keys.items() if key not in seen]  # the first of each, as when it came
                     seen |= keys.keys()
-                    store.add(of.ordinal, cut(message, new), part.ends)
+                    store.add(of.group_id, cut(message, new), part.ends)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from service.handoff.ledger.events import Opened
 from service.handoff.ledger.lengths import Lengths
-from service.handoff.ledger.lifecycle import Fate, Group, Lease, Lost, Member
+from service.handoff.ledger.lifecycle import Fate, FilteredStats, Group, Lease, Member
 
 
 @dataclass(slots=True)
@@ -16,12 +16,12 @@ class State:
     n_samples: int
     opened: Opened | None = None
     groups: dict[int, Group] = field(default_factory=dict)
-    """All that may still change, by ordinal."""
-    next_ordinal: int = 0
+    """All that may still change, by group_id."""
+    next_group_id: int = 0
     vacated: int = 0
     """Groups that gave their slot back."""
     generators: dict[str, Member] = field(default_factory=dict)
-    trainer_epoch: int = 0
+    trainer_incarnation: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
     next_lease: int = 1
     last_commit: int = 0
@@ -33,7 +33,7 @@ class State:
     finals: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(groups, loss tokens) of optimizer steps that nobody can go back behind and no checkpoint covers yet."""
     next_finished: int = 1
-    filtered: Lost = field(default_factory=Lost)
+    filtered: FilteredStats = field(default_factory=FilteredStats)
     lengths: Lengths = field(default_factory=Lengths)
     accepted: int = 0
     """Tokens accepted."""

@@ -93,18 +93,18 @@ class Held:
 
 
 class Store:
-    """Steps and ends by ordinal, with the bytes that they take."""
+    """Steps and ends by group_id, with the bytes that they take."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
         self._held: dict[int, Held] = {}
 
-    def __contains__(self, ordinal: int) -> bool:
-        return ordinal in self._held
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._held
 
-    def add(self, ordinal: int, steps: Steps | None, ends: Sequence[TrajectoryEnd]) -> None:
+    def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd]) -> None:
         """Keep more of a group."""
-        held = self._held.setdefault(ordinal, Held())
+        held = self._held.setdefault(group_id, Held())
         if steps is not None:
             held.steps.append(steps)
             held.note(steps)
@@ -114,27 +114,27 @@ class Store:
         for end in ends:
             held.ends[end.trajectory.sample] = end
 
-    def chain_of(self, ordinal: int, sample: int) -> Chain | None:
+    def chain_of(self, group_id: int, sample: int) -> Chain | None:
         """How far a sample has grown in order; None when it has not, so that it is checked when it is complete."""
-        held = self._held.get(ordinal)
+        held = self._held.get(group_id)
         return None if held is None else held.chains.get(sample)
 
-    def set_chain(self, ordinal: int, sample: int, chain: Chain | None) -> None:
+    def set_chain(self, group_id: int, sample: int, chain: Chain | None) -> None:
         """Remember how far a sample has grown in order; None: it has not, or it is complete."""
         if chain is None:
-            self._held[ordinal].chains.pop(sample, None)
+            self._held[group_id].chains.pop(sample, None)
         else:
-            self._held[ordinal].chains[sample] = chain
+            self._held[group_id].chains[sample] = chain
 
-    def drop(self, ordinal: int) -> None:
+    def drop(self, group_id: int) -> None:
         """Forget a group."""
-        held = self._held.pop(ordinal, None)
+        held = self._held.pop(group_id, None)
         if held is not None:
             self.n_bytes -= held.n_bytes
 
-    def drop_samples(self, ordinal: int, samples: tuple[int, ...]) -> None:
+    def drop_samples(self, group_id: int, samples: tuple[int, ...]) -> None:
         """Forget what some samples of a group had."""
-        held = self._held.get(ordinal)
+        held = self._held.get(group_id)
         if held is None:
             return
         held.chains = {sample: chain for sample, chain in held.chains.items() if sample not in samples}
@@ -145,28 +145,28 @@ class Store:
         held.n_bytes = sum(table_bytes(table) for table in held.steps)
         self.n_bytes += held.n_bytes
 
-    def samples(self, ordinal: int) -> list[int]:
+    def samples(self, group_id: int) -> list[int]:
         """The samples of a group of which anything is here."""
-        held = self._held.get(ordinal, Held())
+        held = self._held.get(group_id, Held())
         return sorted({*held.ends, *(int(sample) for table in held.steps for sample in np.unique(table.sample_K))})
 
-    def steps_of(self, ordinal: int, sample: int) -> list[Steps]:
+    def steps_of(self, group_id: int, sample: int) -> list[Steps]:
         """The steps of one sample, as tables of one or more steps."""
-        held = self._held.get(ordinal, Held())
+        held = self._held.get(group_id, Held())
         return [
             select_steps(table, index_K)
             for table in held.steps
             if len(index_K := np.flatnonzero(table.sample_K == sample))
         ]
 
-    def step(self, ordinal: int, sample: int, index: int) -> tuple[Steps, int] | None:
+    def step(self, group_id: int, sample: int, index: int) -> tuple[Steps, int] | None:
         """The table that holds a step, and its position there."""
-        held = self._held.get(ordinal)
+        held = self._held.get(group_id)
         return None if held is None else held.places_of(sample).get(index)
 
-    def earlier_than(self, ordinal: int, sample: int) -> Earlier:
+    def earlier_than(self, group_id: int, sample: int) -> Earlier:
         """The steps of one sample, ready to look full prompts up in."""
-        held = self._held.get(ordinal)
+        held = self._held.get(group_id)
         if held is None:
             return Earlier()
         earlier, places = held.earlier.setdefault(sample, Earlier()), held.places_of(sample)
@@ -174,20 +174,20 @@ class Store:
             earlier.add(table, k)
         return earlier
 
-    def no_more_of(self, ordinal: int, sample: int) -> None:
+    def no_more_of(self, group_id: int, sample: int) -> None:
         """No more steps come of one sample: forget what was only kept for them."""
-        if (held := self._held.get(ordinal)) is not None:
+        if (held := self._held.get(group_id)) is not None:
             held.chains.pop(sample, None)
             held.earlier.pop(sample, None)
 
-    def end_of(self, ordinal: int, sample: int) -> TrajectoryEnd | None:
+    def end_of(self, group_id: int, sample: int) -> TrajectoryEnd | None:
         """The end of one sample, if it is here."""
-        held = self._held.get(ordinal)
+        held = self._held.get(group_id)
         return None if held is None else held.ends.get(sample)
 
-    def whole(self, ordinal: int) -> tuple[Steps, Ends]:
+    def whole(self, group_id: int) -> tuple[Steps, Ends]:
         """All steps and ends of a complete group; its steps become one table."""
-        held = self._held[ordinal]
+        held = self._held[group_id]
         if len(held.steps) > 1:
             held.rearranged([concat_steps(held.steps)])
         ends = [held.ends[sample] for sample in sorted(held.ends)]

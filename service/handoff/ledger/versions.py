@@ -1,6 +1,6 @@
 """Which policy versions exist, and how stale a token is.
 
-published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as epoch 1
+published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as incarnation 1
                      \\__ (1,1) (1,2)
 staleness at (1,2):  of a (0,1) token 1; of a (0,3) token 1, counted from the common checkpoint (0,1); of (1,2) 0
 """
@@ -13,12 +13,12 @@ from service.types import Bools, Int32s, Int64s, PolicyVersion
 
 
 class VersionHistory:
-    """Every version that was ever published, and where epochs branched off."""
+    """Every version that was ever published, and where incarnations branched off."""
 
     def __init__(self, start: PolicyVersion | None = None) -> None:
         self._published = [(start or PolicyVersion(0, 0)).pack()]
         self._published_V = np.array(self._published, np.int64)
-        self._branches: list[tuple[int, int]] = []  # (the epoch that began, the step that it went back to)
+        self._branches: list[tuple[int, int]] = []  # (the incarnation that began, the step that it went back to)
 
     @property
     def current(self) -> PolicyVersion:
@@ -32,13 +32,13 @@ class VersionHistory:
         self._note(version)
 
     def rollback(self, to_step: int) -> int:
-        """Begin a new epoch at an earlier step; returns the epoch."""
+        """Begin a new incarnation at an earlier step; returns the incarnation."""
         if to_step > self.current.step:
             raise ValueError(f"cannot go back to step {to_step} from {self.current}")
-        epoch = self.current.epoch + 1
-        self._branches.append((epoch, to_step))
-        self._note(PolicyVersion(epoch, to_step))
-        return epoch
+        incarnation = self.current.incarnation + 1
+        self._branches.append((incarnation, to_step))
+        self._note(PolicyVersion(incarnation, to_step))
+        return incarnation
 
     def known(self, versions_N: Int64s) -> Bools:
         """True where the version was published."""
@@ -49,9 +49,9 @@ class VersionHistory:
     def staleness(self, versions_N: Int64s, at: PolicyVersion) -> Int32s:
         """Versions between sampling and `at`; -1 where nothing was sampled."""
         step_N = np.ascontiguousarray(versions_N, "<i8").view("<i4")[::2]  # the low half; -1 for NO_VERSION
-        for epoch, common in self._branches:
-            if epoch <= at.epoch:
-                step_N = np.where(versions_N < epoch << 32, np.minimum(step_N, common), step_N)
+        for incarnation, common in self._branches:
+            if incarnation <= at.incarnation:
+                step_N = np.where(versions_N < incarnation << 32, np.minimum(step_N, common), step_N)
         stale_N = np.int32(at.step) - step_N
         stale_N[step_N < 0] = -1
         return stale_N

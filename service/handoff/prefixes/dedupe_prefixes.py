@@ -36,9 +36,9 @@ def shared(ledger: Ledger, store: Store, message: StepGroup) -> StepGroup:
     for of, items in items_by_trajectory(steps).items():
         if wanted_K[items].any():
             if not routed:
-                found |= _continuing(store.chain_of(of.ordinal, of.sample), steps, items, wanted_K)
+                found |= _continuing(store.chain_of(of.group_id, of.sample), steps, items, wanted_K)
             if not all(k in found for k in items if wanted_K[k]):
-                found |= store.earlier_than(of.ordinal, of.sample).references(steps, items, wanted_K)
+                found |= store.earlier_than(of.group_id, of.sample).references(steps, items, wanted_K)
     return replace(message, steps=with_references(steps, found))
 
 
@@ -47,7 +47,7 @@ def _known(ledger: Ledger, steps: Steps, full_K: Bools) -> Bools:
     known_K = np.zeros(len(steps), np.bool_)
     ids, indices = trajectory_ids(steps), steps.index_K.tolist()
     for k in np.flatnonzero(full_K).tolist():
-        group = ledger.state.groups.get(ids[k].ordinal)
+        group = ledger.state.groups.get(ids[k].group_id)
         if group is None or ids[k].sample >= len(group.trajectories):
             known_K[k] = True
         else:

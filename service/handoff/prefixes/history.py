@@ -132,5 +132,5 @@ def known_history(steps: Steps, items: Iterable[int]) -> History:
 
 def name_of(steps: Steps, k: int) -> str:
     """How item `k` of a table is called in messages."""
-    trajectory = TrajectoryId(int(steps.ordinal_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k]))
+    trajectory = TrajectoryId(int(steps.group_id_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k]))
     return f"{trajectory}/step={steps.index_K[k]}"

@@ -199,7 +199,7 @@ def _rows(steps: Steps, plan: Plan) -> Rows:
     return Rows(
         uids=steps.uids,
         stop_reasons=steps.stop_reasons,
-        ordinal_R=steps.ordinal_K[first_R],
+        group_id_R=steps.group_id_K[first_R],
         sample_R=steps.sample_K[first_R],
         attempt_R=steps.attempt_K[first_R],
         uid_R=steps.uid_K[first_R],

@@ -59,7 +59,7 @@ def contradiction(steps: Steps) -> str | None:
 
 def _sorted(steps: Steps) -> tuple[Steps, Int64s, Bools]:
     """Steps by trajectory, then by index, in order of arrival; each one's trajectory, and whether it came before."""
-    number_K, _ = trajectories(steps.ordinal_K, steps.sample_K, steps.attempt_K)
+    number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
     again_K = np.zeros(len(steps), np.bool_)
     same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
     if not ((next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all()):

@@ -42,20 +42,20 @@ def copy_segments(column_N: NDArray[Column], start_S: Int64s, stop_S: Int64s) ->
     return np.concatenate([column_N[start:stop] for start, stop in zip(starts, stops, strict=True)])
 
 
-def trajectories(ordinal_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tuple[Int64s, Int64s]:
+def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tuple[Int64s, Int64s]:
     """Number the trajectories of a table in order of their first appearance: (number of each item, first items).
 
     >>> number_K, first_G = trajectories(np.array([7, 3, 7]), np.array([0, 0, 0]), np.array([0, 0, 0]))
     >>> number_K.tolist(), first_G.tolist()
     ([0, 1, 0], [0, 1])
     """
-    columns = (ordinal_X, sample_X, attempt_X)
+    columns = (group_id_X, sample_X, attempt_X)
     new = _changes(columns)
     head_G = new.nonzero()[0]
     heads = list(zip(*(column[head_G].tolist() for column in columns), strict=True))
     if len(set(heads)) == len(heads):  # each trajectory stands together
         return np.cumsum(new) - 1, head_G
-    order = np.lexsort((attempt_X, sample_X, ordinal_X))
+    order = np.lexsort((attempt_X, sample_X, group_id_X))
     new = _changes(tuple(column[order] for column in columns))
     first_G = order[new]
     appearance = np.argsort(first_G, kind="stable")

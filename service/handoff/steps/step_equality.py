@@ -21,7 +21,7 @@ from service.types import ROUTE_NATIVELY, Float32s, Int32s, Steps
 Tokens = Callable[[int], Int32s | None]
 """Whole prompt and response of an earlier step of the trajectory, by its index; None when they are not known."""
 
-_ALIKE = ("ordinal_K", "sample_K", "attempt_K", "index_K", "temperature_K", "has_logprobs_K")
+_ALIKE = ("group_id_K", "sample_K", "attempt_K", "index_K", "temperature_K", "has_logprobs_K")
 _OF_RESPONSE = ("logprobs_N", "loss_mask_N", "versions_N")
 
 

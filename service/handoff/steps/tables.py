@@ -37,7 +37,7 @@ from service.types import (
 )
 
 STEP_COLUMNS = (
-    "ordinal_K",
+    "group_id_K",
     "sample_K",
     "attempt_K",
     "index_K",
@@ -52,7 +52,7 @@ STEP_COLUMNS = (
     "extends_digest_K",
 )
 ROW_COLUMNS = (
-    "ordinal_R",
+    "group_id_R",
     "sample_R",
     "attempt_R",
     "uid_R",
@@ -63,7 +63,7 @@ ROW_COLUMNS = (
     "has_logprobs_R",
     "prompt_length_R",
 )
-END_COLUMNS = ("ordinal_E", "sample_E", "attempt_E", "uid_E", "n_steps_E", "stop_reason_E", "reward_E")
+END_COLUMNS = ("group_id_E", "sample_E", "attempt_E", "uid_E", "n_steps_E", "stop_reason_E", "reward_E")
 TOKEN_COLUMNS = ("token_ids_N", "logprobs_N", "loss_mask_N", "versions_N", "token_rewards_N", "routed_experts_N")
 
 
@@ -82,7 +82,7 @@ def steps_table(steps: Sequence[Step]) -> Steps:
     return Steps(
         uids=uids,
         stop_reasons=stop_reasons,
-        ordinal_K=np.array([step.trajectory.ordinal for step in steps], np.int64),
+        group_id_K=np.array([step.trajectory.group_id for step in steps], np.int64),
         sample_K=np.array([step.trajectory.sample for step in steps], np.int32),
         attempt_K=np.array([step.trajectory.attempt for step in steps], np.int32),
         index_K=np.array([step.index for step in steps], np.int32),
@@ -112,7 +112,7 @@ def ends_table(ends: Sequence[TrajectoryEnd]) -> Ends:
     return Ends(
         uids=uids,
         stop_reasons=stop_reasons,
-        ordinal_E=np.array([end.trajectory.ordinal for end in ends], np.int64),
+        group_id_E=np.array([end.trajectory.group_id for end in ends], np.int64),
         sample_E=np.array([end.trajectory.sample for end in ends], np.int32),
         attempt_E=np.array([end.trajectory.attempt for end in ends], np.int32),
         uid_E=uid_E,
@@ -124,7 +124,7 @@ def ends_table(ends: Sequence[TrajectoryEnd]) -> Ends:
 
 def trajectory_ids(steps: Steps) -> list[TrajectoryId]:
     """The trajectory of each step."""
-    columns = (steps.ordinal_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist())
+    columns = (steps.group_id_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist())
     return [TrajectoryId(*identity) for identity in zip(*columns, strict=True)]
 
 
@@ -218,7 +218,7 @@ def end_objects(ends: Ends) -> list[TrajectoryEnd]:
     """The ends of a table as objects."""
     return [
         TrajectoryEnd(
-            TrajectoryId(int(ends.ordinal_E[e]), int(ends.sample_E[e]), int(ends.attempt_E[e])),
+            TrajectoryId(int(ends.group_id_E[e]), int(ends.sample_E[e]), int(ends.attempt_E[e])),
             ends.uids[ends.uid_E[e]],
             int(ends.n_steps_E[e]),
             ends.stop_reasons[ends.stop_reason_E[e]],
@@ -317,7 +317,7 @@ def _step_object(steps: Steps, k: int) -> Step:
     extension = Extension(int(steps.extends_K[k]), int(steps.extends_length_K[k]), int(steps.extends_digest_K[k]))
     rewards_N, experts_N = steps.token_rewards_N, steps.routed_experts_N
     return Step(
-        trajectory=TrajectoryId(int(steps.ordinal_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k])),
+        trajectory=TrajectoryId(int(steps.group_id_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k])),
         prompt_uid=steps.uids[steps.uid_K[k]],
         index=int(steps.index_K[k]),
         prompt_ids=steps.token_ids_N[start:middle],
@@ -338,7 +338,7 @@ def _row_object(rows: Rows, r: int) -> Row:
     middle = start + int(rows.prompt_length_R[r])
     rewards_N, experts_N, reward_R = rows.token_rewards_N, rows.routed_experts_N, rows.reward_R
     return Row(
-        trajectory=TrajectoryId(int(rows.ordinal_R[r]), int(rows.sample_R[r]), int(rows.attempt_R[r])),
+        trajectory=TrajectoryId(int(rows.group_id_R[r]), int(rows.sample_R[r]), int(rows.attempt_R[r])),
         prompt_uid=rows.uids[rows.uid_R[r]],
         first_step=int(rows.first_step_R[r]),
         last_step=int(rows.last_step_R[r]),

@@ -40,8 +40,8 @@ from service.types import (
 MAX_NAME_LENGTH = 1024
 """Characters of a generator's name, a prompt's uid or a stop reason, at most."""
 
-MAX_ORDINAL = 1 << 53
-"""An ordinal stays exact in JSON."""
+MAX_GROUP_ID = 1 << 53
+"""A group_id stays exact in JSON."""
 
 TEMPERATURES = (1e-6, 1e6)
 
@@ -141,8 +141,8 @@ def _table(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
-    generator, epoch, sequence = group.sender
-    if not 0 < len(generator) <= MAX_NAME_LENGTH or epoch < 0 or sequence < 0:
+    generator, incarnation, sequence = group.sender
+    if not 0 < len(generator) <= MAX_NAME_LENGTH or incarnation < 0 or sequence < 0:
         return Refusal(RefusalReason.IDENTITY, "sender")
     for table in (group.steps, group.ends):
         if "" in table.uids:
@@ -156,19 +156,19 @@ def _identity(group: StepGroup, limits: Limits) -> Refusal | None:
     steps, ends = group.steps, group.ends
     found = _first_outside(
         RefusalReason.IDENTITY,
-        ("ordinal_K", steps.ordinal_K, 0, MAX_ORDINAL),
+        ("group_id_K", steps.group_id_K, 0, MAX_GROUP_ID),
         ("sample_K", steps.sample_K, 0, limits.n_samples_per_prompt),
         ("attempt_K", steps.attempt_K, 0, limits.max_attempts),
-        ("ordinal_E", ends.ordinal_E, 0, MAX_ORDINAL),
+        ("group_id_E", ends.group_id_E, 0, MAX_GROUP_ID),
         ("sample_E", ends.sample_E, 0, limits.n_samples_per_prompt),
         ("attempt_E", ends.attempt_E, 0, limits.max_attempts),
     )
     if found is not None:
         return found
-    pairs = set(zip(steps.ordinal_K.tolist(), map(steps.uids.__getitem__, steps.uid_K.tolist()), strict=True))
-    pairs.update(zip(ends.ordinal_E.tolist(), map(ends.uids.__getitem__, ends.uid_E.tolist()), strict=True))
+    pairs = set(zip(steps.group_id_K.tolist(), map(steps.uids.__getitem__, steps.uid_K.tolist()), strict=True))
+    pairs.update(zip(ends.group_id_E.tolist(), map(ends.uids.__getitem__, ends.uid_E.tolist()), strict=True))
     if len(dict(pairs)) < len(pairs):
-        return Refusal(RefusalReason.IDENTITY, "one ordinal under two uids")
+        return Refusal(RefusalReason.IDENTITY, "one group_id under two uids")
     return None
 
 
@@ -197,7 +197,7 @@ def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
     response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     prompt_K = total_lengths(steps) - response_K
     return _first_outside(
-        RefusalReason.EMPTY, ("response_length_K", response_K, 1, MAX_ORDINAL), ("prompt_K", prompt_K, 1, MAX_ORDINAL)
+        RefusalReason.EMPTY, ("response_length_K", response_K, 1, MAX_GROUP_ID), ("prompt_K", prompt_K, 1, MAX_GROUP_ID)
     ) or _first_outside(
         RefusalReason.LENGTH_LIMIT,
         ("prompt_length_K", prompt_K, 0, limits.max_input_length + 1),
@@ -295,11 +295,11 @@ def _conflicts(group: StepGroup, limits: Limits) -> Refusal | None:
         return Refusal(RefusalReason.CONFLICT, path)
     ends, records = group.ends, dict[tuple[int, ...], tuple[Any, ...]]()
     columns_E = (ends.n_steps_E, ends.reward_E, ends.uid_E, ends.stop_reason_E)
-    for identity, record in zip(_ids(ends.ordinal_E, ends.sample_E, ends.attempt_E), _ids(*columns_E), strict=True):
+    for identity, record in zip(_ids(ends.group_id_E, ends.sample_E, ends.attempt_E), _ids(*columns_E), strict=True):
         if records.setdefault(identity, record) != record:
             return Refusal(RefusalReason.CONFLICT, f"{TrajectoryId(*identity)}: two ends")
     for identity, index in zip(
-        _ids(steps.ordinal_K, steps.sample_K, steps.attempt_K), steps.index_K.tolist(), strict=True
+        _ids(steps.group_id_K, steps.sample_K, steps.attempt_K), steps.index_K.tolist(), strict=True
     ):
         if identity in records and index >= records[identity][0]:
             path = f"{TrajectoryId(*identity)}/step={index}: after the end"

@@ -56,7 +56,7 @@ _NAMES_BY_DTYPE = {
         "extends_length_K", "token_ids_N", "sample_E", "attempt_E", "uid_E", "n_steps_E", "stop_reason_E",
         "rows_G", "prompt_of_trajectory_G", "staleness_N", "trajectory_of_row_R",
     ),
-    "<i8": ("ordinal_K", "offsets_K", "versions_N", "ordinal_E", "loss_tokens_G", "offsets_R"),
+    "<i8": ("group_id_K", "offsets_K", "versions_N", "group_id_E", "loss_tokens_G", "offsets_R"),
     "<u8": ("extends_digest_K",),
     "<f4": ("temperature_K", "logprobs_N", "token_rewards_N", "advantage_G", "temperature_R"),
     "<f8": ("reward_K", "reward_E", "return_G"),
@@ -81,7 +81,7 @@ class GroupHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The header of a step group."""
 
     generator: str
-    epoch: int
+    incarnation: int
     sequence: int
     step_uids: tuple[str, ...]
     step_stop_reasons: tuple[str, ...]
@@ -97,7 +97,7 @@ class BatchHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: tuple[int, ...]
     micro_batches: tuple[int, ...]
     """Per rank."""
-    facts: dict[str, float]
+    metrics: dict[str, float]
     arrays: tuple[ArrayHead, ...]
 
 
@@ -148,7 +148,7 @@ def encode_mini_batch(batch: MiniBatch) -> bytes:
                 if (array := getattr(micro_batch, name)) is not None:
                     arrays[f"{rank}/{m}/{name}"] = array
     counts = tuple(len(micro_batches) for micro_batches in batch.ranks)
-    head = BatchHead(batch.lease, batch.groups, counts, batch.facts, _array_heads(arrays))
+    head = BatchHead(batch.lease, batch.groups, counts, batch.metrics, _array_heads(arrays))
     return _framed(MINI_BATCH, msgspec.msgpack.encode(head), arrays)
 
 
@@ -165,7 +165,7 @@ def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
         for rank, count in enumerate(head.micro_batches)
     )
     columns = {name: arrays[name] for name in _BATCH_ARRAYS}
-    return MiniBatch(lease=head.lease, groups=head.groups, ranks=ranks, facts=head.facts, **columns)
+    return MiniBatch(lease=head.lease, groups=head.groups, ranks=ranks, metrics=head.metrics, **columns)
 
 
 def _array_heads(arrays: Mapping[str, NDArray[Any]]) -> tuple[ArrayHead, ...]:
@@ -246,4 +246,4 @@ def _group_of(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
         raise _Damaged(RefusalReason.LENGTH_MISMATCH, str(error)) from error
     if arrays:
         raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
-    return StepGroup(Sender(head.generator, head.epoch, head.sequence), steps, ends)
+    return StepGroup(Sender(head.generator, head.incarnation, head.sequence), steps, ends)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.learn.device_batch import Placed
+from service.learn.device_batch import DeviceBatch
 from service.types import Float64s, MiniBatch
 
 WHITEN_EPSILON = 1e-8
@@ -49,7 +49,7 @@ def _geometric(ratio: float, terms_G: Float64s) -> Float64s:
     return terms_G if ratio == 1 else (1 - ratio**terms_G) / (1 - ratio)
 
 
-def token_advantages(advantage_G: Tensor, how: Whitening | None, placed: Placed) -> Tensor:
+def token_advantages(advantage_G: Tensor, how: Whitening | None, placed: DeviceBatch) -> Tensor:
     """[M] the advantage of each loss token; with `how`, `advantage_G` holds the returns."""
     value_M = placed.of_trajectory(advantage_G)
     if how is None:
@@ -58,7 +58,7 @@ def token_advantages(advantage_G: Tensor, how: Whitening | None, placed: Placed)
     return (discounted_M - how.mean) * how.scale
 
 
-def _tokens_after(placed: Placed) -> Tensor:
+def _tokens_after(placed: DeviceBatch) -> Tensor:
     """[M] how many loss tokens follow in the same row."""
     row_M = placed.row_of_token_N.index_select(0, placed.loss_token_M)
     end_M = torch.searchsorted(row_M, row_M, right=True)

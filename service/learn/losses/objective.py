@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from service.config.tree import Config
-from service.learn.device_batch import Placed
+from service.learn.device_batch import DeviceBatch
 from service.learn.losses.advantage import Whitening, token_advantages, whitening
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
 from service.learn.losses.loss import Terms, Tokens, checked, kl_term, loss_named
@@ -90,7 +90,7 @@ class Objective:
         """Whether the weights as they are must be asked before the backward pass."""
         return self._loss.over_trajectory or self._corrects_trajectories
 
-    def prepare(self, batch: MiniBatch, placed: Sequence[Placed], known: Sequence[Known]) -> Batch:
+    def prepare(self, batch: MiniBatch, placed: Sequence[DeviceBatch], known: Sequence[Known]) -> Batch:
         """The mini-batch's numbers per trajectory, on the device."""
         algorithm = self._algorithm
         temporal = algorithm.estimator == "reinforce++"
@@ -100,7 +100,7 @@ class Objective:
         how = whitening(batch, algorithm.gamma) if temporal else None
         return Batch(both[0], both[1], how, self._across(placed, known, len(value_G)))
 
-    def _across(self, placed: Sequence[Placed], known: Sequence[Known], n_trajectories: int) -> Across:
+    def _across(self, placed: Sequence[DeviceBatch], known: Sequence[Known], n_trajectories: int) -> Across:
         """Gather what looks at whole trajectories over all micro-batches of this rank."""
         if not self.needs_own:
             return Across(None, None)
@@ -113,13 +113,13 @@ class Objective:
             correction=trajectory_ratios(over_rollout, trajectories, n_trajectories),
         )
 
-    def _anchor(self, placed: Placed, known: Known, now_M: Tensor) -> _Anchor:
+    def _anchor(self, placed: DeviceBatch, known: Known, now_M: Tensor) -> _Anchor:
         if not self._proximal:
             return _Anchor(placed.rollout_M, now_M)
         frozen_M = now_M if known.proximal_M is None else known.proximal_M
         return _Anchor(frozen_M, frozen_M)
 
-    def loss(self, placed: Placed, known: Known, batch: Batch, output: Output, sums: Sums) -> Tensor:
+    def loss(self, placed: DeviceBatch, known: Known, batch: Batch, output: Output, sums: Sums) -> Tensor:
         """The micro-batch's share of the mini-batch's loss; what is measured goes into `sums`."""
         algorithm = self._algorithm
         now_M = output.logprob_M.detach()
@@ -148,7 +148,7 @@ class Objective:
         self._measure.ratios(sums, now_M - placed.rollout_M, terms.clipped_M, placed.staleness_M)
         return loss
 
-    def _terms(self, placed: Placed, batch: Batch, logprob_M: Tensor, anchor: _Anchor) -> Terms:
+    def _terms(self, placed: DeviceBatch, batch: Batch, logprob_M: Tensor, anchor: _Anchor) -> Terms:
         over_M = None
         if self._loss.over_trajectory and batch.across.loss is not None:
             over_M = batch.across.loss.mean_G.index_select(0, placed.trajectory_M)

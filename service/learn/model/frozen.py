@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from service.config.learn import AlgorithmConfig
-from service.learn.device_batch import Placed
+from service.learn.device_batch import DeviceBatch
 from service.learn.model.master_weights import Masters
 from service.learn.model.policy import Policy
 
@@ -65,7 +65,7 @@ class FrozenPolicies:
         self.frozen: dict[str, FrozenWeights] = {}
         self.taken_at: dict[str, int] = {}
 
-    def logprobs(self, name: str, placed: Sequence[Placed], step: int) -> list[Tensor] | list[None]:
+    def logprobs(self, name: str, placed: Sequence[DeviceBatch], step: int) -> list[Tensor] | list[None]:
         """[M] per micro-batch under the frozen weights `name`; None where they are the weights as they are."""
         if name not in self._every:
             return [None] * len(placed)

@@ -32,7 +32,7 @@ def token_logprobs(
     return result
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type to reduce values of `dtype` in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -41,7 +41,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     """A matrix product in the wide type; on a GPU without rounding it to bfloat16 first."""
     if left.is_cuda and left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).to(wide(left.dtype))
+    return (left @ right).to(accumulation_dtype(left.dtype))
 
 
 @fused_on_gpu
@@ -86,7 +86,7 @@ class _ChunkedLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, inverse_temperature: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
-        inverse_temperature = inverse_temperature.to(wide(hidden.dtype))
+        inverse_temperature = inverse_temperature.to(accumulation_dtype(hidden.dtype))
         logprob, entropy, normaliser = (torch.empty_like(inverse_temperature) for _ in range(3))
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
@@ -101,7 +101,7 @@ class _ChunkedLogprob(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, head, *of_tokens = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
-        of_head = torch.zeros_like(head, dtype=wide(head.dtype))
+        of_head = torch.zeros_like(head, dtype=accumulation_dtype(head.dtype))
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
             logits = _product(hidden[part], head.t())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from service.learn.model.logprob import wide
+from service.learn.model.logprob import accumulation_dtype
 
 
 class Masters:
@@ -39,7 +39,7 @@ class Masters:
         if not self._copied:
             return local(parameter.detach())
         device = torch.device("cpu") if self._on_cpu else parameter.device
-        return parameter.detach().to(device, wide(parameter.dtype), copy=True)
+        return parameter.detach().to(device, accumulation_dtype(parameter.dtype), copy=True)
 
     @staticmethod
     def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:

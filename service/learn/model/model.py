@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from service.config.learn import TrainerConfig
 from service.config.model_folder import FAMILIES
 from service.errors import UserError
-from service.learn.device_batch import Placed
+from service.learn.device_batch import DeviceBatch
 from service.learn.model import attention
 from service.learn.model.experts import RouterReplay
 from service.learn.model.logprob import token_logprobs
@@ -38,7 +38,7 @@ class PolicyModel(nn.Module):
         self.lm_head = lm_head
         self._replay = RouterReplay(self.layers)
 
-    def forward(self, placed: Placed) -> tuple[Tensor, Tensor]:
+    def forward(self, placed: DeviceBatch) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities of the tokens that carry loss, and entropies of the distributions they came from."""
         self._replay.set(placed.routed_experts())
         # a token is predicted at the position before it
@@ -47,7 +47,7 @@ class PolicyModel(nn.Module):
         token_ids_M = placed.token_ids_N.index_select(0, placed.loss_token_M)
         return token_logprobs(hidden_MD, head.weight, token_ids_M, placed.of_row(placed.temperature_R))
 
-    def _hidden(self, placed: Placed, token_M: Tensor) -> Tensor:
+    def _hidden(self, placed: DeviceBatch, token_M: Tensor) -> Tensor:
         if placed.padding is not None:
             lines = placed.padding
             hidden: Tensor = self.model(

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from service.config.tree import Config
-from service.learn.device_batch import Placed
+from service.learn.device_batch import DeviceBatch
 from service.learn.model.experts import as_on_disk
 from service.learn.model.full_state_dict import gather_everywhere, gather_whole
 from service.learn.model.hf_checkpoint import load_weights, write_folder
-from service.learn.model.logprob import wide
+from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.master_weights import Masters
 from service.learn.model.model import allocate, empty_model, read_config
 from service.learn.model.sharding import forget_gathered, shard
@@ -37,12 +37,12 @@ class Policy:
         self.rank = rank
         self.world = world
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self.wide = wide(self.dtype)
+        self.accumulation_dtype = accumulation_dtype(self.dtype)
         self._folder = folder
         trainer = config.trainer
         hf_config = read_config(folder)
         self.vocab_size: int = hf_config.vocab_size
-        held = self.dtype if world == 1 else self.wide
+        held = self.dtype if world == 1 else self.accumulation_dtype
         self.model = empty_model(hf_config, held, trainer)
         if world > 1:
             shard(self.model, device, world, self.dtype, trainer.cpu_offload)
@@ -55,7 +55,7 @@ class Policy:
         self.masters.write_back()
 
     @torch.no_grad()
-    def logprobs(self, placed: Sequence[Placed]) -> list[Tensor]:
+    def logprobs(self, placed: Sequence[DeviceBatch]) -> list[Tensor]:
         """[M] log-probabilities of each micro-batch's loss tokens, without gradients."""
         logprobs = [self.model(micro)[0] for micro in placed]
         forget_gathered(self.model)

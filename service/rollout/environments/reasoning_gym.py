@@ -81,7 +81,7 @@ class MadeByReasoningGym:
         """Refused: the questions are free text."""
         raise UserError("model.make: a made tokenizer does not know reasoning-gym's words; give model.path")
 
-    def demonstrations(self, n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
+    def demonstrations(self, n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
         """Refused: nobody shows how to solve them."""
         raise UserError("model.warm_start: reasoning-gym has no demonstrations; leave it out")
 

@@ -124,7 +124,7 @@ class Made(Protocol):
     def vocabulary(self) -> tuple[str, ...]:
         """Every word that a tokenizer made for it needs."""
 
-    def demonstrations(self, n: int, right_share: float, rng: np.random.Generator) -> list[list[Message]]:
+    def demonstrations(self, n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
         """Conversations for a supervised warm start."""
 
 

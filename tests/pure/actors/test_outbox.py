@@ -22,10 +22,10 @@ POISONED = 13
 Answer = Receipt | Refusal
 
 
-def step(ordinal: int, index: int = 0, n_tokens: int = 2) -> Step:
+def step(group_id: int, index: int = 0, n_tokens: int = 2) -> Step:
     return Step(
-        trajectory=TrajectoryId(ordinal, 0),
-        prompt_uid=f"p{ordinal}",
+        trajectory=TrajectoryId(group_id, 0),
+        prompt_uid=f"p{group_id}",
         index=index,
         prompt_ids=np.array([1, 2, 3], np.int32),
         response_ids=np.full(n_tokens, 4, np.int32),
@@ -35,8 +35,8 @@ def step(ordinal: int, index: int = 0, n_tokens: int = 2) -> Step:
     )
 
 
-def end(ordinal: int) -> TrajectoryEnd:
-    return TrajectoryEnd(TrajectoryId(ordinal, 0), f"p{ordinal}", 1, "stop", 1.0)
+def end(group_id: int) -> TrajectoryEnd:
+    return TrajectoryEnd(TrajectoryId(group_id, 0), f"p{group_id}", 1, "stop", 1.0)
 
 
 class FakeBuffer:
@@ -56,9 +56,9 @@ class FakeBuffer:
             raise self.fail_first.pop()
         return self.answer(decoded(data))
 
-    def ordinals(self) -> list[int]:
+    def group_ids(self) -> list[int]:
         """Ordinals of all steps that came, in order."""
-        return [ordinal for data in self.sent for ordinal in decoded(data).steps.ordinal_K.tolist()]
+        return [group_id for data in self.sent for group_id in decoded(data).steps.group_id_K.tolist()]
 
 
 def decoded(data: bytes) -> StepGroup:
@@ -86,15 +86,15 @@ def test_what_finishes_together_travels_together_in_order() -> None:
     buffer = FakeBuffer()
     deliver(buffer, [step(0), step(1), end(0), step(2)])
     (group,) = map(decoded, buffer.sent)
-    assert group.steps.ordinal_K.tolist() == [0, 1, 2] and group.ends.ordinal_E.tolist() == [0]
-    assert (group.sender.generator, group.sender.epoch, group.sender.sequence) == ("g", 3, 1)
+    assert group.steps.group_id_K.tolist() == [0, 1, 2] and group.ends.group_id_E.tolist() == [0]
+    assert (group.sender.generator, group.sender.incarnation, group.sender.sequence) == ("g", 3, 1)
 
 
 def test_long_messages_are_split_and_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MESSAGE_BYTES", 500)
     buffer = FakeBuffer()
-    deliver(buffer, [step(ordinal, n_tokens=20) for ordinal in range(10)])
-    assert buffer.ordinals() == list(range(10))
+    deliver(buffer, [step(group_id, n_tokens=20) for group_id in range(10)])
+    assert buffer.group_ids() == list(range(10))
     assert [decoded(data).sender.sequence for data in buffer.sent] == list(range(1, len(buffer.sent) + 1))
     assert len(buffer.sent) == 5
 
@@ -103,19 +103,19 @@ def test_no_message_has_more_names_than_its_header_may_hold() -> None:
     buffer = FakeBuffer()
     ends = [TrajectoryEnd(TrajectoryId(o, 0), f"{o:0500}", 0, "stop", 1.0) for o in range(3000)]
     deliver(buffer, list(ends))
-    sent = [ordinal for data in buffer.sent for ordinal in decoded(data).ends.ordinal_E.tolist()]
+    sent = [group_id for data in buffer.sent for group_id in decoded(data).ends.group_id_E.tolist()]
     assert sent == list(range(3000)) and len(buffer.sent) == 3
 
 
 def test_routed_experts_of_another_shape_go_into_a_message_of_their_own() -> None:
     """An engine that errs in it must not take the steps of other trajectories along."""
 
-    def routed(ordinal: int, layers: int) -> Step:
-        return replace(step(ordinal), routed_experts=np.zeros((5, layers, 2), np.int16))
+    def routed(group_id: int, layers: int) -> Step:
+        return replace(step(group_id), routed_experts=np.zeros((5, layers, 2), np.int16))
 
     buffer = FakeBuffer(lambda group: Refusal(RefusalReason.LENGTH_MISMATCH, "") if _layers(group) == 3 else Receipt(0))
     deliver(buffer, [routed(0, 2), step(1), routed(2, 2), end(2), routed(3, 3), step(4), routed(5, 3), routed(6, 2)])
-    sent = [decoded(data).steps.ordinal_K.tolist() for data in buffer.sent]
+    sent = [decoded(data).steps.group_id_K.tolist() for data in buffer.sent]
     assert sent[:2] == [[0, 1, 2], [3, 4, 5]] and sorted(sent[2:]) == [[3], [4], [5], [6]]
     assert sorted(buffer.refused) == [TrajectoryId(3, 0), TrajectoryId(5, 0)]
 
@@ -158,7 +158,7 @@ def test_a_buffer_that_never_answers_starves_the_generator_with_a_reason() -> No
 
 
 def poison(group: StepGroup) -> Answer:
-    found = np.flatnonzero(group.steps.ordinal_K == POISONED)
+    found = np.flatnonzero(group.steps.group_id_K == POISONED)
     return Refusal(RefusalReason.LOGPROB, f"step={found[0]}", 0.5) if len(found) else Receipt(0)
 
 
@@ -166,20 +166,20 @@ def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with_it() 
     buffer = FakeBuffer(poison)
     outbox = deliver(buffer, [step(1), step(POISONED), step(2), end(1), end(2)])
     accepted = [data for data in buffer.sent if isinstance(poison(decoded(data)), Receipt)]
-    assert sorted(ordinal for data in accepted for ordinal in decoded(data).steps.ordinal_K.tolist()) == [1, 2]
-    assert sorted(ordinal for data in accepted for ordinal in decoded(data).ends.ordinal_E.tolist()) == [1, 2]
+    assert sorted(group_id for data in accepted for group_id in decoded(data).steps.group_id_K.tolist()) == [1, 2]
+    assert sorted(group_id for data in accepted for group_id in decoded(data).ends.group_id_E.tolist()) == [1, 2]
     assert buffer.refused == [TrajectoryId(POISONED, 0)]
     assert outbox.refusals[RefusalReason.LOGPROB] == 2 and outbox.counts["steps"] == 2
 
 
-def test_ordinals_that_need_no_more_work_are_passed_on() -> None:
+def test_group_ids_that_need_no_more_work_are_passed_on() -> None:
     buffer = FakeBuffer(lambda group: Receipt(0, superseded=(4, 5)))
     deliver(buffer, [step(4), step(5), step(6)])
     assert buffer.closed == [4, 5]
 
 
 def test_a_fenced_incarnation_fails() -> None:
-    buffer = FakeBuffer(lambda group: Refusal(RefusalReason.FENCED, "epoch", 4))
+    buffer = FakeBuffer(lambda group: Refusal(RefusalReason.FENCED, "incarnation", 4))
     with pytest.raises(ExceptionGroup) as caught:
         deliver(buffer, [step(0)])
     assert caught.group_contains(RunFailed, match="newer incarnation")

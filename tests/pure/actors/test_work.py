@@ -17,8 +17,8 @@ LOOKAHEAD = Wait(WaitReason.LOOKAHEAD, "slot 9", 0.0)
 DRAINED = Wait(WaitReason.DRAINED, "run_end", 0.0)
 
 
-def group(ordinal: int) -> Assignment:
-    return Assignment(ordinal, f"p{ordinal}", ordinal, (0, 1), (0, 0))
+def group(group_id: int) -> Assignment:
+    return Assignment(group_id, f"p{group_id}", group_id, (0, 1), (0, 0))
 
 
 class FakeBuffer:
@@ -115,7 +115,7 @@ def test_an_unreachable_buffer_is_asked_again_until_the_deadline(monkeypatch: py
 def test_a_refused_claim_fails_with_the_reason() -> None:
     async def main() -> None:
         with pytest.raises(RunFailed, match="fenced"):
-            await source(FakeBuffer(Refusal(RefusalReason.FENCED, "epoch", 3))).next()
+            await source(FakeBuffer(Refusal(RefusalReason.FENCED, "incarnation", 3))).next()
 
     run(main())
 

@@ -48,8 +48,8 @@ def test_a_mini_batch_holds_the_groups_that_finished_first(world: World) -> None
     first, second, third = (world.generator.claimed() for _ in range(3))
     world.generator.finish(third)
     world.generator.finish(first)
-    assert world.batch().groups == (third.ordinal, first.ordinal)
-    assert second.ordinal == 1
+    assert world.batch().groups == (third.group_id, first.group_id)
+    assert second.group_id == 1
 
 
 def test_in_strict_order_a_mini_batch_waits_for_the_next_slots(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_in_strict_order_a_mini_batch_waits_for_the_next_slots(tmp_path: Path) -
     first, second, third = (world.generator.claimed() for _ in range(3))
     world.generator.finish(third)
     world.generator.finish(first)
-    answer = world.buffer.lease(world.trainer_epoch)
+    answer = world.buffer.lease(world.trainer_incarnation)
     assert waits(answer) is WaitReason.SLOT
-    assert "ordinal=1/sample=0/attempt=0 after 0 steps on g1" in answer.detail
+    assert "group=1/sample=0/attempt=0 after 0 steps on g1" in answer.detail
     world.generator.finish(second)
     assert world.batch().groups == (0, 1)
 
@@ -87,7 +87,7 @@ def test_lookahead_zero_is_strictly_on_policy(tmp_path: Path) -> None:
     works = [world.generator.claimed(PolicyVersion(1, 1)) for _ in range(2)]
     for work in works:
         world.generator.finish(work, PolicyVersion(1, 1))
-    assert world.train().facts["async/staleness_max"] == 0
+    assert world.train().metrics["async/staleness_max"] == 0
 
 
 def test_lookahead_admits_that_many_mini_batches_beyond_the_served_version(world: World) -> None:
@@ -113,7 +113,7 @@ def test_an_over_long_group_ends_with_that_reason_also_after_a_crash(tmp_path: P
     for reasons in (("length", "length"), ("length", "stop")):
         work = world.generator.claimed()
         for sample, reason in zip(work.samples, reasons, strict=True):
-            of = TrajectoryId(work.ordinal, sample)
+            of = TrajectoryId(work.group_id, sample)
             end = TrajectoryEnd(of, work.prompt_uid, 1, reason, float(sample))
             assert isinstance(world.generator.send([step(of, work.prompt_uid, 0)], [end]), Receipt)
     for buffer in (world.buffer, world.crash()):
@@ -127,13 +127,13 @@ def test_rewards_of_filtered_groups_count_in_the_next_mini_batch(tmp_path: Path)
     world.generator.finish(world.generator.claimed(), rewards=(0.0, 0.0))
     for _ in range(2):
         world.generator.finish(world.generator.claimed(), rewards=(1.0, 0.0))
-    facts = world.train().facts
-    assert facts["reward/avg_raw_reward"] == 0.5
-    assert facts["reward/avg_pass_at_2"] == 0.75
-    assert facts["generate/filtered_groups"] == 2
+    metrics = world.train().metrics
+    assert metrics["reward/avg_raw_reward"] == 0.5
+    assert metrics["reward/avg_pass_at_2"] == 0.75
+    assert metrics["generate/filtered_groups"] == 2
     for _ in range(2):
         world.generator.finish(world.generator.claimed(), rewards=(1.0, 0.0))
-    assert world.train().facts["generate/filtered_groups"] == 0
+    assert world.train().metrics["generate/filtered_groups"] == 0
 
 
 def test_worst_case_bytes_are_reserved_at_the_claim(tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_worst_case_bytes_are_reserved_at_the_claim(tmp_path: Path) -> None:
     assert world.buffer.status().reserved_bytes <= 2 * worst + 20_000
 
 
-def test_the_dataset_wraps_with_new_ordinals_and_a_new_order(tmp_path: Path) -> None:
+def test_the_dataset_wraps_with_new_group_ids_and_a_new_order(tmp_path: Path) -> None:
     world = World(tmp_path, config(data={"shuffle": True}, buffer={"lookahead": 50}), n_prompts=8)
     works = [world.generator.claimed() for _ in range(16)]
-    assert [work.ordinal for work in works] == list(range(16))
+    assert [work.group_id for work in works] == list(range(16))
     first, second = [work.row for work in works[:8]], [work.row for work in works[8:]]
     assert sorted(first) == sorted(second) == list(range(8))
     assert first != second
@@ -167,7 +167,7 @@ def test_a_claim_for_a_version_that_was_never_published_is_refused(world: World)
 
 def test_the_same_message_twice_is_accepted_once(world: World) -> None:
     work = world.generator.claimed()
-    data = world.generator.message([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
+    data = world.generator.message([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
     first, again = world.buffer.submit(data), world.buffer.submit(data)
     assert isinstance(first, Receipt) and isinstance(again, Receipt)
     assert (first.duplicate, again.duplicate) == (False, True)
@@ -177,7 +177,7 @@ def test_the_same_message_twice_is_accepted_once(world: World) -> None:
 
 def test_the_same_step_in_another_message_is_accepted_once(world: World) -> None:
     work = world.generator.claimed()
-    one = step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)
+    one = step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)
     world.generator.send([one])
     answer = world.generator.send([one])
     assert isinstance(answer, Receipt) and answer.duplicate
@@ -186,12 +186,12 @@ def test_the_same_step_in_another_message_is_accepted_once(world: World) -> None
 
 def test_another_step_under_the_same_index_is_a_conflict_and_restarts_the_trajectory(world: World) -> None:
     work = world.generator.claimed()
-    world.generator.send([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
-    assert refused(world.generator.send([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0, first=11)])) is (
+    world.generator.send([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
+    assert refused(world.generator.send([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0, first=11)])) is (
         RefusalReason.CONFLICT
     )
     again = world.generator.claimed()
-    assert (again.ordinal, again.samples, again.attempts) == (work.ordinal, (0,), (1,))
+    assert (again.group_id, again.samples, again.attempts) == (work.group_id, (0,), (1,))
     assert world.buffer.status().tokens["superseded"] == 2
     assert consistent(world)
 
@@ -200,7 +200,7 @@ def test_steps_may_arrive_in_any_order(world: World) -> None:
     works = [world.generator.claimed() for _ in range(2)]
     for work in works:
         for sample in work.samples:
-            of = TrajectoryId(work.ordinal, sample)
+            of = TrajectoryId(work.group_id, sample)
             world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 3, "stop", float(sample))])
             for index in (2, 0, 1):
                 world.generator.send([step(of, work.prompt_uid, index)])
@@ -212,7 +212,7 @@ def test_steps_may_arrive_in_any_order(world: World) -> None:
 def test_a_trajectory_without_steps_completes_its_group(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         for sample in work.samples:
-            of = TrajectoryId(work.ordinal, sample)
+            of = TrajectoryId(work.group_id, sample)
             steps = [step(of, work.prompt_uid, 0)] if sample else []
             world.generator.send(steps, [TrajectoryEnd(of, work.prompt_uid, len(steps), "failed", float(sample))])
     assert world.train().loss_tokens_G.tolist() == [0, 2, 0, 2]
@@ -220,7 +220,7 @@ def test_a_trajectory_without_steps_completes_its_group(world: World) -> None:
 
 def test_a_step_after_the_end_is_refused(world: World) -> None:
     work = world.generator.claimed()
-    of = TrajectoryId(work.ordinal, 0)
+    of = TrajectoryId(work.group_id, 0)
     world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
     assert refused(world.generator.send([step(of, work.prompt_uid, 1)])) is RefusalReason.STEP_ORDER
 
@@ -240,10 +240,10 @@ def test_versions_never_published_or_older_than_the_admission_are_refused(world:
         world.generator.finish(work)
     world.train()
     newer = world.generator.claimed(PolicyVersion(1, 1))
-    of = TrajectoryId(newer.ordinal, 0)
+    of = TrajectoryId(newer.group_id, 0)
     too_old = step(of, newer.prompt_uid, 0, START)
     assert refused(world.generator.send([too_old])) is RefusalReason.VERSION
-    of = TrajectoryId(newer.ordinal, 1)
+    of = TrajectoryId(newer.group_id, 1)
     assert refused(world.generator.send([step(of, newer.prompt_uid, 0, PolicyVersion(1, 9))])) is RefusalReason.VERSION
 
 
@@ -261,11 +261,11 @@ def test_an_old_incarnation_of_a_generator_cannot_write_and_its_work_goes_on_els
     reborn = Generator(world.buffer, "g1")
     assert refused(world.buffer.submit(stale_message)) is RefusalReason.FENCED
     again = reborn.claimed()
-    assert (again.ordinal, again.samples, again.attempts) == (0, (0, 1), (1, 1))
+    assert (again.group_id, again.samples, again.attempts) == (0, (0, 1), (1, 1))
 
 
 def test_a_generator_that_left_is_fenced_until_it_joins_again(world: World) -> None:
-    world.buffer.leave("g1", world.generator.epoch, "its process died")
+    world.buffer.leave("g1", world.generator.incarnation, "its process died")
     assert refused(world.generator.claim()) is RefusalReason.FENCED
 
 
@@ -273,8 +273,8 @@ def test_an_old_trainer_cannot_lease_commit_or_release(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
     lease = world.batch().lease
-    old = world.trainer_epoch
-    world.trainer_epoch = world.buffer.join("trainer", "trainer")
+    old = world.trainer_incarnation
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer")
     assert refused(world.buffer.lease(old)) is RefusalReason.FENCED
     assert refused(world.buffer.commit(old, lease, PolicyVersion(1, 1))) is RefusalReason.FENCED
     assert refused(world.buffer.release(old, lease, "late")) is RefusalReason.FENCED
@@ -288,22 +288,22 @@ def test_a_silent_trajectory_alone_restarts_as_its_next_attempt(world: World) ->
     work = world.generator.claimed()
     for _ in range(3):
         world.clock.now += 6
-        world.generator.send([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, _)])
+        world.generator.send([step(TrajectoryId(work.group_id, 0), work.prompt_uid, _)])
         world.buffer.tick()
     again = world.generator.claimed()
-    assert (again.ordinal, again.samples, again.attempts) == (work.ordinal, (1,), (1,))
+    assert (again.group_id, again.samples, again.attempts) == (work.group_id, (1,), (1,))
     assert isinstance(world.generator.claim(), Assignment)
-    assert world.generator.claimed().ordinal == 2
+    assert world.generator.claimed().group_id == 2
 
 
 def test_late_steps_of_a_replaced_attempt_are_acknowledged_and_not_used(world: World) -> None:
     work = world.generator.claimed()
-    of = TrajectoryId(work.ordinal, 1)
+    of = TrajectoryId(work.group_id, 1)
     world.generator.send([step(of, work.prompt_uid, 0)])
     world.clock.now += 11
     world.buffer.tick()
     answer = world.generator.send([step(of, work.prompt_uid, 1)])
-    assert isinstance(answer, Receipt) and answer.superseded == (work.ordinal,)
+    assert isinstance(answer, Receipt) and answer.superseded == (work.group_id,)
     status = world.buffer.status()
     assert (status.tokens["superseded"], status.tokens["open"], status.late) == (2, 0, 1)
     assert consistent(world)
@@ -318,7 +318,7 @@ def test_a_group_out_of_attempts_is_refused_and_vacates_its_slot(world: World) -
         world.generator.claim()
     status = world.buffer.status()
     assert status.ended == {"refused/max_attempts": 1}
-    assert bad.ordinal not in world.buffer.ledger.state.groups
+    assert bad.group_id not in world.buffer.ledger.state.groups
     assert consistent(world)
 
 
@@ -342,7 +342,7 @@ def test_an_overdue_lease_is_given_out_again_and_its_commit_refused(world: World
     world.buffer.tick()
     second = world.batch()
     assert second.groups == first.groups and second.lease != first.lease
-    late = world.buffer.commit(world.trainer_epoch, first.lease, PolicyVersion(1, 1))
+    late = world.buffer.commit(world.trainer_incarnation, first.lease, PolicyVersion(1, 1))
     assert refused(late) is RefusalReason.LEASE
 
 
@@ -350,9 +350,9 @@ def test_groups_that_used_up_their_leases_are_refused(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
     for _ in range(3):
-        assert world.buffer.release(world.trainer_epoch, world.batch().lease, "the loss was not finite") is None
+        assert world.buffer.release(world.trainer_incarnation, world.batch().lease, "the loss was not finite") is None
     assert world.buffer.status().ended == {"refused/max_lease_attempts": 2}
-    assert waits(world.buffer.lease(world.trainer_epoch)) is WaitReason.GROUPS
+    assert waits(world.buffer.lease(world.trainer_incarnation)) is WaitReason.GROUPS
     assert consistent(world)
 
 
@@ -362,7 +362,7 @@ def test_the_groups_of_a_released_lease_come_before_those_that_finished_later(wo
     lease = world.batch().lease
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
-    world.buffer.release(world.trainer_epoch, lease, "the loss was not finite")
+    world.buffer.release(world.trainer_incarnation, lease, "the loss was not finite")
     assert world.batch().groups == (0, 1)
 
 
@@ -371,10 +371,10 @@ def test_filtered_rewards_of_a_released_lease_count_in_the_next_one(tmp_path: Pa
     world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
     for _ in range(2):
         world.generator.finish(world.generator.claimed(), rewards=(1.0, 0.0))
-    facts = world.batch().facts
-    world.buffer.release(world.trainer_epoch, 1, "the loss was not finite")
-    assert world.batch().facts == facts
-    assert facts["generate/filtered_groups"] == 1
+    metrics = world.batch().metrics
+    world.buffer.release(world.trainer_incarnation, 1, "the loss was not finite")
+    assert world.batch().metrics == metrics
+    assert metrics["generate/filtered_groups"] == 1
 
 
 # -- training -----------------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_a_lease_is_given_again_until_it_is_committed_and_a_commit_counts_once(w
     batch = world.batch()
     assert world.batch() is batch
     for _ in range(2):
-        assert world.buffer.commit(world.trainer_epoch, batch.lease, PolicyVersion(1, 1)) is None
+        assert world.buffer.commit(world.trainer_incarnation, batch.lease, PolicyVersion(1, 1)) is None
     assert world.buffer.version == PolicyVersion(1, 1)
     assert world.batch().groups == (2, 3)
 
@@ -394,7 +394,7 @@ def test_a_lease_is_given_again_until_it_is_committed_and_a_commit_counts_once(w
 def test_steps_are_accepted_while_a_mini_batch_is_being_formed(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
-    forming = world.buffer.begin_lease(world.trainer_epoch)
+    forming = world.buffer.begin_lease(world.trainer_incarnation)
     assert isinstance(forming, Forming)
     world.generator.finish(world.generator.claimed())
     batch = world.buffer.finish_lease(forming, forming.run())
@@ -402,27 +402,27 @@ def test_steps_are_accepted_while_a_mini_batch_is_being_formed(world: World) -> 
     assert world.batch() is batch
 
 
-def test_what_filters_remove_while_a_mini_batch_is_formed_counts_in_its_facts(tmp_path: Path) -> None:
+def test_what_filters_remove_while_a_mini_batch_is_formed_counts_in_its_metrics(tmp_path: Path) -> None:
     world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
     works = [world.generator.claimed() for _ in range(3)]
     for work in works[:2]:
         world.generator.finish(work)
-    forming = world.buffer.begin_lease(world.trainer_epoch)
+    forming = world.buffer.begin_lease(world.trainer_incarnation)
     assert isinstance(forming, Forming)
     formed = forming.run()
     world.generator.finish(works[2], rewards=(1.0, 1.0))
     batch = world.buffer.finish_lease(forming, formed)
-    assert isinstance(batch, MiniBatch) and batch.facts["generate/filtered_groups"] == 1
+    assert isinstance(batch, MiniBatch) and batch.metrics["generate/filtered_groups"] == 1
     world.crash()
-    assert world.batch().facts == batch.facts
+    assert world.batch().metrics == batch.metrics
 
 
 def test_a_mini_batch_that_was_formed_for_a_trainer_that_is_gone_is_not_given_out(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
-    forming = world.buffer.begin_lease(world.trainer_epoch)
+    forming = world.buffer.begin_lease(world.trainer_incarnation)
     assert isinstance(forming, Forming)
-    world.trainer_epoch = world.buffer.join("trainer", "trainer")
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer")
     assert refused(world.buffer.finish_lease(forming, forming.run())) is RefusalReason.FENCED
     assert world.batch().groups == (0, 1)
 
@@ -430,7 +430,7 @@ def test_a_mini_batch_that_was_formed_for_a_trainer_that_is_gone_is_not_given_ou
 def test_groups_that_expired_while_a_mini_batch_was_formed_are_not_trained(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
-    forming = world.buffer.begin_lease(world.trainer_epoch)
+    forming = world.buffer.begin_lease(world.trainer_incarnation)
     assert isinstance(forming, Forming)
     world.buffer.end()
     assert waits(world.buffer.finish_lease(forming, forming.run())) is WaitReason.DRAINED
@@ -440,8 +440,10 @@ def test_a_commit_must_make_the_next_version(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
     lease = world.batch().lease
-    assert refused(world.buffer.commit(world.trainer_epoch, lease, PolicyVersion(1, 2))) is RefusalReason.VERSION
-    assert refused(world.buffer.commit(world.trainer_epoch, lease + 1, PolicyVersion(1, 1))) is RefusalReason.LEASE
+    assert refused(world.buffer.commit(world.trainer_incarnation, lease, PolicyVersion(1, 2))) is RefusalReason.VERSION
+    assert (
+        refused(world.buffer.commit(world.trainer_incarnation, lease + 1, PolicyVersion(1, 1))) is RefusalReason.LEASE
+    )
 
 
 def test_tokens_beyond_the_bound_are_stale_and_the_ledger_closes(tmp_path: Path) -> None:
@@ -471,7 +473,7 @@ def test_after_going_back_the_groups_trained_since_are_given_out_again(tmp_path:
             world.generator.finish(work, PolicyVersion(1, n))
         trained.append(world.train())
     world.buffer.covered(1)
-    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=1)
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=1)
     assert world.buffer.version == PolicyVersion(2, 1)
     status = world.buffer.status()
     assert status.tokens["rolled_back"] == 32 and status.tokens["trained"] == 16
@@ -490,7 +492,7 @@ def test_strict_order_holds_after_going_back(tmp_path: Path) -> None:
         world.train()
     for work in [world.generator.claimed(PolicyVersion(1, 2)) for _ in range(2)]:
         world.generator.finish(work, PolicyVersion(1, 2))
-    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=0)
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
     assert [world.train().groups for _ in range(3)] == [(0, 1), (2, 3), (4, 5)]
 
 
@@ -511,7 +513,7 @@ def test_a_new_message_for_a_group_that_waits_to_be_trained_again_comes_too_late
     for work in works:
         world.generator.finish(work)
     world.train()
-    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=0)
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
     answer = world.generator.send([step(TrajectoryId(0, 0), works[0].prompt_uid, 0)])
     assert isinstance(answer, Receipt) and answer.superseded == (0,)
 
@@ -545,23 +547,23 @@ def test_what_is_open_at_the_end_expires_as_run_end(world: World) -> None:
 def test_a_drained_trainer_is_told_when_no_mini_batch_can_come_any_more(world: World) -> None:
     works = [world.generator.claimed() for _ in range(3)]
     world.buffer.drain("stopped")
-    assert waits(world.buffer.lease(world.trainer_epoch)) is WaitReason.GROUPS
+    assert waits(world.buffer.lease(world.trainer_incarnation)) is WaitReason.GROUPS
     for work in works[:2]:
         world.generator.finish(work)
     world.train()
-    assert waits(world.buffer.lease(world.trainer_epoch)) is WaitReason.DRAINED
+    assert waits(world.buffer.lease(world.trainer_incarnation)) is WaitReason.DRAINED
 
 
 def test_a_wait_names_its_reason_and_keeps_its_beginning(world: World) -> None:
     world.generator.claimed()
-    first = world.buffer.lease(world.trainer_epoch)
+    first = world.buffer.lease(world.trainer_incarnation)
     world.clock.now += 6
-    again = world.buffer.lease(world.trainer_epoch)
+    again = world.buffer.lease(world.trainer_incarnation)
     assert isinstance(first, Wait) and isinstance(again, Wait) and again.since == first.since
     assert "0 of 2 groups are complete" in again.detail
     assert "silent for 6 s" in again.detail
     who = {wait.who: wait.reason for wait in world.buffer.status().waits}
-    assert who == {"trainer": "groups", "ordinal=0/sample=0": "silent"}
+    assert who == {"trainer": "groups", "group=0/sample=0": "silent"}
 
 
 def test_a_buffer_that_cannot_hold_one_mini_batch_is_refused(tmp_path: Path) -> None:
@@ -587,7 +589,7 @@ def test_a_group_without_a_finite_advantage_is_refused_and_the_run_goes_on(
     world = World(tmp_path, config(algorithm={"estimator": "nan_beyond_five"}))
     for rewards in ((1.0, 0.0), (9.0, 0.0), (0.0, 1.0)):
         world.generator.finish(world.generator.claimed(), rewards=rewards)
-    batch = world.buffer.lease(world.trainer_epoch)
+    batch = world.buffer.lease(world.trainer_incarnation)
     assert isinstance(batch, MiniBatch) and batch.groups == (0, 2)
     for buffer in (world.buffer, world.crash()):
         assert buffer.status().ended == {"refused/advantage": 1}

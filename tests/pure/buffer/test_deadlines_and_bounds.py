@@ -14,10 +14,10 @@ def half_finished(world: World, samples: int) -> Assignment:
     """A group of three of which only some samples are finished; the last one has a step."""
     work = world.generator.claimed()
     for sample in range(samples):
-        of = TrajectoryId(work.ordinal, sample)
+        of = TrajectoryId(work.group_id, sample)
         end = TrajectoryEnd(of, work.prompt_uid, 1, "stop", float(sample))
         world.generator.send([step(of, work.prompt_uid, 0)], [end])
-    world.generator.send([step(TrajectoryId(work.ordinal, 2), work.prompt_uid, 0)])
+    world.generator.send([step(TrajectoryId(work.group_id, 2), work.prompt_uid, 0)])
     return work
 
 
@@ -39,7 +39,7 @@ def test_at_its_deadline_a_group_is_trained_with_the_trajectories_that_finished(
     world.buffer.tick()
     batch = world.train()
     assert batch.prompt_of_trajectory_G.tolist() == [0, 0, 1, 1]
-    assert batch.facts["reward/avg_raw_reward"] == 0.5
+    assert batch.metrics["reward/avg_raw_reward"] == 0.5
     status = world.buffer.status()
     assert (status.tokens["stepped"], status.tokens["expired"]) == (8, 4)
     assert world.buffer.lengths.given_up[bucket(2)] == 2
@@ -52,9 +52,9 @@ def test_steps_of_a_trajectory_that_was_given_up_come_too_late_also_after_a_cras
     world.clock.now += 51
     world.buffer.tick()
     world.crash()
-    answer = world.generator.send([step(TrajectoryId(work.ordinal, 2), work.prompt_uid, 1)])
-    assert isinstance(answer, Receipt) and answer.superseded == (work.ordinal,)
-    assert len(world.buffer.complete_group(work.ordinal).ends) == 2
+    answer = world.generator.send([step(TrajectoryId(work.group_id, 2), work.prompt_uid, 1)])
+    assert isinstance(answer, Receipt) and answer.superseded == (work.group_id,)
+    assert len(world.buffer.complete_group(work.group_id).ends) == 2
 
 
 def test_one_trajectory_alone_has_no_baseline_and_its_group_expires(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_trajectory_that_was_given_up_before_the_deadline_is_no_baseline_for_t
 ) -> None:
     world = world_with(tmp_path, "train_partial", max_attempts=1)
     work = half_finished(world, samples=1)
-    world.generator.send([], [TrajectoryEnd(TrajectoryId(work.ordinal, 1), work.prompt_uid, 0, "abort", 0.0)])
+    world.generator.send([], [TrajectoryEnd(TrajectoryId(work.group_id, 1), work.prompt_uid, 0, "abort", 0.0)])
     assert world.buffer.status().given_up == {"abort": 1}
     world.clock.now += 51
     world.buffer.tick()
@@ -92,7 +92,7 @@ def test_by_default_a_group_has_no_deadline_for_being_long(tmp_path: Path) -> No
     for index in range(4):
         world.clock.now += 9
         for sample in range(2):
-            world.generator.send([step(TrajectoryId(work.ordinal, sample), work.prompt_uid, index)])
+            world.generator.send([step(TrajectoryId(work.group_id, sample), work.prompt_uid, index)])
         world.buffer.tick()
     assert world.buffer.status().restarts == {} and world.buffer.status().ended == {}
 

@@ -58,8 +58,8 @@ def sampled(made: list[Step], of: TrajectoryId, uid: str) -> list[Step]:
     ]
 
 
-def rows(world: World, ordinal: int, mode: Any) -> list[dict[str, Any]]:
-    made = row_objects(merge(world.buffer.complete_group(ordinal).steps, mode).rows)
+def rows(world: World, group_id: int, mode: Any) -> list[dict[str, Any]]:
+    made = row_objects(merge(world.buffer.complete_group(group_id).steps, mode).rows)
     return sorted(map(facts, made), key=lambda row: (row["trajectory"], row["first_step"], row["last_step"]))
 
 
@@ -72,7 +72,7 @@ def test_any_order_any_form_and_any_repetition_give_the_same_rows(
         straight, mixed = (World(Path(folder), config(env={"max_turns": 8})) for folder in (one, other))
         work = straight.generator.claimed()
         assert mixed.generator.claimed() == work
-        ids = [TrajectoryId(work.ordinal, sample) for sample in work.samples]
+        ids = [TrajectoryId(work.group_id, sample) for sample in work.samples]
         steps = [sampled(episode, of, work.prompt_uid) for episode, of in zip(made, ids, strict=True)]
         ends = [TrajectoryEnd(of, work.prompt_uid, len(e), "stop", 1.0) for e, of in zip(steps, ids, strict=True)]
         for episode, end in zip(steps, ends, strict=True):
@@ -86,11 +86,11 @@ def test_any_order_any_form_and_any_repetition_give_the_same_rows(
                 return
         for end in ends:
             assert isinstance(mixed.generator.send([], [end]), Receipt)
-        assert rows(mixed, work.ordinal, mode) == rows(straight, work.ordinal, mode)
+        assert rows(mixed, work.group_id, mode) == rows(straight, work.group_id, mode)
         before = mixed.buffer.digest(), mixed.buffer.status().n_bytes
         mixed.crash()
         assert (mixed.buffer.digest(), mixed.buffer.status().n_bytes) == before
-        assert rows(mixed, work.ordinal, mode) == rows(straight, work.ordinal, mode)
+        assert rows(mixed, work.group_id, mode) == rows(straight, work.group_id, mode)
 
 
 def turns(of: TrajectoryId, uid: str, count: int, new: int = 40) -> list[Step]:
@@ -117,7 +117,7 @@ def long_world(folder: Path) -> World:
 def grown(world: World, count: int) -> tuple[int, int]:
     """Bytes that one episode of so many turns, sent turn by turn with full prompts, takes in memory and on disk."""
     work = world.generator.claimed()
-    of = TrajectoryId(work.ordinal, 0)
+    of = TrajectoryId(work.group_id, 0)
     memory, disk = world.buffer.status().n_bytes, world.buffer.status().journal_position
     for now in turns(of, work.prompt_uid, count):
         assert isinstance(world.generator.send([now]), Receipt)
@@ -135,7 +135,7 @@ def test_an_episode_of_fifty_turns_sent_with_full_prompts_is_kept_in_its_new_tok
 def test_turns_sent_all_again_with_each_new_one_are_journalled_once(tmp_path: Path) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
-    made = turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 20)
+    made = turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 20)
     positions = [world.buffer.status().journal_position]
     for count in range(1, len(made) + 1):
         assert isinstance(world.generator.send(made[:count]), Receipt)
@@ -147,16 +147,16 @@ def test_turns_sent_all_again_with_each_new_one_are_journalled_once(tmp_path: Pa
 def test_a_turn_that_starts_over_keeps_what_it_shares_with_an_earlier_one(tmp_path: Path) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
-    of = TrajectoryId(work.ordinal, 0)
+    of = TrajectoryId(work.group_id, 0)
     made = turns(of, work.prompt_uid, 4)
     compacted = replace(made[3], prompt_ids=np.concatenate((whole(made[0]), made[3].prompt_ids[-40:])))
     for now in [*made[:3], compacted]:
         assert isinstance(world.generator.send([now]), Receipt)
     for sample in work.samples:
-        at = TrajectoryId(work.ordinal, sample)
+        at = TrajectoryId(work.group_id, sample)
         end = TrajectoryEnd(at, work.prompt_uid, 4 if sample == 0 else 0, "stop", 1.0)
         assert isinstance(world.generator.send([], [end]), Receipt)
-    kept = world.buffer.complete_group(work.ordinal).steps
+    kept = world.buffer.complete_group(work.group_id).steps
     assert kept.extends_K.tolist() == [-1, 0, 1, 2] and kept.extends_length_K.tolist() == [0, 80, 160, 80]
 
 
@@ -170,12 +170,12 @@ def test_a_prompt_is_shared_only_where_its_routed_experts_are_those_of_the_earli
 ) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
-    made = turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 2)
+    made = turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 2)
     assert isinstance(world.generator.send([routed(made[0], 3)]), Receipt)
     assert isinstance(world.generator.send([routed(made[1], expert)]), Receipt)
-    ends = [TrajectoryEnd(TrajectoryId(work.ordinal, s), work.prompt_uid, 2 - 2 * s, "stop", 1.0) for s in (0, 1)]
+    ends = [TrajectoryEnd(TrajectoryId(work.group_id, s), work.prompt_uid, 2 - 2 * s, "stop", 1.0) for s in (0, 1)]
     assert isinstance(world.generator.send([], ends), Receipt)
-    kept = world.buffer.complete_group(work.ordinal).steps
+    kept = world.buffer.complete_group(work.group_id).steps
     assert kept.extends_K[1] == extends and kept.routed_experts_N is not None
     assert kept.routed_experts_N[-1, 0, 0] == expert
 
@@ -185,7 +185,7 @@ def test_a_prompt_is_shared_only_where_its_routed_experts_are_those_of_the_earli
 def test_a_step_that_differs_is_a_conflict_in_every_form(tmp_path: Path, first: str, then: str) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
-    made = turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 3)
+    made = turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 3)
     other = [*made[:2], replace(made[2], prompt_ids=np.append(made[2].prompt_ids[:-1], np.int32(499)))]
     assert made[2].prompt_ids[-1] != 499
     assert isinstance(world.generator.send([made[0], made[1], in_form(made, 2, first)]), Receipt)
@@ -197,7 +197,7 @@ def test_a_step_that_differs_is_a_conflict_in_every_form(tmp_path: Path, first: 
 def test_two_references_that_nobody_can_follow_yet_are_refused_with_the_reason(tmp_path: Path) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
-    made = turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 3)
+    made = turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 3)
     assert isinstance(world.generator.send([in_form(made, 2, "nearest")]), Receipt)
     answer = world.generator.send([in_form(made, 2, "first")])
     assert isinstance(answer, Refusal) and answer.reason == RefusalReason.PREFIX
@@ -206,7 +206,7 @@ def test_two_references_that_nobody_can_follow_yet_are_refused_with_the_reason(t
 def test_a_scalar_reward_and_the_same_on_the_last_token_are_one_step(tmp_path: Path) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
-    made = replace(turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 1)[0], reward=0.5)
+    made = replace(turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 1)[0], reward=0.5)
     per_token = np.zeros(len(made.response_ids), np.float32)
     per_token[-1] = 0.5
     assert isinstance(world.generator.send([made]), Receipt)
@@ -218,7 +218,7 @@ def test_a_scalar_reward_and_the_same_on_the_last_token_are_one_step(tmp_path: P
 def test_routed_experts_of_another_shape_are_refused_for_they_fit_into_no_batch(tmp_path: Path, crash: bool) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
-    one, other = (turns(TrajectoryId(work.ordinal, sample), work.prompt_uid, 1)[0] for sample in work.samples)
+    one, other = (turns(TrajectoryId(work.group_id, sample), work.prompt_uid, 1)[0] for sample in work.samples)
     assert isinstance(world.generator.send([routed(one, 3)]), Receipt)
     if crash:
         world.crash()
@@ -228,7 +228,7 @@ def test_routed_experts_of_another_shape_are_refused_for_they_fit_into_no_batch(
 
 
 def test_gaps_in_a_generators_message_numbers_take_bounded_memory() -> None:
-    member = Member(epoch=1)
+    member = Member(incarnation=1)
     for number in range(0, 4000, 2):  # every other message was refused
         member.note(number, position=number)
     assert len(member.received) <= MESSAGES_REMEMBERED
@@ -248,7 +248,7 @@ def stripped_turns(of: TrajectoryId, uid: str, count: int, new: int = 40) -> lis
 def test_full_prompts_that_never_continue_are_kept_in_their_new_tokens(tmp_path: Path) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
-    made = stripped_turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 50)
+    made = stripped_turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 50)
     grew = []
     for now in made:
         before = world.buffer.status().n_bytes
@@ -260,7 +260,7 @@ def test_full_prompts_that_never_continue_are_kept_in_their_new_tokens(tmp_path:
 def test_memory_holds_what_is_kept_of_full_prompts_and_not_the_messages(tmp_path: Path) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
-    made = stripped_turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, 60, new=60)
+    made = stripped_turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 60, new=60)
     messages = [world.generator.message([now]) for now in made]
     sent = sum(map(len, messages))
     tracemalloc.start()
@@ -285,7 +285,7 @@ def test_looking_up_full_prompts_costs_what_the_prompts_cost(tmp_path: Path) -> 
             )
             world = World(tmp_path / f"{count}-{run}", settings)
             work = world.generator.claimed()
-            made = stripped_turns(TrajectoryId(work.ordinal, 0), work.prompt_uid, count)
+            made = stripped_turns(TrajectoryId(work.group_id, 0), work.prompt_uid, count)
             messages = [world.generator.message([now]) for now in made]
             start = time.process_time()
             assert all(isinstance(world.buffer.submit(message), Receipt) for message in messages)

@@ -23,7 +23,7 @@ def world(tmp_path: Path) -> World:
 def fail(world: World, work: Assignment, sample: int, reason: str = ERROR, turns: int = 1) -> bytes:
     """Play a sample up to its failure; returns the message."""
     attempt = work.attempts[work.samples.index(sample)]
-    of = TrajectoryId(work.ordinal, sample, attempt)
+    of = TrajectoryId(work.group_id, sample, attempt)
     steps = [step(of, work.prompt_uid, index) for index in range(turns)]
     data = world.generator.message(steps, [TrajectoryEnd(of, work.prompt_uid, turns, reason, 1.0)])
     receipt = world.buffer.submit(data)
@@ -45,7 +45,7 @@ def test_a_failed_trajectory_alone_starts_anew_and_its_tokens_are_superseded(wor
     finish(world, work, 0, 2)
     fail(world, work, 1, reason, turns=2)
     again = world.generator.claimed()
-    assert (again.ordinal, again.samples, again.attempts) == (work.ordinal, (1,), (1,))
+    assert (again.group_id, again.samples, again.attempts) == (work.group_id, (1,), (1,))
     status = world.buffer.status()
     assert status.restarts == {reason: 1}
     assert status.tokens["superseded"] == 4
@@ -117,7 +117,7 @@ def test_a_failure_survives_a_crash_and_counts_once_however_often_it_is_said(wor
 
 def test_a_failure_whose_consequence_a_crash_took_away_is_acted_upon_when_it_is_said_again(world: World) -> None:
     work = world.generator.claimed()
-    of = TrajectoryId(work.ordinal, 1)
+    of = TrajectoryId(work.group_id, 1)
     data = world.generator.message([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, ERROR, 0.0)])
     world.buffer.submit(data)
     first, second = (queued.end for queued in world.journal._queue[-2:])
@@ -137,5 +137,5 @@ def test_while_the_run_drains_a_group_goes_on_without_what_failed(world: World) 
     for work in works:
         finish(world, work, 0, 1)
         fail(world, work, 2)
-    batch = world.buffer.lease(world.trainer_epoch)
+    batch = world.buffer.lease(world.trainer_incarnation)
     assert isinstance(batch, MiniBatch) and len(batch.advantage_G) == 4

@@ -68,12 +68,12 @@ def mutated(rng: np.random.Generator, table: Any) -> Any:
 def message(rng: np.random.Generator, world: World, work: Assignment) -> StepGroup:
     """Steps of both samples in any form and order, some twice, with or without their ends."""
     steps, ends = list[Step](), list[TrajectoryEnd]()
-    group = world.buffer.ledger.state.groups[work.ordinal]
-    dressed, whole = work.ordinal % 3 == 0, rng.random() < 0.5
+    group = world.buffer.ledger.state.groups[work.group_id]
+    dressed, whole = work.group_id % 3 == 0, rng.random() < 0.5
     for sample, trajectory in enumerate(group.trajectories):
-        of = TrajectoryId(work.ordinal, sample, trajectory.attempt)
+        of = TrajectoryId(work.group_id, sample, trajectory.attempt)
         made = [
-            step(of, work.prompt_uid, index, world.buffer.version) for index in range(1 + (work.ordinal + sample) % 4)
+            step(of, work.prompt_uid, index, world.buffer.version) for index in range(1 + (work.group_id + sample) % 4)
         ]
         if dressed:
             made = [replace(s, reward=np.array([0, s.index], np.float32)) for s in made]
@@ -81,7 +81,7 @@ def message(rng: np.random.Generator, world: World, work: Assignment) -> StepGro
         ends += [TrajectoryEnd(of, work.prompt_uid, len(made), "stop", 1.0)] * int(rng.integers(3))
     order = rng.permutation(len(steps))
     table: Steps = select_steps(steps_table(steps), np.concatenate((order, order[: int(rng.integers(3))])))
-    sender = Sender(world.generator.name, world.generator.epoch, world.generator.sequence)
+    sender = Sender(world.generator.name, world.generator.incarnation, world.generator.sequence)
     made_ends: Ends = ends_table(ends)
     if rng.random() < 0.2:
         return StepGroup(sender, table, mutated(rng, made_ends))
@@ -91,13 +91,13 @@ def message(rng: np.random.Generator, world: World, work: Assignment) -> StepGro
 def current_work(world: World, work: Assignment | None) -> Assignment:
     """The group under way, or another one; restarted samples are claimed again."""
     groups = world.buffer.ledger.state.groups
-    for ordinal in [o for o, group in groups.items() if group.state is GroupState.COMPLETE]:
-        merge(world.buffer.complete_group(ordinal).steps, "tree", "realign")  # what was accepted makes rows
-    if work is None or work.ordinal not in groups or groups[work.ordinal].state is GroupState.COMPLETE:
+    for group_id in [o for o, group in groups.items() if group.state is GroupState.COMPLETE]:
+        merge(world.buffer.complete_group(group_id).steps, "tree", "realign")  # what was accepted makes rows
+    if work is None or work.group_id not in groups or groups[work.group_id].state is GroupState.COMPLETE:
         while not isinstance(answer := world.generator.claim(world.buffer.version), Assignment):
             world.train()
         return answer
-    if work.ordinal in world.buffer.ledger.unassigned:
+    if work.group_id in world.buffer.ledger.unassigned:
         world.generator.claimed(world.buffer.version)
     return work
 

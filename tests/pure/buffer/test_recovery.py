@@ -32,7 +32,7 @@ def eventful(world: World) -> None:
     works = [world.generator.claimed(PolicyVersion(1, 1)) for _ in range(4)]
     for work in works[:2]:
         world.generator.finish(work, PolicyVersion(1, 1))
-    of = TrajectoryId(works[2].ordinal, 0)
+    of = TrajectoryId(works[2].group_id, 0)
     world.generator.send([step(of, works[2].prompt_uid, 0, PolicyVersion(1, 1))])
     world.clock.now += 11
     world.buffer.tick()
@@ -62,7 +62,7 @@ def test_an_open_lease_is_given_again_bit_by_bit_after_a_crash(world: World) -> 
 
 def test_an_acknowledged_step_is_known_after_a_crash_and_its_repetition_a_duplicate(world: World) -> None:
     work = world.generator.claimed()
-    data = world.generator.message([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
+    data = world.generator.message([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
     world.buffer.submit(data)
     world.crash()
     answer = world.buffer.submit(data)
@@ -72,7 +72,7 @@ def test_an_acknowledged_step_is_known_after_a_crash_and_its_repetition_a_duplic
 def test_what_was_never_synced_is_gone_after_a_crash_and_accepted_when_sent_again(world: World) -> None:
     work = world.generator.claimed()
     world.journal.sync()
-    data = world.generator.message([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
+    data = world.generator.message([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
     receipt = world.buffer.submit(data)
     assert isinstance(receipt, Receipt) and receipt.position > world.journal.synced
     world.crash(synced=False)
@@ -82,10 +82,10 @@ def test_what_was_never_synced_is_gone_after_a_crash_and_accepted_when_sent_agai
 
 
 def test_the_prompts_go_on_where_they_were(world: World) -> None:
-    ordinals = [world.generator.claimed().ordinal for _ in range(2)]
+    group_ids = [world.generator.claimed().group_id for _ in range(2)]
     world.crash()
-    ordinals += [world.generator.claimed().ordinal for _ in range(2)]
-    assert ordinals == [0, 1, 2, 3]
+    group_ids += [world.generator.claimed().group_id for _ in range(2)]
+    assert group_ids == [0, 1, 2, 3]
 
 
 def test_deadlines_start_anew_after_a_crash(world: World) -> None:
@@ -120,12 +120,12 @@ def test_groups_given_out_again_after_going_back_come_from_the_journal(tmp_path:
         world.generator.finish(world.generator.claimed(), turns=3)
     first = world.train()
     world.crash()
-    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=0)
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
     world.crash()
     world.batch()
     world.crash()
     again = world.train()
-    assert again.groups == first.groups == (0, other.ordinal)
+    assert again.groups == first.groups == (0, other.group_id)
     assert (again.ranks[0][0].token_ids_N == first.ranks[0][0].token_ids_N).all()
     assert np.isclose(again.advantage_G, first.advantage_G).all()
 
@@ -145,7 +145,7 @@ def test_a_run_of_many_crashes_trains_every_group_once(world: World) -> None:
             work = world.generator.claimed(version)
             world.generator.finish(work, version)
             world.crash()
-            if work.ordinal % 2:
+            if work.group_id % 2:
                 trained += world.train().groups
                 world.crash()
     assert trained == list(range(24))
@@ -154,7 +154,7 @@ def test_a_run_of_many_crashes_trains_every_group_once(world: World) -> None:
 
 def test_the_end_of_a_trajectory_is_kept_over_a_crash(world: World) -> None:
     work = world.generator.claimed()
-    of = TrajectoryId(work.ordinal, 0)
+    of = TrajectoryId(work.group_id, 0)
     world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
     world.crash()
     world.generator.send([step(of, work.prompt_uid, 0)])
@@ -182,7 +182,7 @@ def test_the_journal_stays_small_when_nobody_can_go_back(tmp_path: Path) -> None
 def test_the_journal_keeps_what_a_replay_of_its_newest_snapshot_needs(tmp_path: Path) -> None:
     world = World(tmp_path)
     work = world.generator.claimed()
-    of = [TrajectoryId(work.ordinal, sample) for sample in range(2)]
+    of = [TrajectoryId(work.group_id, sample) for sample in range(2)]
     world.generator.send([step(of[0], work.prompt_uid, 0), step(of[1], work.prompt_uid, 0)])
     world.journal.sync()
     world.segment_bytes = 1
@@ -211,7 +211,7 @@ def test_the_journal_keeps_what_a_kept_checkpoint_needs(tmp_path: Path) -> None:
             world.buffer.covered(n + 1, oldest_kept=max(n - 7, 0))
         world.journal.sync()
     assert world.journal.start > 0
-    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=12)
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=12)
     world.crash()
     assert [world.train().groups for _ in range(8)] == [trained[step] for step in range(13, 21)]
     assert world.closes()
@@ -233,14 +233,14 @@ def test_a_lease_that_is_open_at_a_crash_has_its_whole_deadline_again(world: Wor
 
 def test_a_step_that_two_messages_brought_is_there_once_after_a_crash(world: World) -> None:
     work = world.generator.claimed()
-    of = TrajectoryId(work.ordinal, 0)
+    of = TrajectoryId(work.group_id, 0)
     steps = [step(of, work.prompt_uid, index) for index in range(2)]
     world.generator.send(steps[:1])
     world.generator.send(steps, [TrajectoryEnd(of, work.prompt_uid, 2, "stop", 1.0)])
-    of = TrajectoryId(work.ordinal, 1)
+    of = TrajectoryId(work.group_id, 1)
     world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 0.0)])
     world.crash()
-    assert len(world.buffer.complete_group(work.ordinal).steps) == 3
+    assert len(world.buffer.complete_group(work.group_id).steps) == 3
 
 
 def test_a_run_that_had_ended_issues_prompts_again_when_it_is_resumed(world: World) -> None:
@@ -250,7 +250,7 @@ def test_a_run_that_had_ended_issues_prompts_again_when_it_is_resumed(world: Wor
     assert isinstance(answer := world.generator.claim(), Wait) and answer.reason is WaitReason.DRAINED
     world.buffer.resume()
     world.crash()
-    assert world.generator.claimed().ordinal == 1
+    assert world.generator.claimed().group_id == 1
     assert world.buffer.status().draining is None
     world.buffer.resume()
     assert violations(world.buffer.ledger) == []
@@ -265,11 +265,11 @@ def test_what_comes_too_late_for_a_used_group_is_not_in_it_when_it_is_trained_ag
     for work in used:
         world.generator.finish(work)
     open_work, first = world.generator.claimed(), world.train()
-    of, late = TrajectoryId(open_work.ordinal, 0), TrajectoryId(used[0].ordinal, 0)
+    of, late = TrajectoryId(open_work.group_id, 0), TrajectoryId(used[0].group_id, 0)
     steps = [step(of, open_work.prompt_uid, 0), replace(step(late, "another", 1), index=0)]
     answer = world.generator.send(steps, [TrajectoryEnd(late, "another", 4, "stop", 7.0)])
-    assert isinstance(answer, Receipt) and answer.superseded == (late.ordinal,)
-    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=0)
+    assert isinstance(answer, Receipt) and answer.superseded == (late.group_id,)
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
     again = world.batch()
     assert again.groups == first.groups
     assert again.return_G.tolist() == first.return_G.tolist()
@@ -281,7 +281,7 @@ def test_the_end_of_a_failed_attempt_is_not_its_end_when_a_crash_took_away_what_
 ) -> None:
     world = World(tmp_path, segment_bytes=1)
     work = world.generator.claimed()
-    of = TrajectoryId(work.ordinal, 0)
+    of = TrajectoryId(work.group_id, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Attempts, "lose_failed", lambda self, message: 0)
         world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "abort", 0.0)])

@@ -20,7 +20,7 @@ def world(tmp_path: Path) -> World:
 
 
 def claim(world: World, number: int) -> Assignment | Wait | Refusal:
-    return world.buffer.claim(Claim(world.generator.name, world.generator.epoch, START, number))
+    return world.buffer.claim(Claim(world.generator.name, world.generator.incarnation, START, number))
 
 
 def claimed(world: World, number: int) -> Assignment:
@@ -38,7 +38,7 @@ def restart(world: World) -> None:
 def test_a_repeated_claim_gives_the_same_work_and_issues_nothing(world: World) -> None:
     first = claimed(world, 1)
     assert claimed(world, 1) == first
-    assert claimed(world, 2).ordinal == first.ordinal + 1
+    assert claimed(world, 2).group_id == first.group_id + 1
     assert claimed(world, 1) == first
     assert world.buffer.status().issued == 2
 
@@ -82,12 +82,12 @@ def test_a_claim_does_not_give_what_a_later_one_of_the_same_generator_got(world:
 
 def test_a_new_incarnation_numbers_its_claims_anew(world: World) -> None:
     claimed(world, 1)
-    world.generator.epoch = world.buffer.join("generator", world.generator.name)
+    world.generator.incarnation = world.buffer.join("generator", world.generator.name)
     assert claimed(world, 1).attempts == (1, 1)
 
 
 def test_only_the_newest_claims_are_remembered() -> None:
-    member = Member(epoch=1)
+    member = Member(incarnation=1)
     for number in range(1, 2 * CLAIMS_REMEMBERED + 1):
         member.note_given(number, number, {0: 0})
     assert sorted(member.given) == list(range(CLAIMS_REMEMBERED + 1, 2 * CLAIMS_REMEMBERED + 1))
@@ -98,16 +98,16 @@ def test_a_release_said_twice_is_one_and_one_of_a_committed_lease_is_refused(wor
         world.generator.finish(work)
     lease = world.batch().lease
     for _ in range(2):
-        assert world.buffer.release(world.trainer_epoch, lease, "the loss was not finite") is None
+        assert world.buffer.release(world.trainer_incarnation, lease, "the loss was not finite") is None
     trained = world.train().lease
     for unknown in (trained, 0, 99):
-        answer = world.buffer.release(world.trainer_epoch, unknown, "late")
+        answer = world.buffer.release(world.trainer_incarnation, unknown, "late")
         assert isinstance(answer, Refusal) and answer.reason is RefusalReason.LEASE
 
 
 def test_a_refused_message_said_again_does_not_cost_the_new_attempt_its_life(world: World) -> None:
     work = claimed(world, 1)
-    made = step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)
+    made = step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)
     bad = world.generator.message([replace(made, temperature=0.0)])
     for _ in range(2):
         assert isinstance(world.buffer.submit(bad), Refusal)
@@ -119,15 +119,15 @@ def test_a_refused_message_said_again_does_not_cost_the_new_attempt_its_life(wor
 def test_a_message_number_below_all_is_refused_and_not_taken_for_one_that_came(world: World) -> None:
     work = claimed(world, 1)
     world.generator.sequence = -2
-    answer = world.generator.send([step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)])
+    answer = world.generator.send([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
     assert isinstance(answer, Refusal) and answer.reason is RefusalReason.IDENTITY
 
 
 def test_a_number_that_came_before_does_not_let_a_malformed_message_in(world: World) -> None:
     work = claimed(world, 1)
-    of = TrajectoryId(work.ordinal, 0)
+    of = TrajectoryId(work.group_id, 0)
     world.generator.send([step(of, work.prompt_uid, 0)])
     ends = replace(ends_table([TrajectoryEnd(of, work.prompt_uid, 1, "abort", 0.0)]), uid_E=np.array([9], np.int32))
-    sender = Sender(world.generator.name, world.generator.epoch, world.generator.sequence)
+    sender = Sender(world.generator.name, world.generator.incarnation, world.generator.sequence)
     answer = world.buffer.submit(wire.encode(StepGroup(sender, steps_table([]), ends)))
     assert isinstance(answer, Refusal) and answer.reason is RefusalReason.MALFORMED

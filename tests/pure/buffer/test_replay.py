@@ -19,7 +19,7 @@ def a_run(world: World, steps: int) -> dict[int, bytes]:
     """Train with restarts and filtered groups; returns every mini-batch's bytes by step."""
     trained = {}
     for n in range(steps):
-        version = PolicyVersion(world.trainer_epoch, n)
+        version = PolicyVersion(world.trainer_incarnation, n)
         world.generator.finish(world.generator.claimed(version), version, rewards=(1.0, 1.0))
         for _ in range(2):
             world.generator.claimed(version)
@@ -49,7 +49,7 @@ def test_every_mini_batch_of_a_recorded_run_is_formed_again_bit_by_bit(tmp_path:
 def test_replay_gives_the_last_try_of_a_step_that_was_done_again(tmp_path: Path) -> None:
     world = World(tmp_path, settings())
     first = a_run(world, steps=3)
-    world.trainer_epoch = world.buffer.join("trainer", "trainer", step=2)
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=2)
     again = world.batch()
     world.train()
     world.journal.sync()

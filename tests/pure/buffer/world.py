@@ -82,11 +82,11 @@ class Generator:
 
     def __init__(self, buffer: Buffer, name: str = "g1") -> None:
         self.buffer, self.name = buffer, name
-        self.epoch = buffer.join("generator", name)
+        self.incarnation = buffer.join("generator", name)
         self.sequence = 0
 
     def claim(self, serving: PolicyVersion = START) -> Assignment | Wait | Refusal:
-        return self.buffer.claim(Claim(self.name, self.epoch, serving))
+        return self.buffer.claim(Claim(self.name, self.incarnation, serving))
 
     def claimed(self, serving: PolicyVersion = START) -> Assignment:
         answer = self.claim(serving)
@@ -95,7 +95,7 @@ class Generator:
 
     def message(self, steps: Sequence[Step], ends: Sequence[TrajectoryEnd] = ()) -> bytes:
         self.sequence += 1
-        return wire.encode(step_group(Sender(self.name, self.epoch, self.sequence), steps, ends))
+        return wire.encode(step_group(Sender(self.name, self.incarnation, self.sequence), steps, ends))
 
     def send(self, steps: Sequence[Step], ends: Sequence[TrajectoryEnd] = ()) -> Receipt | Refusal:
         return self.buffer.submit(self.message(steps, ends))
@@ -105,7 +105,7 @@ class Generator:
     ) -> None:
         """Send all steps and the end of every sample of an assignment."""
         for place, (sample, attempt) in enumerate(zip(work.samples, work.attempts, strict=True)):
-            of = TrajectoryId(work.ordinal, sample, attempt)
+            of = TrajectoryId(work.group_id, sample, attempt)
             steps = [step(of, work.prompt_uid, index, version) for index in range(turns)]
             end = TrajectoryEnd(of, work.prompt_uid, turns, "stop", rewards[place % len(rewards)])
             receipt = self.send(steps, [end])
@@ -122,7 +122,7 @@ class World:
         self.segment_bytes = segment_bytes
         self.clock = TurnedClock()
         self.buffer = self.opened()
-        self.trainer_epoch = self.buffer.join("trainer", "trainer")
+        self.trainer_incarnation = self.buffer.join("trainer", "trainer")
         self.generator = Generator(self.buffer)
 
     def opened(self) -> Buffer:
@@ -139,15 +139,15 @@ class World:
         return self.buffer
 
     def batch(self) -> MiniBatch:
-        answer = self.buffer.lease(self.trainer_epoch)
+        answer = self.buffer.lease(self.trainer_incarnation)
         assert isinstance(answer, MiniBatch), answer
         return answer
 
     def train(self) -> MiniBatch:
         """Lease, train and commit one mini-batch."""
         batch = self.batch()
-        version = PolicyVersion(self.buffer.version.epoch, self.buffer.version.step + 1)
-        assert self.buffer.commit(self.trainer_epoch, batch.lease, version) is None
+        version = PolicyVersion(self.buffer.version.incarnation, self.buffer.version.step + 1)
+        assert self.buffer.commit(self.trainer_incarnation, batch.lease, version) is None
         return batch
 
     def closes(self) -> bool:

@@ -123,7 +123,7 @@ def test_validation_reads_the_dataset(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_the_name_of_a_trajectory_is_no_setting() -> None:
-    words = ["trajectories", "show", "runs/quickstart", "ordinal=812/sample=3/attempt=0"]
+    words = ["trajectories", "show", "runs/quickstart", "group=812/sample=3/attempt=0"]
     assert split_overrides(words) == (words, [])
 
 
@@ -148,7 +148,7 @@ def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.Captu
 def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hub = Hub(SystemClock())
     before = SystemClock().wall() - 7200
-    policy = {"epoch": 1, "step": 3}
+    policy = {"incarnation": 1, "step": 3}
     hub.put_status(
         "run", {"name": "r", "state": "training", "max_steps": 9, "policy_version": policy, "stepped": before}
     )

@@ -31,7 +31,7 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
     assert (found.model, found.step, found.checkpoints) == (None, None, stopped / "checkpoints")
     assert found.begun_with(load_config(found.settings)) == stopped / "model"
     assert evaluated(whole).weights(None) == whole / "final"
-    manifest = Manifest(step=40, epoch=1, journal_position=0, issued=0, frontier=0, files={})
+    manifest = Manifest(step=40, incarnation=1, journal_position=0, issued=0, frontier=0, files={})
     assert found.weights(manifest) == stopped / "checkpoints" / "step_40"
 
 

@@ -26,20 +26,20 @@ def history_up_to(version: int) -> VersionHistory:
     return history
 
 
-def group(rng: np.random.Generator, ordinal: int, samples: int = 4) -> CompleteGroup:
+def group(rng: np.random.Generator, group_id: int, samples: int = 4) -> CompleteGroup:
     steps, ends = [], []
     for sample in range(samples):
-        trajectory, turns = TrajectoryId(ordinal, sample), int(rng.integers(1, 5))
+        trajectory, turns = TrajectoryId(group_id, sample), int(rng.integers(1, 5))
         reward = float(rng.integers(0, 2))
-        steps += episode(rng, turns, trajectory, f"p{ordinal}", reward)
-        ends.append(end(trajectory, turns, reward, f"p{ordinal}"))
+        steps += episode(rng, turns, trajectory, f"p{group_id}", reward)
+        ends.append(end(trajectory, turns, reward, f"p{group_id}"))
     order = rng.permutation(len(steps))
-    return CompleteGroup(ordinal, f"p{ordinal}", steps_table([steps[k] for k in order]), ends_table(ends))
+    return CompleteGroup(group_id, f"p{group_id}", steps_table([steps[k] for k in order]), ends_table(ends))
 
 
 def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
     rng = np.random.default_rng(0)
-    groups = [group(rng, ordinal) for ordinal in (7, 3, 9)]
+    groups = [group(rng, group_id) for group_id in (7, 3, 9)]
     batch = form_mini_batch(1, groups, history_up_to(4), SETTINGS)
     assert batch.groups == (7, 3, 9)
     assert batch.prompt_of_trajectory_G.tolist() == [0] * 4 + [1] * 4 + [2] * 4
@@ -47,7 +47,7 @@ def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
     assert not ranks_of[0] & ranks_of[1] and ranks_of[0] | ranks_of[1] == set(range(12))
     assert len({len(rank) for rank in batch.ranks}) == 1
     loss = sum(int(m.loss_mask_N.sum()) for rank in batch.ranks for m in rank)
-    assert loss == batch.loss_tokens_G.sum() == batch.facts["tokens/loss"]
+    assert loss == batch.loss_tokens_G.sum() == batch.metrics["tokens/loss"]
 
 
 @pytest.mark.parametrize(("step_wise", "one_row"), [(True, False), (False, True)])
@@ -56,7 +56,7 @@ def test_without_step_wise_every_trajectory_is_one_sequence(step_wise: bool, one
     rng = np.random.default_rng(0)
     batch = form_mini_batch(1, [group(rng, 0), group(rng, 1)], history_up_to(4), BatchSettings.of(config))
     assert (batch.rows_G == 1).all() == one_row
-    assert batch.facts["generate/batch_num_seq"] == batch.rows_G.sum()
+    assert batch.metrics["generate/batch_num_seq"] == batch.rows_G.sum()
 
 
 def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> None:
@@ -68,8 +68,8 @@ def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> No
     assert micro_batch.loss_mask_N.tolist() == [False, False, False, False, True]
     assert micro_batch.staleness_N.tolist() == [-1, 4, 4, -1, 1]
     assert micro_batch.logprobs_N.tolist() == [0, 0, 0, 0, -1.125]
-    assert (batch.facts["tokens/stale"], batch.facts["tokens/loss"]) == (2, 1)
-    assert batch.facts["async/staleness_max"] == 4
+    assert (batch.metrics["tokens/stale"], batch.metrics["tokens/loss"]) == (2, 1)
+    assert batch.metrics["async/staleness_max"] == 4
 
 
 def test_a_dummy_carries_no_loss_and_counts_in_no_figure() -> None:
@@ -77,8 +77,8 @@ def test_a_dummy_carries_no_loss_and_counts_in_no_figure() -> None:
     batch = form_mini_batch(1, groups, VersionHistory(), SETTINGS)
     dummies = [m for rank in batch.ranks for m in rank if m.trajectory_of_row_R[0] == -1]
     assert len(dummies) == 1 and not dummies[0].loss_mask_N.any()
-    assert batch.facts["reward/avg_raw_reward"] == 1 and batch.facts["generate/batch_num_seq"] == 1
-    assert batch.facts["generate/batch_padded_seq_len"] == 2
+    assert batch.metrics["reward/avg_raw_reward"] == 1 and batch.metrics["generate/batch_num_seq"] == 1
+    assert batch.metrics["generate/batch_padded_seq_len"] == 2
 
 
 def test_a_trajectory_without_steps_still_has_its_return() -> None:
@@ -94,7 +94,7 @@ def test_a_mini_batch_survives_its_bytes() -> None:
     rng = np.random.default_rng(0)
     batch = form_mini_batch(5, [group(rng, o) for o in range(3)], history_up_to(4), SETTINGS)
     mine = decode_mini_batch(encode_mini_batch(batch_of_rank(batch, 1)))
-    assert (mine.lease, mine.groups, mine.facts) == (batch.lease, batch.groups, batch.facts)
+    assert (mine.lease, mine.groups, mine.metrics) == (batch.lease, batch.groups, batch.metrics)
     assert (mine.advantage_G == batch.advantage_G).all()
     for sent, kept in zip(mine.ranks[0], batch.ranks[1], strict=True):
         assert (sent.token_ids_N == kept.token_ids_N).all() and (sent.offsets_R == kept.offsets_R).all()

@@ -81,7 +81,7 @@ def test_a_version_ahead_of_the_history_is_an_error() -> None:
     ahead = step(0, [1], [2], version=PolicyVersion(0, 7).pack())
     with pytest.raises(ValueError, match=r"step=0 was sampled at version 0\.7, but the newest of the history is 0\.0"):
         form(ahead)
-    assert form(ahead, history=VersionHistory(PolicyVersion(0, 7))).facts["async/staleness_mean"] == 0
+    assert form(ahead, history=VersionHistory(PolicyVersion(0, 7))).metrics["async/staleness_mean"] == 0
 
 
 def test_a_mini_batch_of_no_groups_is_an_error() -> None:
@@ -144,7 +144,7 @@ def test_advantages_are_never_the_callers_own_array() -> None:
         ([step(0, [1], [2])], [], "sample=0/attempt=0 has no end"),
         ([step(0, [1], [2])], [end(steps=2)], "ended after 2 steps, but 1 are there"),
         ([step(0, [1], [2])], [end(), end()], "ends twice"),
-        ([step(0, [1], [2])], [end(uid="b")], "ordinal 0 is of the prompts 'a' and 'b'"),
+        ([step(0, [1], [2])], [end(uid="b")], "group=0 is of the prompts 'a' and 'b'"),
         ([step(1, [1], [2])], None, "step=1 is there, but step 0 before it is not"),
     ],
 )
@@ -157,7 +157,7 @@ def test_groups_come_in_order_of_appearance_and_a_trajectory_may_have_no_step() 
     late = step(0, [1], [2], trajectory=TrajectoryId(7, 0), uid="b", reward=2.0)
     ends = [end(TrajectoryId(7, 0), 1, 3.0, "b"), end(steps=0), end(TrajectoryId(7, 1), 0, 0.0, "b")]
     groups = complete_groups([late], ends)
-    assert [(g.ordinal, g.prompt_uid, len(g.steps), len(g.ends)) for g in groups] == [(7, "b", 1, 2), (0, "a", 0, 1)]
+    assert [(g.group_id, g.prompt_uid, len(g.steps), len(g.ends)) for g in groups] == [(7, "b", 1, 2), (0, "a", 0, 1)]
     batch = form_mini_batch(0, groups, VersionHistory(), SETTINGS)
     assert batch.groups == (7, 0) and batch.return_G.tolist() == [3, 0, 0]
     assert [g.ends.reward_E.tolist() for g in complete_groups([late])] == [[2.0]]

@@ -70,18 +70,18 @@ REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
     "nothing in it": (lambda: step_group(SENDER, [], []), R.EMPTY),
     "no sender's name": (lambda: replace(GOOD, sender=Sender("", 1, 0)), R.IDENTITY),
     "an endless sender's name": (lambda: replace(GOOD, sender=Sender("g" * 2000, 1, 0)), R.IDENTITY),
-    "negative epoch": (lambda: replace(GOOD, sender=Sender("g", -1, 0)), R.IDENTITY),
+    "negative incarnation": (lambda: replace(GOOD, sender=Sender("g", -1, 0)), R.IDENTITY),
     "negative sequence": (lambda: replace(GOOD, sender=Sender("g", 1, -1)), R.IDENTITY),
     "no uid": (lambda: with_steps(replace(STEPS[0], prompt_uid="")), R.IDENTITY),
     "endless uid": (lambda: with_steps(replace(STEPS[0], prompt_uid="u" * 5000)), R.TOO_LARGE),
     "endless stop reason": (lambda: with_steps(replace(STEPS[0], stop_reason="s" * 5000)), R.TOO_LARGE),
-    "negative ordinal": (lambda: changed("ordinal_K", 0, -1), R.IDENTITY),
-    "huge ordinal": (lambda: changed("ordinal_K", 0, 1 << 60), R.IDENTITY),
+    "negative group_id": (lambda: changed("group_id_K", 0, -1), R.IDENTITY),
+    "huge group_id": (lambda: changed("group_id_K", 0, 1 << 60), R.IDENTITY),
     "negative sample": (lambda: changed("sample_K", 1, -1), R.IDENTITY),
     "sample beyond the group": (lambda: changed("sample_K", 1, 8), R.IDENTITY),
     "negative attempt": (lambda: changed("attempt_K", 1, -1), R.IDENTITY),
     "attempt beyond the last": (lambda: changed("attempt_K", 1, 3), R.IDENTITY),
-    "negative ordinal of an end": (lambda: changed("ordinal_E", 0, -1), R.IDENTITY),
+    "negative group_id of an end": (lambda: changed("group_id_E", 0, -1), R.IDENTITY),
     "sample of an end beyond the group": (lambda: changed("sample_E", 0, 8), R.IDENTITY),
     "attempt of an end beyond the last": (lambda: changed("attempt_E", 0, 99), R.IDENTITY),
     "one trajectory under two uids": (lambda: with_steps(STEPS[0], replace(STEPS[1], prompt_uid="b")), R.IDENTITY),
@@ -153,8 +153,8 @@ REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
 
 
 def replace_end(**changes: Any) -> TrajectoryEnd:
-    facts: dict[str, Any] = {"steps": 4, "reward": 1.0} | changes
-    return end(**facts)
+    metrics: dict[str, Any] = {"steps": 4, "reward": 1.0} | changes
+    return end(**metrics)
 
 
 def experts(of: Step, value: int) -> np.ndarray[Any, np.dtype[np.int16]]:
@@ -346,10 +346,10 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], RefusalReason]] = {
     "a declared array of 2^32 items": (lambda: framed(b"\xdd\xff\xff\xff\xff", b""), R.SCHEMA),
     "a declared string of 2^32 bytes": (lambda: framed(b"\xdb\xff\xff\xff\xff", b""), R.SCHEMA),
     "an unknown field": (lambda: reframed(lambda head: head.update(extra=1)), R.SCHEMA),
-    "a missing field": (lambda: reframed(lambda head: head.pop("epoch") and None), R.SCHEMA),
+    "a missing field": (lambda: reframed(lambda head: head.pop("incarnation") and None), R.SCHEMA),
     "a name that is no UTF-8": (lambda: reframed(with_broken_name), R.SCHEMA),
-    "an epoch that is a string": (lambda: reframed(lambda head: head.update(epoch="1")), R.SCHEMA),
-    "an epoch that is no integer": (lambda: reframed(lambda head: head.update(epoch=1.5)), R.SCHEMA),
+    "an incarnation that is a string": (lambda: reframed(lambda head: head.update(incarnation="1")), R.SCHEMA),
+    "an incarnation that is no integer": (lambda: reframed(lambda head: head.update(incarnation=1.5)), R.SCHEMA),
     "an unknown array": (lambda: reframed(lambda head: set_array(head, "uid_K", name="evil_K")), R.SCHEMA),
     "one array twice": (lambda: reframed(lambda head: set_array(head, "sample_K", name="uid_K")), R.SCHEMA),
     "token ids as floats": (lambda: reframed(lambda head: set_array(head, "token_ids_N", dtype="<f4")), R.SCHEMA),
@@ -364,7 +364,10 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], RefusalReason]] = {
     "an empty axis beside one of 2^40": (lambda: reframed(experts_shape(0, 1 << 40, 1)), R.MALFORMED),
     "a header of 200,000 names": (lambda: reframed(lambda head: head.update(step_uids=[""] * 200000)), R.MALFORMED),
     "a shape of floats": (lambda: reframed(lambda head: set_array(head, "uid_K", shape=[4.0])), R.SCHEMA),
-    "an extension type": (lambda: reframed(lambda head: head.update(epoch=msgspec.msgpack.Ext(5, b"x"))), R.SCHEMA),
+    "an extension type": (
+        lambda: reframed(lambda head: head.update(incarnation=msgspec.msgpack.Ext(5, b"x"))),
+        R.SCHEMA,
+    ),
     "a payload too short": (lambda: reframed(lambda head: None, payload=b"\0" * 64), R.MALFORMED),
     "a payload too long": (lambda: reframed(lambda head: None, payload=encode(GOOD)[200:] + b"\0" * 4096), R.MALFORMED),
     "a column shorter than its axis": (lambda: encode_unchecked("sample_K"), R.LENGTH_MISMATCH),

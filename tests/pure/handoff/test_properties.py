@@ -59,7 +59,7 @@ def episodes(draw: st.DrawFn, trajectory: TrajectoryId = FIRST) -> list[Step]:
             cut = len(whole) if draw(st.integers(0, 2)) else draw(st.integers(1, len(whole)))
             prompt = whole[:cut]
         prompt = prompt + draw(TOKENS if not prompt else st.lists(st.integers(0, 3), max_size=4))
-        steps.append(step(index, prompt, draw(TOKENS), trajectory=trajectory, uid=f"p{trajectory.ordinal}"))
+        steps.append(step(index, prompt, draw(TOKENS), trajectory=trajectory, uid=f"p{trajectory.group_id}"))
     return steps
 
 
@@ -267,16 +267,16 @@ def test_advantages_sum_to_zero_per_group(returns_G: list[float], name: str, dat
 @given(st.data(), MODES, DRIFTS)
 def test_a_mini_batch_accounts_for_every_sampled_token(data: st.DataObject, mode: Any, drift: Any) -> None:
     groups, sampled = [], 0
-    for ordinal in range(data.draw(st.integers(1, 3))):
-        made = [data.draw(episodes(TrajectoryId(ordinal, s))) for s in range(data.draw(st.integers(1, 3)))]
-        ends = [end(TrajectoryId(ordinal, s), len(e), float(s), f"p{ordinal}") for s, e in enumerate(made)]
+    for group_id in range(data.draw(st.integers(1, 3))):
+        made = [data.draw(episodes(TrajectoryId(group_id, s))) for s in range(data.draw(st.integers(1, 3)))]
+        ends = [end(TrajectoryId(group_id, s), len(e), float(s), f"p{group_id}") for s, e in enumerate(made)]
         steps = [s for episode in made for s in episode]
         sampled += sum(int(s.loss_mask.sum()) for s in steps)
-        groups.append(CompleteGroup(ordinal, f"p{ordinal}", steps_table(steps), ends_table(ends)))
+        groups.append(CompleteGroup(group_id, f"p{group_id}", steps_table(steps), ends_table(ends)))
     settings = BatchSettings(ranks=2, token_budget=128, mode=mode, drift=drift, max_staleness=0)
     batch = form_mini_batch(1, groups, VersionHistory(), settings)
     loss = sum(int(m.loss_mask_N.sum()) for rank in batch.ranks for m in rank)
     fates = ("tokens/loss", "tokens/stale", "tokens/masked")
-    assert batch.facts["tokens/sampled"] == sampled == sum(batch.facts[f] for f in fates)
-    assert loss == batch.facts["tokens/loss"] == batch.loss_tokens_G.sum()
+    assert batch.metrics["tokens/sampled"] == sampled == sum(batch.metrics[f] for f in fates)
+    assert loss == batch.metrics["tokens/loss"] == batch.loss_tokens_G.sum()
     assert sum(int((m.trajectory_of_row_R >= 0).sum()) for r in batch.ranks for m in r) == batch.rows_G.sum()

@@ -78,10 +78,10 @@ def test_prompts_of_entries_without_identities_can_be_named() -> None:
     steps = steps_from_generator_output(output(trajectory_ids=None, is_last_step=None), uids=["a", "a", "b", "a"])
     found = [(str(step.trajectory), step.prompt_uid) for step in steps]
     assert found == [
-        ("ordinal=0/sample=0/attempt=0", "a"),
-        ("ordinal=0/sample=1/attempt=0", "a"),
-        ("ordinal=1/sample=0/attempt=0", "b"),
-        ("ordinal=0/sample=2/attempt=0", "a"),
+        ("group=0/sample=0/attempt=0", "a"),
+        ("group=0/sample=1/attempt=0", "a"),
+        ("group=1/sample=0/attempt=0", "b"),
+        ("group=0/sample=2/attempt=0", "a"),
     ]
     with pytest.raises(ValueError, match="uids has 1 entries"):
         steps_from_generator_output(output(trajectory_ids=None, is_last_step=None), uids=["a"])
@@ -91,7 +91,7 @@ def test_prompts_of_entries_without_identities_can_be_named() -> None:
 
 def test_two_outputs_stand_in_one_list() -> None:
     first = steps_from_generator_output(output())
-    second = steps_from_generator_output(output(), first_ordinal=1)
+    second = steps_from_generator_output(output(), first_group_id=1)
     assert len(merge_steps([*first, *second])) == 2 * len(merge_steps(first))
 
 

@@ -113,7 +113,7 @@ def mini_batch(ranks: Sequence[Sequence[Sequence[MadeRow]]], trajectories: int, 
         rows_G=np.bincount(owner, minlength=trajectories).astype(np.int32),
         prompt_of_trajectory_G=(np.arange(trajectories) * prompts // trajectories).astype(np.int32),
         ranks=tuple(tuple(micro_batch(micro) for micro in micros) for micros in ranks),
-        facts={},
+        metrics={},
     )
 
 

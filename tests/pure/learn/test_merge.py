@@ -67,15 +67,15 @@ def steps_of(trajectory: TrajectoryId, uid: str, rng: np.random.Generator) -> li
 def groups() -> list[CompleteGroup]:
     rng = np.random.default_rng(70)
     made = []
-    for ordinal in range(PROMPTS):
+    for group_id in range(PROMPTS):
         steps, ends = [], []
         for sample in range(SAMPLES):
-            trajectory = TrajectoryId(ordinal, sample)
-            own = steps_of(trajectory, str(ordinal), rng)
+            trajectory = TrajectoryId(group_id, sample)
+            own = steps_of(trajectory, str(group_id), rng)
             steps += own
-            ends.append(TrajectoryEnd(trajectory, str(ordinal), len(own), "stop", float(rng.random())))
+            ends.append(TrajectoryEnd(trajectory, str(group_id), len(own), "stop", float(rng.random())))
         shuffled = [steps[i] for i in rng.permutation(len(steps))]
-        made.append(CompleteGroup(ordinal, str(ordinal), steps_table(shuffled), ends_table(ends)))
+        made.append(CompleteGroup(group_id, str(group_id), steps_table(shuffled), ends_table(ends)))
     return made
 
 

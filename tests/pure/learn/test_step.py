@@ -186,7 +186,7 @@ def test_the_spread_of_ratios_is_told_by_staleness_too(model_folder: Path) -> No
         of = {key.rpartition("/")[2]: value for key, value in metrics.items() if f"by_staleness/{name}/" in key}
         assert of["tokens"] == np.count_nonzero(mask & (staleness >= at_least) & (staleness < below))
         mean_square = of["is_ratio_std"] ** 2 + of["is_ratio_mean"] ** 2
-        assert of["effective_sample_share"] == pytest.approx(of["is_ratio_mean"] ** 2 / mean_square)
+        assert of["effective_sample_fraction"] == pytest.approx(of["is_ratio_mean"] ** 2 / mean_square)
         largest.append(of["is_ratio_max"])
         square += of["tokens"] * mean_square / mask.sum()
     assert max(largest) == metrics["policy/is_ratio_max"]

@@ -23,7 +23,7 @@ from tests.pure.learn.ranks import Ranks
     ("schedule", "halfway", "end"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)]
 )
 def test_schedules_fall_from_the_warm_up_to_the_share_at_the_end(schedule: str, halfway: float, end: float) -> None:
-    trainer = TrainerConfig(lr=2.0, warmup_steps=10, schedule=schedule, min_lr_share=0.1)
+    trainer = TrainerConfig(lr=2.0, warmup_steps=10, schedule=schedule, min_lr_fraction=0.1)
     rates = [learning_rate(trainer, step, max_steps=110) for step in (0, 9, 10, 60, 110, 200)]
     assert rates == pytest.approx([0.2, 2.0, 2.0, 2.0 * halfway, 2.0 * end, 2.0 * end])
 
@@ -75,7 +75,7 @@ def test_metrics_tell_staleness_apart(model_folder: Path) -> None:
     means = [metrics[f"policy/by_staleness/{name}/is_ratio_mean"] for name in ("0", "3_4", "9_up")]
     weights = [counts[0], counts[1] + counts[2], counts[3]]
     assert np.average(means, weights=weights) == pytest.approx(metrics["policy/is_ratio_mean"])
-    assert 0 < metrics["policy/effective_sample_share"] <= 1
+    assert 0 < metrics["policy/effective_sample_fraction"] <= 1
     assert math.isfinite(metrics["policy/is_ratio_max"])
 
 

@@ -125,7 +125,7 @@ def mini_batch(lease: int) -> MiniBatch:
         rows_G=one.astype(np.int32),
         prompt_of_trajectory_G=one.astype(np.int32),
         ranks=((micro_batch([10, 20], [0, 1], 0),), (micro_batch([30, 2], [2, -1], 3),)),
-        facts={},
+        metrics={},
     )
 
 

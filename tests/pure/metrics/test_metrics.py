@@ -205,11 +205,11 @@ def test_the_status_document_has_its_parts_even_before_anybody_reported() -> Non
 def test_the_status_document_joins_what_the_parts_reported() -> None:
     hub = Hub(FakeClock())
     wait = {"who": "trainer", "reason": "groups", "detail": "3 of 16", "since": 5.0}
-    hub.put_status("run", {"name": "r", "state": "training", "policy_version": {"epoch": 1, "step": 3}})
+    hub.put_status("run", {"name": "r", "state": "training", "policy_version": {"incarnation": 1, "step": 3}})
     hub.put_status("buffer", {"groups": {"open": 3}, "tokens": {"open": 9}, "waits": [wait]})
     hub.put_status("step", {"reward/avg_raw_reward": 0.5})
     status = hub.status()
-    assert (status["state"], status["policy_version"]) == ("training", {"epoch": 1, "step": 3})
+    assert (status["state"], status["policy_version"]) == ("training", {"incarnation": 1, "step": 3})
     assert (status["tokens"], status["waits"], status["buffer"]) == ({"open": 9}, [wait], {"groups": {"open": 3}})
     assert status["run"] == {"name": "r"} and status["step"] == {"reward/avg_raw_reward": 0.5}
 

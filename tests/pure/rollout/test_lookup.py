@@ -89,11 +89,13 @@ def test_demonstrations_show_mixed_habits_of_which_the_asked_share_is_right() ->
     )
 
 
-@pytest.mark.parametrize(("right_share", "lowest", "highest"), [(1.0, 1.0, 1.0), (0.15, 0.12, 0.18), (0.0, 0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("right_fraction", "lowest", "highest"), [(1.0, 1.0, 1.0), (0.15, 0.12, 0.18), (0.0, 0.0, 0.0)]
+)
 def test_demonstrations_read_and_answer_right_as_often_as_asked_for(
-    right_share: float, lowest: float, highest: float
+    right_fraction: float, lowest: float, highest: float
 ) -> None:
-    shown = lookup.demonstrations(1000, right_share, np.random.default_rng(0))
+    shown = lookup.demonstrations(1000, right_fraction, np.random.default_rng(0))
     assert lowest <= np.mean([answers_what_was_read(messages) for messages in shown]) <= highest
 
 

@@ -85,12 +85,12 @@ QUESTION = Task("p-0", (Message(role="user", content="what is the age of fox ?")
 
 
 @pytest.mark.asyncio
-async def test_the_samples_of_a_group_share_a_seed_and_every_ordinal_has_its_own(
+async def test_the_samples_of_a_group_share_a_seed_and_every_group_id_has_its_own(
     model: Path, seeds: list[tuple[str, int]]
 ) -> None:
     plays, _ = player(model, SEEDED)
-    for ordinal, sample in ((0, 0), (0, 1), (1, 0)):
-        await played(plays, TrajectoryId(ordinal, sample), QUESTION)
+    for group_id, sample in ((0, 0), (0, 1), (1, 0)):
+        await played(plays, TrajectoryId(group_id, sample), QUESTION)
     first, second, third = (seed for _, seed in seeds)
     assert first == second != third
 

@@ -96,7 +96,7 @@ def test_the_smooth_curve_skips_what_was_not_measured() -> None:
 def test_trajectories_are_kept_until_the_file_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runfolder, "TRAJECTORIES_BYTES", 50)
     folder = RunFolder(tmp_path)
-    trajectories = [{"id": f"ordinal={number}/sample=0/attempt=0"} for number in range(10)]
+    trajectories = [{"id": f"group={number}/sample=0/attempt=0"} for number in range(10)]
     assert folder.append_trajectories(trajectories[:1]) == 1
     assert folder.append_trajectories(trajectories[1:]) == 1
     assert folder.append_trajectories(trajectories) == 0

@@ -42,7 +42,7 @@ def test_a_filtered_group_is_kept_with_its_reason_and_its_whole_trajectory(tmp_p
 def test_a_refused_group_is_kept_with_as_much_as_had_come(tmp_path: Path) -> None:
     world, lost = watched(tmp_path, config(buffer={"max_attempts": 1}))
     work = world.generator.claimed()
-    of = TrajectoryId(work.ordinal, 0)
+    of = TrajectoryId(work.group_id, 0)
     # The last of these steps cannot be shown: the one before it never came.
     world.generator.send([step(of, work.prompt_uid, 0), step(of, work.prompt_uid, 2)])
     world.clock.now += 11
@@ -58,7 +58,7 @@ def test_what_is_open_at_the_end_is_kept_as_expired(tmp_path: Path) -> None:
     world.generator.claimed()
     world.buffer.end()
     (record,) = lost.take()
-    assert (record["id"], record["fate"], record["reason"]) == ("ordinal=0/sample=0/attempt=0", "expired", "run_end")
+    assert (record["id"], record["fate"], record["reason"]) == ("group=0/sample=0/attempt=0", "expired", "run_end")
 
 
 def test_trained_groups_are_not_lost_and_a_replay_tells_nothing(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_no_more_are_kept_than_the_configuration_says(kept: int, tmp_path: Path)
 def test_a_log_probability_that_is_not_finite_can_be_written(tmp_path: Path) -> None:
     world, lost = watched(tmp_path, config())
     work = world.generator.claimed()
-    whole = step(TrajectoryId(work.ordinal, 0), work.prompt_uid, 0)
+    whole = step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)
     odd = replace(whole, logprobs=np.array([np.nan, -0.5], np.float32))
     world.generator.send([odd])
     world.buffer.end()
@@ -96,7 +96,7 @@ def test_a_log_probability_that_is_not_finite_can_be_written(tmp_path: Path) -> 
 def test_they_are_listed_shown_and_exported_with_their_fate(tmp_path: Path) -> None:
     world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}))
     world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
-    world.generator.send([step(TrajectoryId(world.generator.claimed().ordinal, 0), "p1", 0)])
+    world.generator.send([step(TrajectoryId(world.generator.claimed().group_id, 0), "p1", 0)])
     world.buffer.end()
     records = json.loads(json.dumps(lost.take()))
     assert {token.kind for token in tokens_of(records[0]["steps"][0], records[0], 8, words)} == {"prompt", UNUSED}

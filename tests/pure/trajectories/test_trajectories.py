@@ -45,7 +45,7 @@ def step(trajectory: TrajectoryId, index: int, prompt: list[int], response: list
     sampled = np.arange(n) < n - 1
     return Step(
         trajectory=trajectory,
-        prompt_uid=f"p{trajectory.ordinal}",
+        prompt_uid=f"p{trajectory.group_id}",
         index=index,
         prompt_ids=np.array(prompt, np.int32),
         response_ids=np.array(response, np.int32),
@@ -56,14 +56,14 @@ def step(trajectory: TrajectoryId, index: int, prompt: list[int], response: list
     )
 
 
-def group(ordinal: int, n: int = 2) -> CompleteGroup:
+def group(group_id: int, n: int = 2) -> CompleteGroup:
     """Sample s of the group: two merging steps, and return s."""
     steps, ends = [], []
     for sample in range(n):
-        one = TrajectoryId(ordinal, sample)
+        one = TrajectoryId(group_id, sample)
         steps += [step(one, 0, [1, 2], [10, 11, 3], 0), step(one, 1, [1, 2, 10, 11, 3, 4], [20 + sample, 3], 1)]
-        ends.append(TrajectoryEnd(one, f"p{ordinal}", 2, "stop", float(sample)))
-    return CompleteGroup(ordinal, f"p{ordinal}", steps_table(steps), ends_table(ends))
+        ends.append(TrajectoryEnd(one, f"p{group_id}", 2, "stop", float(sample)))
+    return CompleteGroup(group_id, f"p{group_id}", steps_table(steps), ends_table(ends))
 
 
 CONFIG = load_config(
@@ -93,7 +93,7 @@ def records(config: Config = CONFIG) -> list[dict[str, object]]:
 
 def test_a_record_says_what_was_generated_and_what_became_of_it() -> None:
     first, *_, last = records()
-    assert (first["id"], last["id"]) == ("ordinal=7/sample=0/attempt=0", "ordinal=5/sample=1/attempt=0")
+    assert (first["id"], last["id"]) == ("group=7/sample=0/attempt=0", "group=5/sample=1/attempt=0")
     assert (last["return"], last["fate"], last["optimizer_step"], last["trained_at"]) == (1.0, "trained", 2, "1.1")
     assert last["advantage"] > 0 > first["advantage"]
     assert (last["rows"], last["sampled_tokens"], last["loss_tokens"]) == (1, 3, 3)
@@ -145,7 +145,7 @@ def test_the_terminal_shows_a_list_and_one_trajectory() -> None:
     print_list(console, records())
     print_record(console, json.loads(json.dumps(records()[0])), 8, letters)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert shown.count("ordinal=7/sample=0/attempt=0") == 2
+    assert shown.count("group=7/sample=0/attempt=0") == 2
     assert "<1><2><10><11><3>" in shown and "step 1  row 0, policy 1.1" in shown
 
 
@@ -159,15 +159,15 @@ def test_the_page_needs_nothing_from_outside_and_escapes_what_models_say() -> No
 
 def test_records_are_found_by_id_by_group_and_by_the_start_of_an_id() -> None:
     kept = records()
-    for wanted in ("ordinal=7/sample=0/attempt=0", "7", "ordinal=7", "7/sample=0"):
-        assert find_record(kept, wanted)["id"] == "ordinal=7/sample=0/attempt=0"
+    for wanted in ("group=7/sample=0/attempt=0", "7", "group=7", "7/sample=0"):
+        assert find_record(kept, wanted)["id"] == "group=7/sample=0/attempt=0"
     with pytest.raises(UserError, match="70: not among the 3 kept trajectories"):
         find_record(kept, "70")
 
 
 def test_without_an_id_it_is_the_newest_that_was_trained_or_else_the_newest() -> None:
     kept = records()
-    lost = [{**kept[0], "id": f"ordinal={ordinal}/sample=0/attempt=0", "fate": "expired"} for ordinal in (90, 91)]
+    lost = [{**kept[0], "id": f"group={group_id}/sample=0/attempt=0", "fate": "expired"} for group_id in (90, 91)]
     of_a_step = [{**record, "fate": "trained"} for record in kept]
     assert find_record([*of_a_step, *lost], None)["id"] == kept[-1]["id"]
     assert find_record(lost, None)["id"] == lost[-1]["id"]
@@ -187,7 +187,7 @@ def test_the_commands_read_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert folder.append_trajectories(records()) == 3
     assert [record["id"] for record in load_records(find_run("r", tmp_path))] == [record["id"] for record in records()]
     assert main(["trajectories", "list", str(tmp_path / "r"), "--last", "2"]) == 0
-    assert capsys.readouterr().out.count("ordinal=") == 2
+    assert capsys.readouterr().out.count("group=") == 2
     assert main(["trajectories", "list", str(tmp_path / "none")]) == 2
     assert "neither a run folder" in capsys.readouterr().err
     (tmp_path / "r" / "trajectories.jsonl").write_text("{broken}\n")
