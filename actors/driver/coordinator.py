@@ -20,7 +20,7 @@ from actors.trainer.actor import TrainerLost
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import Wait
-from service.observe.logprob_mismatch import disagreement
+from service.observe.logprob_mismatch import logprob_mismatch
 from service.observe.phases import phase
 from service.observe.progress import QUIET_SECONDS, Progress
 from service.observe.trajectories import how_they_ended, trained
@@ -123,7 +123,7 @@ class Coordinator:
             self._folder.write_config(self._config)
         url = await self._all_up()
         self._folder.write_address(url)
-        self._say(f"metrics and status: {url}/metrics, {url}/status")
+        self._say(f"status page: {url}/status, metrics: {url}/metrics")
         if self._resume_from is not None:
             with phase(f"reading the checkpoint of step {self._resume_from.step}", self._say):
                 await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
@@ -219,7 +219,7 @@ class Coordinator:
         if not report.applied:
             await self._release(leased, report.reason or "not applied")
             return
-        if (why := disagreement(report.metrics, self._config.weights)) is not None:
+        if (why := logprob_mismatch(report.metrics, self._config.weights)) is not None:
             raise RunFailed(why)
         self._version = PolicyVersion(self._version.incarnation, self._version.step + 1)
         _accepted(

@@ -30,6 +30,8 @@ PAGE_HEADERS = {
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
 }
+VARY = {"Vary": "Accept"}
+"""`/status` has two forms, so a cache has to keep them apart."""
 
 
 def refuse_taken_port(config: Config) -> None:
@@ -151,7 +153,8 @@ class MetricsHub:
         return app
 
     async def _get_page(self, request: web.Request) -> web.Response:
-        return web.Response(text=PAGE.read_text(encoding="utf-8"), content_type="text/html", headers=PAGE_HEADERS)
+        page = PAGE.read_text(encoding="utf-8")
+        return web.Response(text=page, content_type="text/html", headers={**PAGE_HEADERS, **VARY})
 
     async def _get_history(self, request: web.Request) -> web.Response:
         try:
@@ -164,7 +167,9 @@ class MetricsHub:
         return web.Response(body=self._hub.page(), headers={"Content-Type": TEXT})
 
     async def _get_status(self, request: web.Request) -> web.Response:
-        return web.json_response(self._hub.status())
+        if prefers_html(",".join(request.headers.getall("Accept", []))):
+            return await self._get_page(request)
+        return web.json_response(self._hub.status(), headers=VARY)
 
     async def _get_targets(self, request: web.Request) -> web.Response:
         own = {"targets": [request.host], "labels": {"__meta_baton_kind": "baton"}}
@@ -172,6 +177,31 @@ class MetricsHub:
 
     async def _get_health(self, request: web.Request) -> web.Response:
         return web.json_response({"ok": True, "silent": self._hub.silent()})
+
+
+def prefers_html(accept: str) -> bool:
+    """Whether an `Accept` header ranks `text/html` above `application/json`, as a browser's does (RFC 9110, 12.5.1).
+
+    >>> prefers_html("text/html,application/xml;q=0.9,*/*;q=0.8"), prefers_html("*/*"), prefers_html("")
+    (True, False, False)
+    """
+    weights = dict(_media_range(text) for text in accept.lower().split(","))
+
+    def weight(kind: str) -> float:
+        """The weight of the most specific range that matches; a type without one is not accepted."""
+        ranges = (kind, f"{kind.partition('/')[0]}/*", "*/*")
+        return next((weights[name] for name in ranges if name in weights), 0.0)
+
+    return weight("text/html") > weight("application/json")
+
+
+def _media_range(text: str) -> tuple[str, float]:
+    """`text/html;q=0.5` -> ("text/html", 0.5); a weight that is not a number counts as 0."""
+    name, *parameters = (part.strip() for part in text.split(";"))
+    try:
+        return name, float(next((part[2:] for part in parameters if part.startswith("q=")), 1.0))
+    except ValueError:
+        return name, 0.0
 
 
 def _ray_targets() -> list[dict[str, Any]]:

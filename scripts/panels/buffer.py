@@ -62,7 +62,7 @@ BUFFER = Dashboard(
         Panel(
             "Refused",
             "none",
-            (Query(rate("baton_refused_steps_total", "reason"), "{{reason}}"),),
+            (Query(rate("baton_refused_messages_total", "reason"), "{{reason}}"),),
             "Messages a second that were turned away at the door, by reason.",
             8,
         ),

@@ -1,8 +1,8 @@
-"""Do engine and trainer compute the same policy?
+"""Compares the engine's and the trainer's log-probabilities of tokens that the newest policy sampled.
 
-A token that the newest policy sampled has two log-probabilities of one and the same distribution: the engine's, made
-when it was sampled, and the trainer's. They differ by rounding only, unless an engine serves other weights than the
-trainer sent, or samples from another distribution than the trainer assumes.
+Both are log-probabilities of the same token under the same weights, so they differ by rounding only. A larger
+difference means that the engine serves other weights than the trainer sent, or samples from another distribution than
+the trainer assumes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from service.config.learn import WeightsConfig
 FRESH_KL = "policy/by_staleness/0/kl"
 
 
-def disagreement(metrics: Mapping[str, float], weights: WeightsConfig) -> str | None:
-    """What is wrong with a step's fresh tokens; None where they agree, are missing, or nobody asked.
+def logprob_mismatch(metrics: Mapping[str, float], weights: WeightsConfig) -> str | None:
+    """The reason to end the run; None if the difference is within `weights.verify_tolerance`.
 
-    The mean of `ratio - 1 - log ratio` is half the mean square of a small difference.
+    None too if `weights.verify` is off, or if the step had no token of the newest policy. The metric is the mean of
+    `ratio - 1 - log ratio`, which is half the mean square of a small log ratio.
     """
     divergence = metrics.get(FRESH_KL)
     if not weights.verify or divergence is None:

@@ -86,9 +86,9 @@ def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> No
             metrics.set(name, count, **{label: key})
     # From zero on, also for what has not happened yet: Prometheus sees no increase in a counter that begins at one.
     for reason in RefusalReason:
-        metrics.count_to("baton_refused_steps_total", 0, reason=reason)
+        metrics.count_to("baton_refused_messages_total", 0, reason=reason)
     for refused, count in status.refused.items():
-        metrics.count_to("baton_refused_steps_total", count, reason=refused)
+        metrics.count_to("baton_refused_messages_total", count, reason=refused)
     for restarted, count in status.restarts.items():
         metrics.count_to("baton_restarted_trajectories_total", count, reason=restarted)
     for given_up, count in status.given_up.items():

@@ -114,7 +114,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("baton_buffer_reserved_bytes", "gauge", "Bytes that admitted groups may need at worst."),
     Metric("baton_buffer_limit_bytes", "gauge", "Bytes that admission may reserve."),
     Metric("baton_tokens", "gauge", "Ledger of accepted tokens: every token has exactly one fate.", labels=("fate",)),
-    Metric("baton_refused_steps_total", "counter", "Step groups that were refused at the door.", labels=("reason",)),
+    Metric("baton_refused_messages_total", "counter", "Step groups that were refused at the door.", labels=("reason",)),
     Metric("baton_accepted_tokens_total", "counter", "Tokens that the buffer accepted, each counted once."),
     Metric(
         "baton_restarted_trajectories_total",

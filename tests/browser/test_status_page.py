@@ -69,7 +69,7 @@ def a_step(step: int) -> dict[str, float]:
 def test_the_page_shows_the_run_soon_without_errors_at_both_sizes(size: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with run_under_way(60) as (url, hub), browser(tmp_path) as page:
-            await page.show(url, size)
+            await page.show(f"{url}/status", size)
             await page.until("document.querySelector('#state')?.textContent === 'training'")
             assert await page.value("document.querySelector('#name').textContent") == "<b>quick</b>"
             facts = await page.value("document.querySelector('#facts').textContent")

@@ -124,7 +124,7 @@ def syncs(share: float) -> Series:
 
 
 ABORTED = "baton_aborted_steps_total"
-REFUSED = "baton_refused_steps_total"
+REFUSED = "baton_refused_messages_total"
 FAILED = "baton_weight_sync_failures_total"
 HARMLESS = [
     one for reason in ("fenced", "closed_group", "unknown_group", "lease") for one in since(REFUSED, 3, reason=reason)
@@ -158,7 +158,7 @@ CASES = [
         since(ABORTED, 3) + series(ABORTED, f"7x{LAST}", instance="another:1"),
         series(ABORTED, f"7x{LAST}"),
     ),
-    Case("BatonRefusedSteps", 3 * MINUTE, since(REFUSED, 3, reason="schema"), HARMLESS),
+    Case("BatonRefusedMessages", 3 * MINUTE, since(REFUSED, 3, reason="schema"), HARMLESS),
     Case("BatonLedgerOpen", 0, tokens(399), tokens(400)),
     Case(
         "BatonGeneratorsDown",
@@ -280,7 +280,7 @@ def misspelt(rule: dict[str, Any]) -> None:
         rule["expr"] = re.sub(r"\b((?:instance:)?baton_\w+(?::\w+)?|up)\b(?=[{)\s\[])", r"\1x", rule["expr"])
 
 
-ZERO = {"BatonNonFiniteLoss", "BatonRefusedSteps", "BatonGeneratorsDown", "BatonActorSilent", "BatonScrapeDown"}
+ZERO = {"BatonNonFiniteLoss", "BatonRefusedMessages", "BatonGeneratorsDown", "BatonActorSilent", "BatonScrapeDown"}
 OTHER = {"BatonLedgerOpen", "BatonWeightSyncFailing", "BatonAbsent", "BatonWatchdog"}
 """Alerts with thresholds of zero, and with none."""
 WITH_FOR = {alert for alert, time in HELD.items() if time}

@@ -170,7 +170,7 @@ def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
     assert value(metrics, "baton_tokens", fate="open") + value(metrics, "baton_tokens", fate="trained") == value(
         metrics, "baton_accepted_tokens_total"
     )
-    assert value(metrics, "baton_refused_steps_total", reason="schema") == 2
+    assert value(metrics, "baton_refused_messages_total", reason="schema") == 2
     assert value(metrics, "baton_given_up_trajectories_total", reason="environment_error") == 3
     assert value(metrics, "baton_length_distance", of="trajectories") == 0.25
     assert value(metrics, "baton_length_distance", of="tokens") == 0.5

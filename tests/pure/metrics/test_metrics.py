@@ -23,7 +23,7 @@ REQUIRED = {
     "baton_last_optimizer_step_timestamp_seconds",
     "baton_policy_version",
     "baton_prefix_mismatch_total",
-    "baton_refused_steps_total",
+    "baton_refused_messages_total",
     "baton_row_length_tokens",
     "baton_rows_after_merge_total",
     "baton_rows_before_merge_total",
@@ -79,11 +79,11 @@ def test_the_table_follows_the_naming_rules() -> None:
 def test_a_snapshot_is_prometheus_text_with_the_actors_role_and_ident() -> None:
     metrics = Metrics("buffer", "buffer", BOUNDARIES)
     metrics.set("baton_tokens", 12, fate="trained")
-    metrics.count("baton_refused_steps_total", reason="schema")
-    metrics.count("baton_refused_steps_total", 2, reason="schema")
+    metrics.count("baton_refused_messages_total", reason="schema")
+    metrics.count("baton_refused_messages_total", 2, reason="schema")
     text = metrics.snapshot()
     assert value(text, "baton_tokens", fate="trained", role="buffer", ident="buffer") == 12
-    assert value(text, "baton_refused_steps_total", reason="schema", role="buffer", ident="buffer") == 3
+    assert value(text, "baton_refused_messages_total", reason="schema", role="buffer", ident="buffer") == 3
 
 
 def test_a_histogram_of_an_array_is_exact_and_a_value_on_a_bound_lies_below_it() -> None:
@@ -129,7 +129,7 @@ def test_what_the_table_does_not_have_cannot_be_recorded() -> None:
     with pytest.raises(ValueError, match="not in the table"):
         metrics.set("baton_tokenz", 1)
     with pytest.raises(ValueError, match="a counter with labels"):
-        metrics.set("baton_refused_steps_total", 1, reason="schema")
+        metrics.set("baton_refused_messages_total", 1, reason="schema")
     with pytest.raises(ValueError, match=r"labels \('fate',\)"):
         metrics.set("baton_tokens", 1)
 

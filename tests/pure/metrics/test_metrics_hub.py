@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from actors.observe.metrics_hub import MetricsHub, with_port
+from actors.observe.metrics_hub import MetricsHub, prefers_html, with_port
 from service.config import Config, load_config
 from service.errors import UserError
 from service.observe.metrics import Boundaries, Metrics
@@ -105,5 +105,44 @@ def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:
             status = await asyncio.to_thread(fetch_status, f"http://127.0.0.1:{config.metrics.port}")
             assert status["state"] == "training"
             await hub.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("accept", "html"),
+    [
+        ("text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8", True),
+        ("text/*", True),
+        ("TEXT/HTML; q=0.5, application/json;q=0.4", True),
+        ("*/*", False),
+        ("", False),
+        ("application/json", False),
+        ("text/html, application/json", False),
+        ("text/html;q=0.8, application/json", False),
+        ("text/html;q=0, */*;q=0.1", False),
+        ("text/html;q=much", False),
+        ("application/*, text/html;q=0.9", False),
+    ],
+)
+def test_html_is_preferred_only_where_it_is_ranked_above_json(accept: str, html: bool) -> None:
+    assert prefers_html(accept) is html
+
+
+def test_a_browser_gets_the_page_at_status_and_a_program_json() -> None:
+    def answer(url: str, headers: dict[str, str]) -> tuple[str, str, bytes]:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as response:
+            return response.headers["Content-Type"], response.headers["Vary"], response.read()
+
+    async def scenario() -> None:
+        hub = hub_on(0)
+        url = f"{await hub.start()}/status"
+        kind, vary, body = await asyncio.to_thread(answer, url, {"Accept": "text/html,*/*;q=0.8"})
+        assert (kind, vary) == ("text/html; charset=utf-8", "Accept") and body.startswith(b"<!doctype html>")
+        for headers in ({}, {"Accept": "*/*"}, {"Accept": "application/json"}):
+            kind, vary, body = await asyncio.to_thread(answer, url, headers)
+            assert (kind, vary) == ("application/json; charset=utf-8", "Accept")
+            assert json.loads(body)["state"] == "starting"
+        await hub.stop()
 
     asyncio.run(scenario())

@@ -5,7 +5,7 @@ import pytest
 
 from service.config import Config, WeightsConfig, check
 from service.errors import ConfigError
-from service.observe.logprob_mismatch import FRESH_KL, disagreement
+from service.observe.logprob_mismatch import FRESH_KL, logprob_mismatch
 
 VERIFY = WeightsConfig(verify=True, verify_tolerance=1e-3)
 
@@ -17,26 +17,26 @@ def divergence(difference: float) -> float:
 
 
 def test_differences_within_the_tolerance_pass() -> None:
-    assert disagreement({FRESH_KL: divergence(9e-4)}, VERIFY) is None
+    assert logprob_mismatch({FRESH_KL: divergence(9e-4)}, VERIFY) is None
 
 
 def test_differences_beyond_the_tolerance_are_said_in_nats() -> None:
-    why = disagreement({FRESH_KL: divergence(0.02)}, VERIFY)
+    why = logprob_mismatch({FRESH_KL: divergence(0.02)}, VERIFY)
     assert why is not None and "0.02 nats" in why
 
 
-def test_the_tolerance_is_where_agreement_ends() -> None:
-    assert disagreement({FRESH_KL: divergence(1.1e-3)}, VERIFY) is not None
-    assert disagreement({FRESH_KL: float("nan")}, VERIFY) is not None
+def test_a_difference_beyond_the_tolerance_or_not_a_number_is_a_mismatch() -> None:
+    assert logprob_mismatch({FRESH_KL: divergence(1.1e-3)}, VERIFY) is not None
+    assert logprob_mismatch({FRESH_KL: float("nan")}, VERIFY) is not None
 
 
-def test_rounding_below_zero_is_no_disagreement() -> None:
-    assert disagreement({FRESH_KL: -1e-9}, VERIFY) is None
+def test_rounding_below_zero_is_no_mismatch() -> None:
+    assert logprob_mismatch({FRESH_KL: -1e-9}, VERIFY) is None
 
 
 def test_nothing_is_said_without_fresh_tokens_or_without_being_asked() -> None:
-    assert disagreement({}, VERIFY) is None
-    assert disagreement({FRESH_KL: 1.0}, WeightsConfig()) is None
+    assert logprob_mismatch({}, VERIFY) is None
+    assert logprob_mismatch({FRESH_KL: 1.0}, WeightsConfig()) is None
 
 
 def test_a_kept_kv_cache_cannot_be_verified() -> None:
