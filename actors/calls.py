@@ -15,7 +15,7 @@ CALL_SECONDS = 300.0
 """Seconds that an ordinary answer may take; a buffer that starts again reads its journal first."""
 
 
-def found(actor: Any) -> Any:
+def resolve_actor(actor: Any) -> Any:
     """The actor behind a name; a handle is itself.
 
     An actor that may be restarted is given names: Ray warns that a handle among its arguments may be gone by then.

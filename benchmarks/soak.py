@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from actors.buffer.actor import BufferActor, Leased  # first: Ray reads the environment that `actors` sets
-from actors.driver.watchdog import MARK, start_guardian
+from actors.driver.watchdog import MARK, start_watchdog
 
 # isort: split
 import ray
@@ -314,7 +314,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-", dir=arguments.folder, ignore_cleanup_errors=True) as name:
         ray_folder = tempfile.mkdtemp(prefix="soak-ray-")
         os.environ[MARK] = mark = Path(name).name
-        start_guardian(mark, Path(ray_folder), Path(name))
+        start_watchdog(mark, Path(ray_folder), Path(name))
         ray.init(
             address="local",
             namespace="soak",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, TypeVar
 
-from actors.calls import found
+from actors.calls import resolve_actor
 from actors.observe.telemetry import BufferTelemetry
 from service.clock import SystemClock
 from service.config import Config
@@ -33,7 +33,7 @@ SWITCH_SECONDS = 0.0005
 """How long the thread that forms a mini-batch may keep the interpreter from the acknowledgements; Python's own is ten
 times as long."""
 LOCK_SECONDS = 15.0
-"""Seconds that an older buffer may take to go; a run's guardian ends it within two."""
+"""Seconds that an older buffer may take to go; a run's watchdog ends it within two."""
 
 
 class Leased(NamedTuple):
@@ -98,7 +98,7 @@ class BufferActor:
             return
         self._lost = LostTrajectories(self._config)
         self._buffer.watch_ends(self._lost.ended)
-        self._telemetry = BufferTelemetry(self._config, found(hub), self._buffer)
+        self._telemetry = BufferTelemetry(self._config, resolve_actor(hub), self._buffer)
         self._telemetry.start()
         self._changed = asyncio.Condition()
         self._queued = asyncio.Event()

@@ -21,7 +21,7 @@ class _Begun(NamedTuple):
     """The buffer's, when the checkpoint was begun."""
 
 
-class CheckpointKeeper:
+class Checkpointer:
     """Begins a checkpoint while training goes on, and makes it count once every rank has written."""
 
     def __init__(self, config: Config, run_folder: Path, cluster: Cluster) -> None:

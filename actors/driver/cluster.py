@@ -19,7 +19,7 @@ from actors.buffer.actor import BufferActor
 from actors.calls import in_a_line
 from actors.driver.placement import beside_rank, cpus_each, place_ranks, rank_options
 from actors.driver.signals import STOP_SIGNALS, heard_at_once
-from actors.driver.watchdog import MARK, start_guardian
+from actors.driver.watchdog import MARK, start_watchdog
 from actors.generator.actor import Generator
 from actors.generator.engine import engine_env
 from actors.generator.engine_arguments import SCRATCH
@@ -71,12 +71,12 @@ def _connect(config: Config, mark: str, logs: Path) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         _refuse_nobody(address)
         os.environ.pop(SCRATCH, None)
-        start_guardian(mark)
+        start_watchdog(mark)
         ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False, logging_level="error")
     else:
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
         os.environ[SCRATCH] = str(folder)
-        start_guardian(mark, folder, logs)
+        start_watchdog(mark, folder, logs)
         ray.init(
             address="local",
             namespace=namespace,

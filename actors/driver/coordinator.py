@@ -10,7 +10,7 @@ import ray.exceptions
 
 from actors.buffer.actor import Leased
 from actors.calls import call, in_a_line
-from actors.driver.checkpointer import CheckpointKeeper
+from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import Fleet
@@ -55,7 +55,7 @@ class Coordinator:
         self._progress = Progress(config, folder, say)
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
         self._fleet = Fleet(config, cluster.generators, cluster.trainer, self._telemetry, say)
-        self._checkpoints = CheckpointKeeper(config, folder.path, cluster)
+        self._checkpoints = Checkpointer(config, folder.path, cluster)
         self._evaluations = Evaluations(config, self._fleet, folder, prepared.eval_files, say, lambda: self._stopping)
         self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
         self._version = PolicyVersion(0, 0)

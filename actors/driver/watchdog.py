@@ -1,7 +1,7 @@
-"""The guardian owns a run's processes: when the driver dies, however it dies, it ends all of them.
+"""The watchdog owns a run's processes: when the driver dies, however it dies, it ends all of them.
 
 Ray ends actors and workers when their driver dies, but its own agents can linger for over a minute, and an engine whose
-actor was killed can outlive it. Every process of a run inherits the run's mark in its environment; the guardian waits
+actor was killed can outlive it. Every process of a run inherits the run's mark in its environment; the watchdog waits
 for the driver's death and then kills whatever carries the mark. It runs as a script of its own with the standard
 library only, in its own process session, so that a signal to the driver's group does not take it along.
 """
@@ -28,11 +28,11 @@ LOOK_SECONDS = 1.0
 QUIET = 0.5
 """Seconds without any marked process after which all have ended."""
 DEADLINE = 15.0
-"""Seconds after which the guardian gives up on a process that cannot be killed."""
+"""Seconds after which the watchdog gives up on a process that cannot be killed."""
 
 
-def start_guardian(mark: str, ray_folder: Path | None = None, logs: Path | None = None) -> None:
-    """Start the guardian of this process.
+def start_watchdog(mark: str, ray_folder: Path | None = None, logs: Path | None = None) -> None:
+    """Start the watchdog of this process.
 
     After its death, what carries `mark` is ended, the workers' logs of the Ray that lived in `ray_folder` are kept in
     `logs`, and `ray_folder` is deleted.
@@ -40,7 +40,7 @@ def start_guardian(mark: str, ray_folder: Path | None = None, logs: Path | None 
     folders = [str(folder) for folder in (ray_folder, logs) if folder is not None]
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *folders]
     environment = {key: value for key, value in os.environ.items() if key != MARK}
-    # The first child exits at once, so that the guardian is nobody's child and a stop of the driver's tree misses it.
+    # The first child exits at once, so that the watchdog is nobody's child and a stop of the driver's tree misses it.
     subprocess.run(command, check=True, timeout=30, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import ray
 import ray.exceptions
 
-from actors.calls import found
+from actors.calls import resolve_actor
 from actors.generator.claims import IdleTime, WorkSource
 from actors.generator.engine import VllmEngine
 from actors.generator.load import GroupLimit
@@ -61,7 +61,7 @@ class Generator:
     def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
         self._name = name
         self._config = Config.model_validate_json(config_json)
-        self._buffer = found(buffer)
+        self._buffer = resolve_actor(buffer)
         self._tasks = load_tasks(Path(tasks_file))
         self._engine = VllmEngine(self._config, Path(model_folder))
         self._player = Player(self._config, Path(model_folder), self._engine)
@@ -79,7 +79,7 @@ class Generator:
         self._paused_seconds = 0.0
         self._held: dict[str, int] = {}
         """Descriptors of weights that this process keeps for its node, by their path."""
-        self._reporter = Reporter("generator", name, self._config, found(hub), self._measure_now)
+        self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
         self._metrics = self._reporter.metrics
 
     def __repr__(self) -> str:

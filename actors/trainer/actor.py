@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 from safetensors.torch import save
 
-from actors.calls import call, found, in_a_line
+from actors.calls import call, in_a_line, resolve_actor
 from actors.observe.reporting import Reporter
 from actors.weights.broadcast import MeetingPoint, Sender, announcement
 from actors.weights.gpu_sharing import shared
@@ -51,7 +51,7 @@ class TrainerRank:
         self._senders: dict[str, Sender] = {}
         self._steps = 0
         if hub is not None:
-            Reporter("trainer", f"trainer-{rank}", self._config, found(hub)).start_thread()
+            Reporter("trainer", f"trainer-{rank}", self._config, resolve_actor(hub)).start_thread()
 
     def __repr__(self) -> str:
         state = "not loaded" if self._learner is None else f"{self._steps} steps"

@@ -1,6 +1,6 @@
 """Who plays in a chaos run: the real buffer actor on a deadly disk, and light generators and a light trainer.
 
-Generators use the real `Outbox` and `WorkSource`; the trainer uses the real `CheckpointKeeper`. What they generate is a
+Generators use the real `Outbox` and `WorkSource`; the trainer uses the real `Checkpointer`. What they generate is a
 function of (group_id, sample), so that whatever is lost, doubled or mixed up on the way can be seen at the end.
 """
 
@@ -24,7 +24,7 @@ import actors.buffer.actor
 import service.run.checkpoints
 from actors.buffer.actor import BufferActor, Leased
 from actors.calls import call
-from actors.driver.checkpointer import CheckpointKeeper
+from actors.driver.checkpointer import Checkpointer
 from actors.generator.claims import WorkSource
 from actors.generator.outbox import Outbox, Unreachable
 from service.config import Config
@@ -350,19 +350,19 @@ class FakeTrainer(Player):
         self._buffer = ray.get_actor("buffer")
         buffer = SimpleNamespace(status=self._buffer.status, covered=self._covered)
         cluster = cast("Cluster", SimpleNamespace(buffer=buffer, trainer=self))
-        self._keeper = CheckpointKeeper(self._config, self._folder, cluster)
+        self._checkpointer = Checkpointer(self._config, self._folder, cluster)
         self._history: list[dict[str, Any]] = []
         service.run.checkpoints.write_whole = self._write_manifest
         came_up(self._folder, "trainer")
 
     async def _play_part(self) -> list[dict[str, Any]]:
         """Train from the newest checkpoint to the end; returns the committed history."""
-        manifest = self._keeper.newest()
+        manifest = self._checkpointer.newest()
         step = 0 if manifest is None else manifest.step
         self._history = []
-        self._keeper.forget()
+        self._checkpointer.forget()
         if manifest is not None:
-            self._history = json.loads((self._keeper.path(step) / "history.json").read_text())
+            self._history = json.loads((self._checkpointer.path(step) / "history.json").read_text())
         incarnation = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
         version = PolicyVersion(incarnation, step)
         self._publish(version)
@@ -414,11 +414,11 @@ class FakeTrainer(Player):
         if version.step < self._config.run.max_steps:
             write_whole(self._folder / "weights.json", json.dumps(version))
 
-    # -- checkpoints, as the keeper wants them ------------------------------------------------------------------------
+    # -- checkpoints, by the calls that the checkpointer makes ---------------------------------------------------------
 
     async def _checkpoint(self, version: PolicyVersion) -> None:
-        await self._keeper.begin(version)
-        await self._keeper.settle()
+        await self._checkpointer.begin(version)
+        await self._checkpointer.settle()
 
     async def save(self, folder: Path) -> None:
         folder.mkdir()

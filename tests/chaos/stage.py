@@ -18,7 +18,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from actors.driver.watchdog import MARK, start_guardian  # first: Ray reads the environment that `actors` sets
+from actors.driver.watchdog import MARK, start_watchdog  # first: Ray reads the environment that `actors` sets
 
 # isort: split
 import ray
@@ -93,12 +93,12 @@ async def play(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_ray(folder: Path) -> None:
-    """A Ray of the run's own; whoever dies, the guardian cleans up."""
+    """A Ray of the run's own; whoever dies, the watchdog cleans up."""
     mark = uuid.uuid4().hex[:12]
     write_whole(folder / "mark", mark)
     os.environ[MARK] = mark
     ray_folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    start_guardian(mark, ray_folder, folder / "logs")
+    start_watchdog(mark, ray_folder, folder / "logs")
     ray.init(
         address="local",
         namespace="chaos",
@@ -122,7 +122,7 @@ def main() -> int:
     except BaseException:  # noqa: BLE001 - told, and the exit code says it
         traceback.print_exc()
         sys.stderr.flush()
-        # Ray would wait for calls that nobody answers any more; the guardian ends what is left.
+        # Ray would wait for calls that nobody answers any more; the watchdog ends what is left.
         os._exit(1)
     write_whole(folder / "report.json", json.dumps(report, default=str))
     ray.shutdown()

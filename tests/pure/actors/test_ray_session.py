@@ -26,7 +26,7 @@ def test_a_ray_that_does_not_start_ends_the_run_with_a_reason_and_a_bug_stays_on
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(MARK, "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cluster, "start_guardian", lambda *words: None)
+    monkeypatch.setattr(cluster, "start_watchdog", lambda *words: None)
     monkeypatch.setattr(cluster.ray, "init", init)
     with pytest.raises(raised, match=str(failure)), cluster.ray_session(Config(), "mark", tmp_path):
         raise AssertionError("there is no Ray")

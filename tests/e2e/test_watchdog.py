@@ -1,4 +1,4 @@
-"""The guardian ends what its driver leaves behind, however the driver died."""
+"""The watchdog ends what its driver leaves behind, however the driver died."""
 
 import os
 import signal
@@ -16,10 +16,10 @@ SECONDS = 4 * DEADLINE
 DRIVER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from actors.driver.watchdog import MARK, start_guardian
+from actors.driver.watchdog import MARK, start_watchdog
 mark, folder, logs = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 os.environ[MARK] = mark
-start_guardian(mark, folder, logs)
+start_watchdog(mark, folder, logs)
 subprocess.Popen(["sleep", "600"], start_new_session=True)
 subprocess.Popen(["bash", "-c", "trap '' TERM; while true; do sleep 1; done"], start_new_session=True)
 # Its child has lost the mark, as a process does that renames itself over its environment.
