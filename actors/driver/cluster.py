@@ -25,7 +25,8 @@ from actors.generator.engine import engine_env
 from actors.generator.engine_arguments import SCRATCH
 from actors.generator.retrieval import with_retrieval
 from actors.observe.metrics_hub import MetricsHub, with_port
-from actors.trainer.actor import TrainerGroup, TrainerRank
+from actors.trainer.actor import TrainerRank
+from actors.trainer.group import TrainerGroup
 from service.config import Config
 from service.errors import RunFailed, UserError
 from service.run.prepare import Prepared

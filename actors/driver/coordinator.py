@@ -16,7 +16,7 @@ from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import Fleet
 from actors.observe.metrics_hub import serving
 from actors.observe.telemetry import RunTelemetry
-from actors.trainer.actor import TrainerLost
+from actors.trainer.group import TrainerLost
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import Wait

@@ -24,8 +24,8 @@ from actors.generator.engine import VllmEngine
 from actors.generator.load import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.reporting import Reporter
-from actors.weights.broadcast import MeetingPoint
-from actors.weights.weights_file import WeightBytes
+from actors.weights.checksum import WeightBytes
+from actors.weights.nccl_broadcast import MeetingPoint
 from service.config import Config
 from service.errors import RunFailed, Starved
 from service.evaluation.sets import Part, Played

@@ -23,9 +23,10 @@ import numpy as np
 from actors.generator.engine_arguments import OWNER_PID, can_overflow, engine_arguments
 from actors.generator.engine_arguments import engine_env as engine_env
 from actors.generator.load import EngineLoad
-from actors.weights.broadcast import MeetingPoint, announced, init_info, update_info
-from actors.weights.gpu_sharing import shared_update_info
-from actors.weights.weights_file import WeightBytes, is_tied, opened, policy_elements, weights_in_memory
+from actors.weights.checksum import PolicySize, WeightBytes
+from actors.weights.cuda_ipc import ipc_update_info
+from actors.weights.nccl_broadcast import MeetingPoint, decode_announcement, init_info, update_info
+from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
 from service.config import Config
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
@@ -69,8 +70,8 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._params: dict[Sampling, SamplingParams] = {}
         self._update_lock = asyncio.Lock()
-        self._elements = 0
-        """Numbers that make up the policy; an update brings as many."""
+        self._size = PolicySize(0, tied=False)
+        """An update must bring as many numbers."""
         self._salt: str | None = None
         self._recorder: LoadRecorder | None = None
         """None where the KV cache holds whatever may come; keeping figures costs a short turn a quarter of its time."""
@@ -83,7 +84,7 @@ class VllmEngine:
             RunFailed: vLLM did not start.
         """
         os.environ[OWNER_PID] = str(os.getpid())
-        self._elements = policy_elements(self._model_folder)
+        self._size = PolicySize.of_folder(self._model_folder)
         arguments = engine_arguments(self._config, self._model_folder)
         with_load = can_overflow(self._config, self._model_folder)
         try:
@@ -134,7 +135,7 @@ class VllmEngine:
         Raises:
             ValueError: the bytes are not the policy's weights.
         """
-        return weights_in_memory(data, checksum, self._elements, is_tied(self._model_folder))
+        return write_shared_memory_file(data, checksum, self._size)
 
     async def update_weights(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
         """Swap the weights under the running requests.
@@ -159,7 +160,7 @@ class VllmEngine:
     async def _take_file(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
         started = time.monotonic()
         if isinstance(data, str):
-            fd = opened(data)
+            fd = open_shared_memory_file(data)
         else:
             fd = await asyncio.to_thread(self.hold, data, checksum)
         try:
@@ -172,12 +173,11 @@ class VllmEngine:
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
         """The same with `data` as the announcement of what the trainer sends or shares, which it does once only."""
-        tied = is_tied(self._model_folder)
         if self._config.weights.transport == "ipc":
-            info, n_bytes = shared_update_info(data, checksum, self._elements, tied)
+            info, n_bytes = ipc_update_info(data, checksum, self._size)
         else:
-            tensors = announced(data, checksum, self._elements, tied)
-            info, n_bytes = update_info(tensors), sum(tensor.n_bytes for tensor in tensors)
+            specs = decode_announcement(data, checksum, self._size)
+            info, n_bytes = update_info(specs), sum(spec.n_bytes for spec in specs)
         pause_seconds, tries = await self._swap(version, info, tries=1)
         return WeightUpdate(version.pack(), n_bytes, 0.0, pause_seconds, tries)
 

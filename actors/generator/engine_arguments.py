@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from actors.weights.broadcast import BACKEND
-from actors.weights.gpu_sharing import IPC_BACKEND
+from actors.weights.cuda_ipc import IPC_BACKEND
+from actors.weights.nccl_broadcast import NCCL_BACKEND
 from service.config import Config
 from service.errors import UserError
 
@@ -24,7 +24,7 @@ SCRATCH = "BATON_SCRATCH"
 FILE_BACKEND = "baton_file"
 """Name of the weight transfer backend that `actors.weights.worker_extension` registers."""
 
-BACKENDS = {"memory": FILE_BACKEND, "nccl": BACKEND, "ipc": IPC_BACKEND}
+BACKENDS = {"memory": FILE_BACKEND, "nccl": NCCL_BACKEND, "ipc": IPC_BACKEND}
 """vLLM's weight transfer backend of each transport."""
 
 MAX_SEQUENCES = 1024

@@ -15,7 +15,8 @@ import ray.exceptions
 from actors.calls import CALL_SECONDS, call, in_a_line
 from actors.evaluation.engines import evaluate_on
 from actors.observe.telemetry import RunTelemetry
-from actors.trainer.actor import PublishedWeights, TrainerGroup
+from actors.trainer.group import TrainerGroup
+from actors.weights.checksum import PublishedWeights
 from actors.weights.node_files import NodeFiles
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved, UserError, WeightsGone
@@ -76,7 +77,7 @@ class Fleet:
     async def _start(self, name: str) -> None:
         # The engine keeps to its own deadline and says more when it runs out.
         within = self._config.generator.start_deadline + CALL_SECONDS
-        self._files.runs_on(name, await call(self._generators[name].start, who=name, within=within))
+        self._files.register(name, await call(self._generators[name].start, who=name, within=within))
 
     async def run(self) -> None:
         """Generate until the buffer is drained; a generator that fails starts again.
@@ -210,9 +211,9 @@ class Fleet:
 
     async def _take_shared(self, name: str, version: PolicyVersion) -> None:
         """Let an engine load what lies on its GPU; where newer weights do, those are about to be published."""
-        shared = await self._trainer.share(list(self._generators).index(name), version)
-        if shared is not None:
-            await self._take(name, version, shared.data, shared.checksum)
+        handles = await self._trainer.ipc_handles(list(self._generators).index(name), version)
+        if handles is not None:
+            await self._take(name, version, handles.data, handles.checksum)
 
     async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int) -> None:
         update = self._generators[name].update_weights

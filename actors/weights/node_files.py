@@ -1,9 +1,10 @@
-"""One file of the newest weights a node: whoever asks first writes it, and every engine of the node maps it.
+"""One shared-memory file of the newest weights a node: the first generator that asks writes it, all engines map it.
 
     node A   generator-0  writes /proc/71/fd/40 <- object store      generator-1  maps it
     node B   generator-2  writes /proc/35/fd/40 <- object store      generator-3  maps it
 
-The file has no name and vanishes with its holder, so nothing is left behind; who has it open keeps it all the same.
+The file has no name and vanishes with the process that holds it, so nothing is left behind. A process that has opened
+the file keeps it all the same.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from typing import Any
 import ray.exceptions
 
 from actors.calls import call
-from actors.trainer.actor import PublishedWeights
+from actors.weights.checksum import PublishedWeights
 from service.errors import BatonError
 
 HOLDER_FAILED = (ray.exceptions.RayActorError, BatonError)
 
 
 @dataclass
-class Held:
-    """A file of some weights, while somebody needs it."""
+class HeldFile:
+    """A file of some weights, while engines load from it."""
 
     weights: PublishedWeights
     holder: str
+    """Name of the generator that writes and holds the file."""
     path: asyncio.Future[str]
     users: int = 0
 
@@ -40,17 +42,18 @@ class NodeFiles:
         self._generators = generators
         self._deadline = deadline
         self._node_of: dict[str, str] = {}
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldFile] = {}
+        """By node."""
 
-    def runs_on(self, name: str, node: str) -> None:
-        """A generator is up, on this node; what an earlier process of it held is gone."""
+    def register(self, name: str, node: str) -> None:
+        """A generator has started on this node; the files that its earlier process held are gone."""
         self._node_of[name] = node
         self._held = {of: held for of, held in self._held.items() if held.holder != name}
 
     @asynccontextmanager
     async def path_for(self, name: str, weights: PublishedWeights) -> AsyncIterator[str]:
-        """The path of a generator's node's file of these weights, which is kept meanwhile."""
-        held = await self._found_or_written(name, weights)
+        """The path of these weights on the generator's node; the file is held while the block runs."""
+        held = await self._hold(name, weights)
         try:
             yield held.path.result()
         finally:
@@ -59,10 +62,10 @@ class NodeFiles:
                 await self._release(self._node_of[name], held)
 
     def forget(self, name: str) -> None:
-        """A generator could not open its node's file: the holder is gone."""
+        """The generator could not open its node's file, because the holder is gone."""
         self._held.pop(self._node_of[name], None)
 
-    async def _found_or_written(self, name: str, weights: PublishedWeights) -> Held:
+    async def _hold(self, name: str, weights: PublishedWeights) -> HeldFile:
         node = self._node_of[name]
         while True:
             held = self._held.get(node)
@@ -71,7 +74,7 @@ class NodeFiles:
                 path = asyncio.ensure_future(
                     call(hold, weights.data, weights.checksum, who=name, within=self._deadline)
                 )
-                held = self._held[node] = Held(weights, name, path)
+                held = self._held[node] = HeldFile(weights, name, path)
             held.users += 1
             try:
                 await asyncio.shield(held.path)
@@ -85,10 +88,10 @@ class NodeFiles:
                 held.users -= 1
                 raise
 
-    async def _release(self, node: str, held: Held) -> None:
+    async def _release(self, node: str, held: HeldFile) -> None:
         if self._held.get(node) is held:
             del self._held[node]
         try:
             await call(self._generators[held.holder].release_weights, held.path.result(), who=held.holder)
         except HOLDER_FAILED:
-            return  # and its file with it
+            return  # the file is gone with its holder

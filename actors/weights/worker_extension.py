@@ -1,7 +1,7 @@
-"""What runs inside vLLM's worker process: weights from a file, CPU repacking, and its end when its owner ends.
+"""What runs inside vLLM's worker process: loading weights, CPU repacking, and the watch that ends an orphaned worker.
 
 vLLM imports this module before it loads the model (`worker_extension_cls`), so the import itself
-prepares the process: AMX permission, the watch over the owner, and the weight transfer backend.
+prepares the process: AMX permission, the watch over the owner, and the weight transfer backends.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from actors.generator.engine_arguments import FILE_BACKEND, OWNER_PID
-from actors.weights.gpu_sharing import IPC_BACKEND, Handle, ipc_handles
+from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
 
 
 def allow_amx() -> None:
-    """Ask the kernel for AMX tiles; vLLM's CPU attention forgets to where the first batch has at most 4 tokens."""
+    """Ask the kernel for AMX tiles, which vLLM's CPU attention omits if the first batch has at most 4 tokens."""
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
 
 def end_with_owner() -> None:
-    """Kill this process, and the engine core above it, as soon as the owner is gone; also by kill -9."""
+    """Kill this process and the engine core above it as soon as the owner is gone, however the owner ended."""
     owner = int(os.environ.get(OWNER_PID, "0"))
     if owner in (0, os.getpid()):
         return
@@ -46,7 +46,7 @@ def end_with_owner() -> None:
         owner_fd = os.pidfd_open(owner)
     except ProcessLookupError:
         os._exit(1)
-    # Where the executor is a process of its own, its parent is the engine core, which watches nobody either.
+    # An executor in a process of its own has the engine core as parent, which does not watch the owner either.
     core = parent if parent not in (owner, 1) else None
     threading.Thread(target=_wait_and_end, args=(owner_fd, core), daemon=True, name="owner-watch").start()
 
@@ -61,9 +61,9 @@ def _wait_and_end(owner_fd: int, core: int | None) -> None:
 
 
 def repack_for_cpu(model: torch.nn.Module) -> None:
-    """Renew the packed copies that vLLM's CPU kernels compute with, after a reload wrote the plain weights.
+    """Pack again the weights that vLLM's CPU kernels compute with, after a reload wrote the plain ones.
 
-    vLLM 0.32 forgets two of them without an error: the language model head tied to the embedding, and MoE experts.
+    vLLM 0.32 leaves two packed copies stale without an error: the head tied to the embedding, and MoE experts.
     """
     if not current_platform.is_cpu():
         return
@@ -76,31 +76,31 @@ def repack_for_cpu(model: torch.nn.Module) -> None:
 
 
 @dataclass
-class NothingToAgree(WeightTransferInitInfo):  # type: ignore[misc]
-    """A file needs no rendezvous."""
+class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Loading from a file needs no arguments beforehand."""
 
 
 @dataclass
-class WeightsFile(WeightTransferUpdateInfo):  # type: ignore[misc]
+class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """One safetensors file with all parameters under their Hugging Face names."""
 
     path: str
 
 
-class FileWeights(WeightTransferEngine[NothingToAgree, WeightsFile]):  # type: ignore[misc]
+class FileWeightEngine(WeightTransferEngine[NoInitInfo, FileUpdateInfo]):  # type: ignore[misc]
     """Loads a whole model from a file on this node, with vLLM's own sharding and layout."""
 
-    init_info_cls = NothingToAgree
-    update_info_cls = WeightsFile
+    init_info_cls = NoInitInfo
+    update_info_cls = FileUpdateInfo
 
-    def init_transfer_engine(self, init_info: NothingToAgree) -> None:
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
         """Bring the layers back into the layout of a checkpoint."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: WeightsFile) -> None:
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Load every parameter."""
         self.model.load_weights(_tensors(update_info.path))
 
@@ -120,8 +120,8 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @dataclass
-class OnThisGpu(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """All parameters under their Hugging Face names, in memory of this worker's GPU that another process holds."""
+class IpcUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """All parameters under their Hugging Face names, in another process's memory on this worker's GPU."""
 
     names: list[str]
     dtype_names: list[str]
@@ -130,24 +130,24 @@ class OnThisGpu(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: list[Handle]
 
 
-class SharedWeights(IPCWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's own engine for CUDA IPC, told in plain values where the weights lie."""
+class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's own engine for CUDA IPC, with handles that travel as JSON instead of a pickle."""
 
-    update_info_cls = OnThisGpu
+    update_info_cls = IpcUpdateInfo
 
-    def receive_weights(self, update_info: OnThisGpu) -> None:
+    def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Load every parameter."""
         names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
-        handles = ipc_handles(names, dtypes, shapes, update_info.gpu, update_info.handles)
+        handles = vllm_handles(names, dtypes, shapes, update_info.gpu, update_info.handles)
         super().receive_weights(IPCWeightTransferUpdateInfo(names, dtypes, shapes, ipc_handles=handles))
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; the module's import is what matters."""
+    """Mixed into vLLM's worker; only the import of this module has an effect."""
 
 
 allow_amx()
 end_with_owner()
-for backend, engine in ((FILE_BACKEND, FileWeights), (IPC_BACKEND, SharedWeights)):
+for backend, engine in ((FILE_BACKEND, FileWeightEngine), (IPC_BACKEND, IpcWeightEngine)):
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, engine)

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import ray
 import torch
-import xxhash
 from safetensors.torch import save
 
-from actors.trainer.actor import PublishedWeights
+from actors.weights.checksum import PolicySize, PublishedWeights, checksum_of
 from actors.weights.node_files import NodeFiles
-from actors.weights.weights_file import opened, weights_in_memory
+from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
 from service.errors import WeightsGone
 
 pytestmark = pytest.mark.slow
@@ -34,7 +33,7 @@ class Holder:
         self.written = 0
 
     async def hold_weights(self, data: Any, checksum: int) -> str:
-        fd = weights_in_memory(data, checksum, elements=6, tied=False)
+        fd = write_shared_memory_file(data, checksum, PolicySize(6, tied=False))
         self.written += 1
         path = f"/proc/{os.getpid()}/fd/{fd}"
         self.held[path] = fd
@@ -45,7 +44,7 @@ class Holder:
 
     async def mapped(self, path: str) -> tuple[int, bytes]:
         """Which file it is, and what is in it."""
-        fd = opened(path)
+        fd = open_shared_memory_file(path)
         try:
             return os.fstat(fd).st_ino, Path(f"/proc/{os.getpid()}/fd/{fd}").read_bytes()
         finally:
@@ -59,7 +58,7 @@ class Holder:
 def published(value: float) -> tuple[PublishedWeights, bytes]:
     data = save({"w": torch.full((2, 3), value)})
     array = np.frombuffer(data, np.uint8)
-    return PublishedWeights(ray.put(array), xxhash.xxh3_64_intdigest(data)), data
+    return PublishedWeights(ray.put(array), checksum_of(data)), data
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def holders(local_ray: None) -> Iterator[dict[str, Any]]:
 def on_two_nodes(holders: dict[str, Any]) -> NodeFiles:
     files = NodeFiles(holders, SECONDS)
     for name, node in zip(holders, ("a", "a", "b"), strict=True):
-        files.runs_on(name, node)
+        files.register(name, node)
     return files
 
 
@@ -124,11 +123,11 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_file_ane
 
 def test_who_has_the_file_open_keeps_it_when_its_writer_ends() -> None:
     _, data = published(4.0)
-    fd = weights_in_memory(data, xxhash.xxh3_64_intdigest(data), elements=6, tied=False)
+    fd = write_shared_memory_file(data, checksum_of(data), PolicySize(6, tied=False))
     path = f"/proc/{os.getpid()}/fd/{fd}"
-    own = opened(path)
+    own = open_shared_memory_file(path)
     os.close(fd)
     with pytest.raises(WeightsGone, match="are gone"):
-        opened(path)
+        open_shared_memory_file(path)
     assert os.pread(own, len(data), 0) == data
     os.close(own)

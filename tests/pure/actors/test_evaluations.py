@@ -12,7 +12,7 @@ import pytest
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import Fleet
 from actors.observe.telemetry import RunTelemetry
-from actors.trainer.actor import TrainerGroup
+from actors.trainer.group import TrainerGroup
 from service.config import Config
 from service.config.rollout import DataConfig
 from service.errors import RunFailed

@@ -12,7 +12,7 @@ from ray.exceptions import ObjectLostError
 
 import actors.generator.generator_pool
 from actors.generator.generator_pool import Fleet
-from actors.trainer.actor import PublishedWeights
+from actors.weights.checksum import PublishedWeights
 from service.config import Config, RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, WeightsGone
@@ -37,7 +37,7 @@ class FakeTrainer:
             self.said.append(f"sends {version} to {engine}")
         return version == self.newest
 
-    async def share(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
+    async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
         return PublishedWeights(f"memory {number}", 9) if version == self.newest else None
 
 

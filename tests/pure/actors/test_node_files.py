@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.trainer.actor import PublishedWeights
+from actors.weights.checksum import PublishedWeights
 from actors.weights.node_files import NodeFiles
 from service.errors import Starved
 from tests.pure.actors.fakes import FakeGenerator, died
@@ -27,7 +27,7 @@ def pair() -> tuple[NodeFiles, FakeGenerator, FakeGenerator]:
 def files_of(*generators: FakeGenerator) -> NodeFiles:
     files = NodeFiles({generator.name: generator for generator in generators}, SECONDS)
     for generator in generators:
-        files.runs_on(generator.name, "node")
+        files.register(generator.name, "node")
     return files
 
 
@@ -93,7 +93,7 @@ async def test_a_writer_that_never_answers_is_given_up_at_the_deadline() -> None
     frozen = FakeGenerator("frozen", [])
     frozen.gate.clear()
     files = NodeFiles({"frozen": frozen}, 0.05)
-    files.runs_on("frozen", "node")
+    files.register("frozen", "node")
     with pytest.raises(Starved, match="no answer of frozen"):
         async with files.path_for("frozen", WEIGHTS):
             pass
@@ -133,10 +133,10 @@ async def test_a_holder_that_started_again_holds_nothing_of_what_it_held(pair: P
     async with files.path_for("first", WEIGHTS):
         first.dies()
         first.failing["release"] = died()
-        files.runs_on("first", "node")
+        files.register("first", "node")
         async with files.path_for("second", WEIGHTS) as path:
             assert path == "/second/1"
-            files.runs_on("first", "node")
+            files.register("first", "node")
             async with files.path_for("first", WEIGHTS) as same:
                 assert same == path, "what another one holds is still there"
     assert second.paths == set()

@@ -18,8 +18,9 @@ from safetensors.torch import save
 
 import actors.generator.engine
 from actors.generator.engine import VllmEngine
-from actors.weights.broadcast import announcement
-from actors.weights.weights_file import opened
+from actors.weights.checksum import PolicySize
+from actors.weights.nccl_broadcast import encode_announcement
+from actors.weights.shared_memory_file import open_shared_memory_file
 from service.config import Config, WeightsConfig
 from service.errors import RunFailed, WeightsGone
 from service.rollout.engine import Sampling
@@ -113,9 +114,8 @@ def engine(tmp_path: Path) -> VllmEngine:
 
 def engine_of(folder: Path, **weights: Any) -> VllmEngine:
     """Serves 1.0 to begin with; its policy has 6 numbers."""
-    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
     engine = VllmEngine(Config(weights=WeightsConfig(**weights)), folder)
-    engine._llm, engine._elements = FakeVllm(), 6  # type: ignore[assignment]
+    engine._llm, engine._size = FakeVllm(), PolicySize(6, tied=False)  # type: ignore[assignment]
     engine._serve(PolicyVersion(1, 0))
     return engine
 
@@ -259,8 +259,8 @@ async def test_an_engine_that_does_not_answer_in_time_fails_its_check(engine: Vl
 async def test_what_a_trainer_sends_is_announced_checked_and_loaded_once(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, transport="nccl")
     llm = llm_of(engine)
-    data = announcement(WEIGHTS)
-    with pytest.raises(ValueError, match="another checksum"):
+    data = encode_announcement(WEIGHTS)
+    with pytest.raises(ValueError, match="have the checksum"):
         await engine.update_weights(NEW, data, 1)
     assert llm.did == []
     update = await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
@@ -277,7 +277,7 @@ async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker
     engine = engine_of(tmp_path, transport="ipc")
     told = {"tensors": [["w", "bfloat16", [2, 3]]], "gpu": "0b4a", "handles": [{"storage_handle": "07"}]}
     data = json.dumps(told).encode()
-    with pytest.raises(ValueError, match="another checksum"):
+    with pytest.raises(ValueError, match="have the checksum"):
         await engine.update_weights(NEW, data, 1)
     assert llm_of(engine).did == []
     update = await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
@@ -311,7 +311,7 @@ async def test_an_engine_that_is_not_started_is_a_bug_to_ask(tmp_path: Path) -> 
 
 async def test_an_opened_file_is_not_inherited_by_the_engines_processes(engine: VllmEngine) -> None:
     fd = engine.hold(*sent())
-    own = opened(f"/proc/{os.getpid()}/fd/{fd}")
+    own = open_shared_memory_file(f"/proc/{os.getpid()}/fd/{fd}")
     assert not os.get_inheritable(fd) and not os.get_inheritable(own)
     os.close(own)
     os.close(fd)

@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import xxhash
 from safetensors.torch import save, save_file
 
-from actors.weights import weights_file
-from actors.weights.weights_file import is_tied, opened, policy_elements, weights_in_memory
+from actors.weights import shared_memory_file
+from actors.weights.checksum import PolicySize, checksum_of
+from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
 from service.errors import WeightsGone
 
 EMBEDDING = torch.arange(12.0).view(4, 3)
 UNTIED = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": torch.ones(3)}
 WITH_HEAD = UNTIED | {"lm_head.weight": EMBEDDING.clone()}
+UNTIED_SIZE = PolicySize(15, tied=False)
 
 
-def taken(data: bytes, elements: int = 15, tied: bool = False) -> int:
-    return weights_in_memory(data, xxhash.xxh3_64_intdigest(data), elements, tied)
+def taken(data: bytes, size: PolicySize = UNTIED_SIZE) -> int:
+    return write_shared_memory_file(data, checksum_of(data), size)
 
 
 def descriptors() -> int:
@@ -30,7 +31,7 @@ def descriptors() -> int:
 
 def test_every_byte_arrives_though_the_system_takes_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     data, write = save(UNTIED), os.write
-    monkeypatch.setattr(weights_file.os, "write", lambda fd, view: write(fd, view[:7]))
+    monkeypatch.setattr(shared_memory_file.os, "write", lambda fd, view: write(fd, view[:7]))
     fd = taken(data)
     assert os.pread(fd, len(data) + 1, 0) == data
     os.close(fd)
@@ -40,7 +41,7 @@ def test_memory_that_runs_out_leaves_no_descriptor(monkeypatch: pytest.MonkeyPat
     def full(fd: int, view: memoryview) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights_file.os, "write", full)
+    monkeypatch.setattr(shared_memory_file.os, "write", full)
     before = descriptors()
     with pytest.raises(OSError, match="No space left"):
         taken(save(UNTIED))
@@ -50,24 +51,22 @@ def test_memory_that_runs_out_leaves_no_descriptor(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_is_the_embedding_and_counts_with_it_an_untied_one_by_itself(tmp_path: Path, tied: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
-    assert is_tied(tmp_path) is tied
     save_file(WITH_HEAD, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    elements = policy_elements(tmp_path)
-    assert elements == (15 if tied else 27)
-    os.close(taken(save(WITH_HEAD, metadata={"format": "pt"}), elements, tied))
+    size = PolicySize.of_folder(tmp_path)
+    assert size == PolicySize(15 if tied else 27, tied)
+    os.close(taken(save(WITH_HEAD, metadata={"format": "pt"}), size))
     if tied:
-        os.close(taken(save(UNTIED), elements, tied))
+        os.close(taken(save(UNTIED), size))
     else:
         with pytest.raises(ValueError, match="15 numbers, but the policy has 27"):
-            taken(save(UNTIED), elements, tied)
+            taken(save(UNTIED), size)
 
 
 def test_a_policy_in_several_files_is_all_of_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for number, (name, tensor) in enumerate(UNTIED.items()):
         save_file({name: tensor}, tmp_path / f"model-{number}.safetensors")
-    assert policy_elements(tmp_path) == 15
-    assert not is_tied(tmp_path)
+    assert PolicySize.of_folder(tmp_path) == UNTIED_SIZE
 
 
 @pytest.mark.parametrize(
@@ -103,4 +102,4 @@ def test_a_file_whose_data_were_cut_off_is_refused_though_its_header_is_whole() 
 @pytest.mark.parametrize("path", ["/proc/1/fd/12345", "/proc/self/fd/12345", "/nowhere"])
 def test_a_path_that_leads_nowhere_is_gone(path: str) -> None:
     with pytest.raises(WeightsGone, match=f"the weights at {path} are gone"):
-        opened(path)
+        open_shared_memory_file(path)

@@ -8,12 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from actors.driver.cluster import place_actors
 from actors.generator.engine_arguments import FILE_BACKEND, engine_arguments
-from actors.weights.broadcast import BUFFER_BYTES, N_BUFFERS, Announced, announced, announcement, init_info, update_info
-from actors.weights.gpu_sharing import IPC_BACKEND
+from actors.weights.checksum import PolicySize, TensorSpec, checksum_of
+from actors.weights.cuda_ipc import IPC_BACKEND
+from actors.weights.nccl_broadcast import (
+    BUFFER_BYTES,
+    N_BUFFERS,
+    decode_announcement,
+    encode_announcement,
+    init_info,
+    update_info,
+)
 from service.config import Config, load
 from service.errors import UserError
 from service.run.prepare import prepare
@@ -29,27 +36,27 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 def sent(weights: dict[str, torch.Tensor]) -> tuple[np.ndarray, int]:
     """As it travels through Ray's object store."""
-    data = announcement(weights)
-    return np.frombuffer(data, np.uint8), xxhash.xxh3_64_intdigest(data)
+    data = encode_announcement(weights)
+    return np.frombuffer(data, np.uint8), checksum_of(data)
 
 
 def test_an_announcement_names_every_tensor_in_the_order_in_which_it_is_sent() -> None:
-    tensors = announced(*sent(WEIGHTS), elements=44, tied=False)
+    tensors = decode_announcement(*sent(WEIGHTS), PolicySize(44, tied=False))
     assert tensors == [
-        Announced("model.embed_tokens.weight", "bfloat16", (10, 4)),
-        Announced("model.norm.weight", "bfloat16", (4,)),
+        TensorSpec("model.embed_tokens.weight", "bfloat16", (10, 4)),
+        TensorSpec("model.norm.weight", "bfloat16", (4,)),
     ]
     assert sum(tensor.n_bytes for tensor in tensors) == 88
 
 
 def test_a_tied_head_counts_once_and_anything_but_the_whole_policy_is_refused() -> None:
     with_head = WEIGHTS | {"lm_head.weight": WEIGHTS["model.embed_tokens.weight"]}
-    assert len(announced(*sent(with_head), elements=44, tied=True)) == 3
-    with pytest.raises(ValueError, match="84 numbers are announced, but the policy has 44"):
-        announced(*sent(with_head), elements=44, tied=False)
+    assert len(decode_announcement(*sent(with_head), PolicySize(44, tied=True))) == 3
+    with pytest.raises(ValueError, match="84 numbers, but the policy has 44"):
+        decode_announcement(*sent(with_head), PolicySize(44, tied=False))
     data, checksum = sent(WEIGHTS)
-    with pytest.raises(ValueError, match="another checksum"):
-        announced(data, checksum + 1, elements=44, tied=False)
+    with pytest.raises(ValueError, match="have the checksum"):
+        decode_announcement(data, checksum + 1, PolicySize(44, tied=False))
 
 
 def test_vllm_takes_what_an_engine_is_told() -> None:
@@ -58,7 +65,7 @@ def test_vllm_takes_what_an_engine_is_told() -> None:
     told = NCCLWeightTransferInitInfo(**init_info(("10.0.0.1", 29500), workers=2))
     assert (told.master_address, told.master_port, told.rank_offset, told.world_size) == ("10.0.0.1", 29500, 1, 3)
     assert (told.packed, told.packed_buffer_size_bytes, told.packed_num_buffers) == (True, BUFFER_BYTES, N_BUFFERS)
-    told = NCCLWeightTransferUpdateInfo(**update_info(announced(*sent(WEIGHTS), elements=44, tied=False)))
+    told = NCCLWeightTransferUpdateInfo(**update_info(decode_announcement(*sent(WEIGHTS), PolicySize(44, tied=False))))
     assert told.names == list(WEIGHTS)
     assert [getattr(torch, name) for name in told.dtype_names] == [tensor.dtype for tensor in WEIGHTS.values()]
     assert told.shapes == [[10, 4], [4]]
@@ -79,7 +86,9 @@ def test_both_ends_cut_the_stream_at_the_same_places() -> None:
 
     weights = {f"layers.{i}.weight": torch.randn(3 + i, 5).to(torch.bfloat16) for i in range(7)}
     stream, found = iter(weights.items()), {}
-    told = iter(announced(*sent(weights), elements=sum(tensor.numel() for tensor in weights.values()), tied=False))
+    told = iter(
+        decode_announcement(*sent(weights), PolicySize(sum(tensor.numel() for tensor in weights.values()), tied=False))
+    )
     while (chunk := pack_tensors(stream, lambda item: item[1], 100)) is not None:
         of = [next(told) for _ in chunk.names]
         sizes = [tensor.n_bytes for tensor in of]

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.storage import TypedStorage
 
-from actors.trainer.actor import NOTHING, TrainerRank
-from actors.weights.broadcast import Announced, described
-from actors.weights.gpu_sharing import Handle, handle_of, rebuilt_from, shared_update_info
+from actors.trainer.actor import TrainerRank
+from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, TensorSpec, checksum_of
+from actors.weights.cuda_ipc import Handle, handle_of, ipc_update_info, rebuild_arguments
 from service.config import Config
 
 pytestmark = pytest.mark.slow
@@ -42,21 +41,23 @@ def handles() -> list[Handle]:
 
 
 def told() -> tuple[bytes, int]:
-    data = json.dumps({"tensors": described(WEIGHTS), "gpu": GPU, "handles": handles()}).encode()
-    return data, xxhash.xxh3_64_intdigest(data)
+    data = json.dumps({"tensors": TensorSpec.of_weights(WEIGHTS), "gpu": GPU, "handles": handles()}).encode()
+    return data, checksum_of(data)
 
 
 def test_a_handle_that_travelled_as_plain_values_rebuilds_what_torch_would() -> None:
     for number, (tensor, handle) in enumerate(zip(WEIGHTS.values(), handles(), strict=True)):
         travelled = json.loads(json.dumps(handle))
-        assert rebuilt_from(travelled, Announced("w", "bfloat16", tuple(tensor.shape))) == arguments(tensor, number)
+        assert rebuild_arguments(travelled, TensorSpec("w", "bfloat16", tuple(tensor.shape))) == arguments(
+            tensor, number
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports for its models
 def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_handle_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.weight_transfer import ipc_engine
 
-    from actors.weights.worker_extension import OnThisGpu, SharedWeights
+    from actors.weights.worker_extension import IpcUpdateInfo, IpcWeightEngine
 
     memory = dict(zip((arguments(t, n)[7] for n, t in enumerate(WEIGHTS.values())), WEIGHTS.values(), strict=True))
     opened: list[tuple[Any, ...]] = []
@@ -74,28 +75,28 @@ def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_handle_names(m
 
     monkeypatch.setattr(ipc_engine, "rebuild_cuda_tensor", open_memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu())
-    engine = SharedWeights.__new__(SharedWeights)
+    engine = IpcWeightEngine.__new__(IpcWeightEngine)
     engine.model, engine.device, engine.packed = Model(), torch.device("cuda", 0), False
-    info, n_bytes = shared_update_info(*told(), elements=16, tied=False)
-    engine.receive_weights(OnThisGpu(**json.loads(json.dumps(info))))
+    info, n_bytes = ipc_update_info(*told(), PolicySize(16, tied=False))
+    engine.receive_weights(IpcUpdateInfo(**json.loads(json.dumps(info))))
     assert n_bytes == 32
     assert engine.model.loaded == WEIGHTS
     assert opened == [arguments(tensor, number) for number, tensor in enumerate(WEIGHTS.values())]
 
     Gpu.uuid = "another"
     with pytest.raises(ValueError, match="not found for GPU UUID another"):
-        engine.receive_weights(OnThisGpu(**info))
+        engine.receive_weights(IpcUpdateInfo(**info))
 
 
 def test_anything_but_the_whole_policy_is_refused() -> None:
     data, checksum = told()
-    with pytest.raises(ValueError, match="16 numbers are announced, but the policy has 20"):
-        shared_update_info(data, checksum, elements=20, tied=False)
-    with pytest.raises(ValueError, match="another checksum"):
-        shared_update_info(data, checksum + 1, elements=16, tied=False)
+    with pytest.raises(ValueError, match="16 numbers, but the policy has 20"):
+        ipc_update_info(data, checksum, PolicySize(20, tied=False))
+    with pytest.raises(ValueError, match="have the checksum"):
+        ipc_update_info(data, checksum + 1, PolicySize(16, tied=False))
 
 
 def test_a_rank_shares_only_the_version_that_was_asked_for() -> None:
     rank = TrainerRank(Config().model_dump_json(), 0)
-    data, checksum = rank.share(7)
-    assert (len(data), checksum) == (0, NOTHING)
+    data, checksum = rank.ipc_handles(7)
+    assert (len(data), checksum) == (0, EMPTY_CHECKSUM)

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing.reductions as reductions
-import xxhash
 
-from actors.trainer.actor import NOTHING, TrainerRank
-from actors.weights.broadcast import Sender, announced, announcement, init_info
-from actors.weights.gpu_sharing import shared, shared_update_info
+from actors.trainer.actor import TrainerRank
+from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, checksum_of
+from actors.weights.cuda_ipc import encode_handles, ipc_update_info
+from actors.weights.nccl_broadcast import NcclSender, decode_announcement, encode_announcement, init_info
 from service.config import Config, WeightsConfig
 
 WEIGHTS = {f"layers.{n}.weight": torch.full((2, n + 1), float(n), dtype=torch.bfloat16) for n in range(5)}
+SIZE = PolicySize(sum(tensor.numel() for tensor in WEIGHTS.values()), tied=False)
 CPU = torch.device("cpu")
 
 
@@ -56,7 +57,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
 
 def test_the_trainer_sends_the_announced_tensors_in_their_order_cut_as_the_engines_cut_them(vllm: Vllm) -> None:
     point = ("10.0.0.1", 29500)
-    sender, theirs = Sender(point, workers=2), init_info(point, workers=2)
+    sender, theirs = NcclSender(point, workers=2), init_info(point, workers=2)
     assert vllm.joined == [{name: theirs[name] for name in ("master_address", "master_port", "world_size")}]
     sender.begin(WEIGHTS, CPU)
     assert vllm.done.wait(60)
@@ -65,8 +66,8 @@ def test_the_trainer_sends_the_announced_tensors_in_their_order_cut_as_the_engin
     assert sent["src"] < theirs["rank_offset"] < theirs["world_size"] == 3
     assert sent["buffer_size_bytes"] == theirs["packed_buffer_size_bytes"]
     assert sent["num_buffers"] == theirs["packed_num_buffers"]
-    data = announcement(WEIGHTS)
-    told = announced(data, xxhash.xxh3_64_intdigest(data), sum(t.numel() for t in WEIGHTS.values()), tied=False)
+    data = encode_announcement(WEIGHTS)
+    told = decode_announcement(data, checksum_of(data), SIZE)
     assert [tensor.name for tensor in told] == [name for name, _ in sent["items"]] == list(WEIGHTS)
     for tensor, (name, on_device) in zip(told, sent["items"], strict=True):
         assert torch.equal(on_device, WEIGHTS[name])
@@ -84,7 +85,7 @@ def test_a_rank_sends_only_the_version_that_was_asked_for(vllm: Vllm) -> None:
     rank.join_engine("generator-0", ("10.0.0.1", 29500))
     assert not rank.begin_send("generator-0", 7), "nothing was gathered yet"
     data, checksum = rank.weights(7)
-    assert (data.tobytes(), checksum) == (announcement(WEIGHTS), xxhash.xxh3_64_intdigest(announcement(WEIGHTS)))
+    assert (data.tobytes(), checksum) == (encode_announcement(WEIGHTS), checksum_of(encode_announcement(WEIGHTS)))
     assert rank.begin_send("generator-0", 7)
     assert vllm.done.wait(60)
     rank.weights(8)
@@ -108,20 +109,20 @@ def test_a_rank_shares_the_newest_version_whose_work_on_the_gpu_has_ended(monkey
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0b4a"))
     rank = rank_of("ipc")
-    assert rank.weights(7)[1] == rank.share(6)[1] == NOTHING
-    data, checksum = rank.share(7)
+    assert rank.weights(7)[1] == rank.ipc_handles(6)[1] == EMPTY_CHECKSUM
+    data, checksum = rank.ipc_handles(7)
     assert did == ["synchronize", *["handle"] * 5]
     did.clear()
-    assert data.tobytes() == shared(WEIGHTS, CPU)
-    info, n_bytes = shared_update_info(data, checksum, sum(t.numel() for t in WEIGHTS.values()), tied=False)
+    assert data.tobytes() == encode_handles(WEIGHTS, CPU)
+    info, n_bytes = ipc_update_info(data, checksum, SIZE)
     assert (info["names"], info["gpu"], n_bytes) == (list(WEIGHTS), "0b4a", sum(t.nbytes for t in WEIGHTS.values()))
     assert [handle["storage_handle"] for handle in info["handles"]] == [f"0{number}ff" for number in range(5)]
     assert [handle["tensor_offset"] for handle in json.loads(data.tobytes())["handles"]] == list(range(5))
     rank.weights(8)
-    assert rank.share(7)[1] == NOTHING
+    assert rank.ipc_handles(7)[1] == EMPTY_CHECKSUM
 
 
 def test_weights_by_memory_travel_with_their_checksum() -> None:
     data, checksum = rank_of("memory").weights(7)
     assert isinstance(data, np.ndarray)
-    assert checksum == xxhash.xxh3_64_intdigest(data.tobytes()) != NOTHING
+    assert checksum == checksum_of(data.tobytes()) != EMPTY_CHECKSUM

@@ -1,0 +1,168 @@
+"""The trainer's ranks, called as one: a failure of one rank is a failure of the group."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from actors.calls import call, in_a_line
+from actors.weights.checksum import EMPTY_CHECKSUM, PublishedWeights
+from service.config import Config
+from service.errors import BatonError, RunFailed, Starved
+from service.learn.learner import StepReport
+from service.types import Bools, Int32s, PolicyVersion
+
+RETRY_SECONDS = 0.5
+"""Pause before ranks that are not up yet are called again."""
+
+
+class TrainerLost(BatonError):
+    """A rank died, raised or did not answer; its group cannot go on."""
+
+
+class TrainerGroup:
+    """Calls every rank; raises `TrainerLost` if one of them fails."""
+
+    def __init__(self, config: Config, ranks: Sequence[Any]) -> None:
+        self._start_deadline = config.trainer.start_deadline
+        self._deadline = config.run.stall_deadline
+        self._warm_start_steps = 0 if config.model.warm_start is None else config.model.warm_start.steps
+        self._ranks = list(ranks)
+        self._processes: list[int] = []
+
+    async def load(self, model_folder: Path) -> None:
+        """Form the process group and load the policy.
+
+        Raises:
+            Starved: the ranks did not start in time.
+        """
+        self._processes = await self._call_all("process", within=self._start_deadline)
+        meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
+        await self._call_all("load", meeting_point, str(model_folder), within=self._start_deadline)
+
+    async def restart(self, model_folder: Path) -> None:
+        """End every rank's process and form a new group.
+
+        Raises:
+            RunFailed: the ranks did not come back in time.
+        """
+        for rank in self._ranks:
+            ray.kill(rank, no_restart=False)
+        ended = list(self._processes)
+        deadline = time.monotonic() + self._start_deadline
+        while time.monotonic() < deadline:
+            try:
+                processes = await self._call_all("process", within=self._start_deadline)
+            except ray.exceptions.RayActorError:
+                processes = ended
+            if all(new != old for new, old in zip(processes, ended, strict=True)):
+                return await self.load(model_folder)
+            await asyncio.sleep(RETRY_SECONDS)
+        raise RunFailed(f"the trainer ranks did not come back within {self._start_deadline:.0f} s")
+
+    def end(self) -> None:
+        """End every rank's process, for good."""
+        for rank in self._ranks:
+            ray.kill(rank)
+
+    async def warm_start(self, demonstrations: Sequence[tuple[Int32s, Bools]]) -> float:
+        """Supervised steps on every rank; returns the last loss."""
+        reference = ray.put(list(demonstrations))
+        with _raises_trainer_lost():
+            # one call for all steps, each of which may take as long as any other step
+            within = self._deadline * self._warm_start_steps
+            return float((await self._call_all("warm_start", reference, within=within))[0])
+
+    async def step(self, batches: Sequence[bytes]) -> StepReport:
+        """One optimizer step; `batches` has a part for each rank."""
+        calls = (
+            call(rank.step, batch, who=f"trainer-{number}", within=self._deadline)
+            for number, (rank, batch) in enumerate(zip(self._ranks, batches, strict=True))
+        )
+        with _raises_trainer_lost():
+            reports: list[StepReport] = await asyncio.gather(*calls)
+        return reports[0]
+
+    async def weights(self, version: PolicyVersion) -> PublishedWeights:
+        """Gather the whole policy, on rank 0 or with transport `ipc` on every rank's GPU."""
+        ranks = range(len(self._ranks))
+        return (await asyncio.gather(*(self._published(number, "weights", version) for number in ranks)))[0]
+
+    async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
+        """Memory handles of a rank's weights, for one update of the engine on its GPU; None if newer ones are there."""
+        published = await self._published(number, "ipc_handles", version)
+        return None if published.checksum == EMPTY_CHECKSUM else published
+
+    async def _published(self, number: int, method: str, version: PolicyVersion) -> PublishedWeights:
+        """Call a rank's method that returns data and checksum; the data stay in Ray's object store."""
+        data, checksum = getattr(self._ranks[number], method).remote(version.pack())
+        with _raises_trainer_lost():
+            try:
+                async with asyncio.timeout(self._deadline):
+                    return PublishedWeights(data, int(await checksum))
+            except TimeoutError:
+                raise Starved(f"no weights of trainer-{number} for {self._deadline:.0f} s") from None
+
+    async def join_engine(self, engine: str, generator: Any) -> None:
+        """Form a process group of rank 0 and an engine's workers.
+
+        Raises:
+            Starved: one of them did not join in time.
+        """
+        point = await call(self._ranks[0].meeting_point, who="trainer-0")
+        within = self._start_deadline
+        await asyncio.gather(
+            call(self._ranks[0].join_engine, engine, point, who="trainer-0", within=within),
+            call(generator.join_trainer, point, who=engine, within=within),
+        )
+
+    async def begin_send(self, engine: str, version: PolicyVersion) -> bool:
+        """Let rank 0 begin to send weights to an engine; False if a newer version has replaced them."""
+        begun: bool = await call(self._ranks[0].begin_send, engine, version.pack(), who="trainer-0")
+        return begun
+
+    async def save(self, folder: Path) -> None:
+        """Begin a checkpoint: every rank copies its part and writes it in the background."""
+        await self._step_all("save", str(folder))
+
+    async def finish_save(self) -> None:
+        """Wait until every rank's part of the last checkpoint is on disk."""
+        await self._step_all("finish_save")
+
+    async def restore(self, folder: Path) -> None:
+        """Resume from a checkpoint."""
+        await self._step_all("restore", str(folder))
+
+    async def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        await self._step_all("export", str(folder))
+
+    async def _step_all(self, method: str, *arguments: Any) -> None:
+        with _raises_trainer_lost():
+            await self._call_all(method, *arguments, within=self._deadline)
+
+    async def _call_all(self, method: str, *arguments: Any, within: float) -> list[Any]:
+        """Call a method of every rank; an error that Baton raised on purpose is raised as itself."""
+        calls = (
+            call(getattr(rank, method), *arguments, who=f"trainer-{number}", within=within)
+            for number, rank in enumerate(self._ranks)
+        )
+        return list(await asyncio.gather(*calls))
+
+
+@contextmanager
+def _raises_trainer_lost() -> Iterator[None]:
+    """Turn Ray's errors and missed deadlines into `TrainerLost`."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise TrainerLost(f"the trainer failed ({in_a_line(error)})") from error
+    except Starved as error:
+        raise TrainerLost(f"the trainer is silent ({error})") from error

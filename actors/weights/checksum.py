@@ -1,0 +1,123 @@
+"""Weights arrive unchanged and whole: their checksum, the tensors that are announced, and the size of the policy.
+
+    trainer   data, checksum_of(data)   ->  Ray's object store  ->  engine   verify(data, checksum), size.check(shapes)
+
+`data` is a safetensors file, or for transports from GPU to GPU a JSON list of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+WeightBytes = bytes | memoryview | NDArray[np.uint8]
+"""Bytes of weights, or about them; an array passes Ray's object store without a copy."""
+
+TIED_HEAD = "lm_head.weight"
+"""With tied embeddings some folders store this tensor beside the embedding, others do not."""
+
+METADATA = "__metadata__"
+"""An entry of a safetensors header that is not a tensor."""
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """Weights on their way to the engines."""
+
+    data: Any
+    """Ray object reference to `WeightBytes`."""
+    checksum: int
+
+
+def checksum_of(data: WeightBytes) -> int:
+    """The xxh3-64 checksum of these bytes."""
+    return xxhash.xxh3_64_intdigest(memoryview(data))  # type: ignore[arg-type]  # an array is a buffer as well
+
+
+EMPTY_CHECKSUM = checksum_of(b"")
+
+
+def verify(data: WeightBytes, checksum: int) -> memoryview:
+    """The bytes themselves, without a copy.
+
+    Raises:
+        ValueError: they have another checksum.
+    """
+    view = memoryview(data).cast("B")  # type: ignore[arg-type]  # an array is a buffer as well
+    found = checksum_of(view)
+    if found != checksum:
+        raise ValueError(f"weights of {len(view)} bytes have the checksum {found:016x}, not {checksum:016x}")
+    return view
+
+
+class TensorSpec(NamedTuple):
+    """Name, type and shape of one tensor."""
+
+    name: str
+    dtype: str
+    """Torch's name of the type, such as `bfloat16`."""
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of_weights(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
+        """In the order of the weights."""
+        return [TensorSpec(name, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for name, w in weights.items()]
+
+    @staticmethod
+    def from_json(specs: Iterable[tuple[str, str, list[int]]]) -> list[TensorSpec]:
+        """JSON has lists in place of tuples."""
+        return [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensor."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+
+class PolicySize(NamedTuple):
+    """How many numbers the policy consists of; an update must bring as many."""
+
+    elements: int
+    tied: bool
+    """Whether the output head is the embedding, which then counts once."""
+
+    @staticmethod
+    def of_folder(model_folder: Path) -> PolicySize:
+        """Of the model in a Hugging Face folder; reads headers only."""
+        config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+        size = PolicySize(0, bool(config.get("tie_word_embeddings", False)))
+        for path in sorted(model_folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            size = size._replace(elements=size.elements + size.count(header_shapes(header)))
+        return size
+
+    def count(self, shapes: Mapping[str, Iterable[int]]) -> int:
+        """Numbers in tensors of these shapes, without a tied head."""
+        return sum(math.prod(shape) for name, shape in shapes.items() if not (self.tied and name == TIED_HEAD))
+
+    def check(self, shapes: Mapping[str, Iterable[int]]) -> None:
+        """Compare with the tensors of an update; vLLM would silently keep the old values of a missing one.
+
+        Raises:
+            ValueError: they are more or less than the whole policy.
+        """
+        found = self.count(shapes)
+        if found != self.elements:
+            raise ValueError(f"weights have {found} numbers, but the policy has {self.elements}")
+
+
+def header_shapes(header: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The shapes in a safetensors header, by name."""
+    return {name: tensor["shape"] for name, tensor in header.items() if name != METADATA}

@@ -1,0 +1,102 @@
+"""Weights from a trainer's rank to the engine on the same GPU, by CUDA IPC through vLLM's own weight transfer.
+
+    rank n     gathers all weights on its GPU; sends name, type, shape and a memory handle of each tensor
+    engine n   pauses, opens the handles, loads from that memory, closes them, resumes
+
+vLLM would pickle the handles on the way to its workers. Here they travel as JSON, and the worker builds vLLM's form of
+them (`actors.weights.worker_extension`), so that nothing is unpickled:
+
+    torch's arguments of `rebuild_cuda_tensor`       (Tensor, Size([4]), (1,), 0, ..., 0, b"\\x07...", 512, ...)
+    a handle, beside name, type and shape            {"storage_handle": "07...", "storage_size_bytes": 512, ...}
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.storage import TypedStorage
+
+from actors.weights.checksum import PolicySize, TensorSpec, WeightBytes, verify
+from actors.weights.nccl_broadcast import update_info
+
+IPC_BACKEND = "baton_ipc"
+"""Name of the weight transfer backend that `actors.weights.worker_extension` registers."""
+
+BYTE_FIELDS = ("storage_handle", "ref_counter_handle", "event_handle")
+NUMBER_FIELDS = (
+    "storage_size_bytes",
+    "storage_offset_bytes",
+    "ref_counter_offset",
+    "event_sync_required",
+    "tensor_offset",
+)
+
+Handle = dict[str, Any]
+"""What another process needs to open one tensor's memory: bytes as hexadecimal digits, numbers as they are."""
+
+
+def handle_of(rebuild_arguments: Mapping[str, Any]) -> Handle:
+    """A handle from torch's arguments of `rebuild_cuda_tensor`, given by name."""
+    fields: Handle = {name: bytes(rebuild_arguments[name]).hex() for name in BYTE_FIELDS}
+    return fields | {name: rebuild_arguments[name] for name in NUMBER_FIELDS}
+
+
+def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
+    """Torch's arguments of `rebuild_cuda_tensor`, in order, for a contiguous tensor on the process's first GPU."""
+    handles = {name: bytes.fromhex(handle[name]) for name in BYTE_FIELDS}
+    return (
+        Tensor,
+        torch.Size(spec.shape),
+        torch.empty(spec.shape, device="meta").stride(),
+        handle["tensor_offset"],
+        TypedStorage,
+        getattr(torch, spec.dtype),
+        0,
+        handles["storage_handle"],
+        handle["storage_size_bytes"],
+        handle["storage_offset_bytes"],
+        False,
+        handles["ref_counter_handle"],
+        handle["ref_counter_offset"],
+        handles["event_handle"],
+        handle["event_sync_required"],
+    )
+
+
+def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes:
+    """Handles of these tensors for the engine on this GPU, to be opened once: each call adds a reader of the memory."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+    # The engine's process does not wait for kernels that this process has queued.
+    torch.cuda.synchronize(device)
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    reduced = (reduce_tensor(tensor)[1] for tensor in weights.values())  # type: ignore[no-untyped-call]
+    handles = [handle_of(dict(zip(names, arguments, strict=True))) for arguments in reduced]
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return json.dumps({"tensors": TensorSpec.of_weights(weights), "gpu": gpu, "handles": handles}).encode()
+
+
+def ipc_update_info(data: WeightBytes, checksum: int, size: PolicySize) -> tuple[dict[str, Any], int]:
+    """The arguments of `worker_extension.IpcUpdateInfo` for these handles, and the bytes of all tensors.
+
+    Raises:
+        ValueError: the data differ from what was sent, or name more or less than the whole policy.
+    """
+    message = json.loads(bytes(verify(data, checksum)))
+    specs = TensorSpec.from_json(message["tensors"])
+    size.check({spec.name: spec.shape for spec in specs})
+    info = update_info(specs) | {"gpu": message["gpu"], "handles": message["handles"]}
+    return info, sum(spec.n_bytes for spec in specs)
+
+
+def vllm_handles(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], gpu: str, handles: Sequence[Handle]
+) -> list[dict[str, tuple[Any, ...]]]:
+    """vLLM's own form of the handles: for each tensor, the arguments that rebuild it, by GPU."""
+    specs = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True))
+    return [{gpu: rebuild_arguments(handle, spec)} for spec, handle in zip(specs, handles, strict=True)]

@@ -1,0 +1,61 @@
+"""Weights as a safetensors file in shared memory, which every engine of a node can load from.
+
+A safetensors file is `header length (8 bytes) | header (JSON) | data`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from actors.weights.checksum import METADATA, PolicySize, WeightBytes, header_shapes, verify
+from service.errors import WeightsGone
+
+
+def write_shared_memory_file(data: WeightBytes, checksum: int, size: PolicySize) -> int:
+    """Write weights into an anonymous file in shared memory; returns its descriptor.
+
+    The file vanishes when the last descriptor is closed, at the latest with the processes that hold one.
+
+    Raises:
+        ValueError: the bytes differ from what was sent, or are not the whole policy.
+    """
+    view = verify(data, checksum)
+    try:
+        shapes = header_shapes(_header(view))
+        size.count(shapes)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"weights of {len(view)} bytes are not a safetensors file") from error
+    size.check(shapes)
+    fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
+    try:
+        written = 0
+        while written < len(view):
+            written += os.write(fd, view[written:])
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_shared_memory_file(path: str) -> int:
+    """Open such a file by its path under /proc; the new descriptor outlives the process that wrote the file.
+
+    Raises:
+        WeightsGone: that process has ended or is about to.
+    """
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:  # which one depends on how far the process has ended
+        raise WeightsGone(f"the weights at {path} are gone ({error.strerror})") from error
+
+
+def _header(view: memoryview) -> dict[str, Any]:
+    """The file's header; `ValueError` where the data do not end where the header says."""
+    length = int.from_bytes(view[:8], "little")
+    header: dict[str, Any] = json.loads(bytes(view[8 : 8 + length]))
+    ends = [end for name, tensor in header.items() if name != METADATA for end in tensor["data_offsets"]]
+    if 8 + length + max(ends, default=0) != len(view):
+        raise ValueError("data were cut off")
+    return header
