@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from scripts.dashboards import dashboards_page, grafana_json
-from scripts.panels import DASHBOARDS
+from scripts.dashboards import DASHBOARDS
+from scripts.dashboards.grafana import dashboards_page, grafana_json
 from service.config.load import section_of
 from service.config.tree import Config
 from service.observe.metrics_table import TABLE, Metric
@@ -27,12 +27,12 @@ METRICS_INTRO = """\
 
 Made from `service/observe/metrics_table.py` by `python -m scripts.docs`.
 
-A run serves them at `metrics.host:metrics.port`, path `/metrics`. Every series carries `role` and `ident` of the actor
-that measured it; label values are bounded, and none holds text of a prompt. Histograms have the same boundaries in
-every actor of a run: lengths sixteen even steps up to `max_input_length + max_generate_length`, with
-`metrics.long_batch_tokens`, the alert threshold, among them. `metrics.jsonl` and TensorBoard use the keys in the last
-column; one line there is one optimizer step. Beside Ray's own metrics, at each node's agent (`/sd` names them), stand
-BESIDE_RAY, with the run's name as a label.
+A run serves its metrics at `metrics.host:metrics.port`, path `/metrics`. Every series has the labels `role` and `ident`
+of the actor that measured it. Label values are bounded, and no label holds text of a prompt. Histograms have the same
+buckets in every actor of a run: lengths have sixteen even buckets up to `max_input_length + max_generate_length`, and
+one more bound at `metrics.long_batch_tokens`, the threshold of an alert. `metrics.jsonl` and TensorBoard use the keys
+of the last column; one line of `metrics.jsonl` is one optimizer step. Ray's own metrics endpoints, which `/sd` lists,
+also serve IN_RAY, with the run's name as a label.
 
 | metric | kind | labels | meaning | key in `metrics.jsonl` |
 |---|---|---|---|---|
@@ -54,8 +54,8 @@ Lengths are in tokens, times in seconds, memory in bytes.
 
 def metrics_page() -> str:
     """`docs/metrics.md`."""
-    beside = ", ".join(f"`ray_{metric.name}`" for metric in TABLE if metric.in_ray)
-    return METRICS_INTRO.replace("BESIDE_RAY", beside) + "".join(_metric_line(metric) for metric in TABLE)
+    in_ray = ", ".join(f"`ray_{metric.name}`" for metric in TABLE if metric.in_ray)
+    return METRICS_INTRO.replace("IN_RAY", in_ray) + "".join(_metric_line(metric) for metric in TABLE)
 
 
 def _metric_line(metric: Metric) -> str:

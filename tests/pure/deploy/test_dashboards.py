@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.panels import DASHBOARDS
+from scripts.dashboards import DASHBOARDS
 from service.observe.metrics_table import TABLE
 
 FOLDER = Path("deploy/grafana")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.panels import DASHBOARDS
-from scripts.panels.parts import last, mean, part, quantile, rate, share
+from scripts.dashboards import DASHBOARDS
+from scripts.dashboards.panels import last, last_ratio, mean, quantile, rate, rate_ratio
 
 SERIES = {
     'work_total{instance="run",ident="a",kind="x"}': "0+30x10",
@@ -34,8 +34,8 @@ KNOWN = [
     (mean("took"), {"": 1.5}),
     (quantile(0.5, "took"), {"": 1.5}),
     (quantile(0.99, "took"), {"": 1.99}),
-    (share("work_total", "whole_total"), {"": 0.5}),
-    (part("level", "limit"), {"": 0.25}),
+    (rate_ratio("work_total", "whole_total"), {"": 0.5}),
+    (last_ratio("level", "limit"), {"": 0.25}),
 ]
 
 
