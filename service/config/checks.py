@@ -9,9 +9,7 @@ from typing import NamedTuple
 from service.config.source import Source
 from service.config.tree import Config
 from service.errors import ConfigError
-
-TOKEN_BYTES = 4 + 4 + 1 + 8
-"""A token as it is stored: id, log-probability, mask, version."""
+from service.handoff.group_bytes import ITEM_BYTES, worst_group_bytes, worst_journal_bytes, worst_step_bytes
 
 GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
 TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
@@ -46,11 +44,15 @@ def problems(config: Config) -> list[Problem]:
     return [problem for rule in _RULES for problem in rule(config)]
 
 
-def group_bytes_at_worst(config: Config) -> int:
-    """Bytes that one group may need: every sample takes every turn at full length and no prefix is shared."""
-    longest_step = config.generator.max_input_length + config.generator.max_generate_length
-    tokens = config.algorithm.n_samples_per_prompt * config.env.max_turns * longest_step
-    return min(tokens * TOKEN_BYTES, config.buffer.max_group_bytes)
+def check_bytes(config: Config, experts_per_token: int) -> None:
+    """Refuse bounds of memory and journal that are too small for a model that records routed experts.
+
+    Raises:
+        ConfigError: names every bound that is too small.
+    """
+    lines = [f"{problem.path}: {problem.message}" for problem in _bytes(config, experts_per_token)]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def _one_model(config: Config) -> Iterator[Problem]:
@@ -181,30 +183,32 @@ def _staleness(config: Config) -> Iterator[Problem]:
         )
 
 
-def _memory(config: Config) -> Iterator[Problem]:
-    group, size = group_bytes_at_worst(config), config.trainer.mini_batch_size
-    samples = config.algorithm.n_samples_per_prompt
-    turns = samples * (config.generator.max_input_length + config.generator.max_generate_length) * TOKEN_BYTES
-    if config.buffer.max_group_bytes < turns:
+def _bytes(config: Config, experts_per_token: int = 0) -> Iterator[Problem]:
+    """Bounds of memory and journal; `experts_per_token` is known once the model has been read."""
+    buffer, samples, size = config.buffer, config.algorithm.n_samples_per_prompt, config.trainer.mini_batch_size
+    one_turn = samples * (worst_step_bytes(config, experts_per_token) + ITEM_BYTES)
+    if buffer.max_group_bytes < one_turn:
         yield Problem(
             "buffer.max_group_bytes",
-            f"{config.buffer.max_group_bytes} cannot hold one turn of each of the {samples} samples of a group at "
-            f"worst ({turns} bytes): long groups would all be refused, so the policy would learn to be short; raise it",
+            f"{buffer.max_group_bytes} cannot hold one turn of each of the {samples} samples of a group at worst "
+            f"({one_turn} bytes): long groups would all be refused, so the policy would learn to be short; raise it",
         )
-    if config.buffer.max_bytes < size * group:
+    mini_batch = size * worst_group_bytes(config, experts_per_token)
+    if buffer.max_bytes < mini_batch:
         yield Problem(
             "buffer.max_bytes",
-            f"{config.buffer.max_bytes} cannot hold the {size} groups of a mini-batch at worst ({size * group} bytes): "
+            f"{buffer.max_bytes} cannot hold the {size} groups of a mini-batch at worst ({mini_batch} bytes): "
             "admission would stop before a mini-batch is complete, a deadlock",
         )
-    # Without checkpoints nothing is ever covered by one, so the journal keeps the whole run.
-    kept = config.trainer.checkpoint_every or config.run.max_steps
-    if config.trainer.checkpoint_every and config.buffer.max_journal_bytes < kept * size * group:
+    every, kept = config.trainer.checkpoint_every, config.trainer.keep_checkpoints
+    journal = worst_journal_bytes(config, experts_per_token)
+    if buffer.max_journal_bytes < journal:
+        held = f"the {every * kept} mini-batches since the oldest checkpoint that is kept" if every else "a mini-batch"
         yield Problem(
             "buffer.max_journal_bytes",
-            f"{config.buffer.max_journal_bytes} cannot hold the {kept} mini-batches between two checkpoints "
-            f"(trainer.checkpoint_every) at worst ({kept * size * group} bytes): the journal would fill before it may "
-            "forget, and the run would stop; raise it, or write checkpoints more often",
+            f"{buffer.max_journal_bytes} cannot hold {held} at worst ({journal} bytes): the journal would fill before "
+            "it may forget, and the run would stop; raise it"
+            + (", write checkpoints more often, or keep fewer" if every else ""),
         )
 
 
@@ -353,7 +357,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sampling,
     _concurrency,
     _staleness,
-    _memory,
+    _bytes,
     _merge,
     _registered,
     _estimator,

@@ -98,6 +98,7 @@ class BufferConfig(Section):
     max_bytes: Positive = 4 << 30
     """Bytes of admitted groups at worst, in memory."""
     max_group_bytes: Positive = 256 << 20
+    """Bytes of one group, in equal parts for its trajectories; a message beyond its trajectory's part is refused."""
     max_journal_bytes: Positive = 64 << 30
     record: bool = False
     """Keep what the journal no longer needs, so that every mini-batch can be formed again from it."""

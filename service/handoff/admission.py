@@ -8,46 +8,57 @@ belongs to mini-batch floor(s / B), and is admitted once the claiming engine ser
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from service.config.tree import Config
 from service.errors import ConfigError
+from service.handoff.group_bytes import EVENT_BYTES, worst_trajectory_bytes
 from service.handoff.journal.journal import Journal
+from service.handoff.ledger.events import Fresh
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import WaitReason
-from service.types import PolicyVersion
-
-BYTES_PER_TOKEN = 21
-"""Token id, log-probability, mask, version, reward."""
-BYTES_PER_STEP = 4096
-"""Columns of one step and its share of a message's header and of the journal's frames; generous."""
-EVENT_BYTES = 1 << 20
-"""Room on the disk for events, so that leases go on when the disk is full."""
+from service.types import PolicyVersion, Refusal, RefusalReason, TrajectoryId
 
 
 class Admission:
     """Whether the next slot may be issued."""
 
-    def __init__(self, config: Config, lookahead: Lookahead) -> None:
+    def __init__(self, config: Config, lookahead: Lookahead, experts_per_token: int = 0) -> None:
+        """`experts_per_token`: routed experts that the model records for each token.
+
+        Raises:
+            ConfigError: `buffer.max_bytes` cannot hold one mini-batch at worst.
+        """
         self._lookahead = lookahead
         self._mini_batch_size = config.trainer.mini_batch_size
         self._n_samples = config.algorithm.n_samples_per_prompt
         self._max_bytes = config.buffer.max_bytes
         self._max_journal_bytes = config.buffer.max_journal_bytes
-        self.worst_group_bytes = worst_group_bytes(config)
-        if self._mini_batch_size * self.worst_group_bytes > self._max_bytes:
+        self._worst_bytes = worst_trajectory_bytes(config, experts_per_token)
+        if self._mini_batch_size * self._n_samples * self._worst_bytes > self._max_bytes:
             raise ConfigError(
                 f"buffer.max_bytes is {self._max_bytes}, but one mini-batch may need {self._mini_batch_size} groups of "
-                f"{self.worst_group_bytes} bytes at worst: the trainer would wait forever. Raise max_bytes, or lower "
-                "max_group_bytes, the length limits or trainer.mini_batch_size"
+                f"{self._n_samples * self._worst_bytes} bytes at worst: the trainer would wait forever. Raise "
+                "max_bytes, or lower max_group_bytes, the length limits or trainer.mini_batch_size"
             )
 
     def reserved(self, ledger: Ledger, stored_bytes: int) -> int:
-        """Bytes of what is stored and of what open trajectories may still need at worst."""
-        return stored_bytes + self._unfinished(ledger) * self.worst_group_bytes // self._n_samples
+        """Bytes of the stored steps, and at worst of the steps that open trajectories may still bring."""
+        return stored_bytes + self._unfinished(ledger) * self._worst_bytes
+
+    def too_large(self, ledger: Ledger, additions: Iterable[Fresh]) -> Refusal | None:
+        """Refuse what makes a trajectory larger than its reservation."""
+        for new in additions:
+            trajectory = ledger.state.groups[new.group_id].trajectories[new.sample]
+            if (n_bytes := trajectory.n_bytes + new.n_bytes) > self._worst_bytes:
+                name = TrajectoryId(new.group_id, new.sample, trajectory.attempt)
+                return Refusal(RefusalReason.TOO_LARGE, f"{name}: buffer.max_group_bytes", n_bytes)
+        return None
 
     def _worst_journal_bytes(self, ledger: Ledger) -> int:
-        """Bytes that the journal may grow by when the next group is issued too."""
-        return (self._unfinished(ledger) + self._n_samples) * self.worst_group_bytes // self._n_samples + EVENT_BYTES
+        """Bytes that the journal may grow by at worst when the next group is issued too."""
+        return (self._unfinished(ledger) + self._n_samples) * self._worst_bytes + EVENT_BYTES
 
     def disk_wait(self, ledger: Ledger, journal: Journal) -> tuple[WaitReason, str] | None:
         """Why the next slot has to wait for the disk; None when the group's steps have their place there."""
@@ -68,7 +79,7 @@ class Admission:
             self._lookahead.blocked()
             detail = f"slot {ledger.next_slot} is for version {batch}: with lookahead {ahead} the engine has "
             return WaitReason.LOOKAHEAD, f"{detail}to serve version {batch - ahead}, it serves {serving}"
-        needed = self.reserved(ledger, stored_bytes) + self.worst_group_bytes
+        needed = self.reserved(ledger, stored_bytes) + self._n_samples * self._worst_bytes
         if needed > self._max_bytes:
             return (
                 WaitReason.BYTES,
@@ -85,10 +96,3 @@ class Admission:
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:
     """The version's step on the current history: after a trainer went back, at most the step that it went on from."""
     return min([version.step, *(went_on for _, went_on in ledger.state.branches[version.incarnation :])])
-
-
-def worst_group_bytes(config: Config) -> int:
-    """Bytes that one group's steps take at worst."""
-    per_turn = (config.generator.max_input_length + config.generator.max_generate_length) * BYTES_PER_TOKEN
-    turns = config.algorithm.n_samples_per_prompt * config.env.max_turns
-    return min(turns * (per_turn + BYTES_PER_STEP), config.buffer.max_group_bytes)

@@ -20,9 +20,10 @@ from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.batches.filters import end_filtered
 from service.handoff.batches.form import Formed, Former, Forming, Unscored
+from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
-from service.handoff.ledger.accept import kept, plan
+from service.handoff.ledger.accept import Plan, kept, plan
 from service.handoff.ledger.lengths import Lengths
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd, Record
@@ -56,8 +57,8 @@ class Buffer:
         self._limits = Limits.of(config, vocab_size, routing)
         self._prompts = Prompts(prompt_uids, seed, config.data.shuffle)
         self._lookahead = Lookahead(config, clock)
-        self._admission = Admission(config, self._lookahead)
-        journal.configure(config.buffer.max_journal_bytes // 8, config.buffer.record)
+        self._admission = Admission(config, self._lookahead, routing.experts_per_token if routing else 0)
+        journal.configure(config.buffer.max_journal_bytes // JOURNAL_SEGMENTS, config.buffer.record)
         n_samples = config.algorithm.n_samples_per_prompt
         opened = events.Opened(seed, self._prompts.digest(), n_samples, config.trainer.mini_batch_size)
         self._record = Record(opened, self._limits, journal, clock)
@@ -113,6 +114,7 @@ class Buffer:
             return Receipt(max(member.position, self._attempts.lose_failed(message)), duplicate=True)
         entering = message if refused else shared(self.ledger, self._record.store, message)
         made = refused or plan(self.ledger, self._record.store, entering)
+        made = (isinstance(made, Plan) and self._admission.too_large(self.ledger, made.fresh)) or made
         if isinstance(made, Refusal):
             self._attempts.restart_refused(message, made)
             return self._refuse(made)

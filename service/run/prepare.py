@@ -11,6 +11,7 @@ import psutil
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from service.config import Config, MakeModelConfig
+from service.config.checks import check_bytes
 from service.errors import UserError
 from service.evaluation.target import Evaluated
 from service.handoff.steps.validate import Routing
@@ -59,7 +60,9 @@ def prepare(config: Config, folder: Path) -> Prepared:
     evals = prepare_evaluation(config, folder)
     model_folder = config.model.path or _make_policy(config, folder / "model")
     hf_config, tokenizer = _checked_model(model_folder)
-    return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing_of_model(hf_config), evals)
+    routing = routing_of_model(hf_config)
+    check_bytes(config, routing.experts_per_token)
+    return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing, evals)
 
 
 def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from service.handoff.group_bytes import bytes_per_token, item_bytes
 from service.handoff.ledger.events import Fresh
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.lifecycle import Group, Trajectory
-from service.handoff.ledger.store import Chain, Store, bytes_per_token, grown
+from service.handoff.ledger.store import Chain, Store, grown
 from service.handoff.prefixes.digest import token_bytes
 from service.handoff.prefixes.history import History, known_history
 from service.handoff.steps.step_equality import same_step
@@ -190,7 +191,7 @@ def _add(made: Plan, case: _Case) -> Refusal | None:
         indices,
         tokens=sum(columns.sampled[k] for k in steps),
         bad_tokens=sum(columns.bad[k] for k in steps),
-        n_bytes=n_tokens * columns.bytes_per_token,
+        n_bytes=item_bytes(n_tokens, columns.bytes_per_token, len(steps) + (end is not None)),
         n_steps=None if end is None else end.n_steps,
     )
     chain = _extended(case, steps)

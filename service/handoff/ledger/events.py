@@ -168,6 +168,7 @@ class Fresh(NamedTuple):
     bad_tokens: int
     """Of those, the ones whose log-probability is not a finite number."""
     n_bytes: int
+    """Bytes that those steps and the end are counted with."""
     n_steps: int | None
     """The trajectory's number of steps when the message brings its end, else None."""
 

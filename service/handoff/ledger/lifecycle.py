@@ -95,6 +95,7 @@ class Trajectory:
     bad_tokens: int = 0
     """Of those, the ones whose log-probability is not a finite number."""
     n_bytes: int = 0
+    """Bytes that its steps and its end are counted with, see `service.handoff.group_bytes`."""
     given_up: bool = False
     """Whether its group goes on without it."""
 

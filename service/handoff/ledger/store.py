@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from service.handoff.group_bytes import table_bytes
 from service.handoff.prefixes.prefix_index import Earlier
 from service.handoff.steps.tables import (
     STEP_COLUMNS,
@@ -24,9 +25,6 @@ from service.handoff.steps.tables import (
     steps_table,
 )
 from service.types import Ends, StepGroup, Steps, TrajectoryEnd
-
-BYTES_PER_STEP = 256
-"""About what the columns of one step take beside its tokens."""
 
 
 class Chain(NamedTuple):
@@ -210,14 +208,3 @@ def cut(message: StepGroup, items: Sequence[int]) -> Steps | None:
         column = getattr(steps, name)
         columns[name] = None if column is None else column[start:stop].copy()
     return replace(steps, offsets_K=steps.offsets_K[first : after + 1] - start, **columns)
-
-
-def table_bytes(steps: Steps) -> int:
-    """About how many bytes a table takes."""
-    return len(steps.token_ids_N) * bytes_per_token(steps) + len(steps) * BYTES_PER_STEP
-
-
-def bytes_per_token(steps: Steps) -> int:
-    """Bytes of one token over all token columns."""
-    experts, rewards = steps.routed_experts_N, steps.token_rewards_N
-    return 17 + (4 if rewards is not None else 0) + (2 * int(np.prod(experts.shape[1:])) if experts is not None else 0)

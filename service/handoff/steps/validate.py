@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.config.tree import Config
+from service.handoff.group_bytes import NAME_BYTES
 from service.handoff.prefixes.history import PrefixError
 from service.handoff.prefixes.references import check_references, contradiction, in_order, total_lengths
 from service.handoff.steps.columns import lengths_of
@@ -65,6 +66,11 @@ class Routing(NamedTuple):
     """Numbers of layers that a record may have: all of the model's, or those with experts."""
     topk: int
     experts: int
+
+    @property
+    def experts_per_token(self) -> int:
+        """Routed experts that a record has for each token, at most."""
+        return max(self.layers, default=0) * self.topk
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +154,12 @@ def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
         if "" in table.uids:
             return Refusal(RefusalReason.IDENTITY, "uids")
         if (longest := max(map(len, (*table.uids, *table.stop_reasons)), default=0)) > MAX_NAME_LENGTH:
+            return Refusal(RefusalReason.TOO_LARGE, "uids", longest)
+        if (count := max(len(table.uids), len(table.stop_reasons))) > len(table):
+            return Refusal(RefusalReason.MALFORMED, "uids", count)
+        names = (table.uids, table.stop_reasons)
+        longest = sum(max((len(name.encode()) for name in of), default=0) for of in names)
+        if longest + len(generator.encode()) > NAME_BYTES:
             return Refusal(RefusalReason.TOO_LARGE, "uids", longest)
     return None
 

@@ -6,6 +6,7 @@ import pytest
 from service.errors import RunFailed
 from service.handoff.batches.form import Forming
 from service.handoff.batches.score import ESTIMATORS
+from service.handoff.group_bytes import worst_group_bytes
 from service.handoff.ledger.invariant import violations
 from service.handoff.steps import wire
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
@@ -137,15 +138,15 @@ def test_rewards_of_filtered_groups_count_in_the_next_mini_batch(tmp_path: Path)
 
 
 def test_worst_case_bytes_are_reserved_at_the_claim(tmp_path: Path) -> None:
-    worst = 2 * 4 * (80 * 21 + 4096)
-    world = World(tmp_path, config(buffer={"max_bytes": 2 * worst + 20_000, "lookahead": 4}))
+    worst = worst_group_bytes(config())
+    world = World(tmp_path, config(buffer={"max_bytes": 2 * worst + worst // 2, "lookahead": 4}))
     first, second = world.generator.claimed(), world.generator.claimed()
     answer = world.generator.claim()
     assert waits(answer) is WaitReason.BYTES
     world.generator.finish(first)
     assert isinstance(world.generator.claim(), Assignment), "a finished group holds only what it really takes"
     world.generator.finish(second)
-    assert world.buffer.status().reserved_bytes <= 2 * worst + 20_000
+    assert world.buffer.status().reserved_bytes <= 2 * worst + worst // 2
 
 
 def test_the_dataset_wraps_with_new_group_ids_and_a_new_order(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from service.handoff.group_bytes import worst_journal_bytes
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.lengths import Lengths, bucket, distance
 from service.handoff.lookahead import Lookahead
@@ -98,8 +99,8 @@ def test_by_default_a_group_has_no_deadline_for_being_long(tmp_path: Path) -> No
 
 
 def test_a_journal_at_its_bound_admits_nothing_and_goes_on_when_groups_were_trained(tmp_path: Path) -> None:
-    bound = 2 * 4 * (80 * 21 + 4096) * 2 + (1 << 20) + 30_000
-    world = World(tmp_path, config(buffer={"max_journal_bytes": bound, "lookahead": 8}))
+    bound = worst_journal_bytes(config()) + 30_000
+    world = World(tmp_path, config(buffer={"max_journal_bytes": bound, "lookahead": 200}))
     admitted = []
     while isinstance(answer := world.generator.claim(), Assignment):
         world.generator.finish(answer)

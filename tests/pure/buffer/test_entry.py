@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.handoff.group_bytes import bytes_per_token
 from service.handoff.ledger.lifecycle import MESSAGES_REMEMBERED, Member
 from service.handoff.prefixes.digest import digest
 from service.handoff.prefixes.merge import merge
-from service.handoff.steps.tables import row_objects
+from service.handoff.steps.tables import row_objects, steps_table
 from service.handoff.verbs import Receipt
 from service.types import Extension, Int32s, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, config
@@ -254,7 +255,10 @@ def test_full_prompts_that_never_continue_are_kept_in_their_new_tokens(tmp_path:
         before = world.buffer.status().n_bytes
         assert isinstance(world.generator.send([now]), Receipt)
         grew.append(world.buffer.status().n_bytes - before)
-    assert set(grew[1:]) == {grew[0] + 17 * 20}  # what is left of an answer stands where it did not stand before
+    token_bytes = bytes_per_token(steps_table(made))
+    assert set(grew[1:]) == {
+        grew[0] + token_bytes * 20
+    }  # what is left of an answer stands where it did not stand before
 
 
 def test_memory_holds_what_is_kept_of_full_prompts_and_not_the_messages(tmp_path: Path) -> None:

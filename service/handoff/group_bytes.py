@@ -1,0 +1,82 @@
+"""How many bytes a group's steps may take: one formula for every place that reserves or refuses.
+
+The configuration check, admission, the store and the journal's bound all count in these bytes. They cover both the
+memory of the accepted steps and their frames in the journal, so a group that was admitted always has its place:
+
+    2 samples of 2 turns of at most 100 tokens, 21 bytes a token:
+    each trajectory   2 steps and 1 end   2 * 100 * 21 + 3 * ITEM_BYTES
+    the group         2 trajectories      as much twice
+
+Every step and end is counted as if it came in a message of its own, and as if no prefix were shared.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from service.handoff.steps.tables import TOKEN_COLUMNS
+from service.types import Steps
+
+if TYPE_CHECKING:  # the configuration's checks import this module
+    from service.config.tree import Config
+
+NAME_BYTES = 5 << 10
+"""UTF-8 bytes of a generator's name, a prompt's uid and a stop reason together, at most."""
+ITEM_BYTES = (3 << 10) + NAME_BYTES
+"""A step or an end beside its tokens: its other columns, and what a message of its own adds (frame, header, names)."""
+TOKEN_BYTES = 4 + 4 + 1 + 8 + 4
+"""A token in all columns but the routed experts: id, log-probability, mask, version, reward."""
+EXPERT_BYTES = 2
+"""One routed expert of one token."""
+EVENT_BYTES = 1 << 20
+"""Room in the journal for events, so that leases go on when no more groups are admitted."""
+JOURNAL_SEGMENTS = 8
+"""Segments of a full journal; the oldest one stays until nothing in it is needed any more."""
+
+
+def bytes_per_token(steps: Steps) -> int:
+    """Bytes of one token over the token columns that a table has."""
+    columns = [column for name in TOKEN_COLUMNS if (column := getattr(steps, name)) is not None]
+    return sum(column.dtype.itemsize * math.prod(column.shape[1:]) for column in columns)
+
+
+def table_bytes(steps: Steps) -> int:
+    """Bytes that the steps of a table are counted with."""
+    return item_bytes(len(steps.token_ids_N), bytes_per_token(steps), len(steps))
+
+
+def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
+    """Bytes of so many tokens in so many steps and ends."""
+    return n_tokens * token_bytes + n_items * ITEM_BYTES
+
+
+def worst_step_bytes(config: Config, experts_per_token: int = 0) -> int:
+    """Bytes of one step at worst: the longest prompt and the longest response.
+
+    `experts_per_token`: routed experts that the model records for each token, over all layers.
+    """
+    longest = config.generator.max_input_length + config.generator.max_generate_length
+    return item_bytes(longest, TOKEN_BYTES + EXPERT_BYTES * experts_per_token, 1)
+
+
+def worst_trajectory_bytes(config: Config, experts_per_token: int = 0) -> int:
+    """Bytes of one trajectory at worst: every turn at full length, or its part of `buffer.max_group_bytes`."""
+    everything = config.env.max_turns * worst_step_bytes(config, experts_per_token) + ITEM_BYTES
+    return min(everything, config.buffer.max_group_bytes // config.algorithm.n_samples_per_prompt)
+
+
+def worst_group_bytes(config: Config, experts_per_token: int = 0) -> int:
+    """Bytes of one group at worst."""
+    return config.algorithm.n_samples_per_prompt * worst_trajectory_bytes(config, experts_per_token)
+
+
+def worst_journal_bytes(config: Config, experts_per_token: int = 0) -> int:
+    """Bytes of the smallest journal that never fills up for good.
+
+    The journal keeps the groups of all optimizer steps since the oldest checkpoint that is kept, or of one mini-batch
+    where no checkpoints are written; beside them events, and what else is left in the oldest segment.
+    """
+    steps = max(config.trainer.checkpoint_every * config.trainer.keep_checkpoints, 1)
+    groups = steps * config.trainer.mini_batch_size * worst_group_bytes(config, experts_per_token)
+    return (groups + EVENT_BYTES) * JOURNAL_SEGMENTS // (JOURNAL_SEGMENTS - 1) + 1

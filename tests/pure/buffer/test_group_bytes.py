@@ -1,0 +1,183 @@
+"""What the configuration check accepts is never too small for the buffer, and no message exceeds its reservation."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.config import Config
+from service.config.checks import check_bytes, problems
+from service.errors import ConfigError
+from service.handoff.group_bytes import (
+    ITEM_BYTES,
+    bytes_per_token,
+    worst_group_bytes,
+    worst_journal_bytes,
+    worst_step_bytes,
+    worst_trajectory_bytes,
+)
+from service.handoff.steps.tables import steps_table
+from service.handoff.verbs import Assignment, Receipt
+from service.types import PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.buffer.world import START, World, config
+
+BOUNDS = ("buffer.max_group_bytes", "buffer.max_bytes", "buffer.max_journal_bytes")
+LONG_NAME = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 1024
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Config:
+    """A small configuration whose bounds lie just around what the check wants, each above or below."""
+    made = config(
+        env={"max_turns": draw(st.integers(1, 3))},
+        generator={"max_input_length": draw(st.integers(4, 400)), "max_generate_length": draw(st.integers(2, 100))},
+        algorithm={"n_samples_per_prompt": draw(st.integers(2, 3))},
+        buffer={"lookahead": draw(st.integers(0, 3)), "max_attempts": 3},
+        trainer={
+            "mini_batch_size": draw(st.integers(1, 3)),
+            "max_tokens_per_micro_batch": 4096,
+            "checkpoint_every": draw(st.integers(0, 2)),
+            "keep_checkpoints": draw(st.integers(1, 2)),
+        },
+    )
+    samples = made.algorithm.n_samples_per_prompt
+    group = draw(st.integers(samples * (worst_step_bytes(made) + ITEM_BYTES) - 1, worst_group_bytes(made) + 1))
+    made = with_bounds(made, max_group_bytes=group)
+    bytes_, journal = made.trainer.mini_batch_size * worst_group_bytes(made), worst_journal_bytes(made)
+    return with_bounds(
+        made,
+        max_bytes=bytes_ + draw(st.integers(-1, 3 * bytes_)),
+        max_journal_bytes=journal + draw(st.integers(-1, journal)),
+    )
+
+
+def with_bounds(of: Config, **bounds: int) -> Config:
+    return of.model_copy(update={"buffer": of.buffer.model_copy(update=bounds)})
+
+
+def is_accepted(made: Config) -> bool:
+    return not {problem.path for problem in problems(made)} & set(BOUNDS)
+
+
+def full_step(of: TrajectoryId, uid: str, index: int, made: Config, version: PolicyVersion) -> Step:
+    """A step as large as the limits let it be, which shares nothing with the others, with a reward for each token."""
+    rng = np.random.default_rng(hash((of, index)) % (1 << 32))
+    prompt, response = made.generator.max_input_length, made.generator.max_generate_length
+    return Step(
+        of,
+        uid,
+        index,
+        rng.integers(0, 500, prompt, np.int32),
+        rng.integers(0, 500, response, np.int32),
+        np.full(response, -0.5, np.float32),
+        np.ones(response, np.bool_),
+        np.full(response, version.pack(), np.int64),
+        reward=np.ones(response, np.float32),
+    )
+
+
+def play_at_worst(world: World, work: Assignment, version: PolicyVersion) -> None:
+    """Every sample takes every turn at full length, a message each, as far as `max_group_bytes` lets it."""
+    made, at_most = world.settings, worst_trajectory_bytes(world.settings)
+    for sample, attempt in zip(work.samples, work.attempts, strict=True):
+        of, used = TrajectoryId(work.group_id, sample, attempt), ITEM_BYTES
+        turns = [full_step(of, work.prompt_uid, index, made, version) for index in range(made.env.max_turns)]
+        fitting = [turn for turn in turns if (used := used + step_bytes(turn)) <= at_most]
+        for turn in fitting:
+            accepted_within(world, [turn], [], step_bytes(turn))
+        accepted_within(
+            world, [], [TrajectoryEnd(of, work.prompt_uid, len(fitting), "stop", float(sample))], ITEM_BYTES
+        )
+
+
+def step_bytes(step: Step) -> int:
+    table = steps_table([step])
+    return len(table.token_ids_N) * bytes_per_token(table) + ITEM_BYTES
+
+
+def accepted_within(world: World, steps: list[Step], ends: list[TrajectoryEnd], reserved: int) -> None:
+    """A message is accepted, and takes no more than its reservation, in the journal and in memory."""
+    before = world.buffer.status()
+    answer = world.generator.send(steps, ends)
+    assert isinstance(answer, Receipt), answer
+    after = world.buffer.status()
+    assert after.journal_position - before.journal_position <= reserved
+    assert after.n_bytes - before.n_bytes <= reserved
+    assert after.n_bytes <= world.settings.buffer.max_bytes
+
+
+@settings(deadline=None, max_examples=25)
+@given(configurations())
+def test_what_the_check_accepts_never_raises_and_never_waits_for_ever(made: Config) -> None:
+    if not is_accepted(made):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), made, segment_bytes=1 << 30)
+        steps = max(made.trainer.checkpoint_every * made.trainer.keep_checkpoints, 1)
+        for step in range(steps):
+            version = PolicyVersion(START.incarnation, step)
+            while (missing := made.trainer.mini_batch_size - world.buffer.status().groups["complete"]) > 0:
+                works = [world.generator.claim(version) for _ in range(missing)]
+                assert all(isinstance(work, Assignment) for work in works), works
+                for work in works:
+                    assert isinstance(work, Assignment)
+                    play_at_worst(world, work, version)
+                world.journal.sync()
+            world.train()
+        assert world.closes()
+
+
+@settings(deadline=None, max_examples=60)
+@given(configurations())
+def test_the_check_and_the_buffer_agree_about_the_memory(made: Config) -> None:
+    refused = "buffer.max_bytes" in {problem.path for problem in problems(made)}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            World(Path(folder), made)
+        except ConfigError as error:
+            assert refused and "buffer.max_bytes" in str(error)
+        else:
+            assert not refused
+
+
+def test_a_model_that_records_routed_experts_needs_more_and_the_check_says_so() -> None:
+    made = config(trainer={"checkpoint_every": 2})
+    enough = with_bounds(made, max_bytes=made.trainer.mini_batch_size * worst_group_bytes(made))
+    check_bytes(enough, experts_per_token=0)
+    with pytest.raises(ConfigError, match=r"buffer\.max_bytes"):
+        check_bytes(enough, experts_per_token=48 * 8)
+
+
+def test_a_message_whose_names_outgrow_its_reservation_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    work = world.generator.claimed()
+    of = TrajectoryId(work.group_id, 0)
+    long = replace(full_step(of, LONG_NAME, 0, world.settings, START), stop_reason=LONG_NAME)
+    answer = world.generator.send([long])
+    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.TOO_LARGE
+
+
+def test_names_as_long_as_they_may_be_stay_within_the_reservation(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    work = world.generator.claimed()
+    long = replace(full_step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0, world.settings, START))
+    accepted_within(world, [replace(long, stop_reason=LONG_NAME)], [], step_bytes(long))
+
+
+def test_a_trajectory_that_outgrows_its_part_of_the_group_is_refused(tmp_path: Path) -> None:
+    made = config()
+    one_turn = made.algorithm.n_samples_per_prompt * (worst_step_bytes(made) + ITEM_BYTES)
+    world = World(tmp_path, with_bounds(made, max_group_bytes=one_turn))
+    work = world.generator.claimed()
+    of = TrajectoryId(work.group_id, 0)
+    turns = [full_step(of, work.prompt_uid, index, world.settings, START) for index in range(2)]
+    assert isinstance(world.generator.send(turns[:1]), Receipt)
+    answer = world.generator.send(turns[1:])
+    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.TOO_LARGE
+    assert "max_group_bytes" in answer.path
