@@ -46,7 +46,7 @@ worlds: dev ## five thousand simulated worlds full of faults, on one core (about
 soak: dev ## the buffer under load for twenty minutes
 	@$(BIN)/python -m benchmarks.soak
 
-.PHONY: lint types check docs format
+.PHONY: lint types check docs dist format
 lint: dev ## ruff
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -56,6 +56,9 @@ check: lint types test ## what has to pass before a change lands
 docs: dev ## the documentation as a site in build/site
 	@$(BIN)/mkdocs build --strict --quiet
 	@echo "baton: the site is in build/site; open build/site/index.html"
+dist: dev ## the package as sdist and wheel in dist/
+	@rm -rf dist
+	@$(BIN)/hatchling build
 format: dev ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .

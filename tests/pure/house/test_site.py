@@ -22,7 +22,7 @@ from service.rollout.prompts.dataset import load_tasks
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -51,13 +51,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_site_builds_without_a_warning_and_every_page_is_in_its_menu(site: Path) -> None:
-    assert {page.with_suffix("").name for page in site.glob("*.html")} == {page.stem for page in PAGES} | {"404"}
+    pages = {str(page.relative_to(DOCS).with_suffix(".html")) for page in PAGES}
+    assert {str(page.relative_to(site)) for page in site.rglob("*.html")} == pages | {"404.html"}
     menu = (site / "index.html").read_text()
-    assert [page.name for page in PAGES if f'href="{page.stem}.html"' not in menu and page.stem != "index"] == []
+    assert [page for page in pages if f'href="{page}"' not in menu and page != "index.html"] == []
 
 
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=\"?([^\s\">]+)", page.read_text())
         assert loaded and [address for address in loaded if "//" in address] == [], page.name
 

@@ -1,0 +1,134 @@
+"""Habits of a repository: checks at a commit, workflows, templates, decisions; each does what it says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.check_files import MAX_BYTES, main, problems
+
+ROOT = Path(__file__).parents[3]
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+DECISIONS = sorted(path for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "index.md")
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def hooks() -> dict[str, dict[str, Any]]:
+    repositories = read(ROOT / ".pre-commit-config.yaml")["repos"]
+    assert {repository["repo"] for repository in repositories} == {"local"}, "versions have one source: the locks"
+    return {hook["id"]: hook for repository in repositories for hook in repository["hooks"]}
+
+
+def test_the_checks_at_a_commit_are_ruff_mypy_and_the_files() -> None:
+    assert set(hooks()) == {"ruff-check", "ruff-format", "mypy", "files"}
+    for hook in hooks().values():
+        program, *words = hook["entry"].split()
+        assert program.startswith(".venv/bin/") and hook["language"] == "system"
+        if "-m" in words:
+            assert (ROOT / Path(*words[words.index("-m") + 1].split(".")).with_suffix(".py")).is_file()
+        else:
+            # The tool is one that `make dev` installs.
+            assert (Path(sys.executable).parent / Path(program).name).exists()
+
+
+@pytest.mark.parametrize("hook", ["ruff-check", "ruff-format", "mypy"])
+def test_a_check_at_a_commit_takes_a_file_and_passes(hook: str, tmp_path: Path) -> None:
+    program, *words = hooks()[hook]["entry"].split()
+    if hook == "mypy":
+        words += ["--cache-dir", str(tmp_path)]
+    command = [str(Path(sys.executable).parent / Path(program).name), *words, "service/clock.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_mypy_gets_what_it_is_strict_about() -> None:
+    wanted = re.compile(hooks()["mypy"]["files"])
+    assert wanted.match("service/types.py") and wanted.match("actors/buffer/actor.py")
+    assert not wanted.match("tests/conftest.py") and not wanted.match("service/observe/status_page.html")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("data.bin", b"x" * (MAX_BYTES + 1), "are committed"),
+        ("code.py", b"a = 1\n<<<<<<< ours\n", r"code\.py:2: a mark of a merge conflict"),
+        ("a.yaml", b"a: [1", "cannot be read as yaml"),
+        ("a.toml", b"a = ", "cannot be read as toml"),
+        ("a.json", b"{", "cannot be read as json"),
+        ("b.yml", b"\xff\xfe", "cannot be read as yml"),
+    ],
+)
+def test_a_file_that_should_not_be_committed_is_refused(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    (problem,) = problems(path)
+    assert re.search(said, problem)
+    assert main([str(path)]) == 1
+
+
+def test_every_file_of_the_project_could_be_committed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name]
+    assert main([str(file) for file in files if file.is_file()]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_calls_what_there_is_with_few_rights_and_a_deadline(path: Path) -> None:
+    workflow = read(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 60
+        for step in job["steps"]:
+            if "uses" in step:
+                # A tag can be moved to other code, the name of a commit cannot.
+                assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"])
+            else:
+                command = step["run"].split()
+                assert command == [".ci/run"] or (command[0] == "make" and set(command[1:]) <= targets)
+
+
+def test_the_workflows_check_document_and_package() -> None:
+    commands = {step.get("run") for path in WORKFLOWS for job in read(path)["jobs"].values() for step in job["steps"]}
+    assert {".ci/run", "make docs", "make dist"} <= commands
+
+
+def test_templates_of_issues_ask_for_what_is_needed() -> None:
+    for path in sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")):
+        form = read(path)
+        if path.name == "config.yml":
+            continue
+        assert form["name"] and form["description"]
+        identities = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+        assert len(set(identities)) == len(identities) >= 3
+        assert any(part.get("validations") == {"required": True} for part in form["body"])
+
+
+def test_the_template_of_a_pull_request_names_commands_that_there_are() -> None:
+    text = (GITHUB / "pull_request_template.md").read_text()
+    assert "make check" in text and "CHANGELOG.md" in text and "scripts.docs" in text
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_says_why_what_follows_and_what_would_change_it(path: Path) -> None:
+    text = path.read_text()
+    parts = re.findall(r"^\*\*(.+?)\.\*\*", text, re.MULTILINE)
+    assert parts == ["Context", "Decision", "Consequences", "What would change it"]
+    assert 100 <= len(text.split()) <= 350, "half a page"
+    assert [
+        name for name in re.findall(r"`((?:service|actors|tests)/[\w/.-]+)`", text) if not (ROOT / name).exists()
+    ] == []
+
+
+def test_the_decisions_are_a_dozen_and_all_are_listed() -> None:
+    index = (ROOT / "docs" / "decisions" / "index.md").read_text()
+    assert len(DECISIONS) >= 12
+    assert [path.name for path in DECISIONS if f"]({path.name})" not in index] == []
