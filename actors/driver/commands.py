@@ -36,11 +36,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Evaluate a model, a run or a checkpoint."""
-    from service.evaluation.target import check_output, evaluated, write_output
+    from service.evaluation.report import check_output, table, write_output
+    from service.evaluation.target import eval_target
 
     if arguments.output is not None:
         check_output(arguments.output)
-    chosen = evaluated(arguments.path)
+    chosen = eval_target(arguments.path)
     arguments.config = [*chosen.settings, *arguments.config]
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.cli.configuration import checked_config
@@ -50,7 +51,6 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
     with phase(LOADING):
         from actors.evaluation.command import evaluate
-        from service.evaluation.sets import table
 
     found = evaluate(config, chosen, say)
     print(table(found.sets))

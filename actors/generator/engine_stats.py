@@ -1,4 +1,4 @@
-"""vLLM's own figures about its load, kept instead of printed; imported with vLLM."""
+"""The load that vLLM reports about itself, kept instead of printed; importing this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from actors.generator.load import EngineLoad
+from actors.generator.group_limit import EngineLoad
 
 
 class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
-    """Keeps the last figures.
+    """Keeps the newest load.
 
-    It is a Prometheus logger only because vLLM adds one of its own beside any other logger, and observes some
-    fifteen histograms a request with it; Baton reports these figures itself.
+    A subclass of vLLM's Prometheus logger: beside any other logger vLLM adds a Prometheus logger of its own, which
+    observes some fifteen histograms a request; Baton exports these figures itself.
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
@@ -28,7 +28,7 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
         mm_cache_stats: Any | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """Called by vLLM after every step."""
+        """Take the figures of one scheduler step; vLLM calls this after every step."""
         if iteration_stats is not None:
             self._preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is not None:
@@ -40,10 +40,10 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
             )
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Print nothing."""
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Engines never sleep here."""
+        """Ignored: Baton puts no engine to sleep."""
 
     def record_admission_rejection(self, reason: str) -> None:
-        """Engines refuse nothing here."""
+        """Ignored: Baton's engines run without admission control."""

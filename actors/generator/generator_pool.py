@@ -1,4 +1,4 @@
-"""All generators: kept running, and given new weights while they run."""
+"""The generators of a run: started, restarted when they fail, and given new weights while they generate."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ import ray
 import ray.exceptions
 
 from actors.calls import CALL_SECONDS, call, in_a_line
-from actors.evaluation.engines import evaluate_on
+from actors.evaluation.evaluator import evaluate_on
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerGroup
 from actors.weights.checksum import PublishedWeights
 from actors.weights.node_files import NodeFiles
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved, UserError, WeightsGone
-from service.evaluation.sets import Evaluation
+from service.evaluation.scores import Evaluation
 from service.types import PolicyVersion
 
 STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
 RETRY_SECONDS = 0.5
-"""Pause before a generator that is not up yet is called again."""
-
+"""Pause before the start of a restarting generator is tried again."""
 STATUS_SECONDS = 5.0
-"""Seconds after which a generator that does not say how it is doing is left out of a report."""
-LOOK_SECONDS = 5.0
-"""Seconds between two looks whether a generator still answers."""
+"""Seconds after which a generator that does not answer is left out of a report."""
+CHECK_SECONDS = 5.0
+"""Seconds between two health checks of a generator."""
 GENERATOR_FAILED = (ray.exceptions.RayActorError, BatonError)
-"""What a call of a generator raises when it, its engine or its node died; anything else is a bug."""
+"""Errors of a call to a generator whose process, engine or node died; any other error is a bug."""
 
 
 class Published(NamedTuple):
@@ -43,8 +42,8 @@ class Published(NamedTuple):
     weights: PublishedWeights
 
 
-class Fleet:
-    """The generators of a run, called as one; each may fail and start again on its own."""
+class GeneratorPool:
+    """The generators of a run behind one object; each fails and restarts independently of the others."""
 
     def __init__(
         self,
@@ -57,13 +56,13 @@ class Fleet:
         self._config = config
         self._trainer = trainer
         self._joined: set[str] = set()
-        """Engines in a group with the trainer's first rank, for weights that it broadcasts."""
+        """Names of the engines in a communication group with the trainer's first rank, which broadcasts weights."""
         self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
         self._telemetry = telemetry
         self._say = say
         self._failures: Counter[str] = Counter()
         self._down: set[str] = set()
-        """Generators that start again; their engines can be asked for nothing yet."""
+        """Names of the generators that restart; they are not called for weights or evaluations."""
         self._latest: Published | None = None
         self._sync: asyncio.Task[float] | None = None
         self._locks = {name: asyncio.Lock() for name in self._generators}
@@ -71,19 +70,19 @@ class Fleet:
         self._stopping = False
 
     async def start(self) -> None:
-        """Bring every engine up."""
+        """Start every engine."""
         await asyncio.gather(*(self._start(name) for name in self._generators))
 
     async def _start(self, name: str) -> None:
-        # The engine keeps to its own deadline and says more when it runs out.
+        # Longer than the engine's own deadline, whose error says more.
         within = self._config.generator.start_deadline + CALL_SECONDS
         self._files.register(name, await call(self._generators[name].start, who=name, within=within))
 
     async def run(self) -> None:
-        """Generate until the buffer is drained; a generator that fails starts again.
+        """Generate until the buffer is drained; a generator that fails is restarted.
 
         Raises:
-            RunFailed: one failed more than `run.max_restarts` times without an optimizer step in between.
+            RunFailed: a generator failed more than `run.max_restarts` times without an optimizer step in between.
         """
         await asyncio.gather(*(self._keep(name) for name in self._generators))
 
@@ -96,12 +95,12 @@ class Fleet:
                     await self._start_again(name, error)
 
     async def _watched(self, name: str) -> None:
-        """Let a generator run; one whose process is frozen answers nothing else either, and counts as failed."""
+        """Wait until a generator ends; one that does not answer within `generator.silent_deadline` counts as failed."""
         generator = self._generators[name]
         running = asyncio.ensure_future(call(generator.run, who=name, within=None))
         try:
             while True:
-                await asyncio.wait([running], timeout=LOOK_SECONDS)
+                await asyncio.wait([running], timeout=CHECK_SECONDS)
                 if running.done():
                     running.result()
                     return
@@ -110,12 +109,12 @@ class Fleet:
             running.cancel()
 
     async def _start_again(self, name: str, error: BaseException) -> None:
-        """Bring a new process up for a generator that failed, with the newest weights; that may fail as well."""
+        """Restart a failed generator in a new process, again where the restart fails, and send the newest weights."""
         self._down.add(name)
         self._joined.discard(name)
         failed: BaseException | None = error
         while failed is not None:
-            self._count(name, failed)
+            self._count_failure(name, failed)
             self._say(f"{name} failed ({in_a_line(failed)}); it starts again")
             ray.kill(self._generators[name], no_restart=False)
             failed = await self._came_up(name)
@@ -125,13 +124,13 @@ class Fleet:
         await self._update(name)
         self._say(f"{name} is back")
 
-    def _count(self, name: str, error: BaseException) -> None:
+    def _count_failure(self, name: str, error: BaseException) -> None:
         self._failures[name] += 1
         if self._failures[name] > self._config.run.max_restarts or isinstance(error, UserError):
             raise RunFailed(f"{name} failed {self._failures[name]} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BatonError | None:
-        """Wait for a generator's new process and its engine, unless the run ends; why the engine did not start."""
+        """Wait for a generator's new process and engine, unless the run ends; returns why the engine did not start."""
         deadline = time.monotonic() + self._config.generator.start_deadline
         while not self._stopping:
             try:
@@ -146,17 +145,17 @@ class Fleet:
         return None
 
     def progressed(self) -> None:
-        """An optimizer step was taken: earlier failures are forgiven."""
+        """Reset the count of failures: an optimizer step was taken."""
         self._failures.clear()
 
     async def publish(self, version: PolicyVersion, weights: PublishedWeights) -> None:
-        """Send weights to every engine in the background, once the ones before have arrived."""
+        """Wait until the previous weights have arrived, then send these to every engine in the background."""
         await self.published()
         self._latest = Published(version, weights)
         self._sync = asyncio.ensure_future(self._update_all())
 
     async def published(self) -> float | None:
-        """Wait until the weights that were sent last are served everywhere; returns the seconds that it took.
+        """Wait until every engine serves the newest weights; returns the seconds from sending to serving.
 
         Raises:
             RunFailed: it took longer than `weights.sync_deadline`.
@@ -178,7 +177,7 @@ class Fleet:
         return time.monotonic() - start
 
     async def _update(self, name: str) -> None:
-        """Give one engine the newest weights; one that is down, or fails meanwhile, gets them when it is back."""
+        """Update one engine; an engine that is down, or fails during the update, is updated after its restart."""
         async with self._locks[name]:
             if self._latest is None or name in self._down:
                 return
@@ -192,12 +191,12 @@ class Fleet:
                     case "memory":
                         await self._take_file(name, version, weights)
             except (*GENERATOR_FAILED, ray.exceptions.ObjectLostError) as error:
-                # Weights that are lost went with the trainer's node; those after them are about to be published.
+                # Lost weights were on the trainer's node; the trainer restarts and publishes newer ones.
                 self._telemetry.sync_failed()
                 self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
 
     async def _take_file(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
-        """Let an engine load the file of its node; where that is gone with its holder, there is another one soon."""
+        """Let an engine load the weights file of its node; if the file is gone with its holder, try a new file."""
         gone: WeightsGone | None = None
         for _ in self._generators:
             async with self._files.path_for(name, weights) as path:
@@ -220,7 +219,8 @@ class Fleet:
         await call(update, version.pack(), data, checksum, who=name, within=self._config.weights.sync_deadline)
 
     async def _take_broadcast(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
-        """Let the trainer send to one engine, in a group of their own; newer weights are about to be published."""
+        """Let the trainer broadcast to one engine in a group of the two; skipped where the trainer has newer weights,
+        which are about to be published."""
         if name not in self._joined:
             await self._trainer.join_engine(name, self._generators[name])
             self._joined.add(name)
@@ -228,13 +228,13 @@ class Fleet:
             await self._take(name, version, weights.data, weights.checksum)
 
     def trainer_started_again(self) -> None:
-        """The trainer is another process: no engine is in a group with it."""
+        """Forget the communication groups: the trainer's process is a new one."""
         self._joined.clear()
 
     async def evaluate(self, name: str, tasks_file: Path, n_samples: int, most: int | None = None) -> Evaluation | None:
-        """Play the first `most` prompts of a set on the weights that are served; None where that could not be ended.
+        """Evaluate the first `most` prompts of a set on the served weights; None where the evaluation failed.
 
-        The buffer sees none of it.
+        No trajectory is submitted to the buffer.
         """
         up = [generator for other, generator in self._generators.items() if other not in self._down]
         if not up:
@@ -251,7 +251,7 @@ class Fleet:
         return None
 
     async def statuses(self) -> list[dict[str, Any]]:
-        """What each generator says about itself; one that is down says nothing."""
+        """The status of each generator that answers."""
         answers = await asyncio.gather(*(self._status(g) for g in self._generators.values()))
         return [answer for answer in answers if answer is not None]
 
@@ -263,7 +263,7 @@ class Fleet:
         return status
 
     async def stop(self) -> None:
-        """End what is being generated, and the engines."""
+        """End the open trajectories and the engines."""
         self._stopping = True
         stops = [asyncio.ensure_future(self._stop(generator)) for generator in self._generators.values()]
         await asyncio.wait(stops, timeout=STOP_SECONDS)

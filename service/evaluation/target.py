@@ -1,13 +1,12 @@
-"""What `baton eval` is pointed at: a Hugging Face folder, a run, or a checkpoint of one.
+"""The path that `baton eval` gets: a Hugging Face folder, a run, or a checkpoint of a run.
 
-models/Qwen3-0.6B               its weights
-runs/quickstart                 final/, or else the newest checkpoint
-runs/quickstart/checkpoints/step_40
+models/Qwen3-0.6B                      the weights in this folder
+runs/quickstart                        final/ of the run, or else its newest checkpoint
+runs/quickstart/checkpoints/step_40    this checkpoint
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from service.config.paths import near
 from service.errors import UserError
 from service.files import earlier_of
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
-from service.run.folder import write_whole
 
 CONFIG = "config.yaml"
 FINAL = "final"
@@ -24,36 +22,36 @@ CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvalTarget:
     """Weights to be evaluated."""
 
     path: Path
-    """As given."""
+    """The path as given."""
     run: Path | None
-    """The run folder they belong to; None: they belong to none."""
+    """The run folder of the weights; None: they belong to no run."""
     model: Path | None
-    """Their Hugging Face folder; None: they are a checkpoint's."""
+    """The Hugging Face folder of the weights; None: they are in a checkpoint."""
     step: int | None = None
-    """The checkpoint's; None: the newest that is whole."""
+    """The step of the checkpoint; None: the newest complete checkpoint."""
 
     @property
     def settings(self) -> list[Path]:
-        """Configuration files that come before those that are given."""
+        """Configuration files of the run, which are read before those given on the command line."""
         return [] if self.run is None else [self.run / CONFIG]
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run's checkpoints are."""
+        """The folder of the run's checkpoints."""
         return (self.run or self.path) / CHECKPOINTS
 
     def begun_with(self, config: Config) -> Path:
-        """The model that the run began with: its shape and tokenizer are the checkpoint's."""
+        """The folder of the run's initial model, whose shape and tokenizer its checkpoints share."""
         if self.run is None:
             raise ValueError(f"{self.path} belongs to no run")
         return config.model.path or self.run / "model"
 
     def weights(self, manifest: Manifest | None) -> Path:
-        """Where they are: a Hugging Face folder, or the checkpoint of a manifest."""
+        """The folder of the weights: that of the manifest's checkpoint, or the Hugging Face folder."""
         if manifest is not None:
             return Checkpoints(self.checkpoints, keep=1).path(manifest.step)
         if self.model is None:
@@ -61,10 +59,10 @@ class Evaluated:
         return self.model
 
     def manifest(self) -> Manifest:
-        """The checkpoint that is meant: of the step that was named, or the newest whole one.
+        """The manifest of the checkpoint at `step`, or of the newest complete one.
 
         Raises:
-            UserError: there is none, or it is not whole.
+            UserError: there is no such checkpoint, or it is incomplete.
         """
         checkpoints = Checkpoints(self.checkpoints, keep=1)
         if self.step is not None:
@@ -78,31 +76,31 @@ class Evaluated:
         return checkpoints.newest() or checkpoints.manifest(steps[-1])
 
 
-def evaluated(path: Path) -> Evaluated:
-    """What a path means.
+def eval_target(path: Path) -> EvalTarget:
+    """The weights that a path names.
 
     Raises:
-        UserError: it is neither model nor run nor checkpoint, or a checkpoint that is not there.
+        UserError: the path is neither model nor run nor checkpoint, or the checkpoint does not exist.
     """
-    whole = path.resolve()
-    run = whole.parent
+    absolute = path.resolve()
+    run = absolute.parent
     if (path / "config.json").is_file():
-        return Evaluated(path, run if whole.name == FINAL and _is_run(run) else None, path)
+        return EvalTarget(path, run if absolute.name == FINAL and _is_run(run) else None, path)
     if _is_run(path):
         final = path / FINAL
-        found = [folder for folder in (final, earlier_of(final)) if (folder / "config.json").is_file()]
-        return Evaluated(path, whole, found[0] if found else None)
-    if _is_run(run) and whole.name == CHECKPOINTS:
-        raise UserError(f"{path}: name the run, {run}, or one of its checkpoints: {_listed(whole)}")
-    step = whole.name.removeprefix(PREFIX)
-    if whole.name.startswith(PREFIX) and step.isdecimal():
+        exported = [folder for folder in (final, earlier_of(final)) if (folder / "config.json").is_file()]
+        return EvalTarget(path, absolute, exported[0] if exported else None)
+    if _is_run(run) and absolute.name == CHECKPOINTS:
+        raise UserError(f"{path}: name the run, {run}, or one of its checkpoints: {_listed(absolute)}")
+    step = absolute.name.removeprefix(PREFIX)
+    if absolute.name.startswith(PREFIX) and step.isdecimal():
         return _checkpoint(path, int(step))
     if not path.exists():
         raise UserError(f"{path}: there is no such folder{near(path)}; give a model, a run or a checkpoint of one")
     raise UserError(f"{path}: no model (config.json), no run folder (config.yaml) and no checkpoint ({MANIFEST})")
 
 
-def _checkpoint(path: Path, step: int) -> Evaluated:
+def _checkpoint(path: Path, step: int) -> EvalTarget:
     folder = path.resolve()
     run = folder.parents[1]
     if folder.parent.name != CHECKPOINTS or not _is_run(run):
@@ -112,38 +110,16 @@ def _checkpoint(path: Path, step: int) -> Evaluated:
         )
     if not folder.is_dir():
         raise UserError(f"{path}: there is no checkpoint of step {step}; there are {_listed(folder.parent, step)}")
-    return Evaluated(path, run, None, step)
+    return EvalTarget(path, run, None, step)
 
 
 def _listed(folder: Path, step: int | None = None) -> str:
-    """The checkpoints in a folder by name; with a step, only those next to it."""
+    """The names of the checkpoints in a folder; with a step, only its neighbours."""
     steps = Checkpoints(folder, keep=1).steps()
     if step is not None:
         earlier, later = [one for one in steps if one < step], [one for one in steps if one > step]
         steps = [*earlier[-1:], *later[:1]]
     return ", ".join(f"{PREFIX}{one}" for one in steps) or "none"
-
-
-def check_output(file: Path) -> None:
-    """Raises `UserError` where results could not be written to this file."""
-    if file.is_dir():
-        raise UserError(f"--output {file}: is a folder; give a file")
-    if not file.parent.is_dir():
-        raise UserError(f"--output {file}: there is no folder {file.parent}{near(file.parent)}; make it first")
-    if not os.access(file if _is_written_through(file) else file.parent, os.W_OK):
-        raise UserError(f"--output {file}: cannot be written; give a file that can")
-
-
-def write_output(file: Path, text: str) -> None:
-    """Write results: a file appears whole or not at all; links, pipes and devices are written through, and stay."""
-    if _is_written_through(file):
-        file.write_text(text, encoding="utf-8")
-    else:
-        write_whole(file, text)
-
-
-def _is_written_through(file: Path) -> bool:
-    return file.is_symlink() or (file.exists() and not file.is_file())
 
 
 def _is_run(path: Path) -> bool:

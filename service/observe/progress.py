@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from service.config import Config
-from service.rollout.environments.env_metrics import Means
+from service.rollout.environments.env_metrics import EnvMetricMeans
 from service.run.folder import RunFolder
 from service.types import PolicyVersion
 
@@ -28,7 +28,7 @@ class Progress:
         self._say = say
         self._created = self._began = self._last = self._plotted = self._said = time.monotonic()
         self._waited = self._waited_this_step = self._synced = 0.0
-        self._told = Means()
+        self._env_metrics = EnvMetricMeans()
         self._rewards: list[float] = []
         self._staleness: list[float] = []
         self._success: float | None = None
@@ -82,7 +82,7 @@ class Progress:
             "timing/sync_weights": self._synced,
             "async/trainer_wait_fraction": self._waited / (now - self._began),
             "async/generator_wait_fraction": generator_wait_fraction(generators),
-            **self._told.since(generators),
+            **self._env_metrics.since(generators),
         }
         self._folder.log_step(line)
         self._last = now

@@ -1,8 +1,8 @@
-"""The agent loop: one trajectory, token in, token out, a step per turn.
+"""The agent loop: plays one trajectory, token ids in and token ids out, and emits one step per turn.
 
     reset -> prompt -> [length?] -> generate -> step of the environment -> emit the step -> next prompt -> ...
 
-At last comes the record that closes the trajectory, with its reason. A turn that was not finished emits no step.
+The last item is the trajectory's end with its reason. An unfinished turn emits no step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from service.rollout.chat.conversation import conversation
 from service.rollout.engine import Engine
 from service.rollout.env_guard import (
     TrajectoryFailed,
-    ask,
-    checked,
+    ask_environment,
     checked_messages,
-    close,
-    generate,
-    rendered,
+    checked_result,
+    close_environment,
+    generate_turn,
+    render,
 )
 from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.episode import Episode
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Observed(NamedTuple):
-    """A trajectory in words and numbers, for people and metrics."""
+    """A trajectory as messages and numbers, for people and metrics."""
 
     end: TrajectoryEnd
     env_class: str
@@ -44,11 +44,11 @@ class Observed(NamedTuple):
     rewards: Sequence[float]
     """One per step."""
     info: Mapping[str, float]
-    """What the environment said, summed over the steps."""
+    """The environment's `info`, summed over the steps."""
     n_forks: int
     """Prompts that rewrote the history."""
     failure: str = ""
-    """Why the trajectory is lost, if it is."""
+    """Why the trajectory is lost; empty where it is not."""
 
 
 async def run_trajectory(
@@ -61,40 +61,40 @@ async def run_trajectory(
     seed: int,
     observe: Callable[[Observed], None] | None = None,
 ) -> AsyncGenerator[Step | TrajectoryEnd, None]:
-    """Play one episode: each finished turn as a `Step`, at last the `TrajectoryEnd`."""
+    """Play one episode; yields a `Step` for each finished turn, then the `TrajectoryEnd`."""
     limits = limits.at(task.temperature)
-    episode, script = Episode(trajectory, task, limits), _Script()
-    talk = conversation(limits.conversation, chat)
+    episode, transcript = Episode(trajectory, task, limits), _Transcript()
+    turns = conversation(limits.conversation, chat)
     try:
-        messages = checked_messages(await ask(environment.reset(task, seed), limits), limits)
-        script.read(messages)
-        prompt = rendered(partial(talk.begin, messages, task.tools))
+        messages = checked_messages(await ask_environment(environment.reset(task, seed), limits), limits)
+        transcript.add_messages(messages)
+        prompt = render(partial(turns.begin, messages, task.tools))
         while (prompt_ids := episode.next_prompt(prompt)) is not None:
             request_id = f"{trajectory}/turn={episode.n_steps}"
-            generation = await generate(engine, prompt_ids, limits, chat.vocab_size, request_id)
+            generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
             text = _cut_at_stop(chat.text(generation.token_ids), limits.sampling.stop)
-            result = checked(await ask(environment.step(text), limits), limits)
-            response_ids = talk.close(generation, episode.is_last(result.done))
-            script.said(text, result)
-            yield episode.step(response_ids, generation, float(result.reward))
+            result = checked_result(await ask_environment(environment.step(text), limits), limits)
+            response = turns.close(generation, episode.is_last(result.done))
+            transcript.add_turn(text, result)
+            yield episode.step(response, generation, float(result.reward))
             if result.done:
                 break
             if result.history is not None:
-                prompt = rendered(partial(talk.begin, checked_messages(result.history, limits), task.tools))
+                prompt = render(partial(turns.begin, checked_messages(result.history, limits), task.tools))
             else:
-                prompt = rendered(partial(talk.follow, text, response_ids, result.messages))
+                prompt = render(partial(turns.follow, text, response.token_ids, result.messages))
     except TrajectoryFailed as failed:
         log.warning("%s of prompt %s is lost: %s", trajectory, task.uid, failed)
-        episode.stop_reason, script.failure = failed.reason, str(failed)
+        episode.stop_reason, transcript.failure = failed.reason, str(failed)
     finally:
-        await close(environment, limits, trajectory)
+        await close_environment(environment, limits, trajectory)
     if observe is not None:
-        observe(script.observed(episode, task))
+        observe(transcript.observed(episode, task))
     yield episode.end()
 
 
-class _Script:
-    """What was said, and what it brought."""
+class _Transcript:
+    """The messages, rewards and info of one trajectory."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -102,16 +102,16 @@ class _Script:
         self._info: Counter[str] = Counter()
         self.failure = ""
 
-    def read(self, messages: Sequence[Message]) -> None:
+    def add_messages(self, messages: Sequence[Message]) -> None:
         self._messages += messages
 
-    def said(self, text: str, result: StepResult) -> None:
+    def add_turn(self, text: str, result: StepResult) -> None:
         self._messages.append(Message(role="assistant", content=text))
         self._rewards.append(float(result.reward))
         if result.info:
             self._info.update(result.info)
         if not result.done:
-            self.read(result.messages)
+            self.add_messages(result.messages)
 
     def observed(self, episode: Episode, task: Task) -> Observed:
         end = episode.end()
@@ -119,6 +119,6 @@ class _Script:
 
 
 def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
-    """The text up to and including the first stop string; token ids may run past it."""
+    """The text up to and including the first stop string; the sampled tokens may continue after it."""
     ends = [found + len(s) for s in stop if (found := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text

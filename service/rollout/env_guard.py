@@ -1,4 +1,4 @@
-"""Asking the engine and the environment, within their deadlines; what goes wrong there costs one trajectory."""
+"""Calls to the environment and the engine, with deadlines and checks: a failure ends only its own trajectory."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from service.rollout.chat.chat import MessagesRefused
 from service.rollout.engine import Engine, Generation
 from service.rollout.environment import Environment, Message, OversizedOutput, StepResult
 from service.rollout.limits import AgentLimits, StopReason
-from service.rollout.traceback import in_words
-from service.rollout.validate_generation import fault
+from service.rollout.traceback import describe_error
+from service.rollout.validate_generation import validate_generation
 from service.types import Int32s, TrajectoryId
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEYS = ("role", "content")
+MESSAGE_KEYS = ("role", "content")
 
 
 class TrajectoryFailed(Exception):
-    """The trajectory is lost; nothing else is."""
+    """The trajectory is lost; all others go on."""
 
     def __init__(self, reason: StopReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
 
 
-async def generate(
+async def generate_turn(
     engine: Engine, prompt_ids: Int32s, limits: AgentLimits, vocab_size: int, request_id: str
 ) -> Generation:
-    """One turn of the policy; an engine that breaks is no trajectory's fault and raises what it raises.
+    """Sample one turn of the policy; the engine's own errors propagate.
 
     Raises:
-        TrajectoryFailed: the turn was aborted, took too long, or cannot be what the engine sampled.
+        TrajectoryFailed: the turn was aborted, took too long, or its columns are malformed.
     """
     try:
         async with asyncio.timeout(limits.request_deadline) as scope:
@@ -51,16 +51,17 @@ async def generate(
         raise TrajectoryFailed(StopReason.ENGINE_TIMEOUT, f"no turn after {limits.request_deadline:g} s") from error
     if generation.stop_reason == StopReason.ABORT:
         raise TrajectoryFailed(StopReason.ABORT, "the engine aborted the turn")
-    if (wrong := fault(generation, len(prompt_ids), limits.sampling.max_tokens, vocab_size)) is not None:
-        raise TrajectoryFailed(StopReason.ENGINE_OUTPUT, f"the engine answered {request_id} with {wrong}")
+    problem = validate_generation(generation, len(prompt_ids), limits.sampling.max_tokens, vocab_size)
+    if problem is not None:
+        raise TrajectoryFailed(StopReason.ENGINE_OUTPUT, f"the engine answered {request_id} with {problem}")
     return generation
 
 
-async def ask(answer: Awaitable[T], limits: AgentLimits) -> T:
-    """What the environment answers within its deadline.
+async def ask_environment(answer: Awaitable[T], limits: AgentLimits) -> T:
+    """The environment's answer.
 
     Raises:
-        TrajectoryFailed: it raised anything else, or did not answer.
+        TrajectoryFailed: the environment raised, or did not answer within `limits.step_deadline`.
     """
     try:
         async with asyncio.timeout(limits.step_deadline) as scope:
@@ -69,35 +70,35 @@ async def ask(answer: Awaitable[T], limits: AgentLimits) -> T:
         current = asyncio.current_task()
         if current is None or current.cancelling():
             raise
-        # Nobody cancelled the trajectory: something that the environment waited for was cancelled.
+        # Not the trajectory was cancelled, but something inside the environment.
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, "what it waited for was cancelled") from error
     except OversizedOutput as error:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
     except BaseException as error:
-        # What the policy wrote may be run there, so anything may be raised: an exit, an interrupt, another library's.
+        # The environment may execute text of the policy, so any exception is possible, SystemExit included.
         if isinstance(error, TimeoutError) and scope.expired():
             late = f"no answer after {limits.step_deadline:g} s"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, in_words(error)) from error
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, describe_error(error)) from error
 
 
-async def close(environment: Environment, limits: AgentLimits, trajectory: TrajectoryId) -> None:
-    """Close the environment; the trajectory is over, so a failure here costs nothing but a warning."""
+async def close_environment(environment: Environment, limits: AgentLimits, trajectory: TrajectoryId) -> None:
+    """Close the environment; a failure is only logged, because the trajectory is over."""
 
     async def closing() -> None:
         await environment.close()
 
     try:
-        await ask(closing(), limits)
+        await ask_environment(closing(), limits)
     except TrajectoryFailed as failed:
         log.warning("%s: the environment did not close: %s", trajectory, failed)
 
 
-def checked(result: StepResult, limits: AgentLimits) -> StepResult:
-    """The result in plain values, if it is one.
+def checked_result(result: StepResult, limits: AgentLimits) -> StepResult:
+    """The result with its values converted to plain Python types.
 
     Raises:
-        TrajectoryFailed: it is none, its reward is no finite number, or its other parts are malformed or too large.
+        TrajectoryFailed: it is no `StepResult`, its reward is not finite, or another field is malformed or too large.
     """
     if not isinstance(result, StepResult):
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"step returned a {type(result).__name__}, no StepResult")
@@ -106,7 +107,7 @@ def checked(result: StepResult, limits: AgentLimits) -> StepResult:
     if not isinstance(result.done, bool | np.bool_ | int):
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"done is true or false, not {_shown(result.done)}")
     messages = () if result.done else checked_messages(result.messages, limits)
-    done, info = bool(result.done), _facts(result.info)
+    done, info = bool(result.done), _checked_info(result.info)
     return result._replace(messages=messages, reward=float(result.reward), done=done, info=info)
 
 
@@ -120,11 +121,11 @@ def _is_finite(value: Any) -> bool:
 def _shown(value: Any) -> str:
     try:
         return f"{value!r:.80}"
-    except Exception:  # noqa: BLE001 - an integer of too many digits, or whatever a user's class does when it is shown
+    except Exception:  # noqa: BLE001 - an integer of too many digits, or any error in a user's `__repr__`
         return f"a {type(value).__name__}"
 
 
-def _facts(info: Any) -> dict[str, float]:
+def _checked_info(info: Any) -> dict[str, float]:
     info = {} if info is None else info
     if not isinstance(info, Mapping) or not all(isinstance(value, Real | np.bool_) for value in info.values()):
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"info holds numbers by name, not {_shown(info)}")
@@ -132,16 +133,16 @@ def _facts(info: Any) -> dict[str, float]:
 
 
 def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequence[Message]:
-    """The messages, if they are well-formed and not too large, as copies: the environment may reuse its own.
+    """Copies of the messages, because the environment may reuse its own objects.
 
     Raises:
-        TrajectoryFailed: they are not.
+        TrajectoryFailed: a message is malformed, or all together exceed `limits.max_observation_characters`.
     """
     if not isinstance(messages, Sequence):
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"{type(messages).__name__} is no list of messages")
     size = 0
     for message in messages:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in KEYS):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in MESSAGE_KEYS):
             raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, "a message needs a role and a text as content")
         size += len(message["content"])
     if size > limits.max_observation_characters:
@@ -150,13 +151,13 @@ def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequen
     return [cast(Message, dict(message)) for message in messages]
 
 
-def rendered(make: Callable[[], T]) -> T:
-    """What the chat makes of messages; it refuses some of them, and then the environment erred.
+def render(make_prompt: Callable[[], T]) -> T:
+    """Call `make_prompt`, which renders an environment's messages with the chat template.
 
     Raises:
-        TrajectoryFailed: it refuses.
+        TrajectoryFailed: the chat template refuses the messages.
     """
     try:
-        return make()
+        return make_prompt()
     except MessagesRefused as error:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error

@@ -1,7 +1,7 @@
-"""The token history of one trajectory, and the steps that are cut from it.
+"""The token history of one trajectory, and the step of each turn.
 
 turn 0:  whole prompt                -> response      step 0 carries the whole prompt
-turn 1:  history + what is new       -> response      step 1 carries what is new and extends step 0
+turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0
 turn 2:  a prompt that forks         -> response      step 2 carries its whole prompt
 """
 
@@ -11,25 +11,15 @@ import numpy as np
 
 from service.handoff.prefixes.digest import digest
 from service.rollout.chat.conversation import Prompt
+from service.rollout.end_token import Response
 from service.rollout.engine import Generation
 from service.rollout.environment import Task
 from service.rollout.limits import AgentLimits, StopReason
-from service.types import (
-    NO_VERSION,
-    ROUTE_NATIVELY,
-    Extension,
-    Float32s,
-    Int16s,
-    Int32s,
-    Int64s,
-    Step,
-    TrajectoryEnd,
-    TrajectoryId,
-)
+from service.types import ROUTE_NATIVELY, Extension, Int16s, Int32s, Step, TrajectoryEnd, TrajectoryId
 
 
 class Episode:
-    """What was read and said so far in one trajectory."""
+    """The tokens of one trajectory so far, prompts and responses."""
 
     def __init__(self, trajectory: TrajectoryId, task: Task, limits: AgentLimits) -> None:
         self._trajectory = trajectory
@@ -38,15 +28,16 @@ class Episode:
         self._history = np.empty(limits.max_length, dtype=np.int32)
         self._length = 0
         self._carried = np.empty(0, dtype=np.int32)
+        """Prompt tokens of the current turn that no earlier step carries."""
         self._extends: Extension | None = None
         self._reward = 0.0
         self.n_steps = 0
         self.n_forks = 0
-        """Prompts that do not begin with everything before them."""
+        """Prompts that do not begin with the whole history."""
         self.stop_reason = StopReason.STOP
 
     def next_prompt(self, prompt: Prompt) -> Int32s | None:
-        """The ids of this turn's whole prompt, or None where the trajectory ends before it."""
+        """[P] ids of this turn's whole prompt; None where the trajectory ends before this turn."""
         if self.n_steps == self._limits.max_turns:
             self.stop_reason = StopReason.MAX_TURNS
             return None
@@ -54,28 +45,28 @@ class Episode:
         if length > self._limits.max_input_length:
             self.stop_reason = StopReason.LENGTH
             return None
-        self._carried = self._what_is_new(prompt)
+        self._carried = self._new_tokens(prompt)
         self._append(self._carried)
         return self._history[: self._length]
 
-    def step(self, response_ids: Int32s, generation: Generation, reward: float) -> Step:
+    def step(self, response: Response, generation: Generation, reward: float) -> Step:
         """The finished turn; the next one may extend it."""
-        self._append(response_ids)
-        n_tokens = len(response_ids)
+        self._append(response.token_ids)
+        n_carried = len(self._carried) + len(response.token_ids)
         step = Step(
             trajectory=self._trajectory,
             prompt_uid=self._uid,
             index=self.n_steps,
             prompt_ids=self._carried,
-            response_ids=response_ids,
-            logprobs=_with_zeros(generation.logprobs, n_tokens),
-            loss_mask=_sampled(len(generation.token_ids), n_tokens),
-            versions=_with_no_version(generation.versions, n_tokens),
+            response_ids=response.token_ids,
+            logprobs=response.logprobs,
+            loss_mask=response.loss_mask,
+            versions=response.versions,
             temperature=self._limits.sampling.temperature,
             reward=reward,
             stop_reason=generation.stop_reason,
             extends=self._extends,
-            routed_experts=_experts_of(generation.routed_experts, self._length, len(self._carried) + n_tokens),
+            routed_experts=_experts_of(generation.routed_experts, self._length, n_carried),
         )
         self._extends = Extension(self.n_steps, self._length, digest(self._history[: self._length]))
         self._reward = reward
@@ -83,15 +74,15 @@ class Episode:
         return step
 
     def end(self) -> TrajectoryEnd:
-        """The record that closes the trajectory."""
+        """The end of the trajectory."""
         return TrajectoryEnd(self._trajectory, self._uid, self.n_steps, str(self.stop_reason), self._reward)
 
     def is_last(self, done: bool) -> bool:
-        """No turn follows the one that is being finished."""
+        """True where no turn follows the current one."""
         return done or self.n_steps + 1 == self._limits.max_turns
 
-    def _what_is_new(self, prompt: Prompt) -> Int32s:
-        """What follows the history; a whole prompt that does not begin with it begins a new history."""
+    def _new_tokens(self, prompt: Prompt) -> Int32s:
+        """The prompt's tokens after the history; a whole prompt with another beginning starts a new history."""
         if not prompt.whole:
             return prompt.token_ids
         if np.array_equal(prompt.token_ids[: self._length], self._history[: self._length]):
@@ -106,24 +97,8 @@ class Episode:
         self._length = stop
 
 
-def _sampled(n_sampled: int, n_tokens: int) -> np.ndarray:
-    loss_mask = np.ones(n_tokens, dtype=np.bool_)
-    loss_mask[n_sampled:] = False
-    return loss_mask
-
-
-def _with_zeros(logprobs: Float32s, n_tokens: int) -> Float32s:
-    missing = n_tokens - len(logprobs)
-    return np.concatenate([logprobs, np.zeros(missing, dtype=np.float32)]) if missing else logprobs
-
-
-def _with_no_version(versions: Int64s, n_tokens: int) -> Int64s:
-    missing = n_tokens - len(versions)
-    return np.concatenate([versions, np.full(missing, NO_VERSION, dtype=np.int64)]) if missing else versions
-
-
 def _experts_of(experts: Int16s | None, total: int, carried: int) -> Int16s | None:
-    """The last `carried` of `total` tokens' experts; an engine records none for the last token it sampled."""
+    """Experts of the last `carried` of `total` tokens; the engine records none for the last token that it sampled."""
     if experts is None:
         return None
     recorded = experts[total - carried : total]

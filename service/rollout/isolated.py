@@ -13,8 +13,8 @@ from typing import IO, Any
 import numpy as np
 
 from service.rollout.environment import Environment, Task
-from service.rollout.environments.registry import environment
-from service.rollout.traceback import in_words
+from service.rollout.environments.registry import make_environment
+from service.rollout.traceback import describe_error
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ async def _serve(stdin: IO[bytes], answers: IO[bytes]) -> None:
             episode, returned = await _answer(episode, request)
             answer = json.dumps({"number": request["number"], "returned": returned}, default=_plain)
         except BaseException as error:  # noqa: BLE001 - raised again where the answer is read
-            answer = json.dumps({"number": request["number"], "raised": in_words(error)})
+            answer = json.dumps({"number": request["number"], "raised": describe_error(error)})
         if os.getpid() != pid:
             os._exit(0)  # the environment forked: the other process answers
         answers.write(answer.encode() + b"\n")
@@ -61,7 +61,7 @@ def _read(stdin: IO[bytes], loop: asyncio.AbstractEventLoop, requests: asyncio.Q
 async def _answer(episode: Environment | None, request: Mapping[str, Any]) -> tuple[Environment | None, Any]:
     if request["verb"] == "reset":
         make = request["make"]
-        episode = environment(make["name"], make["options"], make["trusted"])
+        episode = make_environment(make["name"], make["options"], make["trusted"])
         task = request["task"]
         task = Task(**{**task, "prompt": tuple(task["prompt"]), "tools": tuple(task["tools"])})
         return episode, list(await episode.reset(task, request["seed"]))

@@ -43,7 +43,7 @@ class Processes:
         self._all: set[Worker] = set()
         self._closed = False
 
-    def environment(self, name: str, options: Options) -> IsolatedEnvironment:
+    def make_environment(self, name: str, options: Options) -> IsolatedEnvironment:
         """An environment whose episode runs in one of the processes."""
         return IsolatedEnvironment(self, {"name": name, "options": dict(options), "trusted": self._trusted_modules})
 

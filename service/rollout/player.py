@@ -1,4 +1,4 @@
-"""Episodes of one model, environment and engine: for training, and for evaluation."""
+"""Plays trajectories of one model on one engine, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import xxhash
 
 from service.config import Config
 from service.errors import UserError
-from service.evaluation.sets import Part, Played, play_all
+from service.evaluation.scores import EvalShard, EvalTrajectory, play_eval_set
 from service.rollout.agent import AgentLimits, Observed, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine
 from service.rollout.environment import Environment, Message, StepResult, Task
-from service.rollout.environments.env_metrics import Told
+from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.environments.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
 from service.types import Step, TrajectoryEnd, TrajectoryId
 
 
 class Player:
-    """Plays trajectories beside their engine."""
+    """Plays trajectories in the process of their engine."""
 
     def __init__(self, config: Config, model_folder: Path, engine: Engine) -> None:
         self._config = config
@@ -34,16 +34,18 @@ class Player:
         self._limits = AgentLimits.of(config, self._chat)
         self._environments = Environments(config.env)
         self.last_failure = ""
-        """Why the last trajectory that was lost is lost."""
-        self.told = Told()
-        """What environments said of the trajectories that were played for training."""
+        """Why the most recent lost trajectory was lost."""
+        self.env_metrics = EnvMetrics()
+        """The `info` of the environments, summed over the trajectories played for training."""
 
     def play(self, trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
         """One trajectory for training."""
-        # The same for all samples of a group, so that they differ by the policy alone.
+        # All samples of a group share the environment's seed, so that only the policy differs.
         return self._play(trajectory, task, f"{self._config.run.seed}/{trajectory.group_id}", self._observe)
 
-    async def evaluate(self, name: str, tasks_file: Path, n_samples: int, part: Part, concurrency: int) -> list[Played]:
+    async def evaluate(
+        self, name: str, tasks_file: Path, n_samples: int, shard: EvalShard, concurrency: int
+    ) -> list[EvalTrajectory]:
         """A part of an evaluation set; its seeds are its own, and the same every time."""
         temperature = self._config.data.eval_temperature
 
@@ -52,10 +54,10 @@ class Player:
             return self._play(trajectory, sampled, f"{self._config.run.seed}/eval/{name}/{task.uid}", self._failed)
 
         tasks = await asyncio.to_thread(load_tasks, tasks_file)
-        return await play_all(tasks, n_samples, play, concurrency, part)
+        return await play_eval_set(tasks, n_samples, play, concurrency, shard)
 
     async def close(self) -> None:
-        """End what environments hold."""
+        """End the processes of the environments."""
         await self._environments.close()
 
     async def _play(
@@ -64,7 +66,7 @@ class Player:
         async with self._environments.room():
             episode = run_trajectory(
                 trajectory,
-                deepcopy(task),  # what an environment does to its row is nothing to the row's other trajectories
+                deepcopy(task),  # an environment may change its row, which other trajectories share
                 self._environment(task),
                 self._engine,
                 self._chat,
@@ -77,34 +79,34 @@ class Player:
                     yield item
 
     def _environment(self, task: Task) -> Environment:
-        """The task's environment; a constructor that fails now worked at the start, and costs one trajectory."""
+        """The task's environment; a constructor that fails (it worked at the start) loses only this trajectory."""
         try:
             return self._environments.make(task)
         except UserError as error:
-            return _Unmade(error)
+            return _FailedEnvironment(error)
 
     def _observe(self, played: Observed) -> None:
         self._failed(played)
         if not played.failure:
-            self.told.add(played.env_class or self._config.env.name, played.info)
+            self.env_metrics.add(played.env_class or self._config.env.name, played.info)
 
     def _failed(self, played: Observed) -> None:
         self.last_failure = played.failure or self.last_failure
 
 
-class _Unmade:
-    """Stands for an environment whose constructor raised."""
+class _FailedEnvironment:
+    """Takes the place of an environment whose constructor raised."""
 
     def __init__(self, error: UserError) -> None:
         self._error = error
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Say why there is none."""
+        """Raise the constructor's error."""
         raise self._error
 
     async def step(self, text: str) -> StepResult:
-        """Say why there is none."""
+        """Raise the constructor's error."""
         raise self._error
 
     async def close(self) -> None:
-        """Nothing was made."""
+        """Nothing to close."""

@@ -1,7 +1,7 @@
-"""Is an engine's answer one? What is wrong costs its trajectory, before anything is made of it.
+"""Checks of an engine's answer before a step is built from it.
 
-asked: at most 4 tokens    ids [8 9 2]   log-probabilities [-.1 -.4 -.2]   versions [7 7 8]    fine
-                           ids [8 9 2]   log-probabilities [-.1 -.4]       versions [7 7 8]    refused
+max_tokens 4    ids [8 9 2]   log-probabilities [-.1 -.4 -.2]   versions [7 7 8]    valid
+                ids [8 9 2]   log-probabilities [-.1 -.4]       versions [7 7 8]    refused
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from service.rollout.limits import StopReason
 ENDS = (StopReason.STOP, StopReason.LENGTH)
 
 
-def fault(answer: Generation, prompt_length: int, max_tokens: int, vocab_size: int) -> str | None:
-    """What an engine answered wrongly; None where nothing is.
+def validate_generation(answer: Generation, prompt_length: int, max_tokens: int, vocab_size: int) -> str | None:
+    """What is wrong with an engine's answer; None where nothing is.
 
-    Single log-probabilities that are NaN or minus infinity pass: the buffer masks those tokens and counts them.
+    Single log-probabilities of NaN or minus infinity are valid: the buffer masks and counts such tokens.
     """
     n_tokens = len(answer.token_ids)
     if answer.stop_reason not in ENDS:
@@ -43,7 +43,7 @@ def _bad_value(answer: Generation, vocab_size: int) -> str | None:
         return f"the token {low if low < 0 else high} of a vocabulary of {vocab_size}"
     if answer.versions.min() < 0:
         return "tokens of no policy version"
-    largest = np.fmax.reduce(answer.logprobs)  # NaN only where there is nothing else
+    largest = np.fmax.reduce(answer.logprobs)  # NaN only where all are NaN
     if largest > LOGPROB_TOLERANCE:
         return f"the log-probability {largest:g}"
     if len(answer.token_ids) > 1 and not np.isfinite(answer.logprobs).any():

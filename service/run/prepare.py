@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from service.config import Config, MakeModelConfig
 from service.config.checks import check_bytes
 from service.errors import UserError
-from service.evaluation.target import Evaluated
+from service.evaluation.target import EvalTarget
 from service.handoff.steps.validate import Routing
 from service.learn.checkpoint import check_parts, read_facts
 from service.learn.model.experts import routing_of_model
@@ -24,7 +24,7 @@ from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.environments.factory import check_environments
-from service.rollout.environments.registry import made
+from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.prompts.warm_start import SupervisedRow, demonstration_rows
@@ -78,21 +78,21 @@ def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerB
     return hf_config, tokenizer
 
 
-def prepare_weights(config: Config, evaluated: Evaluated) -> Manifest | None:
+def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
     """The checkpoint whose weights are to be evaluated; None: they lie in a Hugging Face folder.
 
     Raises:
         UserError: model, tokenizer or checkpoint are missing, damaged, or do not belong together.
     """
-    if evaluated.model is not None:
+    if target.model is not None:
         try:
-            _checked_model(evaluated.model)
+            _checked_model(target.model)
         except UserError as error:
             raise UserError(str(error).removeprefix("model.path: ")) from error
         return None
-    manifest = evaluated.manifest()
-    hf_config, _ = _checked_model(evaluated.begun_with(config))
-    folder = Checkpoints(evaluated.checkpoints, keep=1).path(manifest.step) / TRAINER
+    manifest = target.manifest()
+    hf_config, _ = _checked_model(target.begun_with(config))
+    folder = Checkpoints(target.checkpoints, keep=1).path(manifest.step) / TRAINER
     check_parts(folder, read_facts(folder), {name: tuple(shape) for name, shape in weight_shapes(hf_config).items()})
     return manifest
 
@@ -115,7 +115,9 @@ def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
     if warm_start is None:
         return []
     rng = np.random.default_rng(config.run.seed)
-    conversations = made(config.env.name).demonstrations(warm_start.demonstrations, warm_start.right_fraction, rng)
+    conversations = synthetic_data(config.env.name).demonstrations(
+        warm_start.demonstrations, warm_start.right_fraction, rng
+    )
     return demonstration_rows(load_chat(model_folder, config.generator), config.generator.conversation, conversations)
 
 
@@ -125,7 +127,7 @@ def _make_policy(config: Config, folder: Path) -> Path:
         return folder
     if config.model.make is None:
         raise UserError("model: neither path nor make is set; name a Hugging Face folder in model.path")
-    make_tokenizer(folder, made(config.env.name).vocabulary())
+    make_tokenizer(folder, synthetic_data(config.env.name).vocabulary())
     tokenizer = load_tokenizer(folder)
     _has_room(config.model.make, len(tokenizer))
     make_model(

@@ -1,6 +1,6 @@
 """Who plays in a chaos run: the real buffer actor on a deadly disk, and light generators and a light trainer.
 
-Generators use the real `Outbox` and `WorkSource`; the trainer uses the real `Checkpointer`. What they generate is a
+Generators use the real `Outbox` and `Claimer`; the trainer uses the real `Checkpointer`. What they generate is a
 function of (group_id, sample), so that whatever is lost, doubled or mixed up on the way can be seen at the end.
 """
 
@@ -25,7 +25,7 @@ import service.run.checkpoints
 from actors.buffer.actor import BufferActor, Leased
 from actors.calls import call
 from actors.driver.checkpointer import Checkpointer
-from actors.generator.claims import WorkSource
+from actors.generator.claims import Claimer
 from actors.generator.outbox import Outbox, Unreachable
 from service.config import Config
 from service.handoff.journal.journal import Journal
@@ -272,14 +272,14 @@ class FakeGenerator(Player):
     async def _play_part(self) -> list[float]:
         """Generate until the buffer is drained; returns the seconds that each acknowledgement took."""
         incarnation = await self._ask(self._buffer.join, "generator", self._name)
-        work = WorkSource(self._name, incarnation, partial(self._ask, self._buffer.claim), self._serving, DEADLINE)
+        claimer = Claimer(self._name, incarnation, partial(self._ask, self._buffer.claim), self._serving, DEADLINE)
         outbox = Outbox(self._name, incarnation, self._submit, DEADLINE, lambda group_id: None, lambda trajectory: None)
         free = asyncio.Semaphore(self._concurrency)
         async with asyncio.TaskGroup() as background:
-            helpers = [background.create_task(outbox.run()), background.create_task(self._look(work))]
+            helpers = [background.create_task(outbox.run()), background.create_task(self._look(claimer))]
             async with asyncio.TaskGroup() as groups:
                 await free.acquire()
-                while (assignment := await work.next()) is not None:
+                while (assignment := await claimer.next()) is not None:
                     self._doom.at("claim.after")
                     groups.create_task(self._play(outbox, assignment)).add_done_callback(lambda _: free.release())
                     await free.acquire()
@@ -291,13 +291,13 @@ class FakeGenerator(Player):
     def _serving(self) -> PolicyVersion:
         return published(self._folder)
 
-    async def _look(self, work: WorkSource) -> None:
+    async def _look(self, claimer: Claimer) -> None:
         seen = self._serving()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if self._serving() != seen:
                 seen = self._serving()
-                work.look_again()
+                claimer.look_again()
 
     async def _play(self, outbox: Outbox, assignment: Assignment) -> None:
         turns = self._config.env.max_turns

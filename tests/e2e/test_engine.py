@@ -20,11 +20,11 @@ from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.generator.engine import VllmEngine, engine_env
-from actors.generator.load import EngineLoad
+from actors.generator.group_limit import EngineLoad
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
-from service.rollout.validate_generation import fault
+from service.rollout.validate_generation import validate_generation
 from service.types import PolicyVersion
 
 pytestmark = pytest.mark.slow
@@ -159,7 +159,7 @@ def test_at_temperature_zero_the_likeliest_tokens_come_back_also_after_the_longe
     assert first.token_ids.tolist() == again.token_ids.tolist()
     assert len(first.token_ids) == sampling.max_tokens or first.sampled_end
     for generation in (first, again):
-        assert fault(generation, len(longest), sampling.max_tokens, VOCABULARY) is None
+        assert validate_generation(generation, len(longest), sampling.max_tokens, VOCABULARY) is None
         assert difference(dense(0), longest, generation, 1.0) < ATOL
     with torch.no_grad():
         logits = dense(0)(torch.from_numpy(longest.astype(np.int64))[None]).logits[0, -1]

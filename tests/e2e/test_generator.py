@@ -34,7 +34,7 @@ from service.config import (
     TrainerConfig,
 )
 from service.errors import RunFailed, WeightsGone
-from service.evaluation.sets import Part
+from service.evaluation.scores import EvalShard
 from service.handoff.steps.wire import decode_mini_batch
 from service.run.prepare import prepare
 from service.types import MiniBatch, PolicyVersion
@@ -222,7 +222,7 @@ def test_evaluation_plays_every_sample_and_the_buffer_sees_none_of_it(road: Road
     wait_until_idle(road)
     before = ray.get(road.buffer.status.remote())
     groups = road.status()["counts"]["groups"]
-    played = ray.get(road.generator.evaluate.remote("dev", road.tasks_file, 4, Part(1, 2, most=5)))
+    played = ray.get(road.generator.evaluate.remote("dev", road.tasks_file, 4, EvalShard(1, 2, most=5)))
     assert len(played) == 2 * 4 and len({trajectory.prompt_uid for trajectory in played}) == 2
     assert all(0 <= trajectory.reward <= 1 and trajectory.n_turns > 0 for trajectory in played)
     after = ray.get(road.buffer.status.remote())

@@ -1,8 +1,8 @@
-"""How one turn follows another: three ways to make the next prompt.
+"""Three ways to build the next turn's prompt (`generator.conversation`).
 
-append     the history stays as it is; the turn's end, the observation as a message and the next opening follow it
-rerender   the whole conversation goes through the chat template anew, which may strip or rewrite earlier turns
-inline     one assistant's message holds everything: the observation's bare text follows the response
+append     the history stays unchanged; the observation follows as a message
+rerender   the chat template renders the whole conversation again, and may strip or rewrite earlier turns
+inline     all turns form one assistant message; the observation's plain text follows the response
 
     append    ... <im_start> asst look fox <im_end> | <im_start> user 17 <im_end> <im_start> asst | answer 17 <im_end>
     inline    ... <im_start> asst look fox | 17 | answer 17 <im_end>
@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
-import numpy as np
-
 from service.rollout.chat.chat import Chat, Tool
+from service.rollout.end_token import Response, as_sampled, with_end
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
 from service.types import Int32s
@@ -24,28 +23,28 @@ Mode = Literal["append", "rerender", "inline"]
 
 
 class Prompt(NamedTuple):
-    """What the policy reads next."""
+    """The next prompt, or the part of it that is new."""
 
     token_ids: Int32s
     whole: bool
-    """True: this is the whole prompt. False: it follows the previous prompt and response."""
+    """True: the whole prompt. False: only the tokens after the previous prompt and response."""
 
 
 class Conversation(Protocol):
-    """The messages of one trajectory on their way to tokens."""
+    """Turns the messages of one trajectory into token ids."""
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """The first prompt, or a new beginning where the environment rewrote the history."""
+        """The first prompt, or a new whole prompt where the environment rewrote the history."""
 
-    def close(self, generation: Generation, last: bool) -> Int32s:
-        """The response, with an end appended where the mode wants one and the policy sampled none."""
+    def close(self, generation: Generation, last: bool) -> Response:
+        """The response, with an end token appended where the mode needs one and the policy sampled none."""
 
     def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
         """The prompt after the response and the environment's messages."""
 
 
 class AppendOnly:
-    """Every turn is a message, and the history never changes."""
+    """Every turn is a message; the history never changes."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -54,17 +53,17 @@ class AppendOnly:
         """The first prompt."""
         return Prompt(self._chat.prompt(messages, tools), whole=True)
 
-    def close(self, generation: Generation, last: bool) -> Int32s:
-        """The response, closed."""
+    def close(self, generation: Generation, last: bool) -> Response:
+        """The response with its end token."""
         return with_end(generation, self._chat.end_id)
 
     def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """What stands between the response and the next one."""
+        """The tokens between the response and the next response."""
         return Prompt(self._chat.delta(messages, int(response_ids[-1])), whole=False)
 
 
 class Rerendered(AppendOnly):
-    """Every prompt is the template's view of the whole conversation; where that rewrites an earlier turn, rows fork."""
+    """Every prompt renders the whole conversation; where the template rewrites an earlier turn, a new row begins."""
 
     def __init__(self, chat: Chat) -> None:
         super().__init__(chat)
@@ -83,21 +82,21 @@ class Rerendered(AppendOnly):
 
 
 class Inline(AppendOnly):
-    """One message of the assistant, in which observations stand between what it says."""
+    """One assistant message, which holds all responses and the observations between them."""
 
-    def close(self, generation: Generation, last: bool) -> Int32s:
-        """The response; only the last one is closed, for after the others the message goes on."""
-        if last or not len(generation.token_ids):  # a step without any token could not be told from a lost one
+    def close(self, generation: Generation, last: bool) -> Response:
+        """The response; only the last one gets an end token, because the message continues after the others."""
+        if last or not len(generation.token_ids):  # a step has at least one token
             return with_end(generation, self._chat.end_id)
-        return generation.token_ids
+        return as_sampled(generation)
 
     def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """The observations' bare text."""
+        """The plain text of the observations."""
         return Prompt(self._chat.plain("".join(message["content"] for message in messages)), whole=False)
 
 
 def conversation(mode: Mode, chat: Chat) -> Conversation:
-    """A conversation of that mode, for one trajectory."""
+    """A new conversation of this mode, for one trajectory."""
     match mode:
         case "append":
             return AppendOnly(chat)
@@ -105,10 +104,3 @@ def conversation(mode: Mode, chat: Chat) -> Conversation:
             return Rerendered(chat)
         case "inline":
             return Inline(chat)
-
-
-def with_end(generation: Generation, end_id: int) -> Int32s:
-    """The response; an end is appended where the policy stopped without one, so that the turn is closed."""
-    if generation.sampled_end:
-        return generation.token_ids
-    return np.append(generation.token_ids, np.int32(end_id))

@@ -1,6 +1,6 @@
-"""What environments say of their trajectories in `info`, as means in `metrics.jsonl`.
+"""Means over trajectories of the numbers that environments return as `info`, for `metrics.jsonl`.
 
-A generator sums, the driver compares what it says after each optimizer step with what it said after the step before:
+A generator sums them; the driver takes the difference of the sums after this optimizer step and after the previous:
 
 {"search_r1": {"trajectories": 9, "searches": 14.0}}   after step 4
 {"search_r1": {"trajectories": 13, "searches": 20.0}}  after step 5: environment/search_r1/searches is 6 / 4 = 1.5
@@ -12,47 +12,47 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MOST_NAMES = 64
-"""Names of one environment that are kept: one that makes names up would grow without end."""
+MAX_NAMES = 64
+"""Most names kept per environment, so that an environment with ever new names takes bounded memory."""
 TRAJECTORIES = "trajectories"
 
 Sums = dict[str, dict[str, float]]
-"""By environment: how many trajectories ended, and what each name of their `info` sums up to."""
+"""Environment -> name in its `info` -> sum over trajectories, and the number of trajectories."""
 
 
-class Told:
-    """Sums what environments said of the trajectories that ended."""
+class EnvMetrics:
+    """Sums of `info` over the trajectories that ended in one generator."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
 
-    def add(self, environment: str, facts: Mapping[str, float]) -> None:
-        """Another trajectory ended; a number that is not finite says nothing."""
+    def add(self, environment: str, info: Mapping[str, float]) -> None:
+        """Add one ended trajectory; numbers that are not finite are ignored."""
         sums = self.sums.setdefault(environment, {TRAJECTORIES: 0.0})
         sums[TRAJECTORIES] += 1
-        for name, value in facts.items():
-            if name != TRAJECTORIES and math.isfinite(value) and (name in sums or len(sums) <= MOST_NAMES):
+        for name, value in info.items():
+            if name != TRAJECTORIES and math.isfinite(value) and (name in sums or len(sums) <= MAX_NAMES):
                 sums[name] = sums.get(name, 0.0) + value
 
 
-class Means:
-    """Turns the sums of all generators into means over the trajectories that ended since the last time."""
+class EnvMetricMeans:
+    """Means over the trajectories of all generators that ended since the previous call."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], Sums] = {}
 
     def since(self, generators: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """`environment/<environment>/<name>`; where a name was not given it counts as 0."""
+        """`environment/<environment>/<name>` -> mean; a trajectory without the name counts as 0."""
         new: Sums = {}
         for status in generators:
-            # One that was started again counts from 0.
-            who = status["name"], status["pid"]
-            before = self._before.get(who, {})
+            # By process id, because a restarted generator counts from 0.
+            generator = status["name"], status["pid"]
+            before = self._before.get(generator, {})
             for environment, sums in status["environments"].items():
-                held, earlier = new.setdefault(environment, {}), before.get(environment, {})
+                added, earlier = new.setdefault(environment, {}), before.get(environment, {})
                 for name, value in sums.items():
-                    held[name] = held.get(name, 0.0) + value - earlier.get(name, 0.0)
-            self._before[who] = status["environments"]
+                    added[name] = added.get(name, 0.0) + value - earlier.get(name, 0.0)
+            self._before[generator] = status["environments"]
         return {
             f"environment/{environment}/{name}": value / sums[TRAJECTORIES]
             for environment, sums in new.items()

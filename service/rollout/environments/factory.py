@@ -12,7 +12,7 @@ from pathlib import Path
 from service.config.rollout import EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Environment, Task
-from service.rollout.environments.registry import Options, environment
+from service.rollout.environments.registry import Options, make_environment
 from service.rollout.isolation import Processes, task_as_json
 
 
@@ -38,8 +38,8 @@ class Environments:
         """A fresh environment for one trajectory of the task; a row without a class means the configured one."""
         name = task.env_class or self._config.name
         if self._processes is not None:
-            return self._processes.environment(name, self._options(name))
-        return environment(name, self._options(name), self._config.trusted_modules)
+            return self._processes.make_environment(name, self._options(name))
+        return make_environment(name, self._options(name), self._config.trusted_modules)
 
     async def close(self) -> None:
         """End the processes of isolated environments."""

@@ -56,7 +56,7 @@ class ReasoningGym:
         """Nothing is held."""
 
 
-class MadeByReasoningGym:
+class SyntheticReasoningGym:
     """Rows of one dataset, for `data.make_rows`; the environment has to have the same options."""
 
     def __init__(self, name: str, options: Mapping[str, Option]) -> None:

@@ -38,7 +38,7 @@ ADAPTERS = {
 """The part before the slash; what follows it is the adapter's first argument."""
 
 
-def environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
+def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
     """A fresh instance of the environment `name`, for one trajectory.
 
     Raises:
@@ -136,7 +136,7 @@ MADE = {
 }
 
 
-def made(name: str, options: Options | None = None) -> Made:
+def synthetic_data(name: str, options: Options | None = None) -> Made:
     """What the environment `name` makes itself, where it is made with these options.
 
     Raises:
@@ -144,9 +144,9 @@ def made(name: str, options: Options | None = None) -> Made:
     """
     family, _, member = name.partition("/")
     if family == "reasoning_gym" and member:
-        from service.rollout.environments.reasoning_gym import MadeByReasoningGym
+        from service.rollout.environments.reasoning_gym import SyntheticReasoningGym
 
-        return MadeByReasoningGym(member, options or {})
+        return SyntheticReasoningGym(member, options or {})
     if name not in MADE:
         raise UserError(
             f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(MADE)} do; "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from service.config.tree import Config
 from service.rollout.environments.factory import check_environments
-from service.rollout.environments.registry import environment, made
+from service.rollout.environments.registry import make_environment, synthetic_data
 from service.rollout.prompts.dataset import load_tasks, tasks_of
 
 MADE = Path("made")
@@ -20,13 +20,13 @@ def check_inputs(config: Config) -> None:
         UserError: an environment is unknown, not trusted or does not take its options; a dataset's row is malformed.
     """
     data = config.data
-    environment(config.env.name, config.env.options, config.env.trusted_modules)
+    make_environment(config.env.name, config.env.options, config.env.trusted_modules)
     makes = data.make_rows is not None or data.eval_make_rows is not None or config.model.make is not None
     if makes:
-        made(config.env.name)
+        synthetic_data(config.env.name)
     for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
         if path is not None and path.exists():
             check_environments(config.env, load_tasks(path), path)
     if data.make_rows is not None:
-        made_rows = tasks_of(made(config.env.name, config.env.options).rows(1, config.run.seed), MADE)
+        made_rows = tasks_of(synthetic_data(config.env.name, config.env.options).rows(1, config.run.seed), MADE)
         check_environments(config.env, made_rows, MADE)

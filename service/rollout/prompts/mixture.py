@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from service.config.checks import MADE_SET
 from service.config.rollout import DataConfig, EnvConfig, MixturePart
 from service.errors import UserError
-from service.rollout.environments.registry import made
+from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import read_rows, tasks_of, write_rows
 
 EVAL_SEED = 1 << 32
@@ -40,7 +40,7 @@ def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Pat
         rows = (
             mixed_rows(data.mixture)
             if data.make_rows is None
-            else made(env.name, env.options).rows(data.make_rows, seed)
+            else synthetic_data(env.name, env.options).rows(data.make_rows, seed)
         )
         write_rows(path, rows)
     return path
@@ -52,7 +52,9 @@ def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dic
     if data.eval_make_rows is not None:
         files[MADE_SET] = folder / "eval.jsonl"
         if not files[MADE_SET].exists():
-            write_rows(files[MADE_SET], made(env.name, env.options).rows(data.eval_make_rows, seed + EVAL_SEED))
+            write_rows(
+                files[MADE_SET], synthetic_data(env.name, env.options).rows(data.eval_make_rows, seed + EVAL_SEED)
+            )
     return files
 
 

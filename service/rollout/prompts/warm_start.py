@@ -1,4 +1,4 @@
-"""From demonstrations to supervised rows: the same tokens that the agent loop would have built."""
+"""Supervised rows from demonstrations, with exactly the tokens that the agent loop would have built."""
 
 from __future__ import annotations
 
@@ -15,63 +15,59 @@ from service.types import NO_VERSION, Bools, Int32s
 
 
 class SupervisedRow(NamedTuple):
-    """One demonstration, or a part of it; the mask is True on what an assistant said, its ends included."""
+    """The tokens [T] of a demonstration, or of a part of one; the mask is True on the assistant's tokens and ends."""
 
     token_ids: Int32s
     loss_mask: Bools
 
 
 class _Turn(NamedTuple):
-    """What is read, and what is said to it."""
+    """The messages before an assistant's message, and its text."""
 
-    read: list[Message]
-    said: str
+    messages: list[Message]
+    text: str
+
+
+EMPTY = SupervisedRow(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_))
 
 
 def demonstration_rows(chat: Chat, mode: Mode, demonstrations: Sequence[Sequence[Message]]) -> list[SupervisedRow]:
-    """The rows in the order given; a demonstration has several where a turn's prompt rewrites the history."""
+    """The rows in the given order; a demonstration has several where the prompt of a turn rewrites the history."""
     return [row for messages in demonstrations for row in _rows(chat, mode, list(_turns(messages)))]
 
 
 def _turns(messages: Sequence[Message]) -> Iterator[_Turn]:
-    read: list[Message] = []
+    before: list[Message] = []
     for message in messages:
         if message["role"] == "assistant":
-            yield _Turn(read, message["content"])
-            read = []
+            yield _Turn(before, message["content"])
+            before = []
         else:
-            read.append(message)
+            before.append(message)
 
 
 def _rows(chat: Chat, mode: Mode, turns: Sequence[_Turn]) -> Iterator[SupervisedRow]:
-    talk, row = conversation(mode, chat), _nothing()
-    said, response = "", row.token_ids
+    rendered, row = conversation(mode, chat), EMPTY
+    text, response = "", EMPTY.token_ids
     for number, turn in enumerate(turns):
-        prompt = talk.follow(said, response, turn.read) if number else talk.begin(turn.read)
+        prompt = rendered.follow(text, response, turn.messages) if number else rendered.begin(turn.messages)
         length = len(row.token_ids)
         if prompt.whole and not np.array_equal(prompt.token_ids[:length], row.token_ids):
             yield row
-            row, length = _nothing(), 0
-        opening = prompt.token_ids[length:] if prompt.whole else prompt.token_ids
-        said, response = turn.said, talk.close(_unclosed(chat.plain(turn.said)), last=number == len(turns) - 1)
-        row = _with(_with(row, opening, False), response, True)
+            row, length = EMPTY, 0
+        prompt_ids = prompt.token_ids[length:] if prompt.whole else prompt.token_ids
+        text, last = turn.text, number == len(turns) - 1
+        response = rendered.close(_generation(chat.plain(text)), last).token_ids
+        row = _with(_with(row, prompt_ids, trained=False), response, trained=True)
     yield row
 
 
-def _nothing() -> SupervisedRow:
-    return SupervisedRow(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_))
-
-
-def _with(row: SupervisedRow, token_ids: Int32s, said: bool) -> SupervisedRow:
-    mask = np.full(len(token_ids), said, dtype=np.bool_)
+def _with(row: SupervisedRow, token_ids: Int32s, trained: bool) -> SupervisedRow:
+    mask = np.full(len(token_ids), trained, dtype=np.bool_)
     return SupervisedRow(np.concatenate([row.token_ids, token_ids]), np.concatenate([row.loss_mask, mask]))
 
 
-def _unclosed(token_ids: Int32s) -> Generation:
-    return Generation(
-        token_ids,
-        np.zeros(len(token_ids), np.float32),
-        np.full(len(token_ids), NO_VERSION, np.int64),
-        "stop",
-        sampled_end=False,
-    )
+def _generation(token_ids: Int32s) -> Generation:
+    """The assistant's text as if an engine had sampled it without an end token."""
+    logprobs, versions = np.zeros(len(token_ids), np.float32), np.full(len(token_ids), NO_VERSION, np.int64)
+    return Generation(token_ids, logprobs, versions, "stop", sampled_end=False)

@@ -17,7 +17,7 @@ from actors.generator.engine import VllmEngine
 from service.config import Config, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
-from service.rollout.validate_generation import fault
+from service.rollout.validate_generation import validate_generation
 from service.types import NO_VERSION, PolicyVersion
 
 pytestmark = pytest.mark.asyncio
@@ -78,7 +78,7 @@ async def answered(engine: VllmEngine, **changed: Any) -> Generation:
 
 
 def wrong(generation: Generation) -> str | None:
-    return fault(generation, len(PROMPT), max_tokens=4, vocab_size=10)
+    return validate_generation(generation, len(PROMPT), max_tokens=4, vocab_size=10)
 
 
 async def test_every_token_has_its_log_probability_and_the_version_that_sampled_it(engine: VllmEngine) -> None:

@@ -232,7 +232,7 @@ async def test_a_file_that_another_process_holds_is_loaded_and_its_own_descripto
 async def test_a_core_that_dies_amid_an_update_is_said_though_it_never_answers(
     engine: VllmEngine, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.generator.engine, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(actors.generator.engine, "CHECK_SECONDS", 0.01)
     llm = llm_of(engine)
     llm.silent = part
     updating = asyncio.ensure_future(engine.update_weights(NEW, *sent()))

@@ -15,7 +15,7 @@ import pytest
 from service.cli.parser import main
 from service.config import Config, load
 from service.config.checks import problems
-from service.rollout.environments.registry import environment
+from service.rollout.environments.registry import make_environment
 from service.rollout.prompts.dataset import load_tasks
 
 ROOT = Path(__file__).parents[3]
@@ -82,7 +82,7 @@ def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: 
     (task,) = load_tasks(tmp_path / "train.jsonl")
 
     async def play() -> list[tuple[float, bool, str]]:
-        episode = environment("my_envs:Guess", {}, ["my_envs"])
+        episode = make_environment("my_envs:Guess", {}, ["my_envs"])
         first = await episode.reset(task, seed=0)
         assert first[0]["content"] == json.loads(row)["prompt"][0]["content"]
         results = [await episode.step(text) for text in ("is it 40?", "then 43", "it is 42")]

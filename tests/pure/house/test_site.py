@@ -17,7 +17,7 @@ import yaml
 from service.cli.parser import main
 from service.config import load
 from service.config.checks import problems
-from service.rollout.environments.registry import environment
+from service.rollout.environments.registry import make_environment
 from service.rollout.prompts.dataset import load_tasks
 
 ROOT = Path(__file__).parents[3]
@@ -120,7 +120,7 @@ def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: 
     (task,) = load_tasks(tmp_path / "train.jsonl")
 
     async def play(texts: list[str]) -> tuple[float, bool, str]:
-        episode = environment("own_envs:Hangman", {"lives": 2}, ["own_envs"])
+        episode = make_environment("own_envs:Hangman", {"lives": 2}, ["own_envs"])
         assert list(await episode.reset(task, seed=0)) == json.loads(row)["prompt"]
         for text in texts:
             result = await episode.step(text)

@@ -12,7 +12,7 @@ import pytest
 from service.config.rollout import DataConfig, EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Task
-from service.rollout.environments.registry import environment, made
+from service.rollout.environments.registry import make_environment, synthetic_data
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.retrieval.server import application
@@ -27,7 +27,7 @@ PROMPT = ({"role": "user", "content": "6 times 7?"},)
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("text", "wanted"), [("#### 42", 1.0), ("#### 41", 0.0)])
 async def test_an_episode_of_skyrl_gym_is_judged_by_it(text: str, wanted: float) -> None:
-    episode = environment("skyrl_gym/gsm8k", {})
+    episode = make_environment("skyrl_gym/gsm8k", {})
     task = Task("p", PROMPT, "skyrl_gym/gsm8k", {"method": "rule", "ground_truth": "42"})  # type: ignore[arg-type]
     assert list(await episode.reset(task, 0)) == list(PROMPT)
     result = await episode.step(text)
@@ -41,7 +41,7 @@ async def test_a_search_episode_of_skyrl_gym_asks_our_retrieval_server_over_seve
     truth = {"ground_truth": {"target": ["olt"]}}
     task = Task("p", PROMPT, "skyrl_gym/search", truth, {"data_source": "searchR1_nq"})  # type: ignore[arg-type]
     async with served(application(retriever())) as url:
-        episode = environment("skyrl_gym/search", {"search_url": f"{url}/retrieve", "topk": 1, "max_turns": 3})
+        episode = make_environment("skyrl_gym/search", {"search_url": f"{url}/retrieve", "topk": 1, "max_turns": 3})
         await episode.reset(task, 0)
         first = await episode.step("<search>marn</search>")
         assert "marn lies on the olt" in first.messages[0]["content"]
@@ -57,26 +57,26 @@ def test_an_option_that_the_skyrl_gym_environment_does_not_take_is_an_error() ->
     spec = import_module("skyrl_gym").spec("search").entry_point
     assert adapter.env_config(spec, {"topk": 7}).topk == 7
     with pytest.raises(UserError, match=r"env\.options: .*'skyrl_gym/search' refuses them: .*colour"):
-        environment("skyrl_gym/search", {"colour": 1})
+        make_environment("skyrl_gym/search", {"colour": 1})
 
 
 @with_skyrl
 def test_an_environment_that_skyrl_gym_does_not_know_is_named_before_the_run() -> None:
     with pytest.raises(UserError, match=r"^env\.name: skyrl-gym has no environment 'serch': "):
-        environment("skyrl_gym/serch", {})
+        make_environment("skyrl_gym/serch", {})
 
 
 @with_reasoning
 @pytest.mark.asyncio
 async def test_made_rows_of_reasoning_gym_are_scored_by_it_with_partial_credit() -> None:
-    rows = made("reasoning_gym/chain_sum").rows(5, seed=3)
-    assert rows == made("reasoning_gym/chain_sum").rows(5, seed=3)
+    rows = synthetic_data("reasoning_gym/chain_sum").rows(5, seed=3)
+    assert rows == synthetic_data("reasoning_gym/chain_sum").rows(5, seed=3)
     dataset = import_module("reasoning_gym").create_dataset("chain_sum", seed=3, size=5)
     for row, entry in zip(rows, dataset, strict=True):
         task = Task(row["uid"], tuple(row["prompt"]), row["env_class"], {}, row["extra_info"])
         rewards = []
         for text in (f"so <answer> {entry['answer']} </answer>", entry["answer"], "<answer>?</answer>"):
-            episode = environment(row["env_class"], {})
+            episode = make_environment(row["env_class"], {})
             await episode.reset(task, 0)
             result = await episode.step(text)
             assert result.done
@@ -103,14 +103,14 @@ async def test_rows_are_made_with_the_options_of_the_environment_that_plays_them
     for path in (train_file(data, env, tmp_path, 0), eval_files(data, env, tmp_path, 0)["made"]):
         for task in load_tasks(path):
             assert "of 5 terms" in task.prompt[0]["content"]
-            assert await environment(env.name, env.options).reset(task, 0) == task.prompt
+            assert await make_environment(env.name, env.options).reset(task, 0) == task.prompt
 
 
 @with_reasoning
 @pytest.mark.asyncio
 async def test_a_row_of_another_dataset_is_an_error_of_its_episode() -> None:
-    (row,) = made("reasoning_gym/chain_sum").rows(1, seed=3)
-    episode = environment("reasoning_gym/chain_sum", {})
+    (row,) = synthetic_data("reasoning_gym/chain_sum").rows(1, seed=3)
+    episode = make_environment("reasoning_gym/chain_sum", {})
     with pytest.raises(ValueError, match="another question"):
         await episode.reset(Task("p", PROMPT, "", {}, row["extra_info"]), 0)  # type: ignore[arg-type]
 
@@ -118,11 +118,11 @@ async def test_a_row_of_another_dataset_is_an_error_of_its_episode() -> None:
 @with_reasoning
 def test_a_dataset_that_reasoning_gym_does_not_know_is_named() -> None:
     with pytest.raises(UserError, match="does not make 'chain_sums'"):
-        made("reasoning_gym/chain_sums").rows(1, 0)
+        synthetic_data("reasoning_gym/chain_sums").rows(1, 0)
     with pytest.raises(UserError, match="does not make 'chain_sums'"):
-        environment("reasoning_gym/chain_sums", {})
+        make_environment("reasoning_gym/chain_sums", {})
     with pytest.raises(UserError, match=r"does not make 'chain_sum' with \{'colour': 1\}"):
-        environment("reasoning_gym/chain_sum", {"colour": 1})
+        make_environment("reasoning_gym/chain_sum", {"colour": 1})
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_without_the_library_the_extra_to_install_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, name.partition("/")[0], None)
     with pytest.raises(UserError, match=rf"install baton-rl\[{extra}\]"):
-        environment(name, {})
+        make_environment(name, {})

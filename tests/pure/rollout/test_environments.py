@@ -17,7 +17,7 @@ from service.errors import UserError
 from service.rollout.environment import Task
 from service.rollout.environments import registry as environments
 from service.rollout.environments.factory import Environments, check_environments
-from service.rollout.environments.registry import environment
+from service.rollout.environments.registry import make_environment
 from service.rollout.isolation import IsolatedEnvironment
 from tests.pure.rollout.misbehaving import Echo
 
@@ -32,18 +32,18 @@ def task(env_class: str, uid: str = "p", **info: object) -> Task:
 
 
 def test_a_class_of_a_trusted_module_is_found_by_its_path() -> None:
-    assert type(environment(ECHO, {"suffix": "!"}, ["tests.pure"])).__name__ == "Echo"
+    assert type(make_environment(ECHO, {"suffix": "!"}, ["tests.pure"])).__name__ == "Echo"
 
 
 @pytest.mark.parametrize("trusted", [[], ["tests.pu"], ["tests.pure.rollout.misbehaving.deeper"]])
 def test_a_class_of_a_module_that_is_not_trusted_is_refused(trusted: list[str]) -> None:
     with pytest.raises(UserError, match=r"env\.trusted_modules does not name 'tests\.pure\.rollout\.misbehaving'"):
-        environment(ECHO, {}, trusted)
+        make_environment(ECHO, {}, trusted)
 
 
 def test_a_class_that_a_trusted_module_lacks_is_named() -> None:
     with pytest.raises(UserError, match=r"cannot be loaded.*Nobody"):
-        environment("tests.pure.rollout.misbehaving:Nobody", {}, ["tests"])
+        make_environment("tests.pure.rollout.misbehaving:Nobody", {}, ["tests"])
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def test_an_installed_package_registers_an_environment_as_an_entry_point(
     asked: list[str] = []
     monkeypatch.setattr(environments, "entry_points", lambda group: asked.append(group) or [point])
     for _ in range(3):
-        assert type(environment("maze", {})).__name__ == "Echo"
+        assert type(make_environment("maze", {})).__name__ == "Echo"
     assert asked == ["baton.environments"], "packages are looked through once, not for every trajectory"
     with pytest.raises(UserError, match="the nearest is 'maze'"):
-        environment("mase", {})
+        make_environment("mase", {})
 
 
 def test_a_row_names_its_own_environment_and_each_gets_its_own_options() -> None:
@@ -141,7 +141,7 @@ def test_an_environment_that_exits_while_it_is_made_is_a_clear_line(
 
     monkeypatch.setattr(whose, what, exits)
     with pytest.raises(UserError, match="SystemExit: no licence"):
-        environment(ECHO, {}, ["tests"])
+        make_environment(ECHO, {}, ["tests"])
 
 
 def test_a_row_that_cannot_enter_a_process_is_named_before_the_run() -> None:

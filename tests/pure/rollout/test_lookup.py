@@ -12,7 +12,7 @@ from examples.lookup import Lookup
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
-from service.rollout.environments.registry import environment, made
+from service.rollout.environments.registry import make_environment, synthetic_data
 from service.rollout.prompts.warm_start import demonstration_rows
 
 
@@ -122,14 +122,14 @@ def test_a_demonstration_trains_what_the_assistant_says_and_is_tokenised_like_an
 
 def test_an_unknown_environment_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match="no environment 'lokup'; the nearest is 'lookup'"):
-        environment("lokup", {})
+        make_environment("lokup", {})
 
 
 def test_options_that_an_environment_does_not_take_are_refused() -> None:
     with pytest.raises(UserError, match=r"env.options.*lookup.*colour"):
-        environment("lookup", {"colour": 1})
+        make_environment("lookup", {"colour": 1})
 
 
 def test_an_environment_that_makes_no_rows_says_what_to_give_instead() -> None:
     with pytest.raises(UserError, match=r"give data\.train and model\.path"):
-        made("skyrl_gym/search")
+        synthetic_data("skyrl_gym/search")

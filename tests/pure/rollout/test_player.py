@@ -18,7 +18,7 @@ from examples import lookup
 from service.config import Config
 from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
 from service.config.tree import RunConfig
-from service.evaluation.sets import Part, summary
+from service.evaluation.scores import EvalShard, summarize
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Message, StepResult, Task
@@ -105,11 +105,11 @@ async def test_an_evaluation_has_seeds_of_its_own_the_same_every_time_and_whoeve
     assert len(trained) == 8
     used = {seed for _, seed in seeds}
     seeds.clear()
-    await whole.evaluate("dev", path, 2, Part(), concurrency=3)
+    await whole.evaluate("dev", path, 2, EvalShard(), concurrency=3)
     at_once = sorted(seeds)
     seeds.clear()
     for number in (1, 0):
-        await player(model, SEEDED)[0].evaluate("dev", path, 2, Part(number, 2), concurrency=1)
+        await player(model, SEEDED)[0].evaluate("dev", path, 2, EvalShard(number, 2), concurrency=1)
     assert sorted(seeds) == at_once
     assert len(at_once) == 8 and len(set(at_once)) == 4
     assert not used & {seed for _, seed in at_once}
@@ -122,7 +122,9 @@ async def test_an_evaluation_samples_at_its_own_temperature_and_training_does_no
 ) -> None:
     data = {} if temperature is None else {"eval_temperature": temperature}
     plays, engine = player(model, SEEDED, **data)
-    found = summary("dev", await plays.evaluate("dev", prompts(tmp_path / "dev.jsonl", 1), 1, Part(), concurrency=1))
+    found = summarize(
+        "dev", await plays.evaluate("dev", prompts(tmp_path / "dev.jsonl", 1), 1, EvalShard(), concurrency=1)
+    )
     assert (found.avg_score, engine.samplings[-1].temperature) == (1.0, wanted)
     await played(plays, TrajectoryId(0, 0), QUESTION)
     assert engine.samplings[-1].temperature == 0.9
@@ -210,8 +212,8 @@ class Telling(Seeded):
 async def test_what_an_environment_says_is_kept_for_training_alone(model: Path, tmp_path: Path) -> None:
     name = f"{HERE}:Telling"
     telling, _ = player(model, EnvConfig(name=name, trusted_modules=(HERE,)))
-    await telling.evaluate("set", prompts(tmp_path / "set.jsonl", 2), 1, Part(), concurrency=2)
-    assert telling.told.sums == {}
+    await telling.evaluate("set", prompts(tmp_path / "set.jsonl", 2), 1, EvalShard(), concurrency=2)
+    assert telling.env_metrics.sums == {}
     for sample in (0, 1):
         await played(telling, TrajectoryId(0, sample), QUESTION)
-    assert telling.told.sums == {name: {"trajectories": 2.0, "right": 2.0}}
+    assert telling.env_metrics.sums == {name: {"trajectories": 2.0, "right": 2.0}}

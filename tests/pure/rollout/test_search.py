@@ -19,7 +19,7 @@ from examples.search_r1 import SearchR1, normal
 from service.errors import UserError
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
-from service.rollout.environments.registry import made
+from service.rollout.environments.registry import synthetic_data
 from service.rollout.retrieval.dense import DenseEncoder
 from service.rollout.retrieval.index import NumpyIndex, Passage, Retriever, WordEncoder, flat_index, load_corpus
 from service.rollout.retrieval.server import application
@@ -88,7 +88,7 @@ async def test_neither_search_nor_answer_is_told_what_to_give() -> None:
 
 @pytest.mark.asyncio
 async def test_demonstrations_that_are_right_earn_the_reward_with_what_the_corpus_tells() -> None:
-    rows = made("search_r1").rows(30, 0)
+    rows = synthetic_data("search_r1").rows(30, 0)
     shown = made_search.demonstrations(30, 1.0, np.random.default_rng(0))
     truths = {row["prompt"][0]["content"]: row["reward_spec"]["ground_truth"] for row in rows}
     for messages in shown:

@@ -9,7 +9,7 @@ import pytest
 from service.cli.parser import main
 from service.config import load_config
 from service.errors import UserError
-from service.evaluation.target import evaluated
+from service.evaluation.target import eval_target
 from service.run.checkpoints import Manifest
 
 
@@ -26,11 +26,11 @@ def run_folder(path: Path, final: bool) -> Path:
 
 def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tmp_path: Path) -> None:
     whole, stopped = run_folder(tmp_path / "a", final=True), run_folder(tmp_path / "b", final=False)
-    assert (evaluated(whole).model, evaluated(whole).settings) == (whole / "final", [whole / "config.yaml"])
-    found = evaluated(stopped)
+    assert (eval_target(whole).model, eval_target(whole).settings) == (whole / "final", [whole / "config.yaml"])
+    found = eval_target(stopped)
     assert (found.model, found.step, found.checkpoints) == (None, None, stopped / "checkpoints")
     assert found.begun_with(load_config(found.settings)) == stopped / "model"
-    assert evaluated(whole).weights(None) == whole / "final"
+    assert eval_target(whole).weights(None) == whole / "final"
     manifest = Manifest(step=40, incarnation=1, journal_position=0, issued=0, frontier=0, files={})
     assert found.weights(manifest) == stopped / "checkpoints" / "step_40"
 
@@ -38,24 +38,24 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
 def test_final_weights_that_were_being_replaced_when_their_run_was_killed_are_still_found(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", final=True)
     (run / "final").rename(run / ".final.earlier")
-    assert evaluated(run).model == run / ".final.earlier"
+    assert eval_target(run).model == run / ".final.earlier"
 
 
 def test_a_checkpoint_means_its_step_and_brings_its_runs_configuration(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", final=True)
-    found = evaluated(run / "checkpoints" / "step_40")
+    found = eval_target(run / "checkpoints" / "step_40")
     assert (found.step, found.model, found.run, found.settings) == (40, None, run, [run / "config.yaml"])
 
 
 def test_a_model_folder_means_itself_and_only_a_runs_own_brings_a_configuration(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", final=True)
-    assert (evaluated(run / "final").model, evaluated(run / "final").run) == (run / "final", run)
-    assert (evaluated(run / "model").model, evaluated(run / "model").settings) == (run / "model", [])
+    assert (eval_target(run / "final").model, eval_target(run / "final").run) == (run / "final", run)
+    assert (eval_target(run / "model").model, eval_target(run / "model").settings) == (run / "model", [])
 
 
 def test_a_path_that_is_none_of_these_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="no model"):
-        evaluated(tmp_path)
+        eval_target(tmp_path)
     assert main(["eval", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ObjectLostError
 
 import actors.generator.generator_pool
-from actors.generator.generator_pool import Fleet
+from actors.generator.generator_pool import GeneratorPool
 from actors.weights.checksum import PublishedWeights
 from service.config import Config, RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
@@ -50,7 +50,7 @@ class FakeTelemetry:
 
 
 class World:
-    """A fleet of two, and what was said and done."""
+    """A pool of two, and what was said and done."""
 
     def __init__(self, transport: str, max_restarts: int = 3, **weights: Any) -> None:
         self.said: list[str] = []
@@ -59,19 +59,19 @@ class World:
         settings = WeightsConfig.model_validate({"transport": transport, **weights})
         run = RunConfig(max_restarts=max_restarts)
         config = Config(run=run, generator=GeneratorConfig(engines=2), weights=settings)
-        self.fleet = Fleet(config, self.generators, self.trainer, self.telemetry, self.told.append)  # type: ignore[arg-type]
+        self.pool = GeneratorPool(config, self.generators, self.trainer, self.telemetry, self.told.append)  # type: ignore[arg-type]
 
     async def started(self) -> World:
         for generator in self.generators:
             generator.start = answering("node")
-        await self.fleet.start()
+        await self.pool.start()
         return self
 
     async def publish(self, step: int) -> list[str]:
         """What was said while the engines took the weights of this step."""
         self.said.clear()
-        await self.fleet.publish(PolicyVersion(1, step), PublishedWeights(f"weights {step}", step))
-        await self.fleet.published()
+        await self.pool.publish(PolicyVersion(1, step), PublishedWeights(f"weights {step}", step))
+        await self.pool.published()
         return sorted(self.said)
 
 
@@ -136,7 +136,7 @@ async def test_an_engine_joins_its_trainer_once_and_again_after_the_trainer_is_a
     for line in took:
         name = line.split()[0]
         assert world.said.index(f"sends 1.1 to {name}") < world.said.index(line)
-    world.fleet.trainer_started_again()
+    world.pool.trainer_started_again()
     assert await world.publish(1) == sorted(joins + took + sent)
 
 
@@ -178,7 +178,7 @@ async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_
         generator.run = Method(run) if generator is world.generators[0] else answering(None)
         generator.status = answering({})
     world.generators[0].start = Method(start)
-    running = asyncio.ensure_future(world.fleet.run())
+    running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
     world.trainer.newest = PolicyVersion(1, 2)
     (took,) = [line for line in await world.publish(2) if "takes" in line]
@@ -229,7 +229,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
 
     ended = ready_to_fail(world, start)
     await world.publish(1)
-    running = asyncio.ensure_future(world.fleet.run())
+    running = asyncio.ensure_future(world.pool.run())
     if failures == most:  # with the death before them
         with pytest.raises(RunFailed, match=rf"generator-0 failed {most + 1} times.*vLLM did not start"):
             await running
@@ -251,10 +251,10 @@ async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monk
         raise died()
 
     ended = ready_to_fail(world, start)
-    running = asyncio.ensure_future(world.fleet.run())
+    running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
     ended.set_result(None)
-    await world.fleet.stop()
+    await world.pool.stop()
     async with asyncio.timeout(60):
         await running
 
@@ -294,9 +294,9 @@ async def test_an_evaluation_asks_only_generators_that_are_up(monkeypatch: pytes
     for generator in world.generators:
         generator.run, generator.start = Method(waits), Method(waits)
     world.generators[0].run = Method(raises)
-    running = asyncio.ensure_future(world.fleet.run())
+    running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
-    await world.fleet.evaluate("dev", Path("dev.jsonl"), 1)
+    await world.pool.evaluate("dev", Path("dev.jsonl"), 1)
     assert asked == [world.generators[1]]
     running.cancel()
 

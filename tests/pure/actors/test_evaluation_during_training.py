@@ -10,18 +10,18 @@ from typing import cast
 import pytest
 
 from actors.evaluation.during_training import Evaluations
-from actors.generator.generator_pool import Fleet
+from actors.generator.generator_pool import GeneratorPool
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerGroup
 from service.config import Config
 from service.config.rollout import DataConfig
 from service.errors import RunFailed
-from service.evaluation.sets import Evaluation, Part, Played, summary
+from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
 from service.run.folder import RunFolder, read_lines
 
 
 class Sets:
-    """A fleet that knows how its sets come out: an evaluation, none, or never."""
+    """A pool that knows how its sets come out: an evaluation, none, or never."""
 
     def __init__(self, found: dict[str, Evaluation | None]) -> None:
         self.found = found
@@ -38,14 +38,14 @@ class Sets:
 
 
 def dev() -> Evaluation:
-    return summary("dev", [Played("a", 1.0, 2, 9, "stop"), Played("a", 0.0, 4, 9, "stop")])
+    return summarize("dev", [EvalTrajectory("a", 1.0, 2, 9, "stop"), EvalTrajectory("a", 0.0, 4, 9, "stop")])
 
 
 def evaluations(folder: Path, sets: Sets, names: list[str], stops: list[bool]) -> tuple[Evaluations, list[str]]:
     said: list[str] = []
     files = {name: folder / f"{name}.jsonl" for name in names}
-    fleet = cast(Fleet, sets)
-    made = Evaluations(Config(), fleet, RunFolder(folder), files, said.append, lambda: bool(stops and stops.pop(0)))
+    pool = cast(GeneratorPool, sets)
+    made = Evaluations(Config(), pool, RunFolder(folder), files, said.append, lambda: bool(stops and stops.pop(0)))
     return made, said
 
 
@@ -83,23 +83,23 @@ def test_a_trainer_that_goes_back_evaluates_the_later_steps_again(tmp_path: Path
 class Engine:
     """A generator of which only the evaluation is called."""
 
-    def __init__(self, played: Callable[[Part], Awaitable[list[Played]]]) -> None:
+    def __init__(self, played: Callable[[EvalShard], Awaitable[list[EvalTrajectory]]]) -> None:
         self.played = played
         self.evaluate = self
 
-    def remote(self, name: str, tasks_file: str, n_samples: int, part: Part) -> Awaitable[list[Played]]:
-        return self.played(part)
+    def remote(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> Awaitable[list[EvalTrajectory]]:
+        return self.played(shard)
 
 
-async def fine(part: Part) -> list[Played]:
-    return [Played(f"p-{row}", float(row), 1, 1, "stop") for row in part.rows(4)]
+async def fine(shard: EvalShard) -> list[EvalTrajectory]:
+    return [EvalTrajectory(f"p-{row}", float(row), 1, 1, "stop") for row in shard.rows(4)]
 
 
-async def dies(part: Part) -> list[Played]:
+async def dies(shard: EvalShard) -> list[EvalTrajectory]:
     raise RunFailed("the engine core died; its log says why")
 
 
-async def hangs(part: Part) -> list[Played]:
+async def hangs(shard: EvalShard) -> list[EvalTrajectory]:
     await asyncio.Event().wait()
     return []
 
@@ -109,13 +109,13 @@ async def hangs(part: Part) -> list[Played]:
     ("second", "why"), [(fine, None), (dies, "the engine core died"), (hangs, "given up after 0 s")]
 )
 async def test_an_evaluation_is_split_over_the_engines_and_given_up_where_one_of_them_fails(
-    second: Callable[[Part], Awaitable[list[Played]]], why: str | None
+    second: Callable[[EvalShard], Awaitable[list[EvalTrajectory]]], why: str | None
 ) -> None:
     said: list[str] = []
     config = Config(data=DataConfig(eval_deadline=0.2 if second is hangs else 100.0))
     engines = [Engine(fine), Engine(second)]
-    fleet = Fleet(config, engines, cast(TrainerGroup, None), cast(RunTelemetry, None), said.append)
-    found = await fleet.evaluate("dev", Path("dev.jsonl"), 1)
+    pool = GeneratorPool(config, engines, cast(TrainerGroup, None), cast(RunTelemetry, None), said.append)
+    found = await pool.evaluate("dev", Path("dev.jsonl"), 1)
     if why is None:
         assert found is not None and (found.n_prompts, found.avg_score, said) == (4, 1.5, [])
     else:

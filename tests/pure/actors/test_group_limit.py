@@ -1,6 +1,6 @@
 """Groups in an engine: fewer while its KV cache overflows, more again when there is room."""
 
-from actors.generator.load import EngineLoad, GroupLimit
+from actors.generator.group_limit import EngineLoad, GroupLimit
 
 
 def load(kv_cache_ratio: float = 0.5, preemptions: int = 0) -> EngineLoad:

@@ -1,4 +1,4 @@
-"""Claims: what is given is played, whatever the buffer says and however late it says it."""
+"""Claims: a group that the buffer assigns is played, however late the assignment arrives."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from actors.generator import claims as work_module
-from actors.generator.claims import Answer, IdleTime, WorkSource
+from actors.generator import claims
+from actors.generator.claims import ClaimAnswer, Claimer, IdleTime
 from actors.generator.outbox import Unreachable
 from service.errors import RunFailed, Starved
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
@@ -24,11 +24,11 @@ def group(group_id: int) -> Assignment:
 class FakeBuffer:
     """Gives the scripted answers one after the other; a future is waited for."""
 
-    def __init__(self, *answers: Answer | BaseException | asyncio.Future[Answer]) -> None:
+    def __init__(self, *answers: ClaimAnswer | BaseException | asyncio.Future[ClaimAnswer]) -> None:
         self.answers = list(answers)
         self.claims: list[tuple[Claim, float]] = []
 
-    async def claim(self, claim: Claim, seconds: float) -> Answer:
+    async def claim(self, claim: Claim, seconds: float) -> ClaimAnswer:
         self.claims.append((claim, seconds))
         answer = self.answers.pop(0)
         if isinstance(answer, asyncio.Future):
@@ -38,9 +38,9 @@ class FakeBuffer:
         return answer
 
 
-def source(buffer: FakeBuffer, versions: list[PolicyVersion] | None = None, deadline: float = 100.0) -> WorkSource:
+def source(buffer: FakeBuffer, versions: list[PolicyVersion] | None = None, deadline: float = 100.0) -> Claimer:
     serving = versions or [PolicyVersion(1, 0)]
-    return WorkSource("g", 2, buffer.claim, lambda: serving[-1], deadline)
+    return Claimer("g", 2, buffer.claim, lambda: serving[-1], deadline)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -50,22 +50,22 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 def test_the_first_claim_asks_at_once_and_the_next_ones_wait() -> None:
     async def main() -> None:
         buffer = FakeBuffer(LOOKAHEAD, LOOKAHEAD, group(3))
-        work = source(buffer)
-        assert await work.next() == group(3)
-        assert [seconds for _, seconds in buffer.claims] == [0.0, work_module.POLL_SECONDS, work_module.POLL_SECONDS]
-        assert work.waited_for == "lookahead" and work.waiting is None
+        claimer = source(buffer)
+        assert await claimer.next() == group(3)
+        assert [seconds for _, seconds in buffer.claims] == [0.0, claims.POLL_SECONDS, claims.POLL_SECONDS]
+        assert claimer.waited_for == "lookahead" and claimer.waiting is None
 
     run(main())
 
 
 def test_why_there_is_no_work_can_be_seen_while_there_is_none() -> None:
     async def main() -> None:
-        open_poll: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        work = source(FakeBuffer(LOOKAHEAD, open_poll))
-        waiting = asyncio.ensure_future(work.next())
-        while work.waiting is None:
+        open_poll: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
+        claimer = source(FakeBuffer(LOOKAHEAD, open_poll))
+        waiting = asyncio.ensure_future(claimer.next())
+        while claimer.waiting is None:
             await asyncio.sleep(0)
-        assert work.waiting == LOOKAHEAD
+        assert claimer.waiting == LOOKAHEAD
         open_poll.set_result(group(1))
         assert await waiting == group(1)
 
@@ -81,28 +81,28 @@ def test_no_more_work_is_none() -> None:
 
 def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing() -> None:
     async def main() -> None:
-        overtaken: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        overtaken: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
         versions = [PolicyVersion(1, 0)]
         buffer = FakeBuffer(LOOKAHEAD, overtaken, group(7), LOOKAHEAD, LOOKAHEAD, DRAINED)
-        work = source(buffer, versions)
-        waiting = asyncio.ensure_future(work.next())
+        claimer = source(buffer, versions)
+        waiting = asyncio.ensure_future(claimer.next())
         while len(buffer.claims) < 2:
             await asyncio.sleep(0)
         versions.append(PolicyVersion(1, 1))
-        work.look_again()
+        claimer.look_again()
         assert await waiting == group(7)
         assert [claim.serving.step for claim, _ in buffer.claims] == [0, 0, 1]
         assert len({claim.number for claim, _ in buffer.claims}) == 3, "Ray may repeat each of them"
         overtaken.set_result(group(8))
         await asyncio.sleep(0)
-        assert await work.next() == group(8)
-        assert await work.next() is None
+        assert await claimer.next() == group(8)
+        assert await claimer.next() is None
 
     run(main())
 
 
 def test_an_unreachable_buffer_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(claims, "RETRY_SECONDS", 0.01)
 
     async def main() -> None:
         assert await source(FakeBuffer(Unreachable(), Unreachable(), group(1))).next() == group(1)
@@ -122,7 +122,7 @@ def test_a_refused_claim_fails_with_the_reason() -> None:
 
 def test_idle_time_counts_only_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(work_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
     idle = IdleTime()
     assert idle.elapsed == idle.seconds == 0.0
     idle.begin()

@@ -9,7 +9,8 @@ from itertools import combinations
 import pytest
 
 from examples.lookup import Lookup
-from service.evaluation.sets import Part, Played, pass_at, play_all, summary, table
+from service.evaluation.report import table
+from service.evaluation.scores import EvalShard, EvalTrajectory, pass_at, play_eval_set, summarize
 from service.rollout.agent import run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Task
@@ -25,12 +26,12 @@ def test_pass_at_k_is_the_share_of_k_draws_with_a_pass() -> None:
         assert pass_at(k, 5, 2) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def played(uid: str, reward: float, stop_reason: str = "stop", n_turns: int = 2) -> Played:
-    return Played(uid, reward, n_turns, 8, stop_reason)
+def played(uid: str, reward: float, stop_reason: str = "stop", n_turns: int = 2) -> EvalTrajectory:
+    return EvalTrajectory(uid, reward, n_turns, 8, stop_reason)
 
 
 def test_means_are_per_trajectory_and_passes_per_prompt() -> None:
-    found = summary("dev", [played("a", r) for r in (1, 0, 0, 1)] + [played("b", 0.0, n_turns=4) for _ in range(4)])
+    found = summarize("dev", [played("a", r) for r in (1, 0, 0, 1)] + [played("b", 0.0, n_turns=4) for _ in range(4)])
     assert (found.avg_score, found.avg_turns, found.n_prompts, found.n_trajectories) == (0.25, 3.0, 2, 8)
     assert found.pass_at == {1: 0.25, 2: pytest.approx(5 / 12), 4: 0.5}
     assert found.metrics()["eval/dev/pass_at_4"] == 0.5
@@ -38,14 +39,14 @@ def test_means_are_per_trajectory_and_passes_per_prompt() -> None:
 
 def test_lost_trajectories_are_counted_and_left_out_of_the_means() -> None:
     lost = [played("a", 0.0, "environment_error"), played("b", 0.0, "engine_timeout")]
-    found = summary("dev", [played("a", 1.0), played("a", 1.0, "max_turns"), *lost])
+    found = summarize("dev", [played("a", 1.0), played("a", 1.0, "max_turns"), *lost])
     assert (found.avg_score, found.n_lost, found.n_prompts) == (1.0, 2, 2)
     assert found.pass_at == {1: 1.0, 2: 1.0}
     assert found.stop_reasons == {"stop": 1, "max_turns": 1, "environment_error": 1, "engine_timeout": 1}
 
 
 def test_a_set_of_which_everything_was_lost_still_has_a_line() -> None:
-    found = summary("dev", [played("a", 0.0, "environment_error")])
+    found = summarize("dev", [played("a", 0.0, "environment_error")])
     assert (found.avg_score, found.pass_at, found.n_lost) == (0.0, {}, 1)
     head, line = table([found]).splitlines()
     assert head.split() == ["set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "lost"]
@@ -70,7 +71,7 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
             yield item
 
     tasks = [lookup_task(seed) for seed in range(5)]
-    found = summary("dev", await play_all(tasks, n_samples=3, play=play, concurrency=4))
+    found = summarize("dev", await play_eval_set(tasks, n_samples=3, play=play, concurrency=4))
     assert (found.avg_score, found.pass_at, found.n_trajectories) == (1.0, {1: 1.0, 2: 1.0, 3: 1.0}, 15)
     assert sorted(ids) == sorted(TrajectoryId(-1 - row, sample) for row in range(5) for sample in range(3))
     assert most == 4
@@ -78,5 +79,5 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
 
 @pytest.mark.parametrize("most", [None, 7, 100])
 def test_the_parts_of_a_set_are_its_rows_once_each(most: int | None) -> None:
-    rows = [row for number in range(3) for row in Part(number, 3, most).rows(11)]
+    rows = [row for number in range(3) for row in EvalShard(number, 3, most).rows(11)]
     assert sorted(rows) == list(range(7 if most == 7 else 11))

@@ -1,0 +1,58 @@
+"""The results of an evaluation as a table, and the file that `--output` names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from service.config.paths import near
+from service.errors import UserError
+from service.run.folder import write_whole
+
+if TYPE_CHECKING:  # the command line checks `--output` before anything large is imported
+    from service.evaluation.scores import Evaluation
+
+
+def table(evaluations: Sequence[Evaluation]) -> str:
+    """One line per set below a head line, with aligned columns."""
+    head = ("set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "lost")
+    lines = [head, *(_cells(evaluation) for evaluation in evaluations)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _cells(evaluation: Evaluation) -> tuple[str, ...]:
+    return (
+        evaluation.name,
+        str(evaluation.n_prompts),
+        str(evaluation.n_trajectories),
+        f"{evaluation.avg_score:.3f}",
+        " ".join(f"@{k} {chance:.3f}" for k, chance in evaluation.pass_at.items()) or "-",
+        f"{evaluation.avg_turns:.2f}",
+        f"{evaluation.avg_tokens:.1f}",
+        str(evaluation.n_lost),
+    )
+
+
+def check_output(file: Path) -> None:
+    """Raises `UserError` where results cannot be written to this file."""
+    if file.is_dir():
+        raise UserError(f"--output {file}: is a folder; give a file")
+    if not file.parent.is_dir():
+        raise UserError(f"--output {file}: there is no folder {file.parent}{near(file.parent)}; make it first")
+    if not os.access(file if _is_written_through(file) else file.parent, os.W_OK):
+        raise UserError(f"--output {file}: cannot be written; give a file that can")
+
+
+def write_output(file: Path, text: str) -> None:
+    """Write results: a plain file is replaced atomically; links, pipes and devices are written through and kept."""
+    if _is_written_through(file):
+        file.write_text(text, encoding="utf-8")
+    else:
+        write_whole(file, text)
+
+
+def _is_written_through(file: Path) -> bool:
+    return file.is_symlink() or (file.exists() and not file.is_file())

@@ -1,0 +1,159 @@
+"""Evaluation: sampled trajectories of fixed prompts, which the buffer never receives, and their scores.
+
+rewards of one prompt's 4 samples  1 0 0 1      avg_score 0.5
+pass_at_1 = 0.5, pass_at_2 = 1 - C(2,2)/C(4,2) = 5/6, pass_at_4 = 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from math import comb
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from service.handoff.steps.stop_reason import FAILURES
+from service.rollout.environment import Task
+from service.types import Step, TrajectoryEnd, TrajectoryId
+
+Play = Callable[[TrajectoryId, Task], AsyncGenerator[Step | TrajectoryEnd, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTrajectory:
+    """The result of one trajectory."""
+
+    prompt_uid: str
+    reward: float
+    n_turns: int
+    n_tokens: int
+    """Tokens that the policy sampled."""
+    stop_reason: str
+
+    @property
+    def is_lost(self) -> bool:
+        """True where the engine or the environment failed, which says nothing about the policy."""
+        return self.stop_reason in FAILURES
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The scores of one set; lost trajectories are counted and left out of every mean."""
+
+    name: str
+    avg_score: float
+    pass_at: Mapping[int, float]
+    avg_turns: float
+    avg_tokens: float
+    n_prompts: int
+    n_trajectories: int
+    n_lost: int
+    stop_reasons: Mapping[str, int]
+
+    def record(self) -> dict[str, Any]:
+        """All fields as one JSON object."""
+        return {
+            "set": self.name,
+            **self._scores(),
+            "prompts": self.n_prompts,
+            "trajectories": self.n_trajectories,
+            "lost_trajectories": self.n_lost,
+            "stop_reasons": dict(self.stop_reasons),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """The scores under the tracker's names, `eval/<set>/<name>`."""
+        scores = {**self._scores(), "lost_trajectories": float(self.n_lost)}
+        return {f"eval/{self.name}/{name}": value for name, value in scores.items()}
+
+    def _scores(self) -> dict[str, float]:
+        return {
+            "avg_score": self.avg_score,
+            **{f"pass_at_{k}": chance for k, chance in self.pass_at.items()},
+            "avg_turns": self.avg_turns,
+            "avg_tokens": self.avg_tokens,
+        }
+
+
+class EvalShard(NamedTuple):
+    """The rows of a set that one of several engines evaluates: every `of`-th row, from `number` on."""
+
+    number: int = 0
+    of: int = 1
+    most: int | None = None
+    """Rows of the whole set that are evaluated; None: all."""
+
+    def rows(self, n: int) -> range:
+        """The row numbers of this shard, of a set of `n` rows."""
+        return range(self.number, n if self.most is None else min(n, self.most), self.of)
+
+
+WHOLE = EvalShard()
+
+
+async def play_eval_set(
+    tasks: Sequence[Task], n_samples: int, play: Play, concurrency: int, shard: EvalShard = WHOLE
+) -> list[EvalTrajectory]:
+    """Play `n_samples` trajectories of every task of the shard, at most `concurrency` at once.
+
+    Their group_ids are negative; those of training start at 0.
+    """
+    running = asyncio.Semaphore(concurrency)
+
+    async def one(row: int, sample: int) -> EvalTrajectory:
+        async with running:
+            return await _play(play, TrajectoryId(-1 - row, sample), tasks[row])
+
+    ids = [(row, sample) for row in shard.rows(len(tasks)) for sample in range(n_samples)]
+    return list(await asyncio.gather(*(one(row, sample) for row, sample in ids)))
+
+
+async def _play(play: Play, trajectory: TrajectoryId, task: Task) -> EvalTrajectory:
+    n_tokens = 0
+    async with aclosing(play(trajectory, task)) as items:
+        async for item in items:
+            if isinstance(item, TrajectoryEnd):
+                return EvalTrajectory(task.uid, item.reward, item.n_steps, n_tokens, item.stop_reason)
+            n_tokens += int(item.loss_mask.sum())
+    raise ValueError(f"{trajectory} stopped without an end")
+
+
+def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:
+    """Means over trajectories, and over prompts for `pass_at`; any reward above 0 passes a prompt."""
+    kept = [trajectory for trajectory in played if not trajectory.is_lost]
+    rewards: dict[str, list[float]] = {}
+    for trajectory in kept:
+        rewards.setdefault(trajectory.prompt_uid, []).append(trajectory.reward)
+    return Evaluation(
+        name=name,
+        avg_score=_mean([trajectory.reward for trajectory in kept]),
+        pass_at=_pass_at(list(rewards.values())),
+        avg_turns=_mean([trajectory.n_turns for trajectory in kept]),
+        avg_tokens=_mean([trajectory.n_tokens for trajectory in kept]),
+        n_prompts=len({trajectory.prompt_uid for trajectory in played}),
+        n_trajectories=len(played),
+        n_lost=len(played) - len(kept),
+        stop_reasons=Counter(trajectory.stop_reason for trajectory in played),
+    )
+
+
+def pass_at(k: int, n: int, passed: int) -> float:
+    """The chance that at least one of `k` samples passes, drawn without replacement from `n` of which `passed` did.
+
+    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, section 2.1).
+    """
+    return 1.0 - comb(n - passed, k) / comb(n, k)
+
+
+def _pass_at(rewards: Sequence[Sequence[float]]) -> dict[int, float]:
+    """For k = 1, 2, 4, ... up to the fewest samples that any prompt kept, and for those."""
+    fewest = min(map(len, rewards), default=0)
+    ks = sorted({1 << i for i in range(fewest.bit_length())} | {fewest}) if fewest else []
+    return {k: _mean([pass_at(k, len(of), sum(reward > 0 for reward in of)) for of in rewards]) for k in ks}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
