@@ -64,7 +64,7 @@ class Reporter:
             self._beside_ray.show(self.metrics)
         reports, self._reports = self._reports, []
         self._hub.push.remote(self._source, self.metrics.snapshot(), reports)
-        self.metrics.spent(time.thread_time() - began)
+        self.metrics.count("baton_metrics_seconds_total", time.thread_time() - began)
 
     def stop(self) -> None:
         """Push a last time and end."""

@@ -1,4 +1,4 @@
-"""The metrics hub without Ray or HTTP: takes every actor's numbers, gives one page of metrics and one status."""
+"""The metrics hub without Ray or HTTP: merges the actors' metrics into one page and their reports into one status."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from service.clock import Clock
 from service.observe.metrics_table import BY_NAME, TABLE
-from service.observe.status import Status, compose
+from service.observe.status import Status, status_document
 
 SILENT_SECONDS = 10.0
-"""An actor that has pushed nothing for this long counts as down; its gauges are no longer served."""
+"""An actor that has pushed nothing for this long counts as down; the hub no longer serves its gauges."""
 
 RATE_REPORTS = 10
-"""Reports of the buffer, one a second, over which its rate is taken."""
+"""Reports of the buffer, one a second, over which the hub computes tokens per second."""
 
 HISTORY_STEPS = 5000
-"""Optimizer steps that the status page can look back on."""
+"""Optimizer steps that the status page can show."""
 
 HISTORY_KEYS = (
     "reward/avg_raw_reward",
@@ -35,7 +35,7 @@ HISTORY_KEYS = (
 MAX_SNAPSHOT_BYTES = 4 << 20
 
 MAX_SOURCES = 4096
-"""Actors, and parts of the status, that the hub keeps; a sender that makes up names does not fill its memory."""
+"""Actors, and parts of the status, that the hub keeps; a sender of made-up names cannot fill its memory."""
 
 _SOURCE = re.compile(r"[\w.-]{1,64}(/[\w.-]{1,64})?", re.ASCII)
 
@@ -44,16 +44,28 @@ _HEADER = re.compile(rb"^# HELP (\w+) .*\n# TYPE \w+ \w+\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Pushed:
-    """What one actor pushed last: per family its lines of samples."""
+    """The last push of one actor: its lines of samples, by family."""
 
     role: str
     ident: str
     at: float
     samples: dict[str, bytes]
 
+    def age(self, now: float) -> float:
+        """Seconds since the push."""
+        return now - self.at
+
+    def is_up(self, now: float) -> bool:
+        """Whether the push is recent."""
+        return self.age(now) <= SILENT_SECONDS
+
+    def sample(self, name: str, value: float) -> bytes:
+        """A line of samples about this actor."""
+        return f'{name}{{ident="{self.ident}",role="{self.role}"}} {value!r}\n'.encode()
+
 
 class Hub:
-    """Keeps the last snapshot of every source and the last report of every part of the run."""
+    """Keeps the last snapshot of every actor and the last report of every part of the run."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -63,18 +75,18 @@ class Hub:
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
 
     def push(self, source: str, snapshot: bytes) -> None:
-        """Take the numbers of `role/ident`, in place of those it pushed before."""
+        """Store the metrics of `role/ident` in place of its previous ones."""
         _check_name(source, self._sources)
         role, _, ident = source.partition("/")
         self._sources[source] = _Pushed(role, ident or role, self._clock.monotonic(), _families(snapshot))
 
     def forget(self, source: str) -> None:
-        """The source is gone for good, on purpose."""
+        """Remove an actor that was stopped on purpose."""
         self._sources.pop(source, None)
         self._parts.pop(source, None)
 
     def put_status(self, part: str, report: Mapping[str, Any]) -> None:
-        """Take the report of a part: `run`, `buffer`, `step`, or an actor's `role/ident`."""
+        """Store the report of a part: `run`, `buffer`, `step`, or an actor's `role/ident`."""
         _check_name(part, self._parts)
         self._parts[part] = dict(report)
         if part == "buffer" and "accepted_tokens" in report:
@@ -82,7 +94,7 @@ class Hub:
             self._parts[part]["tokens_per_second"] = self._tokens_per_second()
         if part == "step" and "trainer/global_step" in report:
             while self._steps and self._steps[-1]["trainer/global_step"] >= report["trainer/global_step"]:
-                self._steps.pop()  # a trainer that went back to a checkpoint takes these steps again
+                self._steps.pop()  # a trainer that went back to a checkpoint repeats these steps
             self._steps.append(self._parts[part])
 
     def _tokens_per_second(self) -> float:
@@ -90,19 +102,18 @@ class Hub:
         return max(0.0, accepted - before) / (now - start) if now > start else 0.0
 
     def page(self) -> bytes:
-        """Everything as Prometheus text; families in the order of the table."""
+        """All metrics as Prometheus text; families in the order of the table."""
         now = self._clock.monotonic()
+        actors = self._sources.values()
         blocks: list[bytes] = []
         for metric in TABLE:
-            lines = [
-                pushed.samples[metric.name]
-                for pushed in self._sources.values()
-                if metric.name in pushed.samples and (metric.kind != "gauge" or _is_up(pushed, now))
-            ]
             if metric.name == "baton_actor_up":
-                lines = [_sample(metric.name, p, float(_is_up(p, now))) for p in self._sources.values()]
+                lines = [actor.sample(metric.name, float(actor.is_up(now))) for actor in actors]
             elif metric.name == "baton_actor_age_seconds":
-                lines = [_sample(metric.name, p, now - p.at) for p in self._sources.values()]
+                lines = [actor.sample(metric.name, actor.age(now)) for actor in actors]
+            else:
+                served = [actor for actor in actors if metric.kind != "gauge" or actor.is_up(now)]
+                lines = [actor.samples[metric.name] for actor in served if metric.name in actor.samples]
             if lines:
                 blocks.append(f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n".encode())
                 blocks.extend(lines)
@@ -115,16 +126,16 @@ class Hub:
             {
                 "role": pushed.role,
                 "ident": pushed.ident,
-                "state": "up" if _is_up(pushed, now) else "silent",
-                "age_seconds": round(now - pushed.at, 3),
+                "state": "up" if pushed.is_up(now) else "silent",
+                "age_seconds": round(pushed.age(now), 3),
                 **self._parts.get(source, {}),
             }
             for source, pushed in sorted(self._sources.items())
         ]
-        return compose(self._parts, actors, self._clock.wall())
+        return status_document(self._parts, actors, self._clock.wall())
 
     def history(self, after: int) -> dict[str, Any]:
-        """The steps after `after` as columns, for charts."""
+        """The steps after step `after` as columns, for charts."""
         steps = [step for step in self._steps if step["trainer/global_step"] > after]
         return {
             "steps": [step["trainer/global_step"] for step in steps],
@@ -132,13 +143,13 @@ class Hub:
         }
 
     def silent(self) -> list[str]:
-        """The sources that have pushed nothing for too long."""
+        """The actors that have pushed nothing for too long."""
         now = self._clock.monotonic()
-        return sorted(source for source, pushed in self._sources.items() if not _is_up(pushed, now))
+        return sorted(source for source, pushed in self._sources.items() if not pushed.is_up(now))
 
 
 def _check_name(name: str, known: Mapping[str, object]) -> None:
-    """The name becomes a label, and an entry that stays: it is short and plain, and there are not too many."""
+    """Raise ValueError for a name that cannot be a label, or that is one too many to keep."""
     if not _SOURCE.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no name of an actor")
     if name not in known and len(known) >= MAX_SOURCES:
@@ -146,7 +157,7 @@ def _check_name(name: str, known: Mapping[str, object]) -> None:
 
 
 def _families(snapshot: bytes) -> dict[str, bytes]:
-    """Family name -> its lines of samples; a family that the table does not have is a bug of the sender."""
+    """Family name -> its lines of samples; raises ValueError for a family that is not in the table."""
     if len(snapshot) > MAX_SNAPSHOT_BYTES:
         raise ValueError(f"a snapshot of {len(snapshot)} bytes")
     headers = list(_HEADER.finditer(snapshot))
@@ -158,13 +169,5 @@ def _families(snapshot: bytes) -> dict[str, bytes]:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN; browsers refuse it."""
+    """JSON has no NaN; a browser would refuse the whole document."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _is_up(pushed: _Pushed, now: float) -> bool:
-    return now - pushed.at <= SILENT_SECONDS
-
-
-def _sample(name: str, pushed: _Pushed, value: float) -> bytes:
-    return f'{name}{{ident="{pushed.ident}",role="{pushed.role}"}} {value!r}\n'.encode()

@@ -1,11 +1,12 @@
-"""The one table of Prometheus metrics; exporter, documentation, alert rules and dashboards are held against it.
+"""The one table of Prometheus metrics: exporter, documentation, alert rules and dashboards are checked against it.
 
-Units are base units (tokens, seconds, bytes); every label has a bounded set of values, and none holds text of a prompt.
-Every series also carries `role` and `ident` of the actor that measured it.
+Units are base units (tokens, seconds, bytes). Every label has a bounded set of values, and no label holds text of a
+prompt. Every series also carries `role` and `ident` of the actor that measured it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 Kind = Literal["gauge", "counter", "histogram"]
@@ -14,241 +15,189 @@ Kind = Literal["gauge", "counter", "histogram"]
 class Metric(NamedTuple):
     """One row of the table."""
 
-    name: str
     kind: Kind
+    name: str
     help: str
     labels: tuple[str, ...] = ()
-    buckets: str = ""
-    """Name of the boundaries of a histogram, see `service.observe.metrics.boundaries`."""
     key: str = ""
-    """The same quantity in `metrics.jsonl`, where there is one."""
+    """The same quantity in `metrics.jsonl`, from which it is recorded; empty if there is none."""
+    buckets: str = ""
+    """Of a histogram: the field of `service.observe.metrics.Boundaries`."""
     in_ray: bool = False
-    """Also shown among Ray's own metrics, as `ray_<name>`; gauges only."""
+    """Of a gauge: Ray's metrics endpoints also serve it, as `ray_<name>`."""
 
 
-LENGTH, STEP_LENGTH, TURNS, STALENESS, SECONDS = "length", "length", "turns", "staleness", "seconds"
+gauge, counter, histogram = partial(Metric, "gauge"), partial(Metric, "counter"), partial(Metric, "histogram")
 
-TABLE: tuple[Metric, ...] = (
-    # Sequence lengths and padding
-    Metric(
+LENGTH, TURNS, STALENESS, SECONDS = "length", "turns", "staleness", "seconds"
+
+LENGTHS_AND_PADDING = (
+    histogram(
         "baton_batch_padded_sequence_length_tokens",
-        "histogram",
-        "Padded length that a padded batch of the mini-batch has, or would have.",
-        buckets=LENGTH,
+        "Padded length of a mini-batch, were it padded to its longest row.",
         key="generate/batch_padded_seq_len",
+        buckets=LENGTH,
     ),
-    Metric(
+    gauge(
         "baton_batch_padded_sequence_length_last_tokens",
-        "gauge",
         "Padded length of the last mini-batch.",
         key="generate/batch_padded_seq_len",
         in_ray=True,
     ),
-    Metric(
+    gauge(
         "baton_batch_padded_sequence_length_alert_tokens",
-        "gauge",
-        "Padded length above which a mini-batch counts as long; a boundary of the histogram.",
+        "Padded length above which a mini-batch counts as long; a bound of the histogram's buckets.",
     ),
-    Metric(
-        "baton_batch_longest_row_tokens",
-        "gauge",
-        "Longest row of the last mini-batch.",
-        key="generate/batch_longest_row",
-    ),
-    Metric(
+    gauge("baton_batch_longest_row_tokens", "Longest row of the last mini-batch.", key="generate/batch_longest_row"),
+    gauge(
         "baton_batch_padding_ratio",
-        "gauge",
-        "Share of the positions of the last padded batch that hold no token.",
+        "Fraction of the positions of the last padded batch that hold no token.",
         key="generate/batch_padding_ratio",
     ),
-    Metric("baton_batch_tokens_total", "counter", "Positions of padded batches, padding included."),
-    Metric("baton_batch_padding_tokens_total", "counter", "Positions of padded batches that hold no token."),
-    Metric("baton_row_length_tokens", "histogram", "Length of a training row.", buckets=LENGTH),
-    Metric("baton_step_prompt_length_tokens", "histogram", "Length of a step's prompt.", buckets=LENGTH),
-    Metric("baton_step_response_length_tokens", "histogram", "Length of a step's response.", buckets=LENGTH),
-    Metric(
+    counter("baton_batch_tokens_total", "Positions of padded batches, padding included."),
+    counter("baton_batch_padding_tokens_total", "Positions of padded batches that hold no token."),
+    histogram("baton_row_length_tokens", "Length of a training row.", buckets=LENGTH),
+    histogram("baton_step_prompt_length_tokens", "Length of a step's prompt.", buckets=LENGTH),
+    histogram("baton_step_response_length_tokens", "Length of a step's response.", buckets=LENGTH),
+    counter(
         "baton_rows_before_merge_total",
-        "counter",
-        "Steps of trained mini-batches: rows if nothing merged.",
+        "Steps of trained mini-batches; without merging each would be a row.",
         key="generate/num_seq_before_merge",
     ),
-    Metric(
-        "baton_rows_after_merge_total", "counter", "Rows of trained mini-batches.", key="generate/num_seq_after_merge"
-    ),
-    Metric(
+    counter("baton_rows_after_merge_total", "Rows of trained mini-batches.", key="generate/num_seq_after_merge"),
+    counter(
         "baton_prefix_mismatch_total",
-        "counter",
         "Steps that did not extend the step before them.",
         key="generate/prefix_mismatches",
     ),
-    Metric("baton_trajectory_turns", "histogram", "Turns of a completed trajectory.", buckets=TURNS),
-    # Buffer
-    Metric(
-        "baton_staleness_versions",
-        "histogram",
-        "Versions between sampling and training, per loss token.",
-        buckets=STALENESS,
-        key="async/staleness_mean",
-    ),
-    Metric(
+    histogram("baton_trajectory_turns", "Turns of a completed trajectory.", buckets=TURNS),
+)
+
+BUFFER = (
+    histogram("baton_staleness_versions", "Versions between sampling and training, per loss token.", buckets=STALENESS),
+    gauge(
         "baton_staleness_mean_versions",
-        "gauge",
         "Mean staleness of the loss tokens of the last mini-batch.",
         key="async/staleness_mean",
         in_ray=True,
     ),
-    Metric("baton_staleness_budget_versions", "gauge", "Staleness after which a token carries no loss."),
-    Metric(
+    gauge("baton_staleness_budget_versions", "Staleness beyond which a token carries no loss."),
+    counter(
         "baton_batch_sampled_tokens_total",
-        "counter",
         "Tokens of trained mini-batches that a policy sampled.",
         key="tokens/sampled",
     ),
-    Metric(
+    counter(
         "baton_batch_stale_tokens_total",
-        "counter",
-        "Tokens of trained mini-batches that were too old to carry loss.",
+        "Tokens of trained mini-batches that were too stale to carry loss.",
         key="tokens/stale",
     ),
-    Metric("baton_buffer_groups", "gauge", "Groups that are open or done, by state.", labels=("state",), in_ray=True),
-    Metric("baton_buffer_reserved_bytes", "gauge", "Bytes that admitted groups may need at worst."),
-    Metric("baton_buffer_limit_bytes", "gauge", "Bytes that admission may reserve."),
-    Metric("baton_tokens", "gauge", "Ledger of accepted tokens: every token has exactly one fate.", labels=("fate",)),
-    Metric("baton_refused_messages_total", "counter", "Step groups that were refused at the door.", labels=("reason",)),
-    Metric("baton_accepted_tokens_total", "counter", "Tokens that the buffer accepted, each counted once."),
-    Metric(
-        "baton_restarted_trajectories_total",
-        "counter",
-        "Trajectories that began anew as their next attempt.",
-        labels=("reason",),
+    gauge("baton_buffer_groups", "Groups, by state.", ("state",), in_ray=True),
+    gauge("baton_buffer_reserved_bytes", "Bytes that admitted groups may need at worst."),
+    gauge("baton_buffer_limit_bytes", "Bytes that admission may reserve."),
+    gauge("baton_tokens", "Accepted tokens by fate; every token has exactly one fate.", ("fate",)),
+    counter("baton_refused_messages_total", "Messages that the buffer refused.", ("reason",)),
+    counter("baton_accepted_tokens_total", "Tokens that the buffer accepted, each counted once."),
+    counter(
+        "baton_restarted_trajectories_total", "Trajectories that started again as their next attempt.", ("reason",)
     ),
-    Metric(
+    counter(
         "baton_given_up_trajectories_total",
-        "counter",
-        "Trajectories that their group went on without, because their last attempt failed or came too late.",
-        labels=("reason",),
+        "Trajectories whose last attempt failed or came too late; their group goes on without them.",
+        ("reason",),
     ),
-    Metric(
-        "baton_completed_trajectories_total",
-        "counter",
-        "Completed trajectories, by how they ended.",
-        labels=("stop_reason",),
-    ),
-    Metric(
+    counter("baton_completed_trajectories_total", "Completed trajectories, by stop reason.", ("stop_reason",)),
+    gauge(
         "baton_length_distance",
-        "gauge",
-        "How far the lengths of what is trained are from the lengths of what was generated, 0 to 1.",
-        labels=("of",),
+        "Distance between the length distributions of trained and of generated work, 0 to 1.",
+        ("of",),
     ),
-    Metric("baton_journal_bytes", "gauge", "Size of the journal on disk."),
-    Metric("baton_journal_limit_bytes", "gauge", "Size that the journal may reach."),
-    # Trainer
-    Metric(
-        "baton_policy_version",
-        "gauge",
-        "Optimizer steps of the newest policy.",
-        key="trainer/global_step",
-        in_ray=True,
-    ),
-    Metric("baton_optimizer_steps_total", "counter", "Optimizer steps since the run started."),
-    Metric("baton_aborted_steps_total", "counter", "Optimizer steps that were not applied."),
-    Metric("baton_last_optimizer_step_timestamp_seconds", "gauge", "Unix time of the last optimizer step."),
-    Metric("baton_stall_deadline_seconds", "gauge", "Seconds without an optimizer step that end the run."),
-    Metric(
-        "baton_step_seconds",
-        "histogram",
-        "Seconds from one optimizer step to the next.",
-        buckets=SECONDS,
-        key="timing/step",
-    ),
-    Metric(
+    gauge("baton_journal_bytes", "Size of the journal on disk."),
+    gauge("baton_journal_limit_bytes", "Size that the journal may reach."),
+)
+
+TRAINER = (
+    gauge("baton_policy_version", "Optimizer steps of the newest policy.", key="trainer/global_step", in_ray=True),
+    counter("baton_optimizer_steps_total", "Optimizer steps since the run started."),
+    counter("baton_aborted_steps_total", "Optimizer steps that were not applied."),
+    gauge("baton_last_optimizer_step_timestamp_seconds", "Unix time of the last optimizer step."),
+    gauge("baton_stall_deadline_seconds", "Seconds without an optimizer step after which the run ends."),
+    histogram("baton_step_seconds", "Seconds from one optimizer step to the next.", key="timing/step", buckets=SECONDS),
+    histogram(
         "baton_trainer_wait_seconds",
-        "histogram",
         "Seconds that the trainer waited for a mini-batch.",
-        buckets=SECONDS,
         key="timing/wait_for_generation_buffer",
+        buckets=SECONDS,
     ),
-    Metric(
-        "baton_reward", "gauge", "Mean reward of the last mini-batch, before any filter.", key="reward/avg_raw_reward"
-    ),
-    Metric("baton_policy_loss", "gauge", "Loss of the last optimizer step.", key="policy/policy_loss"),
-    Metric("baton_policy_entropy", "gauge", "Entropy of the policy in the last step.", key="policy/policy_entropy"),
-    Metric(
+    gauge("baton_reward", "Mean reward of the last mini-batch, before any filter.", key="reward/avg_raw_reward"),
+    gauge("baton_policy_loss", "Loss of the last optimizer step.", key="policy/policy_loss"),
+    gauge("baton_policy_entropy", "Entropy of the policy in the last step.", key="policy/policy_entropy"),
+    gauge(
         "baton_policy_kl",
-        "gauge",
         "Approximate divergence of trainer and sampling policy in the last step.",
         key="policy/policy_kl",
     ),
-    Metric(
+    gauge(
         "baton_fresh_token_kl",
-        "gauge",
-        "The same over tokens that the current policy sampled: what engine and trainer disagree about.",
+        "The same divergence over tokens that the current policy sampled: the mismatch of engine and trainer.",
         key="policy/by_staleness/0/kl",
     ),
-    Metric(
+    gauge(
         "baton_importance_ratio_mean",
-        "gauge",
         "Mean ratio of trainer to sampling probabilities; near 1.",
         key="policy/is_ratio_mean",
     ),
-    Metric(
+    gauge(
         "baton_clip_ratio",
-        "gauge",
-        "Share of loss tokens that were clipped in the last step.",
+        "Fraction of loss tokens that were clipped in the last step.",
         key="policy/loss_metrics/clip_ratio",
     ),
-    Metric("baton_grad_norm", "gauge", "Norm of the gradient in the last step.", key="policy/grad_norm"),
-    Metric("baton_learning_rate", "gauge", "Learning rate of the last step.", key="policy/policy_lr"),
-    # Generators and weights
-    Metric(
-        "baton_generator_wait_seconds",
-        "histogram",
-        "Seconds that a generator waited for work.",
-        buckets=SECONDS,
-        labels=("reason",),
-    ),
-    Metric("baton_generated_tokens_total", "counter", "Tokens that the engines sampled."),
-    Metric("baton_generator_running_requests", "gauge", "Turns that an engine is generating."),
-    Metric("baton_generator_waiting_requests", "gauge", "Turns that wait inside an engine for a place in its batch."),
-    Metric("baton_generator_kv_cache_ratio", "gauge", "Share of an engine's KV cache in use."),
-    Metric("baton_generator_preemptions_total", "counter", "Turns that a full KV cache pushed out of the batch."),
-    Metric("baton_generator_group_limit", "gauge", "Groups that may be open; fewer while the KV cache overflows."),
-    Metric("baton_prefix_cached_tokens_total", "counter", "Prompt tokens that an engine found in its KV cache."),
-    Metric("baton_generator_policy_version", "gauge", "Optimizer steps of the policy that an engine serves."),
-    Metric("baton_generators_expected", "gauge", "Generators that the run was told to have."),
-    Metric(
-        "baton_environment_errors_total",
-        "counter",
-        "Trajectories that ended because their environment failed.",
-        labels=("env",),
-    ),
-    Metric(
-        "baton_weight_sync_seconds",
-        "histogram",
-        "Seconds from sending weights to serving them.",
-        buckets=SECONDS,
-        key="timing/sync_weights",
-    ),
-    Metric(
-        "baton_weight_sync_pause_seconds",
-        "histogram",
-        "Seconds that an engine stood still for new weights.",
-        buckets=SECONDS,
-    ),
-    Metric(
-        "baton_weight_sync_bytes_total",
-        "counter",
-        "Bytes of weights that an engine loaded; over the seconds of its pauses, bytes a second.",
-    ),
-    Metric("baton_weight_sync_failures_total", "counter", "Updates of an engine that failed."),
-    # The service itself
-    Metric("baton_run_info", "gauge", "Always 1; names the run.", labels=("run", "baton_version")),
-    Metric("baton_run_state", "gauge", "1 for the state that the run is in.", labels=("state",)),
-    Metric("baton_actor_up", "gauge", "1 while the actor pushes its numbers, 0 when it went silent."),
-    Metric("baton_actor_age_seconds", "gauge", "Seconds since the actor pushed its numbers."),
-    Metric("baton_process_cpu_seconds_total", "counter", "CPU seconds of the actor's process."),
-    Metric("baton_process_resident_memory_bytes", "gauge", "Resident memory of the actor's process."),
-    Metric("baton_metrics_seconds_total", "counter", "CPU seconds that measuring itself took."),
+    gauge("baton_grad_norm", "Norm of the gradient in the last step.", key="policy/grad_norm"),
+    gauge("baton_learning_rate", "Learning rate of the last step.", key="policy/policy_lr"),
 )
+
+GENERATORS_AND_WEIGHTS = (
+    histogram(
+        "baton_generator_wait_seconds", "Seconds that a generator waited for work.", ("reason",), buckets=SECONDS
+    ),
+    counter("baton_generated_tokens_total", "Tokens that the engines sampled."),
+    gauge("baton_generator_running_requests", "Turns that an engine is generating."),
+    gauge("baton_generator_waiting_requests", "Turns that wait in an engine for a place in its batch."),
+    gauge("baton_generator_kv_cache_ratio", "Fraction of an engine's KV cache in use."),
+    counter("baton_generator_preemptions_total", "Turns that an engine preempted because its KV cache was full."),
+    gauge("baton_generator_group_limit", "Groups that a generator may have open; lowered when the KV cache overflows."),
+    counter("baton_prefix_cached_tokens_total", "Prompt tokens that an engine found in its KV cache."),
+    gauge("baton_generator_policy_version", "Optimizer steps of the policy that an engine serves."),
+    gauge("baton_generators_expected", "Generators that the configuration asks for."),
+    counter("baton_environment_errors_total", "Trajectories that ended because their environment failed.", ("env",)),
+    histogram(
+        "baton_weight_sync_seconds",
+        "Seconds from sending weights until the engines serve them.",
+        key="timing/sync_weights",
+        buckets=SECONDS,
+    ),
+    histogram(
+        "baton_weight_sync_pause_seconds",
+        "Seconds for which an engine stopped generating to load new weights.",
+        buckets=SECONDS,
+    ),
+    counter(
+        "baton_weight_sync_bytes_total",
+        "Bytes of weights that an engine loaded; divided by the seconds of its pauses, bytes a second.",
+    ),
+    counter("baton_weight_sync_failures_total", "Weight updates that failed in an engine."),
+)
+
+SERVICE = (
+    gauge("baton_run_info", "Always 1; the labels name the run.", ("run", "baton_version")),
+    gauge("baton_run_state", "1 for the run's current state.", ("state",)),
+    gauge("baton_actor_up", "1 while the actor pushes metrics, 0 when it is silent."),
+    gauge("baton_actor_age_seconds", "Seconds since the actor last pushed metrics."),
+    counter("baton_process_cpu_seconds_total", "CPU seconds of the actor's process."),
+    gauge("baton_process_resident_memory_bytes", "Resident memory of the actor's process."),
+    counter("baton_metrics_seconds_total", "CPU seconds spent on measuring and pushing metrics."),
+)
+
+TABLE: tuple[Metric, ...] = (*LENGTHS_AND_PADDING, *BUFFER, *TRAINER, *GENERATORS_AND_WEIGHTS, *SERVICE)
 
 BY_NAME = {metric.name: metric for metric in TABLE}

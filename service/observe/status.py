@@ -34,7 +34,7 @@ BROKEN = (ValueError, TypeError, KeyError, RecursionError, OSError)
 Status = dict[str, Any]
 
 
-def compose(parts: Mapping[str, Mapping[str, Any]], actors: list[dict[str, Any]], now: float) -> Status:
+def status_document(parts: Mapping[str, Mapping[str, Any]], actors: list[dict[str, Any]], now: float) -> Status:
     """The document from what the parts of the run reported last; a part that has not reported is empty."""
     run = dict(parts.get("run", {}))
     buffer = dict(parts.get("buffer", {}))

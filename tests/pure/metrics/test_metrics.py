@@ -136,10 +136,16 @@ def test_what_the_table_does_not_have_cannot_be_recorded() -> None:
 
 def test_series_that_no_longer_exist_can_be_dropped() -> None:
     metrics = Metrics("buffer", "b", BOUNDARIES)
-    metrics.set("baton_buffer_groups", 3, state="open")
-    metrics.forget("baton_buffer_groups")
-    metrics.set("baton_buffer_groups", 1, state="leased")
-    assert b'state="open"' not in metrics.snapshot()
+    metrics.set_all("baton_buffer_groups", "state", {"open": 3, "issued": 2})
+    metrics.set_all("baton_buffer_groups", "state", {"leased": 1, "issued": 4})
+    text = metrics.snapshot()
+    assert b'state="open"' not in text
+    assert [value(text, "baton_buffer_groups", state=s, role="buffer", ident="b") for s in ("issued", "leased")] == [
+        4,
+        1,
+    ]
+    with pytest.raises(ValueError, match="not a gauge with labels"):
+        metrics.set_all("baton_buffer_groups", "fate", {})
 
 
 def test_the_hub_merges_the_actors_numbers_family_by_family() -> None:
