@@ -1,8 +1,8 @@
-"""Folders that appear whole: made beside their place, then renamed into it.
+"""Locks on folders, and files and folders that appear whole: written beside their place, then renamed into it.
 
 final               whole, unless the process died between two renames
-.final.making       being written; rubbish once its writer is gone
-.final.earlier      what was there before; the whole one as long as there is no `final`
+.partial.final      being written; to be deleted once its writer is gone
+.previous.final     the folder that is being replaced; the whole one as long as there is no `final`
 """
 
 from __future__ import annotations
@@ -10,46 +10,43 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from service.errors import UserError
-
 LOCK = ".lock"
-LOCK_SECONDS = 1.0
-"""How long a run tries to hold its folder: who asks whether it is held holds it for an instant."""
+LOCK_POLL_SECONDS = 0.02
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold a run folder for one process.
+def lock_folder(folder: Path, seconds: float) -> TextIO:
+    """Lock a folder until the returned file is closed, which the death of the process does too.
 
     Raises:
-        UserError: another one holds it.
+        TimeoutError: another process held the lock for so many seconds.
     """
-    deadline = time.monotonic() + LOCK_SECONDS
-    with (folder / LOCK).open("w") as lock:
-        while not _locked(lock, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                raise UserError(f"{folder}: a run is going on in this folder; stop it first")
-            time.sleep(0.02)
-        yield
+    lock = (folder / LOCK).open("w")
+    deadline = time.monotonic() + seconds
+    while not _try_lock(lock, fcntl.LOCK_EX):
+        if time.monotonic() > deadline:
+            lock.close()
+            raise TimeoutError(f"{folder} is locked by another process")
+        time.sleep(LOCK_POLL_SECONDS)
+    return lock
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a process of this machine runs in a run folder."""
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine holds the lock of a folder; takes the lock for an instant to find out."""
     try:
         with (folder / LOCK).open() as lock:
-            return not _locked(lock, fcntl.LOCK_SH)
+            return not _try_lock(lock, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
 
 
-def _locked(lock: TextIO, how: int) -> bool:
-    """Locks an open file until it is closed; False: somebody else has."""
+def _try_lock(lock: TextIO, how: int) -> bool:
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -58,45 +55,86 @@ def _locked(lock: TextIO, how: int) -> bool:
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of `folder` when the block ends well; if not, nothing of it is left."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    restore(folder)
-    making, earlier = _making(folder), earlier_of(folder)
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a path to write to; when the block ends well, that file replaces `path`, else it is deleted.
+
+    A reader finds the old file or the new one, never a part.
+    """
+    partial = partial_file(path)
     try:
-        making.mkdir()
-        yield making
-        sync(making)
+        yield partial
+        sync(partial)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the text of a file at once."""
+    with atomic_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def partial_file(path: Path) -> Path:
+    """Where this process writes what becomes `path`; the suffix stays, because some writers go by it."""
+    return path.with_name(f".partial.{os.getpid()}.{path.name}")
+
+
+def create_private(path: Path, text: str) -> None:
+    """Write a file that only its user can read, unless it is there: of several writers at once, one wins."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.link(partial, path)
+    except FileExistsError:
+        return
+    finally:
+        os.unlink(partial)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder, which replaces `folder` when the block ends well; else it is deleted."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    recover_folder(folder)
+    partial, previous = _partial_folder(folder), previous_folder(folder)
+    try:
+        partial.mkdir()
+        yield partial
+        sync(partial)
         sync(folder.parent)
         if folder.exists():
-            os.replace(folder, earlier)
-        os.replace(making, folder)
+            os.replace(folder, previous)
+        os.replace(partial, folder)
     except BaseException:
-        restore(folder)
+        recover_folder(folder)
         raise
     sync(folder.parent)
-    shutil.rmtree(earlier, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
-def restore(folder: Path) -> None:
-    """Bring back what was there before a writer that died between two renames, and remove what any dead one left."""
-    if not folder.exists() and earlier_of(folder).exists():
-        os.replace(earlier_of(folder), folder)
-    for left in (_making(folder), earlier_of(folder)):
+def recover_folder(folder: Path) -> None:
+    """Undo a replacement whose writer died: bring the previous folder back, and delete what is left of the new one."""
+    if not folder.exists() and previous_folder(folder).exists():
+        os.replace(previous_folder(folder), folder)
+    for left in (_partial_folder(folder), previous_folder(folder)):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def earlier_of(folder: Path) -> Path:
-    """Where the folder is that is being replaced."""
-    return folder.with_name(f".{folder.name}.earlier")
+def previous_folder(folder: Path) -> Path:
+    """Where a folder lies while another one replaces it."""
+    return folder.with_name(f".previous.{folder.name}")
 
 
-def _making(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.making")
+def _partial_folder(folder: Path) -> Path:
+    return folder.with_name(f".partial.{folder.name}")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or a folder's entries are on disk."""
+    """Wait until a file, or the entries of a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

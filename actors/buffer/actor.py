@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from actors.observe.telemetry import BufferTelemetry
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import RunFailed
+from service.files import lock_folder
 from service.handoff.batches.batch import CompleteGroup, batch_of_rank
 from service.handoff.batches.form import Forming
 from service.handoff.buffer import Buffer
@@ -49,24 +49,17 @@ class Leased(NamedTuple):
     """The same of what ended since the lease before without being trained."""
 
 
-def locked(folder: Path, seconds: float) -> TextIO:
-    """A journal's lock, which the death of its holder frees: two buffers must not write beside each other.
+def lock_journal(folder: Path, seconds: float) -> TextIO:
+    """Lock a journal's folder: two buffers must not write one journal.
 
     Raises:
-        RunFailed: another process held it for so many seconds.
+        RunFailed: another process held the lock for so many seconds.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("w")
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                lock.close()
-                raise RunFailed(f"{folder}: another process still writes this journal; end it first") from None
-            time.sleep(0.05)
+    try:
+        return lock_folder(folder, seconds)
+    except TimeoutError:
+        raise RunFailed(f"{folder}: another process still writes this journal; end it first") from None
 
 
 class BufferActor:
@@ -87,7 +80,7 @@ class BufferActor:
         self._opened: Buffer | None = None
         self._failure: Exception | None = None
         try:
-            self._journal_lock = locked(Path(journal_folder), LOCK_SECONDS)
+            self._journal_lock = lock_journal(Path(journal_folder), LOCK_SECONDS)
             self._journal = Journal(Path(journal_folder), self._clock)
             prompt_uids = [task.uid for task in load_tasks(Path(tasks_file))]
             seed = self._config.run.seed

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from service.errors import UserError
+from service.files import create_private
 
 HERE = ("", "local", "auto", "localhost", "127.0.0.1", "::1")
 """Hosts in RAY_ADDRESS that are this machine."""
@@ -61,22 +61,8 @@ def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
     file = Path(named) if named else home / ".ray" / "auth_token"
     try:
         if not named and not file.exists() and not environment.get("RAY_ADDRESS"):
-            _write_token(file)
+            create_private(file, secrets.token_hex(32))
         if file.exists() and file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
             file.chmod(0o600)
     except OSError as error:
         raise UserError(f"{file}: Ray's token cannot be kept there: {error.strerror}; set RAY_AUTH_TOKEN") from None
-
-
-def _write_token(file: Path) -> None:
-    """Write a new token; of several runs that start at once, one wins and all use its token."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd, partial = tempfile.mkstemp(dir=file.parent)
-    try:
-        with os.fdopen(fd, "w") as out:
-            out.write(secrets.token_hex(32))
-        os.link(partial, file)
-    except FileExistsError:
-        return
-    finally:
-        os.unlink(partial)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from actors.calls import call
 from service.config import Config
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
+from service.run.folder import CHECKPOINTS
 from service.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Checkpointer:
     """Begins a checkpoint while training goes on, and makes it count once every rank has written."""
 
     def __init__(self, config: Config, run_folder: Path, cluster: Cluster) -> None:
-        self._checkpoints = Checkpoints(run_folder / "checkpoints", config.trainer.keep_checkpoints)
+        self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._begun: _Begun | None = None
 

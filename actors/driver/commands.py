@@ -9,6 +9,7 @@ from pathlib import Path
 
 from service.errors import UserError
 from service.observe.phases import phase, say
+from service.run.folder import CONFIG, run_folder
 
 SHORT_SECONDS = 1.0
 """A configuration is read within this time, unless the machine is busy; one that is wrong is one line then."""
@@ -19,9 +20,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run a training."""
     resume: Path | None = arguments.resume
     if resume is not None:
-        if not (resume / "config.yaml").is_file():
-            raise UserError(f"--resume {resume}: not a run folder (it has no config.yaml)")
-        arguments.config.insert(0, resume / "config.yaml")
+        resume = run_folder(resume)
+        arguments.config.insert(0, resume / CONFIG)
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.cli.configuration import checked_config
         from service.config import check_paths

@@ -25,9 +25,10 @@ from service.observe.phases import phase
 from service.observe.progress import QUIET_SECONDS, Progress
 from service.observe.trajectories import how_they_ended, trained
 from service.run.checkpoints import Manifest
-from service.run.folder import RunFolder
+from service.run.folder import FINAL, JOURNAL, LOGS
 from service.run.prepare import Prepared, demonstrations
 from service.run.repeated_failures import FailureWatch
+from service.run.writer import RunWriter
 from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0
@@ -41,7 +42,7 @@ class Coordinator:
         self,
         config: Config,
         cluster: Cluster,
-        folder: RunFolder,
+        folder: RunWriter,
         prepared: Prepared,
         say: Callable[[str], None],
         resume_from: Manifest | None,
@@ -97,7 +98,7 @@ class Coordinator:
             await self._finish()
             await generating
         except ray.exceptions.RayError as error:
-            log = self._folder.path / "logs" / "failure.txt"
+            log = self._folder.path / LOGS / "failure.txt"
             log.write_text(str(error))
             raise RunFailed(f"an actor failed: {in_a_line(error)} (all of it: {log})") from error
 
@@ -161,7 +162,7 @@ class Coordinator:
             UserError: that journal is not there, or not all of it.
         """
         status = await call(self._buffer.status, who="the buffer")
-        manifest.check_journal(status["journal_synced"], self._folder.path / "journal")
+        manifest.check_journal(status["journal_synced"], self._folder.path / JOURNAL)
         await call(self._buffer.resume, who="the buffer")
 
     async def _start_anew(self) -> None:
@@ -304,7 +305,7 @@ class Coordinator:
         """Write the final weights, then let the generators go; a stopped run keeps its open work for a resumption."""
         self._telemetry.state("stopping")
         with phase("writing the final weights", self._say):
-            await self._trainer.export(self._folder.path / "final")
+            await self._trainer.export(self._folder.path / FINAL)
         await self._checkpoints.settle()
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)

@@ -21,13 +21,13 @@ from actors.driver.signals import heard_signals
 from actors.observe.metrics_hub import refuse_taken_port
 from service.config import Config, check
 from service.errors import BatonError, RunFailed, UserError
-from service.evaluation.target import CHECKPOINTS, FINAL
-from service.files import restore
+from service.files import recover_folder
 from service.observe.phases import phase, say
 from service.observe.progress import end_early
 from service.run.checkpoints import Checkpoints, Manifest
-from service.run.folder import RunFolder, new_run_folder
+from service.run.folder import CHECKPOINTS, FINAL, JOURNAL, LOGS, lock_run, new_run_folder
 from service.run.prepare import Prepared, prepare
+from service.run.writer import RunWriter
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the entry point of a job."""
@@ -48,8 +48,8 @@ def run(config: Config, resume: Path | None = None) -> int:
     keep_token_private(os.environ, Path.home())
     refuse_taken_port(config)
     path = resume or new_run_folder(runs_folder(config), config.run.name)
-    folder = RunFolder(path)
-    with folder.locked(), _exit_on_stop_signals():
+    folder = RunWriter(path)
+    with lock_run(path), _exit_on_stop_signals():
         manifest = None if resume is None else newest_checkpoint(config, path)
         try:
             with phase("preparing the data and the model"):
@@ -93,24 +93,24 @@ def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
         raise
 
 
-def _run_on_ray(config: Config, folder: RunFolder, prepared: Prepared, manifest: Manifest | None) -> int:
+def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest: Manifest | None) -> int:
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
     try:
         with contextlib.ExitStack() as held:
             with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
-                held.enter_context(ray_session(config, mark, folder.path / "logs", stopped_early))
+                held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
             if missing := missing_resources(config, gpus_each()):
                 say(f"WAITING for resources that the Ray cluster does not have: {missing}")
-            cluster = place_actors(config, prepared, folder.path / "journal")
+            cluster = place_actors(config, prepared, folder.path / JOURNAL)
             coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
             return asyncio.run(_until_stopped(coordinator))
     except OSError as error:
         raise RunFailed(f"{error.filename or folder.path}: {error.strerror or error}") from error
 
 
-def _keep_failure(folder: RunFolder, error: BatonError) -> None:
+def _keep_failure(folder: RunWriter, error: BatonError) -> None:
     """Say in the run folder too how the run ended, unless it is the disk that failed."""
     with contextlib.suppress(OSError):
         folder.write_summary({"state": "failed", "reason": str(error), "exit_code": error.exit_code})
@@ -124,7 +124,7 @@ def newest_checkpoint(config: Config, path: Path) -> Manifest:
     """
     checkpoints = Checkpoints(path / CHECKPOINTS, config.trainer.keep_checkpoints)
     checkpoints.drop_unfinished()
-    restore(path / FINAL)
+    recover_folder(path / FINAL)
     manifest = checkpoints.newest()
     if manifest is None:
         raise UserError(f"{path}: no whole checkpoint to resume from (was trainer.checkpoint_every 0?)")

@@ -11,7 +11,7 @@ from actors.generator.generator_pool import GeneratorPool
 from service.config import Config
 from service.evaluation.report import table
 from service.evaluation.scores import Evaluation
-from service.run.folder import RunFolder
+from service.run.writer import RunWriter
 
 STOP_CHECK_SECONDS = 0.5
 """Seconds between two checks whether the run was stopped."""
@@ -24,7 +24,7 @@ class Evaluations:
         self,
         config: Config,
         generator_pool: GeneratorPool,
-        folder: RunFolder,
+        folder: RunWriter,
         files: Mapping[str, Path],
         say: Callable[[str], None],
         is_stopped: Callable[[], bool],

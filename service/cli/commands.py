@@ -143,9 +143,10 @@ def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]
 
     from service.config import load
     from service.observe.trajectory_views import pieces
+    from service.run.folder import CONFIG, initial_model
 
-    config = load([folder / "config.yaml"], []).config
-    file = (config.model.path or folder / "model") / "tokenizer.json"
+    config = load([folder / CONFIG], []).config
+    file = initial_model(config, folder) / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"{file}: no such file; the run's tokenizer is needed to show its tokens as text")
     try:

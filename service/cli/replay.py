@@ -10,6 +10,7 @@ from service.config import load
 from service.errors import UserError
 from service.handoff.journal.replay import replayed
 from service.handoff.steps.wire import encode_mini_batch
+from service.run.folder import CONFIG, JOURNAL, run_folder
 from service.types import MiniBatch
 
 ABOUT = """\
@@ -27,7 +28,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or the name of a run")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the optimizer step")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the encoded mini-batch here")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -35,10 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the mini-batch held."""
-    settings, journal = arguments.run / "config.yaml", arguments.run / "journal"
-    if not settings.is_file() or not journal.is_dir():
-        raise UserError(f"{arguments.run} is no run folder: it has no config.yaml or no journal")
-    batch = replayed(load([settings], []).config, journal, arguments.step)
+    folder = run_folder(arguments.run)
+    journal = folder / JOURNAL
+    if not journal.is_dir():
+        raise UserError(f"{folder}: this run has no journal")
+    batch = replayed(load([folder / CONFIG], []).config, journal, arguments.step)
     if arguments.out is not None:
         arguments.out.write_bytes(encode_mini_batch(batch))
     print(json.dumps(_values(batch), indent=2) if arguments.json else "\n".join(_lines(batch, arguments.step)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from service.config.paths import near
 from service.errors import UserError
-from service.run.folder import write_whole
+from service.files import write_atomic
 
 if TYPE_CHECKING:  # the command line checks `--output` before anything large is imported
     from service.evaluation.scores import Evaluation
@@ -51,7 +51,7 @@ def write_output(file: Path, text: str) -> None:
     if _is_written_through(file):
         file.write_text(text, encoding="utf-8")
     else:
-        write_whole(file, text)
+        write_atomic(file, text)
 
 
 def _is_written_through(file: Path) -> bool:

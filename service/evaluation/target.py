@@ -13,12 +13,9 @@ from pathlib import Path
 from service.config import Config
 from service.config.paths import near
 from service.errors import UserError
-from service.files import earlier_of
+from service.files import previous_folder
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
-
-CONFIG = "config.yaml"
-FINAL = "final"
-CHECKPOINTS = "checkpoints"
+from service.run.folder import CHECKPOINTS, CONFIG, FINAL, initial_model, is_run_folder
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class EvalTarget:
         """The folder of the run's initial model, whose shape and tokenizer its checkpoints share."""
         if self.run is None:
             raise ValueError(f"{self.path} belongs to no run")
-        return config.model.path or self.run / "model"
+        return initial_model(config, self.run)
 
     def weights(self, manifest: Manifest | None) -> Path:
         """The folder of the weights: that of the manifest's checkpoint, or the Hugging Face folder."""
@@ -85,12 +82,12 @@ def eval_target(path: Path) -> EvalTarget:
     absolute = path.resolve()
     run = absolute.parent
     if (path / "config.json").is_file():
-        return EvalTarget(path, run if absolute.name == FINAL and _is_run(run) else None, path)
-    if _is_run(path):
+        return EvalTarget(path, run if absolute.name == FINAL and is_run_folder(run) else None, path)
+    if is_run_folder(path):
         final = path / FINAL
-        exported = [folder for folder in (final, earlier_of(final)) if (folder / "config.json").is_file()]
+        exported = [folder for folder in (final, previous_folder(final)) if (folder / "config.json").is_file()]
         return EvalTarget(path, absolute, exported[0] if exported else None)
-    if _is_run(run) and absolute.name == CHECKPOINTS:
+    if is_run_folder(run) and absolute.name == CHECKPOINTS:
         raise UserError(f"{path}: name the run, {run}, or one of its checkpoints: {_listed(absolute)}")
     step = absolute.name.removeprefix(PREFIX)
     if absolute.name.startswith(PREFIX) and step.isdecimal():
@@ -103,7 +100,7 @@ def eval_target(path: Path) -> EvalTarget:
 def _checkpoint(path: Path, step: int) -> EvalTarget:
     folder = path.resolve()
     run = folder.parents[1]
-    if folder.parent.name != CHECKPOINTS or not _is_run(run):
+    if folder.parent.name != CHECKPOINTS or not is_run_folder(run):
         raise UserError(
             f"{path}: the checkpoint lies in no run folder, whose {CONFIG} and model it needs; give "
             f"RUN/{CHECKPOINTS}/{path.name}"
@@ -120,7 +117,3 @@ def _listed(folder: Path, step: int | None = None) -> str:
         earlier, later = [one for one in steps if one < step], [one for one in steps if one > step]
         steps = [*earlier[-1:], *later[:1]]
     return ", ".join(f"{PREFIX}{one}" for one in steps) or "none"
-
-
-def _is_run(path: Path) -> bool:
-    return (path / CONFIG).is_file()

@@ -11,7 +11,6 @@ are not those of learner.json, a save over another into the same folder was cut 
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from service.errors import UserError
-from service.files import sync
+from service.files import atomic_file, sync, write_atomic
 from service.learn.model.hf_checkpoint import chunk
 from service.learn.optimizer import MOMENTS
 
@@ -77,16 +76,12 @@ class CheckpointWriter:
     def _write(self, folder: Path, copies: dict[str, Tensor], facts: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / _file_name(self._rank, self._world)
-        making = file.with_suffix(f".{os.getpid()}.making")
-        save_file(copies, making, {FACTS: facts})
-        sync(making)
-        if self._rank == 0:
-            facts_making = folder / f"{FACTS}.{os.getpid()}.making"
-            facts_making.write_text(facts + "\n")
-            shutil.copymode(facts_making, making)
-            sync(facts_making)
-            os.replace(facts_making, folder / FACTS)
-        os.replace(making, file)
+        with atomic_file(file) as partial:
+            save_file(copies, partial, {FACTS: facts})
+            if self._rank == 0:
+                write_atomic(folder / FACTS, facts + "\n")
+                # safetensors creates files that only their owner may read
+                shutil.copymode(folder / FACTS, partial)
         sync(folder)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from service.config import Config
 from service.rollout.environments.env_metrics import EnvMetricMeans
-from service.run.folder import RunFolder
+from service.run.writer import RunWriter
 from service.types import PolicyVersion
 
 LINES = 20
@@ -22,7 +22,7 @@ PLOT_SECONDS = 20.0
 class Progress:
     """Takes what each step measured, and tells the terminal and the run folder."""
 
-    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, folder: RunWriter, say: Callable[[str], None]) -> None:
         self._config = config
         self._folder = folder
         self._say = say
@@ -132,7 +132,7 @@ class Progress:
             self._say(f"`baton run --resume {self._folder.path}` goes on from here")
 
 
-def end_early(folder: RunFolder, say: Callable[[str], None], steps: int, **more: float) -> None:
+def end_early(folder: RunWriter, say: Callable[[str], None], steps: int, **more: float) -> None:
     """Say that a run was stopped before it took another optimizer step than those that it goes on from."""
     folder.write_summary({"state": "stopped", "steps": steps, **more})
     say(f"stopped after the {steps} optimizer steps before" if steps else "stopped before the first optimizer step")

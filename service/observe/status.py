@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.clock import Clock, SystemClock
 from service.errors import UserError
-from service.files import is_held
+from service.run.folder import ADDRESS, RUNS, SUMMARY, find_run, is_running, no_such_run
 
 if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
@@ -72,13 +72,7 @@ def buffer_status(status: BufferStatus, clock: Clock | None = None) -> dict[str,
     return report
 
 
-def run_of(target: str, runs: Path = Path("runs")) -> Path | None:
-    """The folder behind a run folder or a run's name; None: the target is neither."""
-    folders = (folder for folder in (Path(target), runs / target) if (folder / "config.yaml").is_file())
-    return next(folders, None)
-
-
-def status_address(target: str, runs: Path = Path("runs")) -> str:
+def status_address(target: str, runs: Path = RUNS) -> str:
     """The address behind a URL, `host:port`, a run folder or a run's name.
 
     Raises:
@@ -86,35 +80,35 @@ def status_address(target: str, runs: Path = Path("runs")) -> str:
     """
     if target.startswith(("http://", "https://")):
         return target.rstrip("/").removesuffix("/status")
-    if (folder := run_of(target, runs)) is not None:
+    if (folder := find_run(target, runs)) is not None:
         try:
-            address: str = json.loads((folder / "address.json").read_text(encoding="utf-8"))["url"]
+            address: str = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))["url"]
         except FileNotFoundError:
             raise UserError(_unserved(folder)) from None
         except BROKEN as error:
-            raise UserError(f"{folder / 'address.json'} is damaged: {error!r}") from None
+            raise UserError(f"{folder / ADDRESS} is damaged: {error!r}") from None
         return address
     host, _, port = target.rpartition(":")
     if host and port.isdigit():
         return f"http://{target}"
-    raise UserError(f"{target}: neither a URL, host:port, a run folder nor the name of a run in {runs}/")
+    raise no_such_run(target, runs, besides="a URL, host:port, ")
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:
     """How the run of a folder ended; None while it goes on, and where it was killed."""
     try:
-        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         summary["state"]
     except FileNotFoundError:
         return None
     except BROKEN as error:
-        raise UserError(f"{folder / 'summary.json'} is damaged: {error!r}") from None
+        raise UserError(f"{folder / SUMMARY} is damaged: {error!r}") from None
     return summary
 
 
 def _unserved(folder: Path) -> str:
     """Why a run that has left no summary serves no status."""
-    if is_held(folder):
+    if is_running(folder):
         return f"{folder}: the run is starting; its status is there as soon as its actors are"
     return (
         f"{folder}: no process of this machine runs it, and it did not say how it ended: it was killed, or runs "
@@ -123,13 +117,13 @@ def _unserved(folder: Path) -> str:
     )
 
 
-def run_status(target: str, runs: Path = Path("runs")) -> Status:
+def run_status(target: str, runs: Path = RUNS) -> Status:
     """What the run does now; of a run folder whose run has ended, how it ended, under `summary`.
 
     Raises:
         UserError: nobody answers, and nothing says how the run ended.
     """
-    folder = run_of(target, runs)
+    folder = find_run(target, runs)
     summary = None if folder is None else summary_of(folder)
     try:
         status = fetch_status(status_address(target, runs))
@@ -138,7 +132,7 @@ def run_status(target: str, runs: Path = Path("runs")) -> Status:
             raise
         if summary is not None:
             return {"folder": str(folder), "summary": summary}
-        if not is_held(folder):
+        if not is_running(folder):
             raise UserError(_unserved(folder)) from error
         raise
     # An address outlives its run, and the next one may have taken the port.

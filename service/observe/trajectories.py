@@ -29,7 +29,7 @@ from service.handoff.ledger.events import GroupEnd
 from service.handoff.ledger.store import Store
 from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.tables import end_objects, step_objects
-from service.run.folder import read_lines
+from service.run.folder import RUNS, TRAJECTORIES, read_lines, run_folder
 from service.types import NO_VERSION, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd
 
 Record = dict[str, Any]
@@ -166,18 +166,18 @@ class LostTrajectories:
         return whole, store.end_of(group_id, sample)
 
 
-def find_run(run: str, runs: Path = Path("runs")) -> Path:
+def find_run(run: str, runs: Path = RUNS) -> Path:
     """The folder of a run that was named by its folder or by its name.
 
     Raises:
         UserError: there is no such run, or it kept no trajectories.
     """
-    for folder in (Path(run), runs / run):
-        if (folder / "trajectories.jsonl").is_file():
-            return folder
-        if (folder / "config.yaml").is_file():
-            raise UserError(f"{folder}: this run has kept no trajectories (run.trajectories_per_step, or no step yet)")
-    raise UserError(f"{run}: neither a run folder nor the name of a run in {runs}/")
+    if (Path(run) / TRAJECTORIES).is_file():
+        return Path(run)
+    folder = run_folder(run, runs)
+    if not (folder / TRAJECTORIES).is_file():
+        raise UserError(f"{folder}: this run has kept no trajectories (run.trajectories_per_step, or no step yet)")
+    return folder
 
 
 def load_records(folder: Path) -> list[Record]:
@@ -187,12 +187,12 @@ def load_records(folder: Path) -> list[Record]:
         UserError: a line is not a record.
     """
     try:
-        records = list(read_lines(folder / "trajectories.jsonl"))
+        records = list(read_lines(folder / TRAJECTORIES))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{folder}/trajectories.jsonl: not JSON: {error}") from None
+        raise UserError(f"{folder / TRAJECTORIES}: not JSON: {error}") from None
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict) or not {"id", "steps"} <= record.keys():
-            raise UserError(f"{folder}/trajectories.jsonl, line {number}: no trajectory")
+            raise UserError(f"{folder / TRAJECTORIES}, line {number}: no trajectory")
     if not records:
         raise UserError(f"{folder}: this run has kept no trajectories yet")
     return records

@@ -14,8 +14,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from service.errors import UserError
-from service.files import sync
-from service.run.folder import write_whole
+from service.files import sync, write_atomic
 
 MANIFEST = "manifest.json"
 PREFIX = "step_"
@@ -101,7 +100,7 @@ class Checkpoints:
             frontier=frontier,
             files={str(file.relative_to(path)): _facts(file) for file in sorted(path.rglob("*")) if file.is_file()},
         )
-        write_whole(path / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
+        write_atomic(path / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
         for folder in (path, self._folder):
             sync(folder)
         self._hashed[step] = self._stamps(manifest)

@@ -29,6 +29,7 @@ from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.prompts.warm_start import SupervisedRow, demonstration_rows
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
+from service.run.folder import initial_model
 
 TRAINING_BYTES = 16
 """Bytes of a parameter while it is trained: master weight, gradient and two moments, in float32."""
@@ -58,7 +59,7 @@ def prepare(config: Config, folder: Path) -> Prepared:
     tasks = load_tasks(tasks_file)
     check_environments(config.env, tasks, tasks_file)
     evals = prepare_evaluation(config, folder)
-    model_folder = config.model.path or _make_policy(config, folder / "model")
+    model_folder = config.model.path or _make_policy(config, initial_model(config, folder))
     hf_config, tokenizer = _checked_model(model_folder)
     routing = routing_of_model(hf_config)
     check_bytes(config, routing.experts_per_token)

@@ -28,6 +28,7 @@ from actors.driver.checkpointer import Checkpointer
 from actors.generator.claims import Claimer
 from actors.generator.outbox import Outbox, Unreachable
 from service.config import Config
+from service.files import partial_file, write_atomic
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.ledger import Ledger
@@ -36,7 +37,6 @@ from service.handoff.prefixes.digest import digest
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason
-from service.run.folder import write_whole
 from service.types import (
     Extension,
     Int32s,
@@ -110,7 +110,7 @@ def break_promise(folder: Path, what: str) -> None:
 def came_up(folder: Path, role: str) -> None:
     """Say who plays a role now, for those who kill it, and when it came."""
     (folder / "pids").mkdir(exist_ok=True)
-    write_whole(folder / "pids" / role, str(os.getpid()))
+    write_atomic(folder / "pids" / role, str(os.getpid()))
     with (folder / f"up-{role}.txt").open("a") as file:
         file.write(f"{time.time()}\n")
 
@@ -352,7 +352,7 @@ class FakeTrainer(Player):
         cluster = cast("Cluster", SimpleNamespace(buffer=buffer, trainer=self))
         self._checkpointer = Checkpointer(self._config, self._folder, cluster)
         self._history: list[dict[str, Any]] = []
-        service.run.checkpoints.write_whole = self._write_manifest
+        service.run.checkpoints.write_atomic = self._write_manifest
         came_up(self._folder, "trainer")
 
     async def _play_part(self) -> list[dict[str, Any]]:
@@ -412,7 +412,7 @@ class FakeTrainer(Player):
     def _publish(self, version: PolicyVersion) -> None:
         # The last weights would admit work that has begun or not, as it happens, when the run's end expires it.
         if version.step < self._config.run.max_steps:
-            write_whole(self._folder / "weights.json", json.dumps(version))
+            write_atomic(self._folder / "weights.json", json.dumps(version))
 
     # -- checkpoints, by the calls that the checkpointer makes ---------------------------------------------------------
 
@@ -433,9 +433,9 @@ class FakeTrainer(Player):
 
     def _write_manifest(self, path: Path, text: str) -> None:
         if self._doom.is_now("manifest.half"):
-            path.with_name(f".{path.name}.partial").write_text(text[: len(text) // 2])
+            partial_file(path).write_text(text[: len(text) // 2])
             self._doom.die()
-        write_whole(path, text)
+        write_atomic(path, text)
         self._doom.at("manifest.after")
 
     @property

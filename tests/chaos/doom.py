@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from service.files import write_atomic
 from service.handoff.journal.disk import Buffer, File, LocalDisk, LocalFile
-from service.run.folder import write_whole
 
 BUFFER_SEAMS = (
     "append.before_write",
@@ -72,7 +72,7 @@ class Doom:
     def die(self) -> None:
         """Use the entry up and end."""
         seam = self._plan.pop(0)[0]
-        write_whole(self._file, json.dumps(self._plan))
+        write_atomic(self._file, json.dumps(self._plan))
         with self._file.with_suffix(".deaths").open("a") as deaths:
             deaths.write(f"{seam}\n")
             deaths.flush()

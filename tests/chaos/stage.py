@@ -26,7 +26,7 @@ import ray.exceptions
 
 from actors.generator.outbox import Unreachable
 from service.config import Config
-from service.run.folder import write_whole
+from service.files import write_atomic
 from tests.chaos.cast import AnsweringEarly, DoomedBuffer, FakeGenerator, FakeTrainer, Scraper
 
 RETRY_SECONDS = 0.05
@@ -95,7 +95,7 @@ async def play(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
 def start_ray(folder: Path) -> None:
     """A Ray of the run's own; whoever dies, the watchdog cleans up."""
     mark = uuid.uuid4().hex[:12]
-    write_whole(folder / "mark", mark)
+    write_atomic(folder / "mark", mark)
     os.environ[MARK] = mark
     ray_folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     start_watchdog(mark, ray_folder, folder / "logs")
@@ -124,7 +124,7 @@ def main() -> int:
         sys.stderr.flush()
         # Ray would wait for calls that nobody answers any more; the watchdog ends what is left.
         os._exit(1)
-    write_whole(folder / "report.json", json.dumps(report, default=str))
+    write_atomic(folder / "report.json", json.dumps(report, default=str))
     ray.shutdown()
     return 0
 

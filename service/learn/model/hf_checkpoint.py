@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from service.config.model_folder import EMBEDDING, INDEX, SINGLE
 from service.errors import UserError
-from service.files import replaced, sync
+from service.files import atomic_folder, sync
 from service.learn.model.experts import names_on_disk
 
 HEAD = "lm_head.weight"
@@ -173,15 +173,15 @@ def chunk(length: int, rank: int, world: int) -> tuple[int, int]:
 
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
     """Write a Hugging Face folder: the weights, and all that `source` holds beside weights; whole or not at all."""
-    with replaced(folder) as making:
+    with atomic_folder(folder) as partial:
         for file in sorted(source.iterdir()):
             if _is_beside_weights(file):
-                shutil.copy2(file, making / file.name)
-        save_torch_state_dict(weights, making, metadata={"format": "pt"})
-        _write_dtype(making / "config.json", next(iter(weights.values())).dtype)
-        for file in making.iterdir():
+                shutil.copy2(file, partial / file.name)
+        save_torch_state_dict(weights, partial, metadata={"format": "pt"})
+        _write_dtype(partial / "config.json", next(iter(weights.values())).dtype)
+        for file in partial.iterdir():
             # safetensors creates files that only their owner may read
-            shutil.copymode(making / "config.json", file)
+            shutil.copymode(partial / "config.json", file)
             sync(file)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pyarrow.parquet as pq
 
 from service.config.rollout import COLDEST, HOTTEST
 from service.errors import UserError
+from service.files import atomic_file
 from service.rollout.environment import Message, Task, is_text
 
 COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model", "extra_info", "tools", "temperature"})
@@ -59,10 +59,8 @@ def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSONL; the file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(f"{_line(row, number, path)}\n" for number, row in enumerate(rows))
-    os.replace(partial, path)
 
 
 def _line(row: Mapping[str, Any], number: int, path: Path) -> str:

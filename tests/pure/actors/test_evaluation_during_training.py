@@ -17,7 +17,8 @@ from service.config import Config
 from service.config.rollout import DataConfig
 from service.errors import RunFailed
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
-from service.run.folder import RunFolder, read_lines
+from service.run.folder import read_lines
+from service.run.writer import RunWriter
 
 
 class Sets:
@@ -45,7 +46,7 @@ def evaluations(folder: Path, sets: Sets, names: list[str], stops: list[bool]) -
     said: list[str] = []
     files = {name: folder / f"{name}.jsonl" for name in names}
     pool = cast(GeneratorPool, sets)
-    made = Evaluations(Config(), pool, RunFolder(folder), files, said.append, lambda: bool(stops and stops.pop(0)))
+    made = Evaluations(Config(), pool, RunWriter(folder), files, said.append, lambda: bool(stops and stops.pop(0)))
     return made, said
 
 
@@ -73,7 +74,7 @@ async def test_a_stopped_run_does_not_wait_for_its_evaluation(tmp_path: Path) ->
 
 
 def test_a_trainer_that_goes_back_evaluates_the_later_steps_again(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunWriter(tmp_path)
     for step in (0, 20, 40):
         folder.append_evaluations(step, [dev().record()])
     folder.cut_after(20)

@@ -16,7 +16,8 @@ from service.clock import SystemClock
 from service.config import load_config
 from service.observe.hub import Hub
 from service.observe.status_view import road_lines, status_lines
-from service.run.folder import RunFolder
+from service.run.folder import lock_run
+from service.run.writer import RunWriter
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -67,7 +68,7 @@ def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureF
         (["config", "validate", "--config", QUICKSTART, "env.options.colour=1"], "'lookup' refuses them"),
         (["config", "validate", "--config", QUICKSTART, "trainer.betas=[0.9,1.5]"], "should be less than 1, not 1.5"),
         (["config", "validate", "--config", QUICKSTART, "model.make.num_layers=1000"], "model.make.num_layers"),
-        (["status", "nobody"], "neither a URL, host:port, a run folder nor the name of a run"),
+        (["status", "nobody"], "neither a URL, host:port, a run folder (with config.yaml) nor the name of a run"),
         (["status", "127.0.0.1:1"], "no run answers there"),
     ],
 )
@@ -202,13 +203,13 @@ def test_status_tells_a_run_that_starts_from_one_that_was_killed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").touch()
-    folder = RunFolder(tmp_path)
+    folder = RunWriter(tmp_path)
 
     def said() -> str:
         assert main(["status", str(tmp_path)]) == 2
         return capsys.readouterr().err
 
-    with folder.locked():
+    with lock_run(tmp_path):
         assert "the run is starting" in said()
         folder.write_address("http://127.0.0.1:1")
         assert "no run answers there" in said()
@@ -220,12 +221,12 @@ def test_status_tells_a_run_that_starts_from_one_that_was_killed(
 
 def test_a_run_that_goes_on_is_no_longer_one_that_ended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    folder = RunFolder(tmp_path)
+    folder = RunWriter(tmp_path)
     folder.write_summary({"state": "stopped", "steps": 27})
     folder.write_address("http://127.0.0.1:1")
     assert main(["status", str(tmp_path)]) == 0
     assert "stopped after 27 optimizer steps" in capsys.readouterr().out
-    with folder.locked():
+    with lock_run(tmp_path):
         folder.forget_end()
         assert main(["status", str(tmp_path)]) == 2
         assert "the run is starting" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from service.learn.checkpoint import CheckpointWriter, Facts
 from service.learn.model.model import read_config, weight_shapes
 from service.learn.optimizer import MOMENTS
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints
-from service.run.folder import RunFolder
 from service.run.prepare import prepare
+from service.run.writer import RunWriter
 
 QUICKSTART = "configs/quickstart.yaml"
 PART = f"{TRAINER}/rank_0_of_1.safetensors"
@@ -33,7 +33,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 20 and 40 and no final weights."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     config = load_config([QUICKSTART], ["data.eval_make_rows=4"])
-    RunFolder(folder).write_config(config)
+    RunWriter(folder).write_config(config)
     shapes = weight_shapes(read_config(prepare(config, folder).model_folder))
     tensors = {f"{kind}/{name}": torch.zeros(shape) for kind in ("weights", *MOMENTS) for name, shape in shapes.items()}
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)

@@ -10,7 +10,9 @@ from service.cli.parser import main
 from service.config import load_config
 from service.errors import UserError
 from service.evaluation.target import eval_target
+from service.files import previous_folder
 from service.run.checkpoints import Manifest
+from service.run.folder import FINAL
 
 
 def run_folder(path: Path, final: bool) -> Path:
@@ -37,8 +39,8 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
 
 def test_final_weights_that_were_being_replaced_when_their_run_was_killed_are_still_found(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", final=True)
-    (run / "final").rename(run / ".final.earlier")
-    assert eval_target(run).model == run / ".final.earlier"
+    (run / FINAL).rename(previous_folder(run / FINAL))
+    assert eval_target(run).model == previous_folder(run / FINAL)
 
 
 def test_a_checkpoint_means_its_step_and_brings_its_runs_configuration(tmp_path: Path) -> None:

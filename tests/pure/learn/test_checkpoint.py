@@ -168,7 +168,7 @@ def test_a_save_over_another_that_was_cut_off_is_not_taken_for_a_whole_one(
 
     rename = os.replace
     with monkeypatch.context() as patched, pytest.raises(OSError, match="cut off"):
-        patched.setattr("service.learn.checkpoint.os.replace", replace_facts_alone)
+        patched.setattr("service.files.os.replace", replace_facts_alone)
         learner.save(tmp_path)
     refused(fresh, tmp_path, r"is not whole: rank_0_of_1\.safetensors is of another save than learner\.json")
     learner.save(tmp_path)

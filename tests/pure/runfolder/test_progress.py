@@ -10,7 +10,8 @@ import pytest
 from service.config import load_config
 from service.observe import progress
 from service.observe.progress import QUIET_SECONDS, Progress
-from service.run.folder import RunFolder, read_lines
+from service.run.folder import read_lines
+from service.run.writer import RunWriter
 from service.types import PolicyVersion
 
 BUFFER: dict[str, Any] = {"tokens": {"trained": 5}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": {}}
@@ -32,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def begun(run: RunFolder, said: list[str], *settings: str, taken: int = 0) -> Progress:
+def begun(run: RunWriter, said: list[str], *settings: str, taken: int = 0) -> Progress:
     config = load_config([Path("configs/quickstart.yaml")], ["run.max_steps=1000", *settings])
     for number in range(1, taken + 1):
         run.log_step({"trainer/global_step": number, **FACTS})
@@ -49,7 +50,7 @@ def step(going: Progress, number: int, generators: Sequence[dict[str, Any]] = ()
 
 def test_quick_steps_have_a_line_now_and_then_and_slow_ones_one_each(tmp_path: Path, clock: Clock) -> None:
     said: list[str] = []
-    run = RunFolder(tmp_path)
+    run = RunWriter(tmp_path)
     going = begun(run, said)
     for number in range(1, 101):
         clock.now += 0.1
@@ -64,7 +65,7 @@ def test_quick_steps_have_a_line_now_and_then_and_slow_ones_one_each(tmp_path: P
 
 
 def test_what_environments_say_is_in_the_line_of_a_step(tmp_path: Path, clock: Clock) -> None:
-    run = RunFolder(tmp_path)
+    run = RunWriter(tmp_path)
     going = begun(run, [])
     generator = {"name": "generator-0", "pid": 1, "wait_seconds": 0.0, "elapsed_seconds": 1.0}
     clock.now += 1
@@ -75,8 +76,8 @@ def test_what_environments_say_is_in_the_line_of_a_step(tmp_path: Path, clock: C
 
 def test_a_run_that_goes_on_says_which_steps_are_left(tmp_path: Path, clock: Clock) -> None:
     said: list[str] = []
-    begun(RunFolder(tmp_path / "new"), said)
-    begun(RunFolder(tmp_path / "resumed"), said, taken=27)
+    begun(RunWriter(tmp_path / "new"), said)
+    begun(RunWriter(tmp_path / "resumed"), said, taken=27)
     assert said == ["training: 1000 optimizer steps (0 s so far)", "training: steps 28 to 1000 (0 s so far)"]
 
 
@@ -85,12 +86,12 @@ def test_a_run_that_goes_on_says_which_steps_are_left(tmp_path: Path, clock: Clo
 )
 def test_a_stopped_run_says_how_it_goes_on_where_it_can(tmp_path: Path, state: str, every: int, hint: bool) -> None:
     said: list[str] = []
-    begun(RunFolder(tmp_path), said, f"trainer.checkpoint_every={every}", taken=1).end(state, BUFFER, [])
+    begun(RunWriter(tmp_path), said, f"trainer.checkpoint_every={every}", taken=1).end(state, BUFFER, [])
     assert (f"`baton run --resume {tmp_path}` goes on from here" in said) is hint
 
 
 def test_a_run_that_is_stopped_before_it_goes_on_still_has_its_steps(tmp_path: Path) -> None:
     said: list[str] = []
-    begun(RunFolder(tmp_path), said).end_early(27)
+    begun(RunWriter(tmp_path), said).end_early(27)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 27
     assert said[-1] == "stopped after the 27 optimizer steps before"

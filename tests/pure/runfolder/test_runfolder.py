@@ -13,8 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from service.config import Config, load_config
 from service.errors import UserError
 from service.observe.plot import smooth
-from service.run import folder as runfolder
-from service.run.folder import RunFolder, new_run_folder, read_lines
+from service.run import writer
+from service.run.folder import new_run_folder, read_lines
+from service.run.writer import RunWriter
 
 
 def step(number: int, **more: float) -> dict[str, float]:
@@ -40,12 +41,12 @@ def test_a_place_that_cannot_hold_runs_is_a_user_error(tmp_path: Path) -> None:
 
 def test_the_kept_configuration_repeats_the_run(tmp_path: Path) -> None:
     config = load_config([Path("configs/quickstart.yaml")], ["run.seed=3"])
-    RunFolder(tmp_path).write_config(config)
+    RunWriter(tmp_path).write_config(config)
     assert load_config([tmp_path / "config.yaml"]) == config != Config()
 
 
 def test_a_step_is_one_flat_json_line_and_one_point_per_curve(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunWriter(tmp_path)
     folder.log_step(step(1))
     folder.log_step(step(2, **{"policy/policy_loss": math.nan}))
     folder.close()
@@ -60,7 +61,7 @@ def test_a_step_is_one_flat_json_line_and_one_point_per_curve(tmp_path: Path) ->
 
 
 def test_numpy_numbers_are_logged_as_plain_numbers(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunWriter(tmp_path)
     folder.log_step({"trainer/global_step": np.int64(1), "reward/avg_raw_reward": np.float32(0.5)})
     folder.close()
     assert list(read_lines(tmp_path / "metrics.jsonl")) == [{"trainer/global_step": 1, "reward/avg_raw_reward": 0.5}]
@@ -68,7 +69,7 @@ def test_numpy_numbers_are_logged_as_plain_numbers(tmp_path: Path) -> None:
 
 def test_a_line_without_its_step_is_a_bug(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trainer/global_step"):
-        RunFolder(tmp_path).log_step({"reward/avg_raw_reward": 1.0})
+        RunWriter(tmp_path).log_step({"reward/avg_raw_reward": 1.0})
 
 
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 30])
 def test_the_curve_is_drawn_from_however_many_steps_there_are(tmp_path: Path, steps: int) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunWriter(tmp_path)
     for number in range(1, steps + 1):
         folder.log_step(step(number, **{"reward/avg_pass_at_8": 1.0, "async/staleness_max": 2.0}))
     folder.plot()
@@ -94,8 +95,8 @@ def test_the_smooth_curve_skips_what_was_not_measured() -> None:
 
 
 def test_trajectories_are_kept_until_the_file_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runfolder, "TRAJECTORIES_BYTES", 50)
-    folder = RunFolder(tmp_path)
+    monkeypatch.setattr(writer, "TRAJECTORIES_BYTES", 50)
+    folder = RunWriter(tmp_path)
     trajectories = [{"id": f"group={number}/sample=0/attempt=0"} for number in range(10)]
     assert folder.append_trajectories(trajectories[:1]) == 1
     assert folder.append_trajectories(trajectories[1:]) == 1
@@ -104,7 +105,7 @@ def test_trajectories_are_kept_until_the_file_is_full(tmp_path: Path, monkeypatc
 
 
 def test_a_whole_file_is_replaced_at_once_and_leaves_no_parts(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunWriter(tmp_path)
     folder.write_summary({"state": "running"})
     folder.write_summary({"state": "finished", "where": tmp_path})
     folder.write_address("http://127.0.0.1:9400")
@@ -118,7 +119,7 @@ def test_wandb_takes_the_same_numbers_when_asked_and_works_offline(
 ) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is optional and not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    folder = RunFolder(tmp_path / "r")
+    folder = RunWriter(tmp_path / "r")
     folder.write_config(load_config([], ["metrics.wandb={project: p}"]))
     folder.log_step(step(1))
     folder.log_step(step(2))
@@ -134,7 +135,7 @@ def test_wandb_knows_a_resumed_run_and_takes_one_of_its_name_elsewhere_for_anoth
     wandb.errors.Error = ValueError
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for parent in ("one", "one", "another"):
-        folder = RunFolder(tmp_path / parent / "quickstart")
+        folder = RunWriter(tmp_path / parent / "quickstart")
         folder.write_config(load_config([], ["metrics.wandb={project: p}"]))
         folder.log_step(step(1))
         folder.close()
@@ -149,7 +150,7 @@ def test_a_wandb_that_wants_a_key_says_so_in_one_line(tmp_path: Path, monkeypatc
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = RunFolder(tmp_path / "r")
+    folder = RunWriter(tmp_path / "r")
     folder.write_config(load_config([], ["metrics.wandb={project: p, offline: false}"]))
     with pytest.raises(UserError, match=r"^metrics\.wandb: No API key .*metrics\.wandb\.offline=true\)$"):
         folder.log_step({"trainer/global_step": 1})

@@ -12,7 +12,7 @@ from rich.console import Console
 from service.config import Config
 from service.observe.trajectories import LostTrajectories
 from service.observe.trajectory_views import UNUSED, html_page, print_list, print_record, tokens_of
-from service.run.folder import RunFolder
+from service.run.writer import RunWriter
 from service.types import TrajectoryId
 from tests.pure.buffer.world import World, config, step
 
@@ -87,7 +87,7 @@ def test_a_log_probability_that_is_not_finite_can_be_written(tmp_path: Path) -> 
     odd = replace(whole, logprobs=np.array([np.nan, -0.5], np.float32))
     world.generator.send([odd])
     world.buffer.end()
-    folder = RunFolder(tmp_path / "run")
+    folder = RunWriter(tmp_path / "run")
     records = lost.take()
     assert folder.append_trajectories(records) == len(records) == 1
     assert json.loads((folder.path / "trajectories.jsonl").read_text())["steps"][0]["logprobs"] == [None, -0.5]

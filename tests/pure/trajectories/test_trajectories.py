@@ -35,7 +35,7 @@ from service.observe.trajectory_views import (
     tokens_of,
 )
 from service.rollout.chat.tokenizer import make_tokenizer
-from service.run.folder import RunFolder
+from service.run.writer import RunWriter
 from service.types import NO_VERSION, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 
@@ -174,7 +174,7 @@ def test_without_an_id_it_is_the_newest_that_was_trained_or_else_the_newest() ->
 
 
 def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="neither a run folder nor the name of a run"):
+    with pytest.raises(UserError, match=r"neither a run folder \(with config.yaml\) nor the name of a run"):
         find_run("nobody", tmp_path)
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.yaml").write_text("")
@@ -183,13 +183,14 @@ def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
 
 
 def test_the_commands_read_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = RunFolder(tmp_path / "r")
+    folder = RunWriter(tmp_path / "r")
+    (folder.path / "config.yaml").touch()
     assert folder.append_trajectories(records()) == 3
     assert [record["id"] for record in load_records(find_run("r", tmp_path))] == [record["id"] for record in records()]
     assert main(["trajectories", "list", str(tmp_path / "r"), "--last", "2"]) == 0
     assert capsys.readouterr().out.count("group=") == 2
     assert main(["trajectories", "list", str(tmp_path / "none")]) == 2
-    assert "neither a run folder" in capsys.readouterr().err
+    assert "neither a run folder (with config.yaml) nor the name of a run" in capsys.readouterr().err
     (tmp_path / "r" / "trajectories.jsonl").write_text("{broken}\n")
     assert main(["trajectories", "list", str(tmp_path / "r")]) == 2
 
@@ -197,7 +198,7 @@ def test_the_commands_read_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFi
 def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    RunFolder(tmp_path).append_trajectories(records())
+    RunWriter(tmp_path).append_trajectories(records())
     (tmp_path / "config.yaml").write_text("run: {name: r}\n")
     show = ["trajectories", "show", str(tmp_path), str(records()[0]["id"])]
     assert main(show) == 2

@@ -8,27 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from service.files import earlier_of, replaced, restore
+from service.files import atomic_folder, previous_folder, recover_folder
 
 DIES = """
 import os, sys
 from pathlib import Path
-from service.files import replaced
+from service.files import atomic_folder
 rename = os.replace
 def renamed(source, target):
     rename(source, target)
     os.kill(os.getpid(), 9)
 os.replace = renamed
-with replaced(Path(sys.argv[1])) as making:
-    (making / "weights").write_text("new")
+with atomic_folder(Path(sys.argv[1])) as partial:
+    (partial / "weights").write_text("new")
     if sys.argv[2] == "while writing":
         os.kill(os.getpid(), 9)
 """
 
 
 def write(folder: Path, text: str) -> None:
-    with replaced(folder) as making:
-        (making / "weights").write_text(text)
+    with atomic_folder(folder) as partial:
+        (partial / "weights").write_text(text)
 
 
 def texts(path: Path) -> dict[str, str]:
@@ -40,10 +40,10 @@ def test_a_writer_that_is_killed_leaves_the_earlier_folder_for_the_next_one(tmp_
     final = tmp_path / "final"
     write(final, "old")
     assert subprocess.run([sys.executable, "-c", DIES, final, moment], timeout=240).returncode == -9
-    left = final if final.exists() else earlier_of(final)
+    left = final if final.exists() else previous_folder(final)
     assert (left / "weights").read_text() == "old"
 
-    restore(final)
+    recover_folder(final)
     assert texts(tmp_path) == {"final/weights": "old"}
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
@@ -61,8 +61,8 @@ def test_a_killed_writer_is_cleaned_up_after_by_the_next_one(tmp_path: Path) -> 
 def test_a_writer_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     final = tmp_path / "final"
     write(final, "old")
-    with pytest.raises(OSError, match="no space left"), replaced(final) as making:
-        (making / "weights").write_text("half")
+    with pytest.raises(OSError, match="no space left"), atomic_folder(final) as partial:
+        (partial / "weights").write_text("half")
         raise OSError("no space left")
     assert texts(tmp_path) == {"final/weights": "old"}
     assert [path.name for path in tmp_path.iterdir()] == ["final"]

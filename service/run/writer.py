@@ -1,0 +1,124 @@
+"""Writes what a run leaves in its folder: configuration, metrics, curve, trajectories, evaluations, summary."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from service.config import Config, resolved_yaml
+from service.files import atomic_file, write_atomic
+from service.observe.plot import draw_learning_curve
+from service.observe.trackers import Tracker, open_trackers
+from service.run.folder import ADDRESS, CONFIG, EVALUATIONS, LOGS, METRICS, SUMMARY, TRAJECTORIES, read_lines
+
+TRAJECTORIES_BYTES = 64 << 20
+"""Where `trajectories.jsonl` stops growing."""
+
+
+class RunWriter:
+    """Writes the files of one run; whole files are replaced at once, lines are appended and flushed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        (self.path / LOGS).mkdir(parents=True, exist_ok=True)
+        self._metrics: TextIO | None = None
+        self._trackers: list[Tracker] = []
+        self._config: Config | None = None
+        self._trajectories_full = False
+
+    def forget_end(self) -> None:
+        """How the run ended before, and where it was served, are no longer true: it goes on."""
+        for name in (SUMMARY, ADDRESS):
+            (self.path / name).unlink(missing_ok=True)
+
+    def write_config(self, config: Config) -> None:
+        """Keep the resolved configuration; `baton run --config <it>` repeats the run."""
+        self._config = config
+        write_atomic(self.path / CONFIG, resolved_yaml(config))
+
+    def write_address(self, url: str) -> None:
+        """Where /metrics and /status are served while the run goes on."""
+        write_atomic(self.path / ADDRESS, json.dumps({"url": url}) + "\n")
+
+    def log_step(self, numbers: Mapping[str, float]) -> None:
+        """One line of `metrics.jsonl`, and one point per curve in TensorBoard and the other trackers.
+
+        Raises:
+            ValueError: `trainer/global_step` is missing.
+        """
+        if "trainer/global_step" not in numbers:
+            raise ValueError("a line of metrics.jsonl needs trainer/global_step")
+        if self._metrics is None:
+            self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
+            self._trackers = open_trackers(self._config, self.path)
+        line = {key: _number(value) for key, value in numbers.items()}
+        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._metrics.flush()
+        for tracker in self._trackers:
+            tracker.log(int(numbers["trainer/global_step"]), numbers)
+
+    def cut_after(self, step: int) -> list[dict[str, Any]]:
+        """Drop the lines of steps after `step`, which a trainer that went back will take again; returns the others."""
+        _cut(self.path / EVALUATIONS, "step", step)
+        metrics, key = self.path / METRICS, "trainer/global_step"
+        if any(line[key] > step for line in read_lines(metrics)):
+            self.close()
+        return _cut(metrics, key, step)
+
+    def append_evaluations(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """One line for each set that was evaluated after an optimizer step."""
+        with (self.path / EVALUATIONS).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records)
+
+    def append_trajectories(self, trajectories: Sequence[Mapping[str, Any]]) -> int:
+        """Append completed trajectories, a line each, until the file is full; returns how many were kept."""
+        if self._trajectories_full or not trajectories:
+            return 0
+        kept = 0
+        with (self.path / TRAJECTORIES).open("a", encoding="utf-8") as file:
+            for trajectory in trajectories:
+                if file.tell() >= TRAJECTORIES_BYTES:
+                    self._trajectories_full = True
+                    break
+                file.write(json.dumps(trajectory, allow_nan=False, ensure_ascii=False) + "\n")
+                kept += 1
+        return kept
+
+    def plot(self) -> None:
+        """Draw `learning_curve.png` from what was logged so far."""
+        lines = list(read_lines(self.path / METRICS))
+        with atomic_file(self.path / "learning_curve.png") as partial:
+            draw_learning_curve(lines, partial, title=self.path.name)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """How the run ended, as one JSON object."""
+        write_atomic(self.path / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
+
+    def close(self) -> None:
+        """Close the open files; nothing that was logged is lost without it."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+
+
+def _cut(path: Path, key: str, most: int) -> list[dict[str, Any]]:
+    """Keep the lines of a file whose `key` is at most `most`; returns them."""
+    lines = list(read_lines(path))
+    kept = [line for line in lines if line[key] <= most]
+    if len(kept) < len(lines):
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
+
+
+def _number(value: float) -> float | int | None:
+    """JSON has no NaN; a number that is not finite becomes null."""
+    if isinstance(value, bool | int):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None
