@@ -16,18 +16,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Int16s = NDArray[np.int16]
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Uint64s = NDArray[np.uint64]
-Float32s = NDArray[np.float32]
-Float64s = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from service.columns import About, Table
+from service.columns import Bools as Bools
+from service.columns import Float32s as Float32s
+from service.columns import Float64s as Float64s
+from service.columns import Int16s as Int16s
+from service.columns import Int32s as Int32s
+from service.columns import Int64s as Int64s
+from service.columns import Uint64s as Uint64s
 
 NO_VERSION = -1
 """The version of a token that no policy sampled: prompt, observation, appended end."""
@@ -86,14 +87,6 @@ class Sender(NamedTuple):
     sequence: int
 
 
-def _check_axis(record: object, names: tuple[str, ...], length: int) -> None:
-    """ValueError unless every column that is there has as many items as its axis."""
-    for name in names:
-        column = getattr(record, name)
-        if column is not None and len(column) != length:
-            raise ValueError(f"{type(record).__name__}.{name} has {len(column)} items; its axis has {length}")
-
-
 def check_token_ids(name: str, ids: ArrayLike) -> None:
     """ValueError unless these are whole numbers that fit int32, the type that tables hold them in."""
     array = np.asarray(ids)
@@ -130,15 +123,21 @@ class Step:
     """[P + T, layers, topk]; ROUTE_NATIVELY where unknown."""
 
     def __post_init__(self) -> None:
-        _check_axis(self, ("logprobs", "loss_mask", "versions"), len(self.response_ids))
-        _check_axis(self, ("routed_experts",), len(self.prompt_ids) + len(self.response_ids))
+        self._check_length(("logprobs", "loss_mask", "versions"), len(self.response_ids))
+        self._check_length(("routed_experts",), len(self.prompt_ids) + len(self.response_ids))
         for name in ("prompt_ids", "response_ids"):
             check_token_ids(f"Step.{name}", getattr(self, name))
         rewards = np.asarray(self.reward)
         if rewards.dtype.kind not in "biuf" or not np.isfinite(rewards).all():
             raise ValueError(f"Step.reward is {self.reward!r}; it must be a finite number, or one per response token")
         if rewards.ndim:
-            _check_axis(self, ("reward",), len(self.response_ids))
+            self._check_length(("reward",), len(self.response_ids))
+
+    def _check_length(self, names: tuple[str, ...], length: int) -> None:
+        for name in names:
+            array = getattr(self, name)
+            if array is not None and len(array) != length:
+                raise ValueError(f"Step.{name} has {len(array)} items; its axis has {length}")
 
 
 class TrajectoryEnd(NamedTuple):
@@ -151,50 +150,54 @@ class TrajectoryEnd(NamedTuple):
     reward: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Steps:
-    """K steps as columns (see the module's example)."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TrainedTokens:
+    """Token columns that steps, rows and micro-batches have; what is added here travels from generator to trainer."""
+
+    token_ids_N: Annotated[Int32s, About("prompt part first, response part after it", on_prompt=True)]
+    logprobs_N: Annotated[Float32s, About("log-probability under the distribution that sampled the token", fill=0)]
+    loss_mask_N: Annotated[Bools, About("true where the policy sampled the token", fill=0)]
+    """Of a micro-batch: true on a token that carries loss; stale and masked tokens are False already."""
+    routed_experts_N: Annotated[
+        Int16s | None, About("`[N, layers, topk]`, -1 where unknown", fill=ROUTE_NATIVELY, on_prompt=True, ndim=3)
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Tokens(TrainedTokens):
+    """All token columns of steps and rows."""
+
+    versions_N: Annotated[Int64s, About("packed policy version; -1 where no policy sampled the token", fill=NO_VERSION)]
+    token_rewards_N: Annotated[
+        Float32s | None, About("rewards by token, where a step has more than one", compare="rewards", fill=0)
+    ] = None
+    """Of rows: a step's scalar reward sits on its last response token; None where the merge was given no rewards."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Steps(Tokens, Table):
+    """K steps as columns (see the module's example). This is the definition of a step: its fields are the columns."""
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
-    group_id_K: Int64s
-    sample_K: Int32s
-    attempt_K: Int32s
-    index_K: Int32s
-    uid_K: Int32s
-    """Index into `uids`."""
-    stop_reason_K: Int32s
-    """Index into `stop_reasons`."""
-    temperature_K: Float32s
-    reward_K: Float64s
-    """The step's scalar reward; the sum over its tokens where it has token rewards."""
-    has_logprobs_K: Bools
-    prompt_length_K: Int32s
-    """Prompt tokens that the step itself carries."""
-    extends_K: Int32s
-    """Index of the step that this one extends, -1 for a full prompt."""
-    extends_length_K: Int32s
-    extends_digest_K: Uint64s
-    offsets_K: Int64s
-    token_ids_N: Int32s
-    logprobs_N: Float32s
-    loss_mask_N: Bools
-    versions_N: Int64s
-    token_rewards_N: Float32s | None = None
-    routed_experts_N: Int16s | None = None
-    """[N, layers, topk]"""
-
-    def __post_init__(self) -> None:
-        _check_axis(self, _STEP_COLUMNS, len(self.group_id_K))
-        _check_axis(self, ("offsets_K",), len(self.group_id_K) + 1)
-        _check_axis(self, _TOKEN_COLUMNS, len(self.token_ids_N))
-
-    def __len__(self) -> int:
-        return len(self.group_id_K)
+    group_id_K: Annotated[Int64s, About("the group")]
+    sample_K: Annotated[Int32s, About("the trajectory's number in the group")]
+    attempt_K: Annotated[Int32s, About("the trajectory's attempt")]
+    index_K: Annotated[Int32s, About("place in the trajectory, from 0")]
+    uid_K: Annotated[Int32s, About("prompt, as an index into the message's uids", compare="names")]
+    stop_reason_K: Annotated[Int32s, About("index into the message's stop reasons", compare="names")]
+    temperature_K: Annotated[Float32s, About("sampling temperature")]
+    reward_K: Annotated[Float64s, About("reward of the step; the sum over its tokens", compare="rewards")]
+    has_logprobs_K: Annotated[Bools, About("whether the engine gave log-probabilities")]
+    prompt_length_K: Annotated[Int32s, About("prompt tokens that the step itself carries", compare="form")]
+    extends_K: Annotated[Int32s, About("index of the step that this one extends, -1 for a full prompt", compare="form")]
+    extends_length_K: Annotated[Int32s, About("how many tokens of that step the prompt begins with", compare="form")]
+    extends_digest_K: Annotated[Uint64s, About("xxh3-64 of those tokens as int32", compare="form")]
+    offsets_K: Annotated[Int64s, About("where each step's tokens begin; the last one: their end", compare="form")]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ends:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Ends(Table):
     """E trajectory ends as columns."""
 
     uids: tuple[str, ...]
@@ -206,12 +209,6 @@ class Ends:
     n_steps_E: Int32s
     stop_reason_E: Int32s
     reward_E: Float64s
-
-    def __post_init__(self) -> None:
-        _check_axis(self, _END_COLUMNS, len(self.group_id_E))
-
-    def __len__(self) -> int:
-        return len(self.group_id_E)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,8 +243,8 @@ class Row:
     """The last step's scalar reward; None where rewards came per token."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Rows(Tokens, Table):
     """R rows as columns; token arrays as in `Steps`."""
 
     uids: tuple[str, ...]
@@ -263,48 +260,21 @@ class Rows:
     has_logprobs_R: Bools
     prompt_length_R: Int32s
     offsets_R: Int64s
-    token_ids_N: Int32s
-    logprobs_N: Float32s
-    loss_mask_N: Bools
-    versions_N: Int64s
-    token_rewards_N: Float32s | None = None
-    """A step's scalar reward sits on its last response token; None where the merge was not asked for rewards."""
-    routed_experts_N: Int16s | None = None
     reward_R: Float64s | None = None
     """The last step's scalar reward; None where rewards came per token."""
 
-    def __post_init__(self) -> None:
-        _check_axis(self, _ROW_COLUMNS, len(self.group_id_R))
-        _check_axis(self, ("offsets_R",), len(self.group_id_R) + 1)
-        _check_axis(self, _TOKEN_COLUMNS, len(self.token_ids_N))
 
-    def __len__(self) -> int:
-        return len(self.group_id_R)
-
-
-_TOKEN_COLUMNS = ("logprobs_N", "loss_mask_N", "versions_N", "token_rewards_N", "routed_experts_N")
-_STEP_COLUMNS = tuple(name for name in Steps.__slots__ if name.endswith("_K") and name != "offsets_K")
-_END_COLUMNS = tuple(name for name in Ends.__slots__ if name.endswith("_E"))
-_ROW_COLUMNS = tuple(name for name in Rows.__slots__ if name.endswith("_R") and name != "offsets_R")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MicroBatch(TrainedTokens):
     """Rows of one rank, packed into one forward pass of at most the token budget."""
 
-    token_ids_N: Int32s
     offsets_R: Int64s
     """[R + 1] the rows' bounds on the token axis (`cu_seqlens`)."""
-    loss_mask_N: Bools
-    """True on a token that carries loss; stale and masked tokens are False already."""
-    logprobs_N: Float32s
-    """Log-probability of token n under the policy that sampled it; 0 where the mask is False."""
     staleness_N: Int32s
     """Versions between sampling and training; -1 where no policy sampled the token."""
     temperature_R: Float32s
     trajectory_of_row_R: Int32s
     """Index into the mini-batch's `_G` arrays; the same on every rank. -1 for a dummy row, which carries no loss."""
-    routed_experts_N: Int16s | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

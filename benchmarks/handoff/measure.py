@@ -13,11 +13,12 @@ import numpy as np
 
 from benchmarks.handoff import peers
 from benchmarks.handoff.workloads import SAMPLES, VOCAB_SIZE, Workload, engineering, long_tail, search, shared, turns
+from service.columns import columns_of
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.references import check_chain, share_prefixes
-from service.handoff.steps.tables import TOKEN_COLUMNS, step_group, steps_table
+from service.handoff.steps.tables import step_group, steps_table
 from service.handoff.steps.validate import Limits, refusal
 from service.handoff.steps.wire import decode, encode
 from service.interop.skyrl import steps_from_generator_output
@@ -211,7 +212,7 @@ def _digested(steps: Steps) -> bool:
 
 
 def _copied(steps: Steps) -> list[Any]:
-    return [column.copy() for name in TOKEN_COLUMNS if (column := getattr(steps, name)) is not None]
+    return [array.copy() for column in columns_of(Steps).tokens if (array := getattr(steps, column.name)) is not None]
 
 
 def _peak(run: Callable[[], Any]) -> float:

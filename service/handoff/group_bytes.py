@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from service.handoff.steps.tables import TOKEN_COLUMNS
+from service.columns import columns_of
 from service.types import Steps
 
 if TYPE_CHECKING:  # the configuration's checks import this module
@@ -25,7 +25,7 @@ NAME_BYTES = 5 << 10
 """UTF-8 bytes of a generator's name, a prompt's uid and a stop reason together, at most."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
 """A step or an end beside its tokens: its other columns, and what a message of its own adds (frame, header, names)."""
-TOKEN_BYTES = 4 + 4 + 1 + 8 + 4
+TOKEN_BYTES = sum(column.dtype.itemsize for column in columns_of(Steps).tokens if column.about.ndim == 1)
 """A token in all columns but the routed experts: id, log-probability, mask, version, reward."""
 EXPERT_BYTES = 2
 """One routed expert of one token."""
@@ -37,8 +37,8 @@ JOURNAL_SEGMENTS = 8
 
 def bytes_per_token(steps: Steps) -> int:
     """Bytes of one token over the token columns that a table has."""
-    columns = [column for name in TOKEN_COLUMNS if (column := getattr(steps, name)) is not None]
-    return sum(column.dtype.itemsize * math.prod(column.shape[1:]) for column in columns)
+    arrays = [getattr(steps, column.name) for column in columns_of(Steps).tokens]
+    return sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays if array is not None)
 
 
 def table_bytes(steps: Steps) -> int:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from service.columns import concat, lengths_of, select, trajectories
 from service.handoff.batches.pack import Layout, Placement, in_packing_order, micro_batches, place
 from service.handoff.batches.score import ReturnRule, advantages, returns
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.branches import Drift, Mode, check_choice
 from service.handoff.prefixes.history import name_of
 from service.handoff.prefixes.merge import merge
-from service.handoff.steps.columns import lengths_of, trajectories
-from service.handoff.steps.tables import concat_ends, concat_steps, select_ends
+from service.handoff.steps.tables import concat_steps
 from service.types import NO_VERSION, Ends, Float64s, Int32s, Int64s, MiniBatch, PolicyVersion, Row, Rows, Steps
 
 if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
@@ -163,10 +163,10 @@ def batch_of_rank(batch: MiniBatch, rank: int) -> MiniBatch:
 
 def _ends_in_order(groups: Sequence[CompleteGroup]) -> tuple[Ends, Int32s]:
     """The trajectories in the order of groups, then samples; and each one's group."""
-    ends = concat_ends([group.ends for group in groups])
+    ends = concat([group.ends for group in groups])
     prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
     order = np.lexsort((ends.sample_E, prompt_G))
-    return select_ends(ends, order), prompt_G[order]
+    return select(ends, order), prompt_G[order]
 
 
 def _trajectory_of_rows(rows: Rows, ends: Ends) -> Int32s:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from service.handoff.steps.tables import select_rows
+from service.columns import select
 from service.types import Int32s, Int64s, MicroBatch, Rows
 
 Layout = Literal["packed", "padded"]
@@ -167,7 +167,7 @@ def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: i
 def in_packing_order(rows: Rows, placement: Placement) -> tuple[Rows, Int64s]:
     """The rows in the order in which micro-batches hold them, rank by rank; and which rows those were."""
     order_R = np.array([row for rank in placement.ranks for chosen in rank for row in chosen], np.int64)
-    return select_rows(rows, order_R), order_R
+    return select(rows, order_R, copy=True), order_R
 
 
 def micro_batches(

@@ -27,8 +27,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from service.columns import trajectories
 from service.errors import UserError
-from service.handoff.steps.columns import trajectories
 from service.interop.user_functions import registered
 from service.types import Ends, Float64s, Int64s, Steps
 

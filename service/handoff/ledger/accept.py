@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from service.columns import select
 from service.handoff.group_bytes import bytes_per_token, item_bytes
 from service.handoff.ledger.events import Fresh
 from service.handoff.ledger.ledger import Ledger
@@ -21,7 +22,7 @@ from service.handoff.prefixes.digest import token_bytes
 from service.handoff.prefixes.history import History, known_history
 from service.handoff.steps.step_equality import same_step
 from service.handoff.steps.stop_reason import FAILURES
-from service.handoff.steps.tables import concat_steps, end_objects, ends_table, routing_of, select_steps
+from service.handoff.steps.tables import concat_steps, end_objects, ends_table, routing_of
 from service.handoff.steps.validate import MAX_SHARE_NOT_FINITE, trajectory_refusal
 from service.types import Int64s, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
@@ -126,7 +127,7 @@ def kept(message: StepGroup, made: Plan) -> StepGroup:
     """Only what a plan keeps of a message: the same plan follows from it."""
     items = sorted(k for part in made.parts.values() for k in part.steps)
     ends = [end for part in made.parts.values() for end in part.ends]
-    return StepGroup(message.sender, select_steps(message.steps, np.array(items, np.int64)), ends_table(ends))
+    return StepGroup(message.sender, select(message.steps, np.array(items, np.int64)), ends_table(ends))
 
 
 def parts(message: StepGroup) -> dict[TrajectoryId, Part]:
@@ -262,7 +263,7 @@ def _new_steps(case: _Case) -> list[int] | Refusal:
 def _history(case: _Case) -> History:
     """The trajectory's steps, those that are kept and those that come now."""
     kept = case.store.steps_of(case.id.group_id, case.id.sample)
-    table = concat_steps([select_steps(case.message.steps, np.array(case.part.steps, np.int64)), *kept])
+    table = concat_steps([select(case.message.steps, np.array(case.part.steps, np.int64)), *kept])
     return known_history(table, np.argsort(table.index_K, kind="stable").tolist())
 
 
@@ -306,7 +307,7 @@ def _whole_refusal(
         return None
     tables = case.store.steps_of(case.id.group_id, case.id.sample)
     if steps:
-        tables = [*tables, select_steps(case.message.steps, np.array(steps, np.int64))]
+        tables = [*tables, select(case.message.steps, np.array(steps, np.int64))]
     end = end or case.store.end_of(case.id.group_id, case.id.sample)
     if not tables or end is None:
         return None

@@ -7,23 +7,17 @@ keeps another one's tokens in memory, and become one table when their group is c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
+from service.columns import select
 from service.handoff.group_bytes import table_bytes
 from service.handoff.prefixes.prefix_index import Earlier
-from service.handoff.steps.tables import (
-    STEP_COLUMNS,
-    TOKEN_COLUMNS,
-    concat_steps,
-    ends_table,
-    select_steps,
-    steps_table,
-)
+from service.handoff.steps.tables import concat_steps, ends_table, steps_table
 from service.types import Ends, StepGroup, Steps, TrajectoryEnd
 
 
@@ -136,7 +130,7 @@ class Store:
         if held is None:
             return
         held.chains = {sample: chain for sample, chain in held.chains.items() if sample not in samples}
-        kept = [select_steps(table, np.flatnonzero(~np.isin(table.sample_K, samples))) for table in held.steps]
+        kept = [select(table, np.flatnonzero(~np.isin(table.sample_K, samples))) for table in held.steps]
         held.rearranged([table for table in kept if len(table)])
         held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
         self.n_bytes -= held.n_bytes
@@ -152,9 +146,7 @@ class Store:
         """The steps of one sample, as tables of one or more steps."""
         held = self._held.get(group_id, Held())
         return [
-            select_steps(table, index_K)
-            for table in held.steps
-            if len(index_K := np.flatnonzero(table.sample_K == sample))
+            select(table, index_K) for table in held.steps if len(index_K := np.flatnonzero(table.sample_K == sample))
         ]
 
     def step(self, group_id: int, sample: int, index: int) -> tuple[Steps, int] | None:
@@ -199,12 +191,4 @@ def cut(message: StepGroup, items: Sequence[int]) -> Steps | None:
         return None
     if len(items) == len(steps):
         return steps
-    first, after = items[0], items[-1] + 1
-    if after - first != len(items):
-        return select_steps(steps, np.array(items, np.int64))
-    start, stop = int(steps.offsets_K[first]), int(steps.offsets_K[after])
-    columns: dict[str, Any] = {name: getattr(steps, name)[first:after].copy() for name in STEP_COLUMNS}
-    for name in TOKEN_COLUMNS:
-        column = getattr(steps, name)
-        columns[name] = None if column is None else column[start:stop].copy()
-    return replace(steps, offsets_K=steps.offsets_K[first : after + 1] - start, **columns)
+    return select(steps, np.array(items, np.int64), copy=True)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from service.columns import lengths_of, offsets_of
 from service.handoff.prefixes.branches import Drift, Mode, Rule, branching_rows, check_choice
 from service.handoff.prefixes.history import name_of
 from service.handoff.prefixes.references import assembled, check_chain, in_order, total_lengths, whole_prompts
-from service.handoff.steps.columns import lengths_of, offsets_of
 from service.handoff.steps.tables import row_objects, steps_table, with_token_rewards
 from service.types import ROUTE_NATIVELY, Bools, Float32s, Int16s, Int64s, Row, Rows, Step, Steps
 

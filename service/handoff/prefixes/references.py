@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from service.columns import columns_of, lengths_of, offsets_of, segments_of, select, trajectories
 from service.handoff.prefixes.digest import token_bytes
 from service.handoff.prefixes.history import History, PrefixError, known_history, name_of
 from service.handoff.prefixes.prefix_index import Earlier
-from service.handoff.steps.columns import copy_segments, lengths_of, offsets_of, trajectories
 from service.handoff.steps.step_equality import Tokens, same_step
-from service.handoff.steps.tables import STEP_COLUMNS, TOKEN_COLUMNS, items_by_trajectory, select_steps, trajectory_ids
+from service.handoff.steps.tables import items_by_trajectory, trajectory_ids
 from service.types import NO_VERSION, Bools, Extension, Int32s, Int64s, Steps, TrajectoryId, Uint64s
 
 CONTEXT_FILL = {"logprobs_N": 0, "loss_mask_N": False, "versions_N": NO_VERSION, "token_rewards_N": 0}
@@ -44,7 +44,7 @@ def in_order(steps: Steps) -> tuple[Steps, Int64s]:
     for k, same in _repetitions(steps, number_K, again_K):
         if not same:
             raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
-    return select_steps(steps, np.flatnonzero(~again_K)), number_K[~again_K]
+    return select(steps, np.flatnonzero(~again_K)), number_K[~again_K]
 
 
 def contradiction(steps: Steps) -> str | None:
@@ -64,7 +64,7 @@ def _sorted(steps: Steps) -> tuple[Steps, Int64s, Bools]:
     same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
     if not ((next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all()):
         order = np.lexsort((steps.index_K, number_K))
-        steps, number_K = select_steps(steps, order), number_K[order]
+        steps, number_K = select(steps, order), number_K[order]
         again_K[1:] = (np.diff(number_K) == 0) & (np.diff(steps.index_K) == 0)
     return steps, number_K, again_K
 
@@ -178,10 +178,7 @@ def whole_prompts(steps: Steps) -> Steps:
 
 def assembled(steps: Steps, start_S: Int64s, stop_S: Int64s, live_S: Bools) -> dict[str, Any]:
     """Token columns made of segments; a context segment keeps its ids and routed experts, and carries nothing else."""
-    columns: dict[str, Any] = {
-        name: column if (column := getattr(steps, name)) is None else copy_segments(column, start_S, stop_S)
-        for name in TOKEN_COLUMNS
-    }
+    columns = segments_of(steps, start_S, stop_S)
     if not live_S.all():
         context_N = np.repeat(~live_S, stop_S - start_S)
         for name, fill in CONTEXT_FILL.items():
@@ -193,13 +190,13 @@ def assembled(steps: Steps, start_S: Int64s, stop_S: Int64s, live_S: Bools) -> d
 def _without_leading(steps: Steps, skip_K: Int64s, parent_K: Int32s, length_K: Int32s, digest_K: Uint64s) -> Steps:
     start_K, stop_K = steps.offsets_K[:-1] + skip_K, steps.offsets_K[1:]
     columns = assembled(steps, start_K, stop_K, np.ones(len(steps), np.bool_))
-    columns |= {name: getattr(steps, name) for name in STEP_COLUMNS}
+    columns |= {column.name: getattr(steps, column.name) for column in columns_of(Steps).items}
     columns |= {
         "prompt_length_K": (steps.prompt_length_K - skip_K).astype(np.int32),
         "extends_K": parent_K,
         "extends_length_K": length_K,
         "extends_digest_K": digest_K,
     }
-    for name, column in columns.items():  # a view would keep all that it was cut from in memory
-        columns[name] = column if column is None or column.base is None else column.copy()
+    for name, array in columns.items():  # a view would keep all that it was cut from in memory
+        columns[name] = array if array is None or array.base is None else array.copy()
     return replace(steps, offsets_K=offsets_of(stop_K - start_K), **columns)

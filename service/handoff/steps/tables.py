@@ -1,4 +1,7 @@
-"""Steps, ends and rows: objects to tables, tables to objects, and selecting and joining tables."""
+"""Tables made of steps and ends as they happen, and the objects of the library made of tables.
+
+StepColumns().append(...), .append(...), .end(...)  ->  step_group(sender)  ->  service.handoff.steps.wire.encode
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from service.handoff.steps.columns import (
-    Column,
-    codes_of,
-    copy_segments,
-    joined_codes,
-    lengths_of,
-    offsets_of,
-    used_codes,
-)
+from service.columns import Column, codes_of, columns_of, concat, filled, lengths_of, offsets_of, select
 from service.types import (
-    NO_VERSION,
-    ROUTE_NATIVELY,
     Ends,
     Extension,
     Float32s,
-    Int16s,
-    Int64s,
     Row,
     Rows,
     Sender,
@@ -34,81 +25,167 @@ from service.types import (
     Steps,
     TrajectoryEnd,
     TrajectoryId,
+    check_token_ids,
 )
 
-STEP_COLUMNS = (
-    "group_id_K",
-    "sample_K",
-    "attempt_K",
-    "index_K",
-    "uid_K",
-    "stop_reason_K",
-    "temperature_K",
-    "reward_K",
-    "has_logprobs_K",
-    "prompt_length_K",
-    "extends_K",
-    "extends_length_K",
-    "extends_digest_K",
-)
-ROW_COLUMNS = (
-    "group_id_R",
-    "sample_R",
-    "attempt_R",
-    "uid_R",
-    "stop_reason_R",
-    "first_step_R",
-    "last_step_R",
-    "temperature_R",
-    "has_logprobs_R",
-    "prompt_length_R",
-)
-END_COLUMNS = ("group_id_E", "sample_E", "attempt_E", "uid_E", "n_steps_E", "stop_reason_E", "reward_E")
-TOKEN_COLUMNS = ("token_ids_N", "logprobs_N", "loss_mask_N", "versions_N", "token_rewards_N", "routed_experts_N")
+NO_EXTENSION = Extension(-1, 0, 0)
+"""The reference of a step that carries its whole prompt."""
 
 
-def step_group(sender: Sender, steps: Sequence[Step], ends: Sequence[TrajectoryEnd]) -> StepGroup:
-    """One message out of step and end objects."""
+class StepColumns:
+    """The steps and trajectory ends of one message, appended as they happen.
+
+    >>> made = StepColumns()
+    >>> sampled = {"logprobs": [-0.5, -0.25], "loss_mask": [True, True], "versions": [0, 0]}
+    >>> made.append(TrajectoryId(7, 0), "a", 0, [10, 20, 30], [40, 50], **sampled)
+    >>> steps = made.steps()
+    >>> steps.token_ids_N.tolist(), steps.loss_mask_N.astype(int).tolist(), steps.prompt_length_K.tolist()
+    ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [3])
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        """Bytes of all token columns."""
+        self.name_bytes = 0
+        """Bytes of uids and stop reasons in the message's header, with a length before each, at most."""
+        self.routing: tuple[int, ...] | None = None
+        """(layers, topk) of the routed experts; one message has one shape of them."""
+        self.ends: list[TrajectoryEnd] = []
+        self._items: list[dict[str, Any]] = []
+        self._tokens: list[dict[str, NDArray[Any]]] = []
+
+    def __len__(self) -> int:
+        return len(self._items) + len(self.ends)
+
+    def append(
+        self,
+        trajectory: TrajectoryId,
+        prompt_uid: str,
+        index: int,
+        prompt_ids: ArrayLike,
+        response_ids: ArrayLike,
+        *,
+        temperature: float = 1.0,
+        reward: float | Float32s = 0.0,
+        stop_reason: str = "stop",
+        extends: Extension | None = None,
+        **columns: ArrayLike | None,
+    ) -> None:
+        """Append a step; the arguments are those of `service.types.Step`.
+
+        `columns`: token columns by their name without `_N`, for the response's tokens (`logprobs`, `loss_mask`,
+        `versions`) or for those of prompt and response (`routed_experts`). What is None or left out has the column's
+        fill value.
+
+        Raises:
+            ValueError: an array is not as long as the tokens that it is about; an id that is no int32.
+        """
+        for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids)):
+            check_token_ids(name, ids)
+        prompt, response = np.asarray(prompt_ids, np.int32), np.asarray(response_ids, np.int32)
+        tokens = {name: np.asarray(values) for name, values in columns.items() if values is not None}
+        if np.ndim(reward):
+            tokens["token_rewards"] = np.asarray(reward)
+        self._check(tokens, len(prompt), len(response))
+        tokens |= {"prompt_ids": prompt, "response_ids": response}
+        group_id, sample, attempt = trajectory
+        step, length, digest = extends or NO_EXTENSION
+        self._items.append(
+            {
+                "group_id": group_id, "sample": sample, "attempt": attempt, "index": index, "uid": prompt_uid,
+                "stop_reason": stop_reason, "temperature": temperature,
+                "reward": float(np.sum(reward, dtype=np.float64)), "has_logprobs": "logprobs" in tokens,
+                "prompt_length": len(prompt), "extends": step, "extends_length": length, "extends_digest": digest,
+            }
+        )  # fmt: skip
+        self._tokens.append(tokens)
+        self._count_names(prompt_uid, stop_reason)
+
+    def end(self, end: TrajectoryEnd) -> None:
+        """Append a trajectory's end."""
+        self.ends.append(end)
+        self._count_names(end.prompt_uid, end.stop_reason)
+
+    def step_group(self, sender: Sender) -> StepGroup:
+        """Everything as one message."""
+        return StepGroup(sender, self.steps(), ends_table(self.ends))
+
+    def steps(self) -> Steps:
+        """The steps as columns."""
+        lengths = [(len(tokens["prompt_ids"]), len(tokens["response_ids"])) for tokens in self._tokens]
+        offsets_K = offsets_of(np.array([prompt + response for prompt, response in lengths], np.int64))
+        columns: dict[str, Any] = {
+            column.name: np.array([item[column.name[:-2]] for item in self._items], column.dtype)
+            for column in columns_of(Steps).items
+            if column.about.compare != "names"
+        }
+        uids, columns["uid_K"] = codes_of([item["uid"] for item in self._items])
+        stop_reasons, columns["stop_reason_K"] = codes_of([item["stop_reason"] for item in self._items])
+        prompt_stop_K = offsets_K[:-1] + columns["prompt_length_K"]
+        bounds = list(zip(offsets_K[:-1].tolist(), prompt_stop_K.tolist(), offsets_K[1:].tolist(), strict=True))
+        tokens: dict[str, Any] = {
+            column.name: self._token_column(column, bounds) for column in columns_of(Steps).tokens
+        }
+        return Steps(uids=uids, stop_reasons=stop_reasons, offsets_K=offsets_K, **columns, **tokens)
+
+    def _check(self, tokens: dict[str, NDArray[Any]], prompt: int, response: int) -> None:
+        """Count the step's bytes; ValueError unless its arrays fit their tokens, and the other steps' arrays."""
+        known = {column.name[:-2]: column for column in columns_of(Steps).tokens}
+        if strange := tokens.keys() - known.keys():
+            raise ValueError(f"{', '.join(sorted(strange))}: no token column of a step")
+        for name, values in tokens.items():
+            length = response + (prompt if known[name].about.on_prompt else 0)
+            if len(values) != length:
+                raise ValueError(f"{name} has {len(values)} items; its axis has {length}")
+        self.n_bytes += sum(
+            column.dtype.itemsize * (prompt + response) for column in known.values() if not column.optional
+        )
+        self.n_bytes += sum(tokens[name].nbytes for name in tokens if known[name].optional)
+        if "routed_experts" in tokens:
+            self.routing = self.routing or tokens["routed_experts"].shape[1:]
+
+    def _count_names(self, *names: str) -> None:
+        self.name_bytes += sum(len(name.encode()) + 5 for name in names)
+
+    def _token_column(self, column: Column, bounds: list[tuple[int, int, int]]) -> NDArray[Any] | None:
+        name, total = column.name[:-2], bounds[-1][-1] if bounds else 0
+        known = [tokens[name] for tokens in self._tokens if name in tokens]
+        if column.optional and not known:
+            return None
+        column_N = filled(column, total, known[0].shape[1:] if known else ())
+        for tokens, item, (start, middle, stop) in zip(self._tokens, self._items, bounds, strict=True):
+            if name == "token_ids":
+                column_N[start:middle], column_N[middle:stop] = tokens["prompt_ids"], tokens["response_ids"]
+            elif name in tokens:
+                column_N[start if column.about.on_prompt else middle : stop] = tokens[name]
+            elif name == "token_rewards" and stop > middle:
+                column_N[stop - 1] = item["reward"]
+        return column_N
+
+
+def step_group(sender: Sender, steps: Iterable[Step], ends: Iterable[TrajectoryEnd]) -> StepGroup:
+    """One message made of step and end objects."""
     return StepGroup(sender, steps_table(steps), ends_table(ends))
 
 
-def steps_table(steps: Sequence[Step]) -> Steps:
+def steps_table(steps: Iterable[Step]) -> Steps:
     """Step objects as columns."""
-    uid_K, uids = codes_of([step.prompt_uid for step in steps])
-    stop_reason_K, stop_reasons = codes_of([step.stop_reason for step in steps])
-    prompt_length_K = np.array([len(step.prompt_ids) for step in steps], np.int32)
-    length_K = prompt_length_K + np.array([len(step.response_ids) for step in steps], np.int64)
-    extends = [step.extends or Extension(-1, 0, 0) for step in steps]
-    return Steps(
-        uids=uids,
-        stop_reasons=stop_reasons,
-        group_id_K=np.array([step.trajectory.group_id for step in steps], np.int64),
-        sample_K=np.array([step.trajectory.sample for step in steps], np.int32),
-        attempt_K=np.array([step.trajectory.attempt for step in steps], np.int32),
-        index_K=np.array([step.index for step in steps], np.int32),
-        uid_K=uid_K,
-        stop_reason_K=stop_reason_K,
-        temperature_K=np.array([step.temperature for step in steps], np.float32),
-        reward_K=np.array([np.sum(step.reward, dtype=np.float64) for step in steps], np.float64),
-        has_logprobs_K=np.array([step.logprobs is not None for step in steps], np.bool_),
-        prompt_length_K=prompt_length_K,
-        extends_K=np.array([e.step for e in extends], np.int32),
-        extends_length_K=np.array([e.length for e in extends], np.int32),
-        extends_digest_K=np.array([e.digest for e in extends], np.uint64),
-        offsets_K=offsets_of(length_K),
-        token_ids_N=_joined((part for step in steps for part in (step.prompt_ids, step.response_ids)), np.int32),
-        logprobs_N=_after_prompt(steps, [step.logprobs for step in steps], 0, np.float32),
-        loss_mask_N=_after_prompt(steps, [step.loss_mask for step in steps], False, np.bool_),
-        versions_N=_after_prompt(steps, [step.versions for step in steps], NO_VERSION, np.int64),
-        token_rewards_N=_token_rewards(steps),
-        routed_experts_N=_routed_experts(steps),
-    )
+    made = StepColumns()
+    for step in steps:
+        made.append(
+            step.trajectory, step.prompt_uid, step.index, step.prompt_ids, step.response_ids,
+            temperature=step.temperature, reward=step.reward, stop_reason=step.stop_reason, extends=step.extends,
+            logprobs=step.logprobs, loss_mask=step.loss_mask, versions=step.versions,
+            routed_experts=step.routed_experts,
+        )  # fmt: skip
+    return made.steps()
 
 
-def ends_table(ends: Sequence[TrajectoryEnd]) -> Ends:
+def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
     """Trajectory ends as columns."""
-    uid_E, uids = codes_of([end.prompt_uid for end in ends])
-    stop_reason_E, stop_reasons = codes_of([end.stop_reason for end in ends])
+    ends = list(ends)
+    uids, uid_E = codes_of([end.prompt_uid for end in ends])
+    stop_reasons, stop_reason_E = codes_of([end.stop_reason for end in ends])
     return Ends(
         uids=uids,
         stop_reasons=stop_reasons,
@@ -120,6 +197,21 @@ def ends_table(ends: Sequence[TrajectoryEnd]) -> Ends:
         stop_reason_E=stop_reason_E,
         reward_E=np.array([end.reward for end in ends], np.float64),
     )
+
+
+def by_trajectory(group: StepGroup) -> list[StepGroup]:
+    """A message as one message per trajectory, in order of first appearance; the sender stays the same."""
+    steps, ends = group.steps, group.ends
+    step_ids = trajectory_ids(steps)
+    end_ids = [end.trajectory for end in end_objects(ends)]
+    return [
+        StepGroup(
+            group.sender,
+            select(steps, np.flatnonzero([found == of for found in step_ids])),
+            select(ends, np.flatnonzero([found == of for found in end_ids])),
+        )
+        for of in dict.fromkeys((*step_ids, *end_ids))
+    ]
 
 
 def trajectory_ids(steps: Steps) -> list[TrajectoryId]:
@@ -141,45 +233,9 @@ def items_by_trajectory(steps: Steps) -> dict[TrajectoryId, list[int]]:
 
 def concat_steps(tables: Sequence[Steps]) -> Steps:
     """The steps of several tables, in order, as one table."""
-    if len(tables) == 1:
-        return tables[0]
-    uids, uid_K = joined_codes([(t.uids, t.uid_K) for t in tables])
-    stop_reasons, stop_reason_K = joined_codes([(t.stop_reasons, t.stop_reason_K) for t in tables])
-    columns = {
-        name: np.concatenate([getattr(t, name) for t in tables])
-        for name in (*STEP_COLUMNS, "token_ids_N", "logprobs_N", "loss_mask_N", "versions_N")
-    }
-    columns |= {"uid_K": uid_K, "stop_reason_K": stop_reason_K}
-    return Steps(
-        uids=uids,
-        stop_reasons=stop_reasons,
-        offsets_K=offsets_of(np.concatenate([lengths_of(t.offsets_K) for t in tables])),
-        token_rewards_N=_joined_token_rewards(tables),
-        routed_experts_N=_joined_experts(tables),
-        **columns,
-    )
-
-
-def concat_ends(tables: Sequence[Ends]) -> Ends:
-    """The ends of several tables, in order, as one table."""
-    uids, uid_E = joined_codes([(t.uids, t.uid_E) for t in tables])
-    stop_reasons, stop_reason_E = joined_codes([(t.stop_reasons, t.stop_reason_E) for t in tables])
-    columns = {name: np.concatenate([getattr(t, name) for t in tables]) for name in END_COLUMNS}
-    return Ends(uids, stop_reasons, **(columns | {"uid_E": uid_E, "stop_reason_E": stop_reason_E}))
-
-
-def select_steps(steps: Steps, index_K: Int64s) -> Steps:
-    """The steps at these positions, in this order."""
-    start_K, stop_K = steps.offsets_K[index_K], steps.offsets_K[index_K + 1]
-    tokens: dict[str, Any] = {
-        name: None if (column := getattr(steps, name)) is None else copy_segments(column, start_K, stop_K)
-        for name in TOKEN_COLUMNS
-    }
-    columns = {name: getattr(steps, name)[index_K] for name in STEP_COLUMNS}
-    uids, columns["uid_K"] = used_codes(steps.uids, columns["uid_K"])
-    return Steps(
-        uids=uids, stop_reasons=steps.stop_reasons, offsets_K=offsets_of(stop_K - start_K), **columns, **tokens
-    )
+    if len(tables) > 1 and any(table.token_rewards_N is not None for table in tables):
+        tables = [with_token_rewards(table) for table in tables]
+    return concat(tables)
 
 
 def routing_of(steps: Steps) -> tuple[int, ...] | None:
@@ -187,26 +243,14 @@ def routing_of(steps: Steps) -> tuple[int, ...] | None:
     return None if steps.routed_experts_N is None or not len(steps) else steps.routed_experts_N.shape[1:]
 
 
-def select_ends(ends: Ends, index_E: Int64s) -> Ends:
-    """The ends at these positions, in this order."""
-    columns = {name: getattr(ends, name)[index_E] for name in END_COLUMNS}
-    uids, columns["uid_E"] = used_codes(ends.uids, columns["uid_E"])
-    return Ends(uids, ends.stop_reasons, **columns)
-
-
-def select_rows(rows: Rows, index_R: Int64s) -> Rows:
-    """The rows at these positions, in this order; their token columns are copies."""
-    start_R, stop_R = rows.offsets_R[index_R], rows.offsets_R[index_R + 1]
-    columns: dict[str, Any] = {
-        name: None if (column := getattr(rows, name)) is None else column[index_R]
-        for name in (*ROW_COLUMNS, "reward_R")
-    }
-    for name in TOKEN_COLUMNS:
-        column = getattr(rows, name)
-        columns[name] = None if column is None else copy_segments(column, start_R, stop_R)
-        if columns[name] is not None and np.may_share_memory(columns[name], column):
-            columns[name] = columns[name].copy()
-    return Rows(rows.uids, rows.stop_reasons, offsets_R=offsets_of(stop_R - start_R), **columns)
+def with_token_rewards(steps: Steps) -> Steps:
+    """The same steps with a reward per token: a scalar reward sits on the step's last response token."""
+    if steps.token_rewards_N is not None:
+        return steps
+    rewards_N = np.zeros(len(steps.token_ids_N), np.float32)
+    answered = lengths_of(steps.offsets_K) > steps.prompt_length_K
+    rewards_N[steps.offsets_K[1:][answered] - 1] = steps.reward_K[answered]
+    return replace(steps, token_rewards_N=rewards_N)
 
 
 def step_objects(steps: Steps) -> list[Step]:
@@ -231,84 +275,6 @@ def end_objects(ends: Ends) -> list[TrajectoryEnd]:
 def row_objects(rows: Rows) -> list[Row]:
     """The rows of a table as objects; their arrays are views."""
     return [_row_object(rows, r) for r in range(len(rows))]
-
-
-def with_token_rewards(steps: Steps) -> Steps:
-    """The same steps with a reward per token: a scalar reward sits on the step's last response token."""
-    if steps.token_rewards_N is not None:
-        return steps
-    return replace(steps, token_rewards_N=_rewards_on_last_token(steps))
-
-
-def _joined(parts: Iterable[NDArray[Any]], dtype: type[Column]) -> NDArray[Column]:
-    return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
-
-
-def _after_prompt(
-    steps: Sequence[Step], values: Sequence[NDArray[Any] | None], fill: float, dtype: type[Column]
-) -> NDArray[Column]:
-    """A token column: `fill` on each prompt part and where a step has no values."""
-    parts = []
-    for step, value in zip(steps, values, strict=True):
-        parts.append(np.full(len(step.prompt_ids), fill, dtype))
-        parts.append(np.full(len(step.response_ids), fill, dtype) if value is None else np.asarray(value, dtype))
-    return _joined(parts, dtype)
-
-
-def _token_rewards(steps: Sequence[Step]) -> Float32s | None:
-    if all(np.ndim(step.reward) == 0 for step in steps):
-        return None
-    per_token = []
-    for step in steps:
-        rewards_T = np.zeros(len(step.response_ids), np.float32)
-        if np.ndim(step.reward) == 1:
-            rewards_T = np.asarray(step.reward, np.float32)
-        elif len(rewards_T):
-            rewards_T[-1] = step.reward
-        per_token.append(rewards_T)
-    return _after_prompt(steps, per_token, 0, np.float32)
-
-
-def _routed_experts(steps: Sequence[Step]) -> Int16s | None:
-    known = [step.routed_experts for step in steps if step.routed_experts is not None]
-    if not known:
-        return None
-    unknown = [(len(step.prompt_ids) + len(step.response_ids), *known[0].shape[1:]) for step in steps]
-    return np.concatenate(
-        [
-            np.full(shape, ROUTE_NATIVELY, np.int16) if step.routed_experts is None else step.routed_experts
-            for step, shape in zip(steps, unknown, strict=True)
-        ]
-    )
-
-
-def _rewards_on_last_token(steps: Steps) -> Float32s:
-    rewards_N = np.zeros(len(steps.token_ids_N), np.float32)
-    answered = lengths_of(steps.offsets_K) > steps.prompt_length_K
-    rewards_N[steps.offsets_K[1:][answered] - 1] = steps.reward_K[answered]
-    return rewards_N
-
-
-def _joined_token_rewards(tables: Sequence[Steps]) -> Float32s | None:
-    if all(t.token_rewards_N is None for t in tables):
-        return None
-    return np.concatenate(
-        [_rewards_on_last_token(t) if t.token_rewards_N is None else t.token_rewards_N for t in tables]
-    )
-
-
-def _joined_experts(tables: Sequence[Steps]) -> Int16s | None:
-    known = [t.routed_experts_N for t in tables if t.routed_experts_N is not None]
-    if not known:
-        return None
-    return np.concatenate(
-        [
-            np.full((len(t.token_ids_N), *known[0].shape[1:]), ROUTE_NATIVELY, np.int16)
-            if t.routed_experts_N is None
-            else t.routed_experts_N
-            for t in tables
-        ]
-    )
 
 
 def _step_object(steps: Steps, k: int) -> Step:

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from service.columns import lengths_of
 from service.config.tree import Config
 from service.handoff.group_bytes import NAME_BYTES
 from service.handoff.prefixes.history import PrefixError
 from service.handoff.prefixes.references import check_references, contradiction, in_order, total_lengths
-from service.handoff.steps.columns import lengths_of
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,

@@ -20,53 +20,21 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from service.handoff.steps.tables import END_COLUMNS, STEP_COLUMNS, TOKEN_COLUMNS
+from service.columns import Column, columns_of
 from service.handoff.steps.validate import Limits
-from service.types import (
-    Ends,
-    MicroBatch,
-    MiniBatch,
-    Refusal,
-    RefusalReason,
-    Sender,
-    StepGroup,
-    Steps,
-)
+from service.types import Ends, MicroBatch, MiniBatch, Refusal, RefusalReason, Sender, StepGroup, Steps
 
-MAGIC, VERSION = b"BATN", 1
+MAGIC, VERSION = b"BATN", 2
 STEP_GROUP, MINI_BATCH = 1, 2
 PREFIX = struct.Struct("<4sHHIQQ")
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 1 << 20
 """Of a step group's header, which is mostly uids and stop reasons."""
 
-_STEP_ARRAYS = (*STEP_COLUMNS, "offsets_K", *TOKEN_COLUMNS)
-_OPTIONAL = ("token_rewards_N", "routed_experts_N")
-_GROUP_ARRAYS = tuple(name for name in (*_STEP_ARRAYS, *END_COLUMNS) if name not in _OPTIONAL)
-_BATCH_ARRAYS = ("advantage_G", "return_G", "loss_tokens_G", "rows_G", "prompt_of_trajectory_G")
-_MICRO_BATCH_ARRAYS = (
-    "token_ids_N", "offsets_R", "loss_mask_N", "logprobs_N", "staleness_N", "temperature_R",
-    "trajectory_of_row_R", "routed_experts_N",
-)  # fmt: skip
+_COLUMNS = {column.name: column for table in (Steps, Ends, MiniBatch, MicroBatch) for column in columns_of(table).all}
+"""Every array that a message may hold, by name."""
 
-_NAMES_BY_DTYPE = {
-    "<i2": ("routed_experts_N",),
-    "<i4": (
-        "uid_K", "stop_reason_K", "sample_K", "attempt_K", "index_K", "prompt_length_K", "extends_K",
-        "extends_length_K", "token_ids_N", "sample_E", "attempt_E", "uid_E", "n_steps_E", "stop_reason_E",
-        "rows_G", "prompt_of_trajectory_G", "staleness_N", "trajectory_of_row_R",
-    ),
-    "<i8": ("group_id_K", "offsets_K", "versions_N", "group_id_E", "loss_tokens_G", "offsets_R"),
-    "<u8": ("extends_digest_K",),
-    "<f4": ("temperature_K", "logprobs_N", "token_rewards_N", "advantage_G", "temperature_R"),
-    "<f8": ("reward_K", "reward_E", "return_G"),
-    "|b1": ("has_logprobs_K", "loss_mask_N"),
-}  # fmt: skip
-_EXPECTED = {
-    name: (np.dtype(dtype), 3 if name == "routed_experts_N" else 1)
-    for dtype, names in _NAMES_BY_DTYPE.items()
-    for name in names
-}
+_MICRO_BATCH_NAMES = [column.name for column in columns_of(MicroBatch).all]
 
 
 class ArrayHead(NamedTuple):
@@ -115,9 +83,7 @@ def encode(group: StepGroup) -> bytes:
         ValueError: its names (uids, stop reasons) take more than the header of a message may hold.
     """
     steps, ends = group.steps, group.ends
-    arrays = {name: getattr(steps, name) for name in _STEP_ARRAYS}
-    arrays |= {name: getattr(ends, name) for name in END_COLUMNS}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
+    arrays = _arrays_of(steps) | _arrays_of(ends)
     names = (steps.uids, steps.stop_reasons, ends.uids, ends.stop_reasons)
     head = msgspec.msgpack.encode(GroupHead(*group.sender, *names, _array_heads(arrays)))
     if len(head) > MAX_HEADER_BYTES:
@@ -141,12 +107,10 @@ def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
 
 def encode_mini_batch(batch: MiniBatch) -> bytes:
     """The bytes of a mini-batch."""
-    arrays: dict[str, NDArray[Any]] = {name: getattr(batch, name) for name in _BATCH_ARRAYS}
+    arrays = _arrays_of(batch)
     for rank, micro_batches in enumerate(batch.ranks):
         for m, micro_batch in enumerate(micro_batches):
-            for name in _MICRO_BATCH_ARRAYS:
-                if (array := getattr(micro_batch, name)) is not None:
-                    arrays[f"{rank}/{m}/{name}"] = array
+            arrays |= {f"{rank}/{m}/{name}": array for name, array in _arrays_of(micro_batch).items()}
     counts = tuple(len(micro_batches) for micro_batches in batch.ranks)
     head = BatchHead(batch.lease, batch.groups, counts, batch.metrics, _array_heads(arrays))
     return _framed(MINI_BATCH, msgspec.msgpack.encode(head), arrays)
@@ -160,12 +124,18 @@ def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
         raise ValueError(f"no mini-batch: {damaged.refusal}") from damaged
     ranks = tuple(
         tuple(
-            MicroBatch(**{name: arrays.get(f"{rank}/{m}/{name}") for name in _MICRO_BATCH_ARRAYS}) for m in range(count)
+            MicroBatch(**{name: arrays.get(f"{rank}/{m}/{name}") for name in _MICRO_BATCH_NAMES}) for m in range(count)
         )
         for rank, count in enumerate(head.micro_batches)
     )
-    columns = {name: arrays[name] for name in _BATCH_ARRAYS}
+    columns = {column.name: arrays[column.name] for column in columns_of(MiniBatch).all}
     return MiniBatch(lease=head.lease, groups=head.groups, ranks=ranks, metrics=head.metrics, **columns)
+
+
+def _arrays_of(table: object) -> dict[str, NDArray[Any]]:
+    """The arrays of a table that it has."""
+    arrays = {column.name: getattr(table, column.name) for column in columns_of(type(table)).all}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _array_heads(arrays: Mapping[str, NDArray[Any]]) -> tuple[ArrayHead, ...]:
@@ -215,35 +185,44 @@ def _opened(data: bytes | memoryview, kind: int, form: type[Any], max_header_byt
 def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {}
     for name, dtype_name, shape in heads:
-        dtype, ndim = _EXPECTED.get(name.rpartition("/")[2], (None, 0))
-        if dtype is None or dtype.str != dtype_name or len(shape) != ndim or name in arrays:
+        column = _COLUMNS.get(name.rpartition("/")[2])
+        if column is None or _differs(column, dtype_name, shape) or name in arrays:
             raise _Damaged(RefusalReason.SCHEMA, name[:80])
         if min(shape) < 0 or max(shape) > len(view):  # also where another axis has no items at all
             raise _Damaged(RefusalReason.MALFORMED, name[:80], min(max(shape), 1 << 62))
         count = math.prod(shape)
-        start = -(-position // ALIGNMENT) * ALIGNMENT
+        start, dtype = _aligned(position), column.dtype
         position = start + count * dtype.itemsize
         if position > len(view):
             raise _Damaged(RefusalReason.MALFORMED, name[:80], min(count, 1 << 62))
         array = np.frombuffer(view, dtype, count, start) if count else np.zeros(0, dtype)
         if dtype.kind == "b" and array.view(np.uint8).max(initial=0) > 1:  # numpy would count a byte of 2 twice
             raise _Damaged(RefusalReason.MALFORMED, name[:80])
-        arrays[name] = array if ndim == 1 else array.reshape(shape)
+        arrays[name] = array if len(shape) == 1 else array.reshape(shape)
     if position != len(view):
         raise _Damaged(RefusalReason.MALFORMED, "payload", len(view) - position)
     return arrays
 
 
+def _differs(column: Column, dtype_name: str, shape: tuple[int, ...]) -> bool:
+    return column.dtype.str != dtype_name or len(shape) != column.about.ndim
+
+
 def _group_of(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
-    for name in _GROUP_ARRAYS:
-        if name not in arrays:
-            raise _Damaged(RefusalReason.SCHEMA, name)
-    try:
-        step_columns: dict[str, Any] = {name: arrays.pop(name, None) for name in _STEP_ARRAYS}
-        steps = Steps(head.step_uids, head.step_stop_reasons, **step_columns)
-        ends = Ends(head.end_uids, head.end_stop_reasons, **{name: arrays.pop(name) for name in END_COLUMNS})
-    except ValueError as error:
-        raise _Damaged(RefusalReason.LENGTH_MISMATCH, str(error)) from error
+    step_columns, end_columns = _taken(arrays, Steps), _taken(arrays, Ends)
     if arrays:
         raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
+    try:
+        steps = Steps(uids=head.step_uids, stop_reasons=head.step_stop_reasons, **step_columns)
+        ends = Ends(uids=head.end_uids, stop_reasons=head.end_stop_reasons, **end_columns)
+    except ValueError as error:
+        raise _Damaged(RefusalReason.LENGTH_MISMATCH, str(error)) from error
     return StepGroup(Sender(head.generator, head.incarnation, head.sequence), steps, ends)
+
+
+def _taken(arrays: dict[str, NDArray[Any]], table: type) -> dict[str, Any]:
+    """The columns of one table, taken out of the message's arrays."""
+    for column in columns_of(table).all:
+        if column.name not in arrays and not column.optional:
+            raise _Damaged(RefusalReason.SCHEMA, column.name)
+    return {column.name: arrays.pop(column.name, None) for column in columns_of(table).all}

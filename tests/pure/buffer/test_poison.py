@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from service.columns import select
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.prefixes.merge import merge
-from service.handoff.steps.tables import ends_table, select_steps, steps_table
+from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Receipt
 from service.types import Ends, Refusal, Sender, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
@@ -56,12 +57,13 @@ def changed(rng: np.random.Generator, column: NDArray[Any]) -> NDArray[Any]:
 
 def mutated(rng: np.random.Generator, table: Any) -> Any:
     """A table, or one of its columns changed; also where no table could be made like that."""
-    columns = [name for name in type(table).__slots__ if isinstance(getattr(table, name), np.ndarray)]
+    names = sorted((field.name for field in fields(table)), key=lambda name: name.endswith("_N"))
+    columns = [name for name in names if isinstance(getattr(table, name), np.ndarray)]
     name = columns[rng.integers(len(columns))]
     broken = object.__new__(type(table))
-    for slot in type(table).__slots__:
-        value = getattr(table, slot)
-        object.__setattr__(broken, slot, changed(rng, value) if slot == name else value)
+    for each in names:
+        value = getattr(table, each)
+        object.__setattr__(broken, each, changed(rng, value) if each == name else value)
     return broken
 
 
@@ -80,7 +82,7 @@ def message(rng: np.random.Generator, world: World, work: Assignment) -> StepGro
         steps += made if whole else shared(made)
         ends += [TrajectoryEnd(of, work.prompt_uid, len(made), "stop", 1.0)] * int(rng.integers(3))
     order = rng.permutation(len(steps))
-    table: Steps = select_steps(steps_table(steps), np.concatenate((order, order[: int(rng.integers(3))])))
+    table: Steps = select(steps_table(steps), np.concatenate((order, order[: int(rng.integers(3))])))
     sender = Sender(world.generator.name, world.generator.incarnation, world.generator.sequence)
     made_ends: Ends = ends_table(ends)
     if rng.random() < 0.2:

@@ -8,6 +8,7 @@ import pkgutil
 
 import pytest
 
+import service.columns
 import service.handoff
 
 MODULES = sorted(info.name for info in pkgutil.walk_packages(service.handoff.__path__, "service.handoff."))
@@ -20,7 +21,7 @@ SHAPES = (
     "prefixes.references",
     "prefixes.rows",
     "prefixes.tree",
-    "steps.columns",
+    "steps.tables",
 )
 """Modules that change the shape of data."""
 
@@ -28,6 +29,11 @@ SHAPES = (
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_the_examples_of_columns_hold() -> None:
+    result = doctest.testmod(service.columns)
+    assert result.attempted > 0 and result.failed == 0
 
 
 @pytest.mark.parametrize("name", SHAPES)

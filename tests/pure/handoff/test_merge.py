@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from service.columns import select
 from service.handoff import merge_steps
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.references import PrefixError, share_prefixes, whole_prompts
-from service.handoff.steps.tables import row_objects, select_steps, step_objects, steps_table
+from service.handoff.steps.tables import row_objects, step_objects, steps_table
 from service.types import NO_VERSION, ROUTE_NATIVELY, Extension, Row, TrajectoryId
 from tests.pure.handoff.worlds import episode, ids, shared, step
 
@@ -56,7 +57,7 @@ def test_sharing_prefixes_and_writing_them_out_again_gives_the_steps_back() -> N
 def test_a_full_prompt_is_shared_with_a_step_of_an_earlier_message() -> None:
     table = share_prefixes(steps_table(episode(np.random.default_rng(1), 3)))
     full = steps_table(episode(np.random.default_rng(1), 3))
-    before, after = select_steps(table, np.array([0, 1])), select_steps(full, np.array([2]))
+    before, after = select(table, np.array([0, 1])), select(full, np.array([2]))
     assert share_prefixes(after, before).extends_K.tolist() == [1]
     assert share_prefixes(after).extends_K.tolist() == [-1]
 

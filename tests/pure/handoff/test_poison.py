@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import xxhash
 
+from service.columns import select
 from service.handoff.prefixes.digest import digest
-from service.handoff.steps.tables import ends_table, select_steps, step_group, steps_table
+from service.handoff.steps.tables import ends_table, step_group, steps_table
 from service.handoff.steps.validate import Routing, refusal, trajectory_refusal
-from service.handoff.steps.wire import PREFIX, decode, encode
+from service.handoff.steps.wire import PREFIX, VERSION, decode, encode
 from service.types import (
     Extension,
     Refusal,
@@ -306,7 +307,7 @@ def reframed(change: Callable[[dict[str, Any]], Any], payload: bytes | None = No
     return framed(head if isinstance(head, bytes) else msgspec.msgpack.encode(head), body)
 
 
-def framed(head: bytes, payload: bytes, version: int = 1) -> bytes:
+def framed(head: bytes, payload: bytes, version: int = VERSION) -> bytes:
     checksum = xxhash.xxh3_64_intdigest(head + payload)
     return PREFIX.pack(b"BATN", 1, version, len(head), len(payload), checksum) + head + payload
 
@@ -335,7 +336,7 @@ PICKLE = b"\x80\x04\x95\x1c\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93
 DAMAGED: dict[str, tuple[Callable[[], bytes], RefusalReason]] = {
     "no bytes": (lambda: b"", R.MALFORMED),
     "a pickle": (lambda: PICKLE, R.MALFORMED),
-    "a newer format": (lambda: framed(b"\x80", b"", version=2), R.SCHEMA),
+    "a newer format": (lambda: framed(b"\x80", b"", version=VERSION + 1), R.SCHEMA),
     "a mini-batch": (lambda: encode(GOOD)[:4] + struct.pack("<H", 2) + encode(GOOD)[6:], R.MALFORMED),
     "a byte too many": (lambda: encode(GOOD) + b"\0", R.MALFORMED),
     "a byte too few": (lambda: encode(GOOD)[:-1], R.MALFORMED),
@@ -387,7 +388,7 @@ def encode_unchecked(column: str) -> bytes:
     """The good message with the last item of a column cut off, which no table can hold."""
     table = GOOD.ends if column.endswith("_E") else GOOD.steps
     broken = object.__new__(type(table))
-    for name in type(table).__slots__:
+    for name in [field.name for field in fields(table)]:
         value = getattr(table, name)
         object.__setattr__(broken, name, value[:-1] if name == column else value)
     return encode(replace(GOOD, ends=broken) if column.endswith("_E") else replace(GOOD, steps=broken))  # type: ignore[arg-type]
@@ -402,7 +403,7 @@ def test_damaged_bytes_are_refused_with_their_reason(name: str) -> None:
 
 
 def test_a_message_of_a_million_steps_is_refused_by_its_size() -> None:
-    table = select_steps(steps_table([step(0, [1], [2])]), np.zeros(20_000, np.int64))
+    table = select(steps_table([step(0, [1], [2])]), np.zeros(20_000, np.int64))
     found = decode(encode(StepGroup(SENDER, table, GOOD.ends)), LIMITS)
     assert isinstance(found, Refusal) and found.reason == R.TOO_LARGE
 

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.columns import select
 from service.handoff import advantages, merge_steps, mini_batch_boundaries
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.batches.pack import partition, place
@@ -19,7 +20,6 @@ from service.handoff.steps.tables import (
     concat_steps,
     ends_table,
     row_objects,
-    select_steps,
     step_group,
     step_objects,
     steps_table,
@@ -169,7 +169,7 @@ def test_sharing_works_across_messages_in_any_order_of_entry(steps: list[Step], 
     full = steps_table(steps)
     known = None
     for k in data.draw(st.permutations(range(len(steps)))):
-        message = share_prefixes(select_steps(full, np.array([k])), known)
+        message = share_prefixes(select(full, np.array([k])), known)
         known = message if known is None else concat_steps([known, message])
     assert known is not None
     assert [facts(r) for r in merge_rows(known, "tree", "fork")] == [facts(r) for r in merge_rows(full, "tree", "fork")]

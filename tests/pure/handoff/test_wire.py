@@ -9,7 +9,7 @@ import xxhash
 
 from service.handoff.steps.tables import end_objects, step_group
 from service.handoff.steps.validate import refusal, trajectory_refusal
-from service.handoff.steps.wire import MAX_HEADER_BYTES, PREFIX, decode, encode
+from service.handoff.steps.wire import MAX_HEADER_BYTES, PREFIX, VERSION, decode, encode
 from service.types import Refusal, RefusalReason, StepGroup, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, shared
 
@@ -103,7 +103,9 @@ def test_damage_under_a_right_checksum_never_raises() -> None:
         end_of_mischief = head_bytes if number % 2 else len(body)
         for _ in range(int(rng.integers(1, 4))):
             body[int(rng.integers(end_of_mischief))] = int(rng.choice([0, 1, 0x7F, 0x80, 0xFF, int(rng.integers(256))]))
-        prefix = PREFIX.pack(b"BATN", 1, 1, head_bytes, len(body) - head_bytes, xxhash.xxh3_64_intdigest(bytes(body)))
+        prefix = PREFIX.pack(
+            b"BATN", 1, VERSION, head_bytes, len(body) - head_bytes, xxhash.xxh3_64_intdigest(bytes(body))
+        )
         found = decode(prefix + bytes(body), LIMITS)
         if isinstance(found, StepGroup) and refusal(found, LIMITS) is None:
             accepted += 1

@@ -1,0 +1,288 @@
+"""Tables of columns: what defines a column, and how any table is checked, selected from, and joined.
+
+A table is a dataclass whose arrays end in an axis letter: `_K` has one item per step, `_R` per row, `_N` per token.
+Item `k` owns tokens `offsets_K[k]:offsets_K[k + 1]`. Name, type and annotation of a field are the whole definition of a
+column; the wire format, the comparison of steps, the merge and the table in docs/formats.md derive from it:
+
+    offsets_K    [0          3       5]     token_ids_N [10 20 30 | 80 90]
+    select [1] -> offsets_K [0 2], token_ids_N [80 90]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int16s = NDArray[np.int16]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Uint64s = NDArray[np.uint64]
+Float32s = NDArray[np.float32]
+Float64s = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+Item = TypeVar("Item", bound=np.generic)
+AnyTable = TypeVar("AnyTable", bound="Table")
+
+
+class About(NamedTuple):
+    """What the annotation of a column says beyond its name and type."""
+
+    meaning: str = ""
+    compare: Literal["bits", "names", "rewards", "form"] = "bits"
+    """How two records of one step are compared: item by item, the names behind the codes, all rewards together, or not
+    by itself, because the column only describes the form of the record."""
+    fill: float | None = None
+    """Value of a token that has none of its own: a token of a prompt, or context before a response."""
+    on_prompt: bool = False
+    """Whether tokens of a prompt have values of their own too."""
+    ndim: int = 1
+
+
+class Column(NamedTuple):
+    """One column of a table, as its class declares it."""
+
+    name: str
+    axis: str
+    """The axis letter."""
+    dtype: np.dtype[Any]
+    optional: bool
+    """Whether a table may lack the column (None)."""
+    about: About
+
+    @property
+    def is_offsets(self) -> bool:
+        """Whether the column has one item more than its axis."""
+        return self.name.startswith("offsets_")
+
+
+class Table:
+    """A dataclass of columns; ValueError unless every column is as long as its axis."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        lengths: dict[str, int] = {}
+        for column in columns_of(type(self)).all:
+            array = getattr(self, column.name)
+            if array is None:
+                continue
+            length = len(array) - column.is_offsets
+            if lengths.setdefault(column.axis, length) != length:
+                expected = lengths[column.axis]
+                raise ValueError(f"{type(self).__name__}.{column.name} has {len(array)} items; its axis has {expected}")
+
+    def __len__(self) -> int:
+        return len(getattr(self, columns_of(type(self)).items[0].name))
+
+
+class Columns(NamedTuple):
+    """The columns that a table's class declares."""
+
+    all: tuple[Column, ...]
+    items: tuple[Column, ...]
+    """One item per step, end or row."""
+    tokens: tuple[Column, ...]
+    """One item per token."""
+    offsets: str | None
+    """The column that says where each item's tokens begin."""
+
+    @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """(field that lists names, column of indices into it): ("uids", "uid_K"), ..."""
+        axis = self.items[0].axis
+        return ("uids", f"uid_{axis}"), ("stop_reasons", f"stop_reason_{axis}")
+
+
+_COLUMNS: dict[type, Columns] = {}
+
+
+def columns_of(table: type) -> Columns:
+    """The columns of a table's class, in order of declaration."""
+    if table not in _COLUMNS:
+        hints = get_type_hints(table, include_extras=True)
+        found = tuple(column for field in fields(table) for column in _column(field.name, hints[field.name]))
+        items = tuple(column for column in found if column.axis != "N" and not column.is_offsets)
+        tokens = tuple(column for column in found if column.axis == "N")
+        offsets = next((column.name for column in found if column.is_offsets), None)
+        _COLUMNS[table] = Columns(found, items, tokens, offsets)
+    return _COLUMNS[table]
+
+
+def _column(name: str, hint: Any) -> Iterator[Column]:
+    about = About()
+    if get_origin(hint) is Annotated:
+        hint, about = get_args(hint)
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
+    array = hint if get_origin(hint) is np.ndarray else kinds[0]
+    if get_origin(array) is np.ndarray:
+        scalar = get_args(get_args(array)[1])[0]
+        yield Column(name, name.rpartition("_")[2], np.dtype(scalar), array is not hint, about)
+
+
+# -- whole tables ------------------------------------------------------------------------------------------------------
+
+
+def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
+    """The items at these positions, in this order; token columns are views where the tokens are one piece.
+
+    `copy`: token columns never share memory with the table.
+    """
+    columns, made = columns_of(type(table)), dict[str, Any]()
+    for column in columns.items:
+        array = getattr(table, column.name)
+        made[column.name] = None if array is None else array[index_X]
+    if columns.offsets is not None:
+        offsets_X = getattr(table, columns.offsets)
+        start_X, stop_X = offsets_X[index_X], offsets_X[index_X + 1]
+        made[columns.offsets] = offsets_of(stop_X - start_X)
+        made |= segments_of(table, start_X, stop_X)
+        for column in columns.tokens if copy else ():
+            array = getattr(table, column.name)
+            if array is not None and np.may_share_memory(made[column.name], array):
+                made[column.name] = made[column.name].copy()
+    uids, uid_X = columns.names[0]
+    made[uids], made[uid_X] = _used_names(getattr(table, uids), made[uid_X])
+    return replace(table, **made)
+
+
+def segments_of(table: Table, start_S: Int64s, stop_S: Int64s) -> dict[str, Any]:
+    """Every token column of a table, as the segments `start:stop` one after the other."""
+    arrays = {column.name: getattr(table, column.name) for column in columns_of(type(table)).tokens}
+    return {name: None if array is None else copy_segments(array, start_S, stop_S) for name, array in arrays.items()}
+
+
+def concat(tables: Sequence[AnyTable]) -> AnyTable:
+    """The items of several tables, in order, as one table.
+
+    A column that only some tables have is filled up: unknown is the same as the column's fill value.
+    """
+    if len(tables) == 1:
+        return tables[0]
+    of = type(tables[0])
+    columns, made = columns_of(of), dict[str, Any]()
+    for column in columns.items:
+        made[column.name] = np.concatenate([getattr(table, column.name) for table in tables])
+    for names, code in columns.names:
+        made[names], made[code] = _joined_names([(getattr(t, names), getattr(t, code)) for t in tables])
+    if columns.offsets is not None:
+        made[columns.offsets] = offsets_of(
+            np.concatenate([lengths_of(getattr(table, columns.offsets)) for table in tables])
+        )
+        made |= {column.name: _joined_tokens(column, tables) for column in columns.tokens}
+    return of(**made)
+
+
+def _joined_tokens(column: Column, tables: Sequence[Table]) -> NDArray[Any] | None:
+    arrays: list[NDArray[Any] | None] = [getattr(table, column.name) for table in tables]
+    known = [array for array in arrays if array is not None]
+    if column.optional and len(known) < len(arrays):
+        if not known:
+            return None
+        first = columns_of(type(tables[0])).tokens[0].name
+        counts = [len(getattr(table, first)) for table in tables]
+        arrays = [
+            filled(column, count, known[0].shape[1:]) if array is None else array
+            for array, count in zip(arrays, counts, strict=True)
+        ]
+    joined: NDArray[Any] = np.concatenate([array for array in arrays if array is not None])
+    return joined
+
+
+def filled(column: Column, count: int, shape: tuple[int, ...] = ()) -> NDArray[Any]:
+    """A token column's fill value, for `count` tokens."""
+    return np.full((count, *shape), column.about.fill or 0, column.dtype)
+
+
+# -- offsets, segments, trajectories, names ----------------------------------------------------------------------------
+
+
+def offsets_of(length_X: NDArray[np.integer[Any]]) -> Int64s:
+    """Offsets of an axis from its items' lengths: [3 2] -> [0 3 5]."""
+    offsets_X = np.zeros(len(length_X) + 1, np.int64)
+    np.cumsum(length_X, out=offsets_X[1:])
+    return offsets_X
+
+
+def lengths_of(offsets_X: Int64s) -> Int64s:
+    """The items' lengths from their offsets: [0 3 5] -> [3 2]."""
+    return offsets_X[1:] - offsets_X[:-1]
+
+
+def copy_segments(column_N: NDArray[Item], start_S: Int64s, stop_S: Int64s) -> NDArray[Item]:
+    """The segments `start:stop` of a token column, one after the other; a view where they are one piece.
+
+    Segments that lie side by side and stay side by side are copied as one:
+
+        select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
+    """
+    if len(start_S) == 0:
+        return column_N[:0]
+    breaks = np.flatnonzero(start_S[1:] != stop_S[:-1])
+    starts = start_S[np.concatenate(([0], breaks + 1))].tolist()
+    stops = stop_S[np.concatenate((breaks, [len(stop_S) - 1]))].tolist()
+    if len(starts) == 1:
+        return column_N[starts[0] : stops[0]]
+    return np.concatenate([column_N[start:stop] for start, stop in zip(starts, stops, strict=True)])
+
+
+def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tuple[Int64s, Int64s]:
+    """Number the trajectories of a table in order of their first appearance: (number of each item, first items).
+
+    >>> number_K, first_G = trajectories(np.array([7, 3, 7]), np.array([0, 0, 0]), np.array([0, 0, 0]))
+    >>> number_K.tolist(), first_G.tolist()
+    ([0, 1, 0], [0, 1])
+    """
+    columns = (group_id_X, sample_X, attempt_X)
+    new = _changes(columns)
+    head_G = new.nonzero()[0]
+    heads = list(zip(*(column[head_G].tolist() for column in columns), strict=True))
+    if len(set(heads)) == len(heads):  # each trajectory stands together
+        return np.cumsum(new) - 1, head_G
+    order = np.lexsort((attempt_X, sample_X, group_id_X))
+    new = _changes(tuple(column[order] for column in columns))
+    first_G = order[new]
+    appearance = np.argsort(first_G, kind="stable")
+    rank = np.empty(len(first_G), np.int64)
+    rank[appearance] = np.arange(len(first_G))
+    number_X = np.empty(len(order), np.int64)
+    number_X[order] = rank[np.cumsum(new) - 1]
+    return number_X, first_G[appearance]
+
+
+def _changes(columns: Sequence[NDArray[Any]]) -> Bools:
+    """[X] True where an item differs from the one before it."""
+    new = np.ones(len(columns[0]), np.bool_)
+    changes = new[1:]
+    changes[:] = False
+    for column in columns:
+        changes |= column[1:] != column[:-1]
+    return new
+
+
+def codes_of(strings: Sequence[str]) -> tuple[tuple[str, ...], Int32s]:
+    """The different strings, and each string's index into them: ("b" "a" "b") -> ("b" "a"), [0 1 0]."""
+    code: dict[str, int] = {}
+    codes = [code.setdefault(string, len(code)) for string in strings]
+    return tuple(code), np.array(codes, np.int32)
+
+
+def _joined_names(parts: Sequence[tuple[tuple[str, ...], Int32s]]) -> tuple[tuple[str, ...], Int32s]:
+    """The names of several tables, each once, and all items' indices into them."""
+    names, renumbered = codes_of([string for strings, _ in parts for string in strings])
+    start_P = offsets_of(np.array([len(strings) for strings, _ in parts]))[:-1]
+    start_X = np.repeat(start_P, [len(code_X) for _, code_X in parts])
+    return names, renumbered[np.concatenate([code_X for _, code_X in parts]) + start_X]
+
+
+def _used_names(strings: tuple[str, ...], code_X: Int32s) -> tuple[tuple[str, ...], Int32s]:
+    """Only the names that a column uses, and its index into them."""
+    if len(strings) <= 1:
+        return strings, code_X
+    used, renumbered_X = np.unique(code_X, return_inverse=True)
+    return tuple(strings[code] for code in used), renumbered_X.astype(np.int32)
