@@ -23,7 +23,7 @@ from service.handoff.verbs import Wait
 from service.observe.logprob_mismatch import logprob_mismatch
 from service.observe.phases import phase
 from service.observe.progress import QUIET_SECONDS, Progress
-from service.observe.trajectories import how_they_ended, trained
+from service.observe.trajectories import describe_ends, trained
 from service.run.checkpoints import Manifest
 from service.run.folder import FINAL, JOURNAL, LOGS
 from service.run.prepare import Prepared, demonstrations
@@ -278,7 +278,7 @@ class Coordinator:
         self._say(f"step {self._version.step + 1} was not applied: {reason}")
         _accepted(await call(self._buffer.release, self._version.incarnation, leased.lease, reason, who="the buffer"))
         if self._bad_steps >= self._config.trainer.max_bad_steps:
-            ends = how_they_ended(leased.trajectories)
+            ends = describe_ends(leased.trajectories)
             raise RunFailed(
                 f"{self._bad_steps} optimizer steps in a row were not applied; the last one: {reason}"
                 + (f" (some of its trajectories: {ends})" if ends else "")

@@ -102,11 +102,11 @@ def trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> in
     """Print a line for each kept trajectory."""
     from rich.console import Console
 
-    from service.observe.trajectories import find_run, load_records
+    from service.observe.trajectories import find_recorded_run, load_records
     from service.observe.trajectory_views import print_list
 
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    print_list(console, load_records(find_run(arguments.run))[-arguments.last :])
+    print_list(console, load_records(find_recorded_run(arguments.run))[-arguments.last :])
     return 0
 
 
@@ -114,10 +114,10 @@ def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> in
     """Print one trajectory."""
     from rich.console import Console
 
-    from service.observe.trajectories import find_record, find_run, load_records
+    from service.observe.trajectories import find_record, find_recorded_run, load_records
     from service.observe.trajectory_views import print_record
 
-    folder = find_run(arguments.run)
+    folder = find_recorded_run(arguments.run)
     record = find_record(load_records(folder), arguments.id)
     print_record(Console(), record, *_how_to_show(folder))
     return 0
@@ -125,10 +125,10 @@ def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> in
 
 def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write a page of trajectories."""
-    from service.observe.trajectories import find_run, load_records
+    from service.observe.trajectories import find_recorded_run, load_records
     from service.observe.trajectory_views import html_page
 
-    folder = find_run(arguments.run)
+    folder = find_recorded_run(arguments.run)
     records = load_records(folder)[-arguments.last :]
     output = arguments.output or folder / "trajectories.html"
     output.write_text(html_page(f"Trajectories of {folder.name}", records, *_how_to_show(folder)), "utf-8")

@@ -1,14 +1,14 @@
-"""Trajectories as JSON, for people to look at: `trajectories.jsonl`, a bounded sample of every mini-batch.
+"""Records of trajectories for people: `trajectories.jsonl` holds a bounded sample of every mini-batch.
 
     {"id": "group=812/sample=3/attempt=0", "prompt_uid": "7", "optimizer_step": 37, "trained_at": "1.36",
      "return": 1.0, "advantage": 0.93, "stop_reason": "stop", "fate": "trained", "loss_tokens": 11, "stale_tokens": 0,
      "steps": [{"index": 0, "prompt_ids": [..], "response_ids": [..], "logprobs": [..], "loss_mask": [1, 1, 0],
                 "versions": [[2, "1.35"], [1, null]], "reward": 0.0, "stop_reason": "stop", "row": 0}, ..]}
 
-`prompt_ids` of a step that extends its predecessor are the new ones only. `versions` are runs of (tokens, version).
-`row` is the training row that the step became part of; steps of one row were merged. What ended without being trained
-has the `fate` of its group (`filtered`, `refused`, `expired`) with its `reason`, no advantage, and as `optimizer_step`
-the last one before that; `stop_reason` is `unfinished` where it had not come to its end.
+`prompt_ids` of a step that extends the previous step are the new tokens only. `versions` are runs of (tokens, version).
+`row` is the training row of the step; steps of one row were merged. A trajectory that ended without being trained has
+the `fate` of its group (`filtered`, `refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the
+last step before its end; its `stop_reason` is `unfinished` if the trajectory was not complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from service.handoff.ledger.store import Store
 from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.tables import end_objects, step_objects
 from service.run.folder import RUNS, TRAJECTORIES, read_lines, run_folder
-from service.types import NO_VERSION, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd
+from service.types import NO_VERSION, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 Record = dict[str, Any]
 
@@ -48,37 +48,86 @@ def trajectory_records(
         ends = sorted(end_objects(groups[p].ends), key=lambda end: end.trajectory.sample)
         end = ends[g - int(first_of_group[p])]
         steps = [step for step in step_objects(groups[p].steps) if step.trajectory == end.trajectory]
-        records.append(_record(batch, g, end, sorted(steps, key=lambda step: step.index), at, config))
+        records.append(
+            {
+                **_record(end.trajectory, end.prompt_uid, sorted(steps, key=lambda step: step.index), at, config),
+                "reward": end.reward,
+                "return": float(batch.return_G[g]),
+                "advantage": float(batch.advantage_G[g]),
+                "stop_reason": end.stop_reason,
+                "loss_tokens": int(batch.loss_tokens_G[g]),
+            }
+        )
     return records
 
 
-def how_they_ended(records: Sequence[Mapping[str, Any]]) -> str:
-    """How trajectories ended: `7 length before the first turn, 1 stop`; empty where there are none."""
-    ways = Counter(
+def trained(records: Sequence[Mapping[str, Any]], version: PolicyVersion) -> list[Record]:
+    """The records of a mini-batch after the optimizer step that made `version` was committed."""
+    return [{**record, "fate": "trained", "optimizer_step": version.step} for record in records]
+
+
+def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:
+    """Counts of stop reasons: `7 length before the first turn, 1 stop`; empty without records."""
+    ends = Counter(
         f"{record['stop_reason']}{'' if record['steps'] else ' before the first turn'}" for record in records
     )
-    return ", ".join(f"{n} {way}" for way, n in ways.most_common())
+    return ", ".join(f"{count} {end}" for end, count in ends.most_common())
 
 
-def _record(
-    batch: MiniBatch, g: int, end: TrajectoryEnd, steps: Sequence[Step], at: PolicyVersion, config: Config
-) -> Record:
-    return {
-        **_said(str(end.trajectory), end.prompt_uid, steps, at, config),
-        "reward": end.reward,
-        "return": float(batch.return_G[g]),
-        "advantage": float(batch.advantage_G[g]),
-        "stop_reason": end.stop_reason,
-        "loss_tokens": int(batch.loss_tokens_G[g]),
-    }
+class LostTrajectories:
+    """A bounded sample of groups that ended without being trained: one trajectory a group.
+
+    The buffer reports every such group to `ended`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._records: list[Record] = []
+
+    def ended(self, end: GroupEnd, uid: str, store: Store, at: PolicyVersion) -> None:
+        """Keep the longest trajectory of a group that ends now, a complete one first; its steps are in the store."""
+        if len(self._records) >= self._config.run.trajectories_per_step:
+            return
+        samples = [_stored(end.group_id, sample, store) for sample in store.samples(end.group_id)]
+        found = [(steps, last) for steps, last in samples if steps or last is not None]
+        if not found:
+            return
+        steps, last = max(found, key=lambda sample: (sample[1] is not None, len(sample[0])))
+        trajectory = steps[0].trajectory if last is None else last.trajectory
+        reward = None if last is None else last.reward
+        self._records.append(
+            {
+                **_record(trajectory, uid, steps, at, self._config),
+                "fate": type(end).__name__.lower(),
+                "reason": end.reason,
+                "optimizer_step": at.step,
+                "reward": reward,
+                "return": reward,
+                "advantage": None,
+                "stop_reason": "unfinished" if last is None else last.stop_reason,
+                "loss_tokens": 0,
+            }
+        )
+
+    def take(self) -> list[Record]:
+        """Return and clear the records: at most `run.trajectories_per_step`."""
+        records, self._records = self._records, []
+        return records
 
 
-def _said(name: str, uid: str, steps: Sequence[Step], at: PolicyVersion, config: Config) -> Record:
-    """What is known of a trajectory whatever becomes of it."""
+def _stored(group_id: int, sample: int, store: Store) -> tuple[list[Step], TrajectoryEnd | None]:
+    """The steps of a sample up to the first missing one, and its end if the buffer has it."""
+    steps = [step for table in store.steps_of(group_id, sample) for step in step_objects(table)]
+    steps.sort(key=lambda step: step.index)
+    return [step for index, step in enumerate(steps) if step.index == index], store.end_of(group_id, sample)
+
+
+def _record(trajectory: TrajectoryId, uid: str, steps: Sequence[Step], at: PolicyVersion, config: Config) -> Record:
+    """What a record holds whatever the fate of its trajectory."""
     rows = merge_steps(steps, config.merge_mode, config.buffer.drift)
     row_of_step = {index: r for r, row in enumerate(rows) for index in range(row.first_step, row.last_step + 1)}
     return {
-        "id": name,
+        "id": str(trajectory),
         "prompt_uid": uid,
         "trained_at": str(at),
         "sampled_tokens": sum(int(np.count_nonzero(step.loss_mask)) for step in steps),
@@ -88,7 +137,6 @@ def _said(name: str, uid: str, steps: Sequence[Step], at: PolicyVersion, config:
 
 
 def _step_record(step: Step, row: int | None) -> Record:
-    reward = step.reward if isinstance(step.reward, float) else [float(r) for r in step.reward]
     return {
         "index": step.index,
         "prompt_ids": step.prompt_ids.tolist(),
@@ -98,14 +146,14 @@ def _step_record(step: Step, row: int | None) -> Record:
         "loss_mask": step.loss_mask.astype(int).tolist(),
         "versions": _runs(step.versions),
         "temperature": step.temperature,
-        "reward": reward,
+        "reward": step.reward if isinstance(step.reward, float) else [float(r) for r in step.reward],
         "stop_reason": step.stop_reason,
         "row": row,
     }
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN; a few log-probabilities that are not finite are accepted, and masked."""
+    """JSON has no NaN; the buffer accepts a few log-probabilities that are not finite, and masks them."""
     return round(value, 4) if math.isfinite(value) else None
 
 
@@ -117,60 +165,11 @@ def _runs(versions: Int64s) -> list[tuple[int, str | None]]:
     ]
 
 
-def trained(records: Sequence[Mapping[str, Any]], version: PolicyVersion) -> list[Record]:
-    """The records after the optimizer step that made `version` was committed."""
-    return [{**record, "fate": "trained", "optimizer_step": version.step} for record in records]
-
-
-class LostTrajectories:
-    """A bounded sample of what ended without being trained, one trajectory a group; the buffer tells of every end."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._records: list[Record] = []
-
-    def ended(self, end: GroupEnd, uid: str, store: Store, at: PolicyVersion) -> None:
-        """A group ends now; its steps are still in the store."""
-        if len(self._records) >= self._config.run.trajectories_per_step:
-            return
-        every = [self._trajectory(end.group_id, sample, store) for sample in store.samples(end.group_id)]
-        found = [(steps, last) for steps, last in every if steps or last is not None]
-        if not found:
-            return
-        steps, last = max(found, key=lambda one: (one[1] is not None, len(one[0])))
-        name = str(steps[0].trajectory if last is None else last.trajectory)
-        self._records.append(
-            {
-                **_said(name, uid, steps, at, self._config),
-                "fate": type(end).__name__.lower(),
-                "reason": end.reason,
-                "optimizer_step": at.step,
-                "reward": None if last is None else last.reward,
-                "return": None if last is None else last.reward,
-                "advantage": None,
-                "stop_reason": "unfinished" if last is None else last.stop_reason,
-                "loss_tokens": 0,
-            }
-        )
-
-    def take(self) -> list[Record]:
-        """The records since the last time, at most `run.trajectories_per_step`."""
-        records, self._records = self._records, []
-        return records
-
-    def _trajectory(self, group_id: int, sample: int, store: Store) -> tuple[list[Step], TrajectoryEnd | None]:
-        """The steps of a sample up to the first that is missing, and its end if that is here."""
-        steps = [step for table in store.steps_of(group_id, sample) for step in step_objects(table)]
-        steps.sort(key=lambda step: step.index)
-        whole = [step for number, step in enumerate(steps) if step.index == number]
-        return whole, store.end_of(group_id, sample)
-
-
-def find_run(run: str, runs: Path = RUNS) -> Path:
-    """The folder of a run that was named by its folder or by its name.
+def find_recorded_run(run: str, runs: Path = RUNS) -> Path:
+    """The folder of a run, given the folder or the run's name.
 
     Raises:
-        UserError: there is no such run, or it kept no trajectories.
+        UserError: there is no such run, or the run kept no trajectories.
     """
     if (Path(run) / TRAJECTORIES).is_file():
         return Path(run)
@@ -199,12 +198,12 @@ def load_records(folder: Path) -> list[Record]:
 
 
 def find_record(records: Sequence[Record], wanted: str | None) -> Record:
-    """The record of an id, or of the start of one (`812` is the first sample of that group).
+    """The record of an id, or of the start of an id (`812` is the first kept sample of that group).
 
-    None is the newest that was trained, or else the newest: what is left over at a run's end carries no loss.
+    Without an id the newest trained record, or else the newest: records from the end of a run carry no loss.
 
     Raises:
-        UserError: none has that id.
+        UserError: no record has that id.
     """
     if wanted is None:
         return next((record for record in reversed(records) if record["fate"] == "trained"), records[-1])

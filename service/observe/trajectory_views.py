@@ -1,10 +1,12 @@
-"""Trajectories for people: a list, one in the terminal, and one self-contained HTML page."""
+"""Views of trajectory records: a list and one trajectory for the terminal, and a self-contained HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -13,10 +15,10 @@ from rich.text import Text
 from service.observe.trajectories import Record
 
 Words = Callable[[Sequence[int]], list[str]]
-"""The text that each of some token ids adds."""
+"""From token ids to the text that each of them adds."""
 
 CONTEXT_TOKENS = 4
-"""Tokens before one that decide how it is written."""
+"""Tokens before a token that may decide its text."""
 
 PROMPT, LOSS, STALE, MASKED, UNUSED = "prompt", "loss", "stale", "masked", "unused"
 
@@ -30,14 +32,13 @@ LEGEND = {
     UNUSED: "sampled, but its group was not trained",
 }
 
-
 HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 HARMLESS |= {127: 0x2421} | dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
-"""Characters that would command a terminal, or turn the direction of text, by those that are shown instead."""
+"""What to show for characters that would control a terminal or reverse the direction of text."""
 
 
 class Token(NamedTuple):
-    """One token of a trajectory, as the trainer treats it."""
+    """One token of a trajectory; `kind` is how the trainer treats the token."""
 
     text: str
     kind: str
@@ -46,7 +47,7 @@ class Token(NamedTuple):
 
 
 def pieces(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text of the tokens before it; a lone decode would lose spaces.
+    """The text that each token adds to the tokens before it; decoding tokens one by one would lose spaces.
 
     >>> pieces(lambda ids: " ".join("abc"[i] for i in ids), [0, 2])
     ['a', ' c']
@@ -60,7 +61,7 @@ def pieces(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> 
 
 
 def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) -> Iterator[Token]:
-    """The tokens that a step adds: its prompt, or what is new of it, then its response."""
+    """The tokens that a step adds: the new part of its prompt, then its response."""
     texts = [text.translate(HARMLESS) for text in words([*step["prompt_ids"], *step["response_ids"]])]
     n_prompt = len(step["prompt_ids"])
     for text in texts[:n_prompt]:
@@ -76,15 +77,12 @@ def _kind(mask: int, version: str | None, record: Record, max_staleness: int) ->
         return MASKED
     if record["fate"] != "trained":
         return UNUSED
-    return STALE if _step(record["trained_at"]) - _step(version) > max_staleness else LOSS
-
-
-def _step(version: str) -> int:
-    return int(version.partition(".")[2])
+    trained_at, sampled_at = (int(text.partition(".")[2]) for text in (record["trained_at"], version))
+    return STALE if trained_at - sampled_at > max_staleness else LOSS
 
 
 def print_list(console: Console, records: Sequence[Record]) -> None:
-    """A line a trajectory."""
+    """Print a table with one line per trajectory."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("id", no_wrap=True)
     table.add_column("fate", no_wrap=True)
@@ -107,7 +105,7 @@ def print_list(console: Console, records: Sequence[Record]) -> None:
 
 
 def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
-    """One trajectory, step by step; what carries loss is coloured."""
+    """Print one trajectory step by step; the colour of a token shows its kind."""
     console.print(Text(record["id"], style="bold"))
     console.print(Text(headline(record)))
     for kind, meaning in LEGEND.items():
@@ -121,21 +119,14 @@ def print_record(console: Console, record: Record, max_staleness: int, words: Wo
 
 
 def headline(record: Record) -> str:
-    """What became of a trajectory, in a line."""
-    trained = record["fate"] == "trained"
-    when = (
-        f"{'in' if trained else 'after'} optimizer step {record['optimizer_step']} (at policy {record['trained_at']})"
-    )
+    """The fate of a trajectory in one line."""
+    when = "in" if record["fate"] == "trained" else "after"
     return (
-        f"{fate_of(record)} {when}, return {_number(record['return'], 'g')}, "
-        f"advantage {_number(record['advantage'], '+.3f')}, {_counted(len(record['steps']), 'turn')} in "
-        f"{_counted(record['rows'], 'row')}, {record['loss_tokens']} of "
+        f"{fate_of(record)} {when} optimizer step {record['optimizer_step']} (at policy {record['trained_at']}), "
+        f"return {_number(record['return'], 'g')}, advantage {_number(record['advantage'], '+.3f')}, "
+        f"{_counted(len(record['steps']), 'turn')} in {_counted(record['rows'], 'row')}, {record['loss_tokens']} of "
         f"{record['sampled_tokens']} sampled tokens carry loss, ended by {record['stop_reason']}"
     )
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def fate_of(record: Record) -> str:
@@ -143,58 +134,30 @@ def fate_of(record: Record) -> str:
     return f"{record['fate']} ({record['reason']})" if "reason" in record else str(record["fate"])
 
 
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def _number(value: float | None, form: str) -> str:
     return "none" if value is None else format(value, form)
 
 
 def step_line(step: Record) -> str:
-    """What is known of a step, in a line."""
+    """Row, policy versions, reward and stop reason of a step in one line."""
     reward = step["reward"] if isinstance(step["reward"], int | float) else sum(step["reward"])
     versions = ", ".join(dict.fromkeys(version for _, version in step["versions"] if version)) or "none"
     return f"row {step['row']}, policy {versions}, reward {reward:g}, {step['stop_reason']}"
 
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-:root {{ --ink: #1f2430; --soft: #667085; --line: #dfe3ea; --page: #f5f6f8; --card: #fff;
-  --loss: #d8f0e0; --stale: #fbe6c8; --masked: #ecdff5; --unused: #dbe7fb; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ef; --soft: #9aa4b5; --line: #323947; --page: #14171d;
-  --card: #1c2029; --loss: #1f4a33; --stale: #553a12; --masked: #43305a; --unused: #21395f; }} }}
-body {{ margin: 0 auto; max-width: 980px; padding: 20px 14px 60px; background: var(--page); color: var(--ink);
-  overflow-wrap: anywhere;
-  font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }}
-h1 {{ font-size: 20px; }} h2 {{ font-size: 15px; margin: 0; overflow-wrap: anywhere; }}
-details {{ background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: 10px 14px; margin: 10px 0; }}
-summary {{ cursor: pointer; display: flex; flex-wrap: wrap; gap: 2px 14px; align-items: baseline; }}
-summary span, p, .step {{ color: var(--soft); font-size: 13px; }}
-.step {{ margin: 12px 0 2px; }}
-.tokens {{ white-space: pre-wrap; overflow-wrap: anywhere;
-  font: 13px/1.7 ui-monospace, "DejaVu Sans Mono", monospace; }}
-.tokens span {{ border-radius: 3px; }}
-.prompt {{ color: var(--soft); }}
-.loss {{ background: var(--loss); }} .stale {{ background: var(--stale); }} .masked {{ background: var(--masked); }}
-.unused {{ background: var(--unused); }}
-summary::before {{ content: "\\25b8"; color: var(--soft); }}
-details[open] > summary::before {{ content: "\\25be"; }}
-.legend {{ display: flex; flex-wrap: wrap; gap: 4px 8px; }}
-.legend span {{ padding: 1px 6px; border-radius: 3px; }}
-</style></head><body>
-<h1>{title}</h1>
-<p class="legend">{legend}</p>
-{body}
-</body></html>
-"""
+PAGE = Path(__file__).with_name("trajectories_page.html")
 
 
 def html_page(title: str, records: Sequence[Record], max_staleness: int, words: Words) -> str:
-    """All records on one page without external parts; everything from outside is escaped."""
+    """All records on one page without external parts; all text from records is escaped."""
     legend = "".join(f'<span class="{kind}">{escape(meaning)}</span>' for kind, meaning in LEGEND.items())
     body = "\n".join(_html_record(record, max_staleness, words) for record in records)
-    return PAGE.format(title=escape(title), legend=legend, body=body)
+    page = Template(PAGE.read_text(encoding="utf-8"))
+    return page.substitute(title=escape(title), legend=legend, body=body)
 
 
 def _html_record(record: Record, max_staleness: int, words: Words) -> str:
@@ -212,10 +175,10 @@ def _html_record(record: Record, max_staleness: int, words: Words) -> str:
 
 
 def _html_token(token: Token) -> str:
-    facts: list[Any] = []
+    notes = []
     if token.logprob is not None and token.kind != MASKED:
-        facts.append(f"log-probability {token.logprob:.3f}")
+        notes.append(f"log-probability {token.logprob:.3f}")
     if token.version is not None:
-        facts.append(f"policy {token.version}")
-    title = f' title="{escape(", ".join(facts))}"' if facts else ""
+        notes.append(f"policy {token.version}")
+    title = f' title="{escape(", ".join(notes))}"' if notes else ""
     return f'<span class="{token.kind}"{title}>{escape(token.text)}</span>'

@@ -16,9 +16,9 @@ from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_min
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.tables import ends_table, steps_table
 from service.observe.trajectories import (
+    describe_ends,
     find_record,
-    find_run,
-    how_they_ended,
+    find_recorded_run,
     load_records,
     trained,
     trajectory_records,
@@ -111,8 +111,8 @@ def test_as_many_are_kept_as_the_configuration_says(per_step: int, kept: int) ->
 
 def test_a_prompt_that_was_too_long_is_told_from_a_trajectory_that_grew_too_long() -> None:
     grown, too_long = {"stop_reason": "length", "steps": [{}]}, {"stop_reason": "length", "steps": []}
-    assert how_they_ended([too_long, grown, too_long]) == "2 length before the first turn, 1 length"
-    assert how_they_ended([]) == ""
+    assert describe_ends([too_long, grown, too_long]) == "2 length before the first turn, 1 length"
+    assert describe_ends([]) == ""
 
 
 def test_steps_that_do_not_merge_are_shown_as_rows_of_their_own() -> None:
@@ -175,18 +175,20 @@ def test_without_an_id_it_is_the_newest_that_was_trained_or_else_the_newest() ->
 
 def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither a run folder \(with config.yaml\) nor the name of a run"):
-        find_run("nobody", tmp_path)
+        find_recorded_run("nobody", tmp_path)
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.yaml").write_text("")
     with pytest.raises(UserError, match="has kept no trajectories"):
-        find_run("r", tmp_path)
+        find_recorded_run("r", tmp_path)
 
 
 def test_the_commands_read_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunWriter(tmp_path / "r")
     (folder.path / "config.yaml").touch()
     assert folder.append_trajectories(records()) == 3
-    assert [record["id"] for record in load_records(find_run("r", tmp_path))] == [record["id"] for record in records()]
+    assert [record["id"] for record in load_records(find_recorded_run("r", tmp_path))] == [
+        record["id"] for record in records()
+    ]
     assert main(["trajectories", "list", str(tmp_path / "r"), "--last", "2"]) == 0
     assert capsys.readouterr().out.count("group=") == 2
     assert main(["trajectories", "list", str(tmp_path / "none")]) == 2
