@@ -43,7 +43,7 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = checked_config(arguments, overrides)
     missing = elsewhere(config)
     from service.handoff.batches.score import estimator_named
-    from service.rollout.prompts.inputs import check_inputs
+    from service.rollout.environments.check_inputs import check_inputs
 
     check_inputs(config)
     estimator_named(config.algorithm.estimator)

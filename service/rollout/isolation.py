@@ -1,9 +1,10 @@
-"""Environments in processes of their own: one that blocks, crashes or floods takes nobody along.
+"""Environments in processes of their own: a hang, crash or flood affects only its own episode.
 
     agent loop --JSON line--> process: reset / step / close --JSON line--> agent loop
 
-A process serves one episode at a time and is used again for the next one. Whoever waits no longer for an answer
-(deadline, cancelled trajectory) ends the process; so does the end of the agent loop's own process, which closes stdin.
+A process serves one episode at a time and is reused for the next one. It ends when its answer is no longer waited for
+(deadline, cancelled trajectory), and when the agent loop's process ends, which closes its stdin.
+`python -m service.rollout.isolation` is the inside of such a process.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from threading import Thread
+from typing import IO, Any
 
-from service.rollout.environment import Message, OversizedOutput, StepResult, Task
-from service.rollout.environments.registry import Options
+import numpy as np
+
+from service.rollout.environment import Environment, Message, OversizedOutput, StepResult, Task
+from service.rollout.environments.registry import Options, make_environment
+from service.rollout.traceback import describe_error
 
 BYTES_PER_CHARACTER = 6
-"""A character of an observation takes at most this many bytes of JSON (`\\u0000`)."""
+"""Most bytes of JSON for one character of an observation (`\\u0000`)."""
 ROOM = 1 << 16
-"""Bytes of an answer beside its observation."""
+"""Bytes of an answer besides its observation."""
 
 
 class EnvironmentDied(Exception):
@@ -30,11 +35,11 @@ class EnvironmentDied(Exception):
 
 
 class EnvironmentRaised(Exception):
-    """What the environment raised in its process, as text."""
+    """An error that the environment raised in its process, as text."""
 
 
 class Processes:
-    """The processes of one generator: idle ones wait for the next episode."""
+    """The processes of one generator; idle ones are reused for the next episode."""
 
     def __init__(self, max_observation_characters: int, trusted_modules: Sequence[str]) -> None:
         self._limit = max_observation_characters * BYTES_PER_CHARACTER + ROOM
@@ -43,16 +48,16 @@ class Processes:
         self._all: set[Worker] = set()
         self._closed = False
 
-    def make_environment(self, name: str, options: Options) -> IsolatedEnvironment:
+    def environment(self, name: str, options: Options) -> IsolatedEnvironment:
         """An environment whose episode runs in one of the processes."""
         return IsolatedEnvironment(self, {"name": name, "options": dict(options), "trusted": self._trusted_modules})
 
     async def take(self) -> Worker:
-        """An idle process, or else a new one."""
-        self._all = {worker for worker in self._all if not worker.is_gone}
+        """An idle process, or a new one."""
+        self._all = {worker for worker in self._all if not worker.has_ended}
         while self._idle:
             worker = self._idle.pop()
-            if worker.alive:
+            if worker.usable:
                 return worker
         worker = await Worker.start(self._limit)
         self._all.add(worker)
@@ -61,12 +66,12 @@ class Processes:
         return worker
 
     def give_back(self, worker: Worker) -> None:
-        """The episode is over; a process that still lives waits for the next one."""
-        if worker.alive:
+        """Keep a process for the next episode, if it is still usable."""
+        if worker.usable:
             self._idle.append(worker)
 
     async def close(self) -> None:
-        """End all processes, and those that are being started right now."""
+        """End all processes, also those that are starting right now."""
         self._closed = True
         for worker in self._all:
             worker.kill()
@@ -76,21 +81,21 @@ class Processes:
 
 
 class Worker:
-    """One process, from the outside."""
+    """One process, as the agent loop uses it."""
 
     def __init__(self, process: asyncio.subprocess.Process, limit: int) -> None:
         self._process = process
         self._limit = limit
         self._broken = False
-        self._asked = 0
+        self._requests = 0
 
     @staticmethod
     async def start(limit: int) -> Worker:
-        """Start a process; it can import what this one can."""
+        """Start a process with this process's import path; an answer may have at most `limit` bytes."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "service.rollout.isolated",
+            "service.rollout.isolation",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
@@ -100,17 +105,23 @@ class Worker:
         return Worker(process, limit)
 
     @property
-    def alive(self) -> bool:
-        """It can take another request."""
-        return not self._broken and self._process.returncode is None
+    def usable(self) -> bool:
+        """True where the process can take another request."""
+        return not self._broken and not self.has_ended
 
     @property
-    def is_gone(self) -> bool:
-        """The process has ended, and the system knows it no more."""
+    def has_ended(self) -> bool:
+        """True where the process has ended and was reaped."""
         return self._process.returncode is not None
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
-        """One request and its answer; if that does not come, or nobody waits for it, the process ends."""
+        """Send a request and return the answer; without an answer, or when cancelled, end the process.
+
+        Raises:
+            EnvironmentRaised: the environment raised.
+            EnvironmentDied: the process ended, or answered out of order.
+            OversizedOutput: the answer is too large.
+        """
         try:
             return await self._ask(request)
         except EnvironmentRaised:
@@ -124,39 +135,39 @@ class Worker:
             raise RuntimeError("the process was started without pipes")
         line = b""
         try:
-            self._asked += 1
-            self._process.stdin.write(json.dumps({**request, "number": self._asked}).encode() + b"\n")
+            self._requests += 1
+            self._process.stdin.write(json.dumps({**request, "number": self._requests}).encode() + b"\n")
             await self._process.stdin.drain()
             line = await self._process.stdout.readline()
-        except ValueError as error:  # what StreamReader.readline makes of a line beyond its limit
+        except ValueError as error:  # StreamReader.readline raises this for a line beyond its limit
             raise OversizedOutput(f"more than {self._limit} bytes at once") from error
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the process is gone; its exit code below says more
+            pass  # the process has ended; its exit code below says more
         if not line.endswith(b"\n"):
             code = await self._process.wait()
-            self._kill_group()  # what it started outlives it
+            self._kill_group()  # child processes of the environment may still run
             raise EnvironmentDied(f"its process ended with code {code}")
         answer = json.loads(line)
-        if answer["number"] != self._asked:
+        if answer["number"] != self._requests:
             raise EnvironmentDied("its process is out of step: it answered an earlier request again")
         if "raised" in answer:
             raise EnvironmentRaised(answer["raised"])
         return answer["returned"]
 
     def kill(self) -> None:
-        """End the process and those that it started."""
+        """End the process and its child processes."""
         self._broken = True
-        if self._process.returncode is None:
+        if not self.has_ended:
             self._kill_group()
 
     def _kill_group(self) -> None:
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            return  # all of it ended by itself in the meantime
+            return  # the whole group has ended in the meantime
 
     async def ended(self) -> None:
-        """Wait until the process is gone."""
+        """Wait until the process has ended."""
         await self._process.wait()
 
 
@@ -171,13 +182,12 @@ class IsolatedEnvironment:
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Take a process and begin the episode in it."""
         self._worker = await self._processes.take()
-        messages: list[Message] = await self._worker.ask(
-            {"verb": "reset", "make": self._make, "task": task_as_json(task), "seed": seed}
-        )
+        request = {"verb": "reset", "make": self._make, "task": task_as_json(task), "seed": seed}
+        messages: list[Message] = await self._worker.ask(request)
         return messages
 
     async def step(self, text: str) -> StepResult:
-        """Ask the process."""
+        """Call the environment's `step` in its process."""
         if self._worker is None:
             raise RuntimeError("step before reset")
         return StepResult(**await self._worker.ask({"verb": "step", "text": text}))
@@ -188,14 +198,14 @@ class IsolatedEnvironment:
             return
         worker, self._worker = self._worker, None
         try:
-            if worker.alive:
+            if worker.usable:
                 await worker.ask({"verb": "close"})
         finally:
             self._processes.give_back(worker)
 
 
 def task_as_json(task: Task) -> dict[str, Any]:
-    """A task as an object that `Task(**object)` reads back."""
+    """The task as a JSON object; `_task` is the inverse."""
     return {
         "uid": task.uid,
         "prompt": list(task.prompt),
@@ -205,3 +215,71 @@ def task_as_json(task: Task) -> dict[str, Any]:
         "tools": list(task.tools),
         "temperature": task.temperature,
     }
+
+
+def _task(fields: Mapping[str, Any]) -> Task:
+    return Task(**{**fields, "prompt": tuple(fields["prompt"]), "tools": tuple(fields["tools"])})
+
+
+def main() -> None:
+    """Inside the process: serve one episode after the other until stdin closes."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # The environment gets stderr as stdout and an empty stdin, so that its output is no answer and no request is lost.
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    asyncio.run(_serve(requests, answers))
+
+
+async def _serve(stdin: IO[bytes], answers: IO[bytes]) -> None:
+    requests: asyncio.Queue[bytes] = asyncio.Queue()
+    # A thread of its own, so that the end of stdin ends the process also while the environment blocks.
+    Thread(target=_read, args=(stdin, asyncio.get_running_loop(), requests), daemon=True).start()
+    episode: Environment | None = None
+    pid = os.getpid()
+    while True:
+        request = json.loads(await requests.get())
+        if request["verb"] == "reset":
+            episode = None
+        try:
+            episode, returned = await _answer(episode, request)
+            answer = json.dumps({"number": request["number"], "returned": returned}, default=_plain)
+        except BaseException as error:  # noqa: BLE001 - `Worker.ask` raises it in the agent loop
+            answer = json.dumps({"number": request["number"], "raised": describe_error(error)})
+        if os.getpid() != pid:
+            os._exit(0)  # the environment forked: the parent answers
+        answers.write(answer.encode() + b"\n")
+        answers.flush()
+
+
+def _read(stdin: IO[bytes], loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[bytes]) -> None:
+    for line in stdin:
+        loop.call_soon_threadsafe(requests.put_nowait, line)
+    if os.getpgrp() == os.getpid():  # started by `Worker.start`, and not by hand in a shell's group
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+async def _answer(episode: Environment | None, request: Mapping[str, Any]) -> tuple[Environment | None, Any]:
+    if request["verb"] == "reset":
+        make = request["make"]
+        episode = make_environment(make["name"], make["options"], make["trusted"])
+        return episode, list(await episode.reset(_task(request["task"]), request["seed"]))
+    if episode is None:
+        raise RuntimeError(f"{request['verb']} before reset")
+    if request["verb"] == "step":
+        result = await episode.step(request["text"])
+        return episode, result._asdict()
+    await episode.close()
+    return None, None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot leave the environment's process")
+
+
+if __name__ == "__main__":
+    main()

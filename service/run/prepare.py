@@ -23,7 +23,7 @@ from service.learn.model.tiny_model import make_model, parameters_of
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Task
-from service.rollout.environments.factory import check_environments
+from service.rollout.environments.check_inputs import check_environments
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file

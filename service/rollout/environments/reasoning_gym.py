@@ -2,8 +2,8 @@
 
     env.name: reasoning_gym/chain_sum     env.options: {min_terms: 2, max_terms: 3}
 
-A row names the dataset's seed, its size and the question's index in `extra_info`; `rows` makes such rows. The answer is
-what stands in `<answer>`, else the whole text.
+A row's `extra_info` holds the dataset's seed and size and the question's index; `rows` makes such rows. The answer is
+the text in `<answer>`, or the whole text without the tag.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class ReasoningGym:
         _gym()
         self._name = name
         self._options = tuple(sorted(options.items()))
-        _dataset(name, seed=0, size=1, options=self._options)  # kept; refuses an unknown name or option at the start
+        _dataset(name, seed=0, size=1, options=self._options)  # refuses an unknown name or option at the start
         self._dataset: Any = None
         self._entry: Any = None
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Make the question again and see that it is the row's."""
+        """Make the question again and compare it with the row's."""
         extra = task.extra_info
         self._dataset = _dataset(self._name, int(extra["seed"]), int(extra["size"]), self._options)
         self._entry = await asyncio.to_thread(self._dataset.__getitem__, int(extra["index"]))
@@ -53,11 +53,11 @@ class ReasoningGym:
         return StepResult((), score, True, {"solved": float(score == 1.0)})
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 class SyntheticReasoningGym:
-    """Rows of one dataset, for `data.make_rows`; the environment has to have the same options."""
+    """Rows of one dataset for `data.make_rows`; the environment needs the same options."""
 
     def __init__(self, name: str, options: Mapping[str, Option]) -> None:
         self._name = name
@@ -78,11 +78,11 @@ class SyntheticReasoningGym:
         }
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Refused: the questions are free text."""
+        """Raises `UserError`: the questions are free text."""
         raise UserError("model.make: a made tokenizer does not know reasoning-gym's words; give model.path")
 
     def demonstrations(self, n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-        """Refused: nobody shows how to solve them."""
+        """Raises `UserError`: reasoning-gym has no worked solutions."""
         raise UserError("model.warm_start: reasoning-gym has no demonstrations; leave it out")
 
 

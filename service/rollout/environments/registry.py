@@ -1,8 +1,8 @@
-"""The environments that come with Baton, and how others are found.
+"""Environments by name.
 
-env.name: gsm8k                       one of Baton's own, or one that an installed package registers as an entry
-                                      point of the group `baton.environments`
-env.name: skyrl_gym/search            one of another library, through its adapter
+env.name: gsm8k                       a demonstration of Baton, or an entry point of an installed package in the group
+                                      `baton.environments`
+env.name: skyrl_gym/search            an environment of another library, through its adapter
 env.name: my_package.envs:Maze        a class of your own, in a module that `env.trusted_modules` names
 """
 
@@ -35,33 +35,32 @@ ADAPTERS = {
     "reasoning_gym": "service.rollout.environments.reasoning_gym:ReasoningGym",
     "skyrl_gym": "service.rollout.environments.skyrl_gym:SkyRLGym",
 }
-"""The part before the slash; what follows it is the adapter's first argument."""
+"""By the part of the name before the slash; the part after it is the adapter's first argument."""
 
 
 def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
-    """A fresh instance of the environment `name`, for one trajectory.
+    """A new instance of the environment `name`, for one trajectory.
 
     Raises:
-        UserError: there is no such environment, or it cannot be made with these options.
+        UserError: there is no such environment, or its constructor fails with these options.
     """
     family, slash, member = name.partition("/")
-    make = find(name, trusted_modules)
+    make = find_environment(name, trusted_modules)
     try:
         return make(member, **options) if slash and family in ADAPTERS else make(**options)
     except UserError:
         raise
     except TypeError as error:
         raise UserError(f"env.options: the environment {name!r} refuses them: {error}") from error
-    except (Exception, SystemExit) as error:
-        # Constructors are code of a user as well.
+    except (Exception, SystemExit) as error:  # a user's constructor may raise anything
         raise UserError(f"env.name: {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def find(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Environment]:
+def find_environment(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Environment]:
     """The class behind a name.
 
     Raises:
-        UserError: there is none, or its module is not trusted.
+        UserError: there is no such environment, or its module is not trusted.
     """
     family, slash, member = name.partition("/")
     if slash and member and family in ADAPTERS:
@@ -78,7 +77,7 @@ def find(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Enviro
 
 @cache
 def registered() -> Mapping[str, str]:
-    """What installed packages register, by name; looked up once, for every trajectory makes an environment."""
+    """Name -> `module:Class` of the environments that installed packages register; cached, as each trajectory asks."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
@@ -101,8 +100,7 @@ def _load(path: str, name: str) -> Callable[..., Environment]:
     module_name, _, attribute = path.partition(":")
     try:
         module = import_module(module_name)
-    except (Exception, SystemExit) as error:
-        # Importing runs the code of a user: anything can come out of it.
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         raise UserError(
             f"env.name: the environment {name!r} cannot be loaded, importing {module_name} failed: "
             f"{type(error).__name__}: {error} (modules are looked up in {Path.cwd()} and among installed packages)"
@@ -115,20 +113,20 @@ def _load(path: str, name: str) -> Callable[..., Environment]:
     return found
 
 
-class Made(Protocol):
-    """An environment's module that makes its own data, words and demonstrations."""
+class SyntheticData(Protocol):
+    """A module or object that generates data for an environment: rows, words and demonstrations."""
 
     def rows(self, n: int, seed: int) -> list[dict[str, Any]]:
-        """Dataset rows."""
+        """`n` dataset rows."""
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Every word that a tokenizer made for it needs."""
+        """Every word that a word-level tokenizer for the environment needs."""
 
     def demonstrations(self, n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-        """Conversations for a supervised warm start."""
+        """`n` conversations for a supervised warm start, of which about `right_fraction` solve their task."""
 
 
-MADE = {
+SYNTHETIC_DATA = {
     "gsm8k": "examples.gsm8k",
     "lookup": "examples.lookup",
     "search_r1": "examples.synthetic_search",
@@ -136,21 +134,21 @@ MADE = {
 }
 
 
-def synthetic_data(name: str, options: Options | None = None) -> Made:
-    """What the environment `name` makes itself, where it is made with these options.
+def synthetic_data(name: str, options: Options | None = None) -> SyntheticData:
+    """The generator of synthetic data for the environment `name`, made with these options.
 
     Raises:
-        UserError: it makes nothing.
+        UserError: there is none.
     """
     family, _, member = name.partition("/")
     if family == "reasoning_gym" and member:
         from service.rollout.environments.reasoning_gym import SyntheticReasoningGym
 
         return SyntheticReasoningGym(member, options or {})
-    if name not in MADE:
+    if name not in SYNTHETIC_DATA:
         raise UserError(
-            f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(MADE)} do; "
-            "give data.train and model.path"
+            f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(SYNTHETIC_DATA)} "
+            "do; give data.train and model.path"
         )
-    module: Made = import_module(MADE[name])
+    module: SyntheticData = import_module(SYNTHETIC_DATA[name])
     return module

@@ -2,8 +2,8 @@
 
     env.name: skyrl_gym/search     env.options: {search_url: "http://127.0.0.1:8000/retrieve", topk: 3, max_turns: 4}
 
-A row's columns become the environment's `extras`. What skyrl-gym calls a post-processed action is not put in place of
-what the policy said: its tokens stay those that were sampled.
+A row's columns become the environment's `extras`. skyrl-gym's post-processed action does not replace the policy's
+response: the tokens stay those that were sampled, and `rewritten_actions` counts the cases.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class SkyRLGym:
     def _entry_point(self) -> str | Callable[..., Any]:
         try:
             found: str | Callable[..., Any] = self._gym.spec(self._env_id).entry_point
-        except Exception as error:
-            # The library raises errors of its own, which are known only where it is installed.
+        except Exception as error:  # the library's own error classes exist only where it is installed
             raise UserError(f"env.name: skyrl-gym has no environment {self._env_id!r}: {error}") from error
         return found
 
@@ -57,12 +56,12 @@ class SkyRLGym:
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 
     async def step(self, text: str) -> StepResult:
-        """One action; at the end the environment's own metrics become facts."""
+        """One action; the environment's own metrics become the `info` of the last step."""
         result = await _in_thread(self._env.step, text)
         done = bool(result["done"])
-        facts = await _in_thread(self._env.get_metrics) if done else {}
+        metrics = await _in_thread(self._env.get_metrics) if done else {}
         rewritten = {"rewritten_actions": 1.0} if result.get("postprocessed_action") not in (None, text) else {}
-        return StepResult(result["observations"], result["reward"], done, {**_numbers(facts), **rewritten})
+        return StepResult(result["observations"], result["reward"], done, {**_numbers(metrics), **rewritten})
 
     async def close(self) -> None:
         """Close the environment."""

@@ -16,7 +16,8 @@ from service.config.rollout import EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Task
 from service.rollout.environments import registry as environments
-from service.rollout.environments.factory import Environments, check_environments
+from service.rollout.environments.check_inputs import check_environments
+from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import make_environment
 from service.rollout.isolation import IsolatedEnvironment
 from tests.pure.rollout.misbehaving import Echo

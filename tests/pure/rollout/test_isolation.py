@@ -179,7 +179,7 @@ async def test_what_an_environment_started_ends_when_its_agent_loop_is_gone(tmp_
     make = {"name": f"{HERE}:Abandons", "options": {"suffix": str(tmp_path / "pid")}, "trusted": [HERE]}
     request = json.dumps({"verb": "reset", "make": make, "task": task_as_json(QUESTION), "seed": 0, "number": 1})
     process = subprocess.Popen(
-        [sys.executable, "-m", "service.rollout.isolated"],
+        [sys.executable, "-m", "service.rollout.isolation"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -1,0 +1,89 @@
+"""Checks before anything starts: can the configured environments be made, and do they accept the rows?"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.config.rollout import EnvConfig
+from service.config.tree import Config
+from service.errors import UserError
+from service.rollout.environment import Environment, Task
+from service.rollout.environments.factory import Environments
+from service.rollout.environments.registry import make_environment, synthetic_data
+from service.rollout.isolation import task_as_json
+from service.rollout.prompts.dataset import load_tasks, tasks_of
+
+SYNTHETIC = Path("made")
+"""Stands for the file of synthetic rows in messages."""
+
+
+def check_inputs(config: Config) -> None:
+    """Make every configured environment and read every dataset that exists.
+
+    Raises:
+        UserError: an environment is unknown, untrusted or refuses its options; a dataset's row is malformed.
+    """
+    data = config.data
+    make_environment(config.env.name, config.env.options, config.env.trusted_modules)
+    if data.make_rows is not None or data.eval_make_rows is not None or config.model.make is not None:
+        synthetic_data(config.env.name)
+    for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
+        if path is not None and path.exists():
+            check_environments(config.env, load_tasks(path), path)
+    if data.make_rows is not None:
+        rows = synthetic_data(config.env.name, config.env.options).rows(1, config.run.seed)
+        check_environments(config.env, tasks_of(rows, SYNTHETIC), SYNTHETIC)
+
+
+def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:
+    """Make each environment that the rows of `path` name, and let it check its rows.
+
+    Raises:
+        UserError: an environment cannot be made or refuses a row; the message names the first such row.
+    """
+    first_rows = {task.env_class or config.name: row for row, task in reversed(list(enumerate(tasks)))}
+    factory = Environments(config.model_copy(update={"isolation": "none"}))
+    environments = {}
+    for name, row in first_rows.items():
+        try:
+            environments[name] = factory.make(tasks[row])
+            _refuse_missing_methods(environments[name], name)
+        except UserError as error:
+            if name == config.name:
+                raise
+            raise UserError(f"{error} (first needed by row {row}, {tasks[row].uid})") from error
+    for row, task in enumerate(tasks):
+        name = task.env_class or config.name
+        place = f"dataset {path}, row {row}"
+        if config.isolation == "process":
+            _refuse_no_json(task, place)
+        _refuse_row(environments[name], name, task, place)
+
+
+def _refuse_no_json(task: Task, row: str) -> None:
+    try:
+        json.dumps(task_as_json(task))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{row}: it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"
+        ) from error
+
+
+def _refuse_row(environment: Environment, name: str, task: Task, row: str) -> None:
+    check = getattr(environment, "check_task", None)
+    if check is None:
+        return
+    try:
+        check(task)
+    except (Exception, SystemExit) as error:  # a user's `check_task` may raise anything
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{row}: the environment {name!r} cannot play it: {reason}") from error
+
+
+def _refuse_missing_methods(environment: Environment, name: str) -> None:
+    for method in ("reset", "step", "close"):
+        if not inspect.iscoroutinefunction(getattr(environment, method, None)):
+            raise UserError(f"env.name: the environment {name!r} needs a method `async def {method}`; see docs/own.md")
