@@ -1,11 +1,11 @@
-"""Datasets: a row a prompt, in JSONL or parquet, with the columns that SkyRL and verl write.
+"""Datasets: one prompt per row, in JSONL or parquet, with the columns of SkyRL and verl.
 
     {"prompt": [{"role": "user", "content": "..."}], "env_class": "gsm8k",
      "reward_spec": {"method": "rule", "ground_truth": "42"}, "extra_info": {"index": 7}, "data_source": "openai/gsm8k"}
 
 `prompt` is required (a plain text is one user message). verl's `reward_model` is read as `reward_spec`. `uid` names the
-row in logs and journals; without it the row's number does. `tools` (JSON schemas) go into the chat template, and
-`temperature` replaces the configured one. Columns of any other name join `extra_info`.
+row in logs and journals; the default is the file's name and the row's number. `tools` (JSON schemas) go into the chat
+template, and `temperature` replaces the configured one. All other columns join `extra_info`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from service.rollout.environment import Message, Task, is_text
 COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model", "extra_info", "tools", "temperature"})
 
 MAX_UID_LENGTH = 512
-"""Characters; every message names the prompts of its steps, and the buffer takes messages with short names only."""
+"""Characters; a message to the buffer has the uid of every step in its header, whose size is limited."""
 
 
 def load_tasks(path: Path) -> list[Task]:
-    """Every row of the file, in its order; an empty `env_class` means the configured environment.
+    """Every row of the file, in order; an empty `env_class` means the configured environment.
 
     Raises:
         UserError: the file or a row is malformed; the message names row and column.
@@ -41,23 +41,25 @@ def load_tasks(path: Path) -> list[Task]:
 
 def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
     """The rows of `path` as tasks; see `load_tasks`."""
-    tasks = [_task(row, number, path) for number, row in enumerate(rows)]
-    if not tasks:
+    if not rows:
         raise UserError(f"dataset {path}: there are no rows; give at least one prompt")
-    seen: dict[str, int] = {}
-    for number, task in enumerate(tasks):
+    tasks = []
+    first_rows: dict[str, int] = {}
+    for number, columns in enumerate(rows):
+        if not isinstance(columns, Mapping):
+            raise UserError(f"dataset {path}, row {number}: a row is an object with columns, not {columns!r:.80}")
+        row = _Row(columns, number, path)
+        task = row.task()
         if len(task.uid) > MAX_UID_LENGTH:
-            raise _bad(
-                path, number, "uid", f"{len(task.uid)} characters are more than {MAX_UID_LENGTH}; give a short one"
-            )
-        if task.uid in seen:
-            raise _bad(path, number, "uid", f"{task.uid!r} is the uid of row {seen[task.uid]} too")
-        seen[task.uid] = number
+            raise row.error("uid", f"{len(task.uid)} characters are more than {MAX_UID_LENGTH}; give a short one")
+        if (first := first_rows.setdefault(task.uid, number)) != number:
+            raise row.error("uid", f"{task.uid!r} is the uid of row {first} too")
+        tasks.append(task)
     return tasks
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as JSONL; the file appears whole or not at all."""
+    """Write rows as JSONL; an existing file is replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(f"{_line(row, number, path)}\n" for number, row in enumerate(rows))
@@ -66,17 +68,17 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def _line(row: Mapping[str, Any], number: int, path: Path) -> str:
     try:
         line = json.dumps(row, ensure_ascii=False)
-        # Half a surrogate pair is no text, but as JSON it can be written.
+        # Half a surrogate pair cannot be encoded as UTF-8, but JSON can escape it.
         return line if is_text(line) else json.dumps(row)
     except TypeError as error:
         raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
 
 
 def read_rows(path: Path) -> list[Any]:
-    """The rows of a JSONL or parquet file as they stand there.
+    """The rows of a JSONL or parquet file, unchecked.
 
     Raises:
-        UserError: there is no such file, or it cannot be read.
+        UserError: the file does not exist, or cannot be read.
     """
     if not path.is_file():
         raise UserError(f"dataset {path}: there is no such file")
@@ -84,21 +86,18 @@ def read_rows(path: Path) -> list[Any]:
         try:
             return list(pq.read_table(path).to_pylist())
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-            # What pyarrow raises depends on whether bytes or values are broken: a date of the year 300000 is none.
-            raise UserError(f"dataset {path}: no parquet file that can be read: {_in_a_line(error)}") from error
+            # pyarrow's errors differ between broken bytes and values out of Python's range, such as the year 300000.
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"dataset {path}: no parquet file that can be read: {reason}") from error
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
     raise UserError(f"dataset {path}: it ends in {path.suffix!r}; give a .jsonl or a .parquet file")
 
 
-def _in_a_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _read_jsonl(path: Path) -> list[Any]:
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with a mark
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(f"dataset {path}: not UTF-8: {error}") from error
     except OSError as error:
@@ -111,80 +110,80 @@ def _read_jsonl(path: Path) -> list[Any]:
     return rows
 
 
-def _task(row: Any, number: int, path: Path) -> Task:
-    if not isinstance(row, Mapping):
-        raise UserError(f"dataset {path}, row {number}: a row is an object with columns, not {row!r:.80}")
-    reward_spec = _mapping(row, "reward_spec", number, path) or _mapping(row, "reward_model", number, path)
-    others = {column: value for column, value in row.items() if column not in COLUMNS}
-    return Task(
-        uid=_text(row, "uid", number, path) or f"{path.stem}-{number}",
-        prompt=_prompt(row, number, path),
-        env_class=_text(row, "env_class", number, path),
-        reward_spec=reward_spec,
-        extra_info=others | _mapping(row, "extra_info", number, path),
-        tools=_tools(row.get("tools"), number, path),
-        temperature=_temperature(row.get("temperature"), number, path),
-    )
+class _Row:
+    """The columns of one row, checked while they are read; errors name file, row and column."""
 
+    def __init__(self, columns: Mapping[str, Any], number: int, path: Path) -> None:
+        self._columns = columns
+        self._number = number
+        self._path = path
 
-def _prompt(row: Mapping[str, Any], number: int, path: Path) -> tuple[Message, ...]:
-    value = row.get("prompt")
-    if isinstance(value, str) and value:
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        wanted = "a text or a list of messages with role and content"
-        near = difflib.get_close_matches("prompt", [column for column in row if column != "prompt"], n=1)
-        hint = f" (there is a column {near[0]!r})" if near else ""
-        raise _bad(path, number, "prompt", f"is missing{hint}; give {wanted}" if not value else f"give {wanted}")
-    return tuple(_message(message, i, number, path) for i, message in enumerate(value))
+    def error(self, column: str, problem: str) -> UserError:
+        return UserError(f"dataset {self._path}, row {self._number}, column {column}: {problem}")
 
+    def task(self) -> Task:
+        others = {column: value for column, value in self._columns.items() if column not in COLUMNS}
+        return Task(
+            uid=self._text("uid") or f"{self._path.stem}-{self._number}",
+            prompt=self._prompt(),
+            env_class=self._text("env_class"),
+            reward_spec=self._mapping("reward_spec") or self._mapping("reward_model"),
+            extra_info=others | self._mapping("extra_info"),
+            tools=self._tools(),
+            temperature=self._temperature(),
+        )
 
-def _message(value: Any, i: int, number: int, path: Path) -> Message:
-    if not isinstance(value, Mapping):
-        raise _bad(path, number, "prompt", f"message {i} is no object with role and content")
-    for key in ("role", "content"):
-        if not isinstance(value.get(key), str):
-            raise _bad(path, number, "prompt", f"message {i} has no text as {key}")
-        if not is_text(value[key]):
-            raise _bad(path, number, "prompt", f"message {i} has half a surrogate pair in its {key}, which is no text")
-    return Message(role=value["role"], content=value["content"])
+    def _prompt(self) -> tuple[Message, ...]:
+        value = self._columns.get("prompt")
+        if isinstance(value, str) and value:
+            value = [{"role": "user", "content": value}]
+        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+            wanted = "a text or a list of messages with role and content"
+            near = difflib.get_close_matches("prompt", [column for column in self._columns if column != "prompt"], n=1)
+            hint = f" (there is a column {near[0]!r})" if near else ""
+            raise self.error("prompt", f"is missing{hint}; give {wanted}" if not value else f"give {wanted}")
+        return tuple(self._message(message, i) for i, message in enumerate(value))
 
+    def _message(self, value: Any, i: int) -> Message:
+        if not isinstance(value, Mapping):
+            raise self.error("prompt", f"message {i} is no object with role and content")
+        for key in ("role", "content"):
+            if not isinstance(value.get(key), str):
+                raise self.error("prompt", f"message {i} has no text as {key}")
+            if not is_text(value[key]):
+                raise self.error("prompt", f"message {i} has half a surrogate pair in its {key}, which is no text")
+        return Message(role=value["role"], content=value["content"])
 
-def _mapping(row: Mapping[str, Any], column: str, number: int, path: Path) -> dict[str, Any]:
-    value = row.get(column)
-    if value is not None and not isinstance(value, Mapping):
-        raise _bad(path, number, column, f"give an object, not {value!r:.80}")
-    return dict(value or {})
+    def _mapping(self, column: str) -> dict[str, Any]:
+        value = self._columns.get(column)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.error(column, f"give an object, not {value!r:.80}")
+        return dict(value or {})
 
+    def _tools(self) -> tuple[Mapping[str, Any], ...]:
+        value = self._columns.get("tools")
+        try:
+            tools = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+        except (ValueError, RecursionError) as error:
+            raise self.error("tools", f"no JSON: {error}") from error
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+            raise self.error("tools", f"give a list of JSON schemas, not {value!r:.80}")
+        if tools and not is_text(json.dumps(tools, ensure_ascii=False, default=str)):
+            raise self.error("tools", "holds half a surrogate pair, which is no text")
+        return tuple(tools or ())
 
-def _tools(value: Any, number: int, path: Path) -> tuple[Mapping[str, Any], ...]:
-    try:
-        tools = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
-    except (ValueError, RecursionError) as error:
-        raise _bad(path, number, "tools", f"no JSON: {error}") from error
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise _bad(path, number, "tools", f"give a list of JSON schemas, not {value!r:.80}")
-    if tools and not is_text(json.dumps(tools, ensure_ascii=False, default=str)):
-        raise _bad(path, number, "tools", "holds half a surrogate pair, which is no text")
-    return tuple(tools or ())
+    def _temperature(self) -> float | None:
+        value = self._columns.get("temperature")
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not COLDEST <= value < HOTTEST:
+            raise self.error("temperature", f"give a number from {COLDEST:g} to {HOTTEST:g}, not {value!r:.80}")
+        return float(value)
 
-
-def _temperature(value: Any, number: int, path: Path) -> float | None:
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not COLDEST <= value < HOTTEST
-    ):
-        raise _bad(path, number, "temperature", f"give a number from {COLDEST:g} to {HOTTEST:g}, not {value!r:.80}")
-    return None if value is None else float(value)
-
-
-def _text(row: Mapping[str, Any], column: str, number: int, path: Path) -> str:
-    value = row.get(column)
-    if value is not None and not isinstance(value, str):
-        raise _bad(path, number, column, f"give a text, not {value!r:.80}")
-    if value and not is_text(value):
-        raise _bad(path, number, column, f"{value!r:.80} holds half a surrogate pair, which is no text")
-    return value or ""
-
-
-def _bad(path: Path, number: int, column: str, problem: str) -> UserError:
-    return UserError(f"dataset {path}, row {number}, column {column}: {problem}")
+    def _text(self, column: str) -> str:
+        value = self._columns.get(column)
+        if value is not None and not isinstance(value, str):
+            raise self.error(column, f"give a text, not {value!r:.80}")
+        if value and not is_text(value):
+            raise self.error(column, f"{value!r:.80} holds half a surrogate pair, which is no text")
+        return value or ""

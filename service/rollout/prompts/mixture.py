@@ -1,8 +1,8 @@
-"""Several datasets as one, in the proportions of their weights.
+"""Several datasets mixed into one, in proportion to their weights.
 
 An epoch holds every row at least once. With `a` of 4 rows and weight 1, and `b` of 2 rows and weight 3:
 
-    shares 1/4 and 3/4; `a` needs 4 rows of its share, so the epoch has 16: `a` once, `b` six times over
+    fractions 1/4 and 3/4; the 4 rows of `a` are 1/4 of the epoch, which has 16 rows: `a` once, `b` six times over
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import read_rows, tasks_of, write_rows
 
 EVAL_SEED = 1 << 32
-"""Keeps the seeds of made evaluation rows apart from those of training rows."""
-MOST_REPEATED = 100
-"""Times the rows of all datasets together that an epoch may have; beyond that the weights are a mistake."""
+"""Added to the seed of synthetic evaluation rows, so that they differ from the training rows."""
+MAX_REPETITIONS = 100
+"""Most rows of an epoch, as a multiple of all datasets' rows; beyond that the weights are taken for a mistake."""
 
 
 def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:
-    """The one file of training prompts, made or mixed into `folder` where the configuration says so.
+    """The file of training prompts: as configured, or synthetic or mixed rows written to `folder`.
 
-    A file that is there already stays: a resumed run goes on with the same prompts.
+    An existing file is kept, so that a resumed run continues with the same prompts.
 
     Raises:
         UserError: nothing is configured, or a dataset is malformed.
@@ -47,7 +47,7 @@ def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Pat
 
 
 def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dict[str, Path]:
-    """The evaluation sets by name; made rows come from another seed than the training rows."""
+    """The files of the evaluation sets by name; synthetic rows have another seed than the training rows."""
     files = dict(data.eval)
     if data.eval_make_rows is not None:
         files[MADE_SET] = folder / "eval.jsonl"
@@ -74,7 +74,7 @@ def mixed_rows(parts: Mapping[str, MixturePart]) -> Iterator[dict[str, Any]]:
 
 
 class _Place(NamedTuple):
-    """Where in the epoch a dataset's row stands, between 0 and 1; rows are numbered on beyond its last."""
+    """The position of a dataset's row in the epoch, between 0 and 1; `number` counts on when its rows repeat."""
 
     position: float
     name: str
@@ -88,14 +88,15 @@ def _places(lengths: Mapping[str, int]) -> Iterator[_Place]:
 
 
 def _lengths(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Rows of each dataset in one epoch."""
+    """Dataset -> its rows in one epoch."""
     total_weight = sum(weights.values())
-    shares = {name: weight / total_weight for name, weight in weights.items()}
-    largest = max(sizes, key=lambda name: sizes[name] / shares[name])
-    total = sizes[largest] / shares[largest]
-    if total > MOST_REPEATED * sum(sizes.values()):
+    fractions = {name: weight / total_weight for name, weight in weights.items()}
+    largest = max(sizes, key=lambda name: sizes[name] / fractions[name])
+    total = sizes[largest] / fractions[largest]
+    if total > MAX_REPETITIONS * sum(sizes.values()):
+        fraction = f"{fractions[largest]:.2g}"
         raise UserError(
-            f"data.mixture.{largest}.weight: its {sizes[largest]} rows are to be {shares[largest]:.2g} of all prompts, "
+            f"data.mixture.{largest}.weight: its {sizes[largest]} rows are to be {fraction} of all prompts, "
             f"so an epoch would repeat the others up to {total:.3g} rows; give it a larger weight, or fewer rows"
         )
-    return {name: max(sizes[name], round(total * share)) for name, share in shares.items()}
+    return {name: max(sizes[name], round(total * fraction)) for name, fraction in fractions.items()}
