@@ -33,7 +33,7 @@ async def started() -> AsyncIterator[Processes]:
 
 
 def isolated(processes: Processes, name: str, **options: str) -> IsolatedEnvironment:
-    return processes.make_environment(f"{HERE}:{name}", options)
+    return processes.environment(f"{HERE}:{name}", options)
 
 
 @pytest.mark.asyncio
