@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.buffer.actor import BufferActor
 from actors.calls import in_a_line
 from actors.driver.placement import beside_rank, cpus_each, place_ranks, rank_options
-from actors.driver.signals import STOP_SIGNALS, heard_at_once
+from actors.driver.signals import when_stuck
 from actors.driver.watchdog import MARK, start_watchdog
 from actors.generator.actor import Generator
 from actors.generator.engine import engine_env
@@ -52,7 +52,7 @@ def ray_session(config: Config, mark: str, logs: Path, stopped: Callable[[], Non
         os._exit(128 + number)
 
     try:
-        with heard_at_once(STOP_SIGNALS, end):
+        with when_stuck(end):
             _connect(config, mark, logs)
     except Exception as error:
         # Ray raises a bare Exception where its node is not up in time, as on a busy machine.

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
-import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.driver.cluster import gpus_each, place_actors, ray_session
 from actors.driver.coordinator import Coordinator
 from actors.driver.placement import missing_resources
-from actors.driver.signals import heard_signals
+from actors.driver.signals import exit_on_stop_signals, force_after, on_stop_signal
 from actors.observe.metrics_hub import refuse_taken_port
 from service.config import Config, check
 from service.errors import BatonError, RunFailed, UserError
@@ -25,7 +23,7 @@ from service.files import recover_folder
 from service.observe.phases import phase, say
 from service.observe.progress import end_early
 from service.run.checkpoints import Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, FINAL, JOURNAL, LOGS, lock_run, new_run_folder
+from service.run.folder import CHECKPOINTS, FINAL, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder
 from service.run.prepare import Prepared, prepare
 from service.run.writer import RunWriter
 
@@ -49,19 +47,14 @@ def run(config: Config, resume: Path | None = None) -> int:
     refuse_taken_port(config)
     path = resume or new_run_folder(runs_folder(config), config.run.name)
     folder = RunWriter(path)
-    with lock_run(path), _exit_on_stop_signals():
+    with lock_run(path):
         manifest = None if resume is None else newest_checkpoint(config, path)
         try:
-            with phase("preparing the data and the model"):
-                prepared = _prepared(config, path, is_new=resume is None)
-            folder.forget_end()
-            if resume is None:
-                folder.write_config(config)
-            say(f"run folder: {path}")
-            return _run_on_ray(config, folder, prepared, manifest)
-        except (SystemExit, KeyboardInterrupt) as stopped:
+            with exit_on_stop_signals():
+                return _run(config, folder, manifest, is_new=resume is None)
+        except SystemExit as stopped:
             end_early(folder, say, 0 if manifest is None else manifest.step)
-            return 128 + (int(stopped.code or 0) if isinstance(stopped, SystemExit) else signal.SIGINT)
+            return int(stopped.code or 0)
         except (BatonError, OSError) as error:
             reason = (
                 error if isinstance(error, BatonError) else RunFailed(f"{error.filename or path}: {error.strerror}")
@@ -70,17 +63,14 @@ def run(config: Config, resume: Path | None = None) -> int:
             raise reason from error
 
 
-@contextlib.contextmanager
-def _exit_on_stop_signals() -> Iterator[None]:
-    """Stop signals exit with their number, as Ray's own handler of SIGTERM does, until the event loop hears them."""
-    before = {number: signal.getsignal(number) for number in heard_signals() if number != signal.SIGINT}
-    for number in before:
-        signal.signal(number, lambda number, frame: sys.exit(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _run(config: Config, folder: RunWriter, manifest: Manifest | None, is_new: bool) -> int:
+    with phase("preparing the data and the model"):
+        prepared = _prepared(config, folder.path, is_new)
+    folder.forget_end()
+    if is_new:
+        folder.write_config(config)
+    say(f"run folder: {folder.path}")
+    return _run_on_ray(config, folder, prepared, manifest)
 
 
 def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
@@ -99,13 +89,15 @@ def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest:
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
     try:
         with contextlib.ExitStack() as held:
+            seconds = config.run.stop_grace
+            countdown = held.enter_context(force_after(seconds, partial(_end_by_force, folder, seconds)))
             with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
                 held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
             if missing := missing_resources(config, gpus_each()):
                 say(f"WAITING for resources that the Ray cluster does not have: {missing}")
             cluster = place_actors(config, prepared, folder.path / JOURNAL)
             coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
-            return asyncio.run(_until_stopped(coordinator))
+            return asyncio.run(_until_stopped(coordinator, countdown))
     except OSError as error:
         raise RunFailed(f"{error.filename or folder.path}: {error.strerror or error}") from error
 
@@ -138,15 +130,22 @@ def runs_folder(config: Config) -> Path:
     return Path.home() / config.run.dir if IN_RAY_JOB in os.environ else config.run.dir
 
 
-async def _until_stopped(coordinator: Coordinator) -> int:
-    """Run the coordinator; the first stop signal ends it in order."""
-    loop = asyncio.get_running_loop()
-    heard = heard_signals()
-    for number in heard:
-        loop.add_signal_handler(number, coordinator.stop, number)
-    await coordinator.run()
-    for number in heard:
-        # What follows ends by itself within seconds; a second signal would only cut it short.
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_IGN)
+async def _until_stopped(coordinator: Coordinator, countdown: Callable[[int], None]) -> int:
+    """Run the coordinator; the first stop signal ends it in order, within the time of the countdown."""
+
+    def stop(number: int) -> None:
+        countdown(number)
+        coordinator.stop(number)
+
+    with on_stop_signal(stop):
+        await coordinator.run()
     return 128 + coordinator.stopped_by if coordinator.stopped_by else 0
+
+
+def _end_by_force(folder: RunWriter, seconds: float, number: int) -> None:
+    """End this process now; the watchdog ends the others."""
+    reason = f"ended by force: {seconds:g} s after the stop signal (run.stop_grace) the run had not ended in order"
+    if not (folder.path / SUMMARY).exists():
+        folder.write_summary({"state": "stopped", "steps": folder.step, "reason": reason})
+    say(reason)
+    os._exit(128 + number)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import ray
@@ -20,7 +18,7 @@ from actors.calls import call, in_a_line
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.driver.cluster import engine_options, gpus_each, place_trainer, ray_session
 from actors.driver.placement import place_ranks
-from actors.driver.signals import heard_signals
+from actors.driver.signals import exit_on_stop_signals, on_stop_signal
 from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.generator.retrieval import with_retrieval
 from service.config import Config
@@ -52,7 +50,7 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private(os.environ, Path.home())
     config = beside_a_run(config)
-    with _stoppable(), ExitStack() as held:
+    with exit_on_stop_signals(), ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
         files = prepare_evaluation(config, folder)
         check_retrieval(config)
@@ -84,50 +82,18 @@ def beside_a_run(config: Config) -> Config:
     return config.model_copy(update={"weights": weights, "env": env})
 
 
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Turn the first stop signal into `SystemExit(128 + number)`, so that the block cleans up; ignore further ones."""
-    before = {number: signal.getsignal(number) for number in heard_signals()}
-
-    def end(number: int, frame: FrameType | None) -> None:
-        _ignore(before)
-        raise SystemExit(128 + number)
-
-    for number in before:
-        signal.signal(number, end)
-    try:
-        yield
-    except SystemExit as stopped:
-        # Ray replaces the handler by its own when it starts, which exits with the signal's number alone.
-        raise SystemExit(128 | int(stopped.code or 0)) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation] | int:
-    """The evaluations, or the exit code if a stop signal came, for which the event loop needs handlers of its own."""
-    loop, stopped = asyncio.get_running_loop(), list[int]()
+    """The evaluations, or the exit code if a stop signal came."""
+    stopped: list[int] = []
     task = asyncio.ensure_future(evaluating)
 
     def stop(number: int) -> None:
         stopped.append(number)
         task.cancel()
 
-    heard = heard_signals()
-    for number in heard:
-        loop.add_signal_handler(number, stop, number)
-    await asyncio.wait([task])
-    for number in heard:
-        loop.remove_signal_handler(number)
-    _ignore(heard)
+    with on_stop_signal(stop):
+        await asyncio.wait([task])
     return 128 + stopped[0] if stopped and task.cancelled() else task.result()
-
-
-def _ignore(numbers: Iterable[signal.Signals]) -> None:
-    """Ignore signals from now on: cleaning up takes seconds, and a second signal would cut it short."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
 
 
 async def _evaluate(

@@ -294,15 +294,6 @@ def _correction(config: Config) -> Iterator[Problem]:
             )
 
 
-def _kl(config: Config) -> Iterator[Problem]:
-    if config.algorithm.kl_in_reward:
-        yield Problem(
-            "algorithm.kl_in_reward",
-            "true would change rewards before the advantages, which are scored where there is no reference model: "
-            "the setting would do nothing; use algorithm.kl_coef, a term of the loss",
-        )
-
-
 def _packing(config: Config) -> Iterator[Problem]:
     generator, trainer = config.generator, config.trainer
     longest = generator.max_input_length + generator.max_generate_length
@@ -363,7 +354,6 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _estimator,
     _reduction,
     _correction,
-    _kl,
     _packing,
     _verification,
     _shared_gpus,

@@ -79,8 +79,6 @@ class AlgorithmConfig(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL term against the reference; 0: there is no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_in_reward: bool = False
-    """Always false: KL is a term of the loss here, and what takes it from the reward is refused."""
     reference: ReferenceConfig = ReferenceConfig()
 
 

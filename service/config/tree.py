@@ -30,8 +30,9 @@ class RunConfig(Section):
     `trajectories.jsonl`, until that file is full."""
     insecure_local: bool = False
     """Run on a Ray without authentication; only for a machine that nobody else reaches."""
-    stop_grace: Seconds = 20.0
-    """Seconds that a stopped run may take to write its final weights."""
+    stop_grace: Seconds = 600.0
+    """Seconds from a stop signal until the run is ended by force; before that it finishes its optimizer step and writes
+    the final weights."""
     stall_deadline: Seconds = 600.0
     """Seconds without an optimizer step after which the run ends with the reason."""
 

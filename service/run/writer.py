@@ -28,6 +28,8 @@ class RunWriter:
         self._trackers: list[Tracker] = []
         self._config: Config | None = None
         self._trajectories_full = False
+        self.step = 0
+        """The optimizer step that was logged last."""
 
     def forget_end(self) -> None:
         """How the run ended before, and where it was served, are no longer true: it goes on."""
@@ -57,11 +59,13 @@ class RunWriter:
         line = {key: _number(value) for key, value in numbers.items()}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
+        self.step = int(numbers["trainer/global_step"])
         for tracker in self._trackers:
-            tracker.log(int(numbers["trainer/global_step"]), numbers)
+            tracker.log(self.step, numbers)
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
         """Drop the lines of steps after `step`, which a trainer that went back will take again; returns the others."""
+        self.step = step
         _cut(self.path / EVALUATIONS, "step", step)
         metrics, key = self.path / METRICS, "trainer/global_step"
         if any(line[key] > step for line in read_lines(metrics)):

@@ -49,9 +49,9 @@ def test_a_stop_signal_while_a_run_is_prepared_ends_it_in_order(
 
 STUCK = """
 import ctypes, os, signal, sys, threading
-from actors.driver import signals as interrupts
+from actors.driver import signals
 
-interrupts.GRACE_SECONDS = {grace}
+signals.STUCK_SECONDS = {grace}
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
 libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 
@@ -61,21 +61,23 @@ def give_up(number):
     os._exit(128 + number)
 
 
-with interrupts.heard_at_once(interrupts.STOP_SIGNALS, give_up):
+with signals.when_stuck(give_up):
     print("begun", flush=True)
     {waiting}
 """
 
 
 @pytest.mark.parametrize(
-    ("waiting", "grace", "told", "code"),
+    ("waiting", "grace", "printed", "code"),
     [
         ("libc.pthread_mutex_lock(lock) or libc.pthread_mutex_lock(lock)", 0.1, "gave up\n", 128 + signal.SIGTERM),
         ("threading.Event().wait()", 60, "", signal.SIGTERM),
     ],
     ids=["outside of Python", "in Python"],
 )
-def test_a_stop_signal_is_heard_where_the_main_thread_waits(waiting: str, grace: float, told: str, code: int) -> None:
+def test_a_stop_signal_is_heard_where_the_main_thread_waits(
+    waiting: str, grace: float, printed: str, code: int
+) -> None:
     command = [sys.executable, "-c", STUCK.format(waiting=waiting, grace=grace)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -86,7 +88,55 @@ def test_a_stop_signal_is_heard_where_the_main_thread_waits(waiting: str, grace:
             assert process.wait(60) == code
         finally:
             process.kill()
-        assert process.stdout.read() == told
+        assert process.stdout.read() == printed
+
+
+ENDLESS = """
+import contextlib, sys, time
+from actors.driver import run as running
+from service.config import load_config
+
+
+class Coordinator:
+    stopped_by = None
+
+    def __init__(self, config, cluster, folder, *rest):
+        folder.step = 7
+
+    def stop(self, number):
+        time.sleep({blocked})
+
+    async def run(self):
+        print("begun", flush=True)
+        await running.asyncio.sleep(60)
+
+
+running.Coordinator = Coordinator
+running.prepare = lambda config, path: None
+running.keep_token_private = lambda environment, home: None
+running.ray_session = lambda *words: contextlib.nullcontext()
+running.place_actors = lambda *words: None
+running.missing_resources = lambda *words: ""
+running.gpus_each = lambda: 0
+settings = ["run.dir=" + sys.argv[1], "metrics.port=0", "run.stop_grace=0.2"]
+sys.exit(running.run(load_config(["configs/quickstart.yaml"], settings)))
+"""
+
+
+@pytest.mark.parametrize("blocked", [0, 60], ids=["the event loop runs", "the event loop is blocked"])
+def test_a_stopped_run_that_does_not_end_in_time_is_ended_by_force(tmp_path: Path, blocked: int) -> None:
+    command = [sys.executable, "-c", ENDLESS.format(blocked=blocked), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert "begun\n" in iter(process.stdout.readline, "")
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+        assert "run.stop_grace" in process.stdout.read()
+    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("stopped", 7) and "ended by force" in summary["reason"]
 
 
 def test_a_run_that_goes_on_has_not_ended_and_is_stopped_with_the_steps_that_it_had(

@@ -43,7 +43,6 @@ QUICKSTART = Path("configs/quickstart.yaml")
             "algorithm.correction.token_band",
             "every token would be masked",
         ),
-        (["algorithm.kl_in_reward=true"], "algorithm.kl_in_reward", "term of the loss"),
         (["algorithm.step_wise=false"], "buffer.merge", "no steps to merge"),
         (
             ["data.eval_make_rows=8", "data.eval_every=5", "weights.sync_every=2"],
