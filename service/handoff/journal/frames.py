@@ -1,11 +1,11 @@
-"""The journal's frames: their bytes, and telling an end, a torn tail and damage apart.
+"""The journal's frames: their bytes, and what tells an end, a torn tail and damage apart.
 
 A frame is a 64-byte header, the payload, and zeros up to a multiple of 64 bytes:
 
     magic "BTNJ" | schema | kind | position | length | synced | wall time | checksum | 16 zeros | payload | zeros
 
-`position` is the frame's first byte counted over all segments, so a frame knows its place; `synced` is how far the
-journal was on the disk when the frame was queued.
+`position` is the frame's first byte counted over all segments; `synced` is how far the journal was on the disk when the
+frame was written.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from service.errors import JournalError
+from service.errors import UserError
 from service.handoff.journal.disk import Buffer, File
 
 MAGIC = b"BTNJ"
-SCHEMA = 1
+SCHEMA = 2
+"""The version of the journal's format: of its frames, its events and its snapshots."""
 ALIGNMENT = 64
 HEADER_BYTES = 64
 _SUMMED = struct.Struct("<4sHHQQQd")
@@ -69,7 +70,7 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
 
 
 def synced_later(segment: Segment, offset: int) -> int:
-    """The furthest synced position that a valid frame behind `offset` vouches for; 0 when there is none."""
+    """The furthest synced position that a valid frame behind `offset` states; 0 when there is none."""
     size = segment.file.size()
     furthest = 0
     for start, chunk in _data_behind(segment.file, offset):
@@ -107,8 +108,11 @@ def _read_frame(segment: Segment, offset: int, size: int) -> Frame | None:
     clean = not any(head[_SUMMED.size + _CHECKSUM.size :]) and not any(padding) and len(body) == padded
     if not clean or checksum != _checksum(head[: _SUMMED.size], payload):
         return None
-    if schema > SCHEMA:
-        raise JournalError(f"{segment.path}: byte {offset} has schema {schema}; this version reads up to {SCHEMA}")
+    if schema != SCHEMA:
+        raise UserError(
+            f"{segment.path}: the journal's format has version {schema}, this version of Baton reads version {SCHEMA}: "
+            "go on with the version of Baton that began the run, or begin a new run under another run.name"
+        )
     return Frame(kind, payload, position, position + HEADER_BYTES + padded, synced, wall)
 
 

@@ -20,7 +20,16 @@ from typing import NamedTuple
 from service.clock import Clock
 from service.errors import JournalError
 from service.handoff.journal.disk import Buffer, Disk, File, LocalDisk
-from service.handoff.journal.frames import Frame, Segment, frame_bytes, frames, has_data, synced_later
+from service.handoff.journal.frames import (
+    ALIGNMENT,
+    HEADER_BYTES,
+    Frame,
+    Segment,
+    frame_bytes,
+    frames,
+    has_data,
+    synced_later,
+)
 
 ALLOCATION_BYTES = 1 << 20
 PAGE_BYTES = 1 << 12
@@ -35,9 +44,13 @@ log = logging.getLogger(__name__)
 
 
 class _Queued(NamedTuple):
+    """A frame that is not on the disk yet; its bytes are made when it is written."""
+
+    kind: int
+    payload: Buffer
     position: int
     end: int
-    buffers: tuple[Buffer, ...]
+    wall: float
     begins_segment: bool
 
 
@@ -97,12 +110,11 @@ class Journal:
         """Queue a frame; returns the position that `synced` has to reach before anyone may rely on it."""
         if not self._ready:
             raise ValueError("the journal takes frames only after its replay")
-        buffers = frame_bytes(kind, payload, self.position, self.synced, self._clock.wall())
-        end = self.position + sum(len(buffer) for buffer in buffers)
+        end = self.position + HEADER_BYTES + len(payload) + -len(payload) % ALIGNMENT
         if begins_segment:
             self._segment_position = self.position
         with self._queue_lock:
-            self._queue.append(_Queued(self.position, end, buffers, begins_segment))
+            self._queue.append(_Queued(kind, payload, self.position, end, self._clock.wall(), begins_segment))
             self.position = end
         return end
 
@@ -231,7 +243,11 @@ class Journal:
             self._begin_segment(batch[0].position)
         active = self._segments[-1]
         offset = self.synced - active.start
-        buffers = [buffer for queued in batch for buffer in queued.buffers]
+        buffers = [
+            buffer
+            for queued in batch
+            for buffer in frame_bytes(queued.kind, queued.payload, queued.position, self.synced, queued.wall)
+        ]
         try:
             written = active.file.write(offset, buffers)
         except OSError as error:

@@ -1,16 +1,19 @@
 import errno
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import xxhash
 
-from service.errors import JournalError
+from service.cli.parser import main
+from service.errors import JournalError, UserError
 from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import File, LocalDisk, LocalFile
-from service.handoff.journal.frames import ALIGNMENT
+from service.handoff.journal.frames import ALIGNMENT, SCHEMA
 from service.handoff.journal.journal import Journal
 from service.simulate.disk import MemoryDisk, MemoryFile, Stored
-from tests.pure.buffer.world import TurnedClock
+from tests.pure.buffer.world import TurnedClock, World
 
 
 def opened(folder: Path, disk: LocalDisk | None = None, segment_bytes: int = 1 << 20) -> Journal:
@@ -74,6 +77,31 @@ class SmallFile(LocalFile):
         if size > self.disk.room:
             raise OSError(errno.ENOSPC, "No space left on device")
         super().allocate(size)
+
+
+def first_version_frame(payload: bytes) -> bytes:
+    """The first frame of a journal as the first version of the format has it."""
+    summed = struct.pack("<4sHHQQQd", b"BTNJ", 1, 1, 0, len(payload), 0, 1e9)
+    checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(summed + payload))
+    return (summed + checksum).ljust(64, b"\0") + payload.ljust(64, b"\0")
+
+
+def test_a_journal_of_another_version_is_refused_in_one_line_that_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "journal"
+    journal.mkdir()
+    segment = journal / f"{0:020d}.journal"
+    segment.write_bytes(first_version_frame(b"opened"))
+    with pytest.raises(UserError) as caught:
+        World(journal)
+    said = str(caught.value)
+    assert said.startswith(f"{segment}: ") and "\n" not in said
+    assert "version 1" in said and f"version {SCHEMA}" in said and "begin a new run" in said
+    assert segment.read_bytes() == first_version_frame(b"opened"), "nothing was changed"
+    (tmp_path / "config.yaml").write_text("{}")
+    assert main(["replay", str(tmp_path), "--step", "1"]) == 2
+    assert f"{segment}: the journal's format has version 1" in capsys.readouterr().err
 
 
 def test_what_was_synced_is_replayed_in_order(tmp_path: Path) -> None:
