@@ -14,7 +14,7 @@ from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.tables import steps_table
 from service.handoff.verbs import Receipt
-from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
+from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, step
 from tests.pure.handoff.worlds import shared
 
