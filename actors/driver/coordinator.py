@@ -239,13 +239,9 @@ class Coordinator:
         if every and self._version.step % every == 0:
             await self._checkpoints.begin(self._version)
         evaluated = await self._evaluate()
-        buffer, generators = await asyncio.gather(
-            call(self._buffer.status, who="the buffer"), self._generator_pool.statuses()
-        )
+        generators = await self._generator_pool.statuses()
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
-        line = self._progress.stepped(
-            self._version, leased.metrics, {**report.metrics, **evaluated}, buffer, generators
-        )
+        line = self._progress.stepped(self._version, leased.metrics, {**report.metrics, **evaluated}, generators)
         self._telemetry.stepped(self._version, line)
 
     async def _evaluate(self) -> dict[str, float]:

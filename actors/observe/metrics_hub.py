@@ -1,4 +1,4 @@
-"""The actor that serves /metrics, /status and a page for people on one port, whatever becomes of the others."""
+"""The actor that serves /metrics, /status and the status page on one port; it outlives the other actors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.errors import UserError
 from service.observe.hub import Hub
 
 RETRY_SECONDS = 0.5
-"""Pause before a hub that is not up yet is called again."""
+"""Pause before the next call of a hub that is restarting."""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 PAGE = Path(service.__file__).parent / "observe" / "status_page.html"
@@ -35,16 +35,16 @@ VARY = {"Vary": "Accept"}
 
 
 def refuse_taken_port(config: Config) -> None:
-    """See, before anything is started, that the hub will be able to listen.
+    """Check before anything is started that the hub can listen.
 
     Raises:
-        UserError: the port is taken, or the host is not one of this machine.
+        UserError: the port is taken, or the host is not an address of this machine.
     """
     host, port = config.metrics.host, config.metrics.port
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As asyncio's servers do: a port whose last connections linger is free.
+            # As asyncio's servers do: connections of the last server that still linger do not occupy the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except UnicodeError:
@@ -54,7 +54,7 @@ def refuse_taken_port(config: Config) -> None:
 
 
 def with_port(config: Config) -> Config:
-    """The configuration with a free port in place of 0, so that a hub that is restarted is found where it was."""
+    """The configuration with a free port in place of 0, so that a restarted hub has the same address."""
     if config.metrics.port:
         return config
     with socket.socket(socket.AF_INET6 if ":" in config.metrics.host else socket.AF_INET) as free:
@@ -64,21 +64,21 @@ def with_port(config: Config) -> Config:
 
 
 async def serving(hub: Any, max_restarts: int) -> str:
-    """Let the hub serve; returns its address. One that dies meanwhile is called again when Ray has brought it back.
+    """Start to serve; returns the address. A hub that dies meanwhile is called again after Ray has restarted it.
 
     Raises:
-        UserError: the port is taken, or the host is not one of this machine.
-        RayActorError: it died more than `max_restarts` times.
+        UserError: the port is taken, or the host is not an address of this machine.
+        RayActorError: the hub died more than `max_restarts` times.
     """
-    for left in range(max_restarts, -1, -1):
+    restarts = 0
+    while True:
         try:
-            address: str = await call(hub.start, who="the metrics hub")
-            return address
+            return str(await call(hub.start, who="the metrics hub"))
         except ray.exceptions.RayActorError:
-            if not left:
+            restarts += 1
+            if restarts > max_restarts:
                 raise
             await asyncio.sleep(RETRY_SECONDS)
-    raise AssertionError("the last try returns or raises")
 
 
 class MetricsHub:
@@ -97,10 +97,10 @@ class MetricsHub:
         return f"MetricsHub({self._url or 'not serving'})"
 
     async def start(self) -> str:
-        """Serve; returns the address. Does nothing when it serves already.
+        """Start to serve, unless the hub serves already; returns the address.
 
         Raises:
-            UserError: the port is taken, or the host is not one of this machine.
+            UserError: the port is taken, or the host is not an address of this machine.
         """
         async with self._starting:
             if self._runner is None:
@@ -121,7 +121,7 @@ class MetricsHub:
         self._url = f"http://{host}:{runner.addresses[0][1]}"
 
     async def push(self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
-        """Take the numbers of `role/ident`, and reports by part of the status; a restarted hub serves again."""
+        """Store the metrics of `role/ident`, and its reports for the status; a restarted hub starts to serve again."""
         self._hub.push(source, snapshot)
         for part, report in reports:
             self._hub.put_status(part, report)
@@ -129,7 +129,7 @@ class MetricsHub:
             await self.start()
 
     async def forget(self, source: str) -> None:
-        """The actor `role/ident` is gone on purpose."""
+        """Remove an actor that was stopped on purpose."""
         self._hub.forget(source)
 
     async def status(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _media_range(text: str) -> tuple[str, float]:
 
 
 def _ray_targets() -> list[dict[str, Any]]:
-    """The metrics endpoints of the live nodes of the Ray cluster, as Prometheus' HTTP service discovery wants them."""
+    """The metrics endpoints of the Ray cluster's live nodes, in the format of Prometheus' HTTP service discovery."""
     if not ray.is_initialized():
         return []
     return [

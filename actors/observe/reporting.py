@@ -1,4 +1,4 @@
-"""Pushes one process's numbers and reports to the metrics hub, each second."""
+"""Pushes the metrics and status reports of one process to the metrics hub, once a second."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 PUSH_SECONDS = 1.0
 
 THREAD_PUSH_SECONDS = 4.0
-"""Of actors that only say what their process costs; well before they would count as silent."""
+"""Push interval of an actor that reports only its process; shorter than the time after which it counts as silent."""
 
 
 class Reporter:
-    """Holds the process's recorder and pushes it, until it is stopped.
+    """Owns the recorder of a process and pushes its snapshots until it is stopped.
 
-    `refresh` is called before every push, to set what is read rather than counted.
+    `refresh` is called before every push; it sets the metrics that are read from some state, not counted at events.
     """
 
     def __init__(
@@ -40,34 +40,34 @@ class Reporter:
         self._reports: list[tuple[str, dict[str, Any]]] = []
         self._task: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
-        self._beside_ray = RayGauges(config.run.name) if ray.is_initialized() else None
+        self._ray_gauges = RayGauges(config.run.name) if ray.is_initialized() else None
 
     def start(self) -> None:
-        """Begin to push, in the running event loop."""
+        """Start to push, in the running event loop."""
         self._task = asyncio.ensure_future(self._push_forever())
 
     def start_thread(self) -> None:
-        """Begin to push, in a thread; for an actor whose methods block its process."""
+        """Start to push in a thread, for an actor whose methods block its event loop."""
         threading.Thread(target=self._push_in_thread, name="metrics", daemon=True).start()
 
-    def tell(self, part: str, report: Mapping[str, Any]) -> None:
-        """A report for the status document, which goes with the next push."""
+    def report(self, part: str, report: Mapping[str, Any]) -> None:
+        """Queue a report for the status document; the next push sends it."""
         self._reports.append((part, dict(report)))
 
     def push(self) -> None:
-        """Push now; the hub's answer is not waited for, so a hub that is gone holds nobody up."""
+        """Push now, without waiting for the hub's answer: a dead hub delays nothing."""
         began = time.thread_time()
         if self._refresh is not None:
             self._refresh(self.metrics)
         measure_process(self.metrics)
-        if self._beside_ray is not None:
-            self._beside_ray.show(self.metrics)
+        if self._ray_gauges is not None:
+            self._ray_gauges.set(self.metrics)
         reports, self._reports = self._reports, []
         self._hub.push.remote(self._source, self.metrics.snapshot(), reports)
         self.metrics.count("baton_metrics_seconds_total", time.thread_time() - began)
 
     def stop(self) -> None:
-        """Push a last time and end."""
+        """Push for the last time."""
         self._stopped.set()
         if self._task is not None:
             self._task.cancel()
@@ -80,8 +80,8 @@ class Reporter:
                 self.push()
                 await asyncio.sleep(PUSH_SECONDS)
         except Exception:
-            # Nobody awaits this task: what ended it would show nowhere.
-            log.exception("%s tells the metrics hub nothing any more", self._source)
+            # Nothing awaits this task, so the error would appear nowhere else.
+            log.exception("%s pushes no more metrics to the hub", self._source)
             raise
 
     def _push_in_thread(self) -> None:
@@ -91,14 +91,14 @@ class Reporter:
 
 
 class RayGauges:
-    """The few gauges that belong beside Ray's own, `ray_<name>` at every node's metrics endpoint."""
+    """The few gauges that Ray's metrics endpoints also serve, as `ray_<name>`."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._gauges: dict[str, Gauge] = {}
 
-    def show(self, metrics: Metrics) -> None:
-        """Set them as they are now."""
+    def set(self, metrics: Metrics) -> None:
+        """Copy the current values."""
         for metric, labels, value in metrics.in_ray():
             if metric.name not in self._gauges:
                 self._gauges[metric.name] = Gauge(metric.name, metric.help, tag_keys=("run", *metric.labels))

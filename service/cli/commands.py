@@ -86,7 +86,7 @@ def replay(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Show what a run does now, or how it ended."""
-    from service.observe.status import run_status
+    from service.observe.status_client import run_status
     from service.observe.status_view import status_lines
 
     status = run_status(arguments.run)

@@ -1,4 +1,4 @@
-"""What a command is doing, said when it begins and again while it lasts: imports and Ray's start alone take long."""
+"""Progress lines about the phases of a command: imports and the start of Ray alone take many seconds."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SECONDS = 5.0
-"""Seconds between two lines about a phase that goes on."""
+"""Seconds between two lines about one phase."""
 
 
 def say(line: str) -> None:
-    """Print a line of progress at once; where nobody can read it any more, the work goes on without."""
+    """Print a line at once; if the reader of the output is gone, work continues without output."""
     try:
-        # In one piece, for a phase says its lines from a thread of its own.
+        # One write, because the thread of a phase prints too.
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
     except OSError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open as long as the process lives
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
 
 
 @contextmanager
@@ -31,24 +31,24 @@ def phase(
     after: float = 0.0,
     seconds: float = SECONDS,
 ) -> Iterator[None]:
-    """Say what begins, and every so many seconds that it still goes on; `left` says what it waits for.
+    """Print that a phase begins, and every so many seconds that it goes on; `left` names what it waits for.
 
-    What is over within `after` seconds is not spoken of. A thread speaks, for what lasts longest leaves nothing to an
-    event loop.
+    A phase that ends within `after` seconds prints nothing. The lines come from a thread, because the slowest phases
+    block the event loop.
     """
     over = threading.Event()
     began = time.monotonic()
     if not after:
         say(f"{what} ...")
 
-    def again() -> None:
+    def repeat() -> None:
         pause = after or seconds
         while not over.wait(pause):
             waits = left()
             say(f"{what} ... {time.monotonic() - began:.0f} s" + (f", waiting for {waits}" if waits else ""))
             pause = seconds
 
-    thread = threading.Thread(target=again, name="phase", daemon=True)
+    thread = threading.Thread(target=repeat, name="phase", daemon=True)
     thread.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""How a run is going: a line of metrics per optimizer step, lines for the terminal, the curve and the summary."""
+"""The progress of a run: a line of metrics per optimizer step, lines for the terminal, the curve and the summary."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from service.config import Config
+from service.observe.summary import learning_summary, summary_lines
 from service.rollout.environments.env_metrics import EnvMetricMeans
 from service.run.writer import RunWriter
 from service.types import PolicyVersion
 
 LINES = 20
-"""Progress lines that a run of quick steps prints, about."""
+"""About how many progress lines a run of quick steps prints."""
 QUIET_SECONDS = 60.0
-"""For how long a run says nothing while it trains: then a step has its line though it would have none."""
+"""Longest time without a progress line: the next step after it prints one in any case."""
 PLOT_SECONDS = 20.0
-"""Seconds between two drawings of the learning curve while the run goes on."""
+"""Seconds between two drawings of the learning curve during the run."""
 
 
 class Progress:
-    """Takes what each step measured, and tells the terminal and the run folder."""
+    """Writes the metrics of each step to the run folder, and prints progress lines."""
 
     def __init__(self, config: Config, folder: RunWriter, say: Callable[[str], None]) -> None:
         self._config = config
@@ -34,21 +35,21 @@ class Progress:
         self._success: float | None = None
 
     def begin(self) -> None:
-        """Reinforcement learning begins now, or goes on after the steps that were taken before."""
+        """Reinforcement learning begins, or continues after the steps of an earlier process."""
         self._began = self._last = self._said = time.monotonic()
         most, taken = self._config.run.max_steps, len(self._rewards)
         steps = f"steps {taken + 1} to {most}" if taken else f"{most} optimizer steps"
         self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
 
     def probed(self, success: float, expected: tuple[float, float]) -> None:
-        """The warm start left this share of solved tasks."""
+        """After the warm start this fraction of sampled tasks was solved."""
         self._success = success
         low, high = expected
         verdict = "as expected" if low <= success <= high else "OUTSIDE what was expected"
         self._say(f"warm start: {success:.2f} of sampled tasks solved, {verdict} ({low:.2f} to {high:.2f})")
 
     def go_on_from(self, step: int) -> None:
-        """The trainer stands at this step; what was measured after it will be measured again."""
+        """Training continues after this step; the metrics of later steps are dropped and measured again."""
         lines = self._folder.cut_after(step)
         self._rewards = [line["reward/avg_raw_reward"] for line in lines]
         self._staleness = [line["async/staleness_mean"] for line in lines]
@@ -59,7 +60,7 @@ class Progress:
         self._waited_this_step = seconds
 
     def synced(self, seconds: float | None) -> None:
-        """The engines took new weights, this long after they were sent; None when none were under way."""
+        """The engines serve new weights, this long after they were sent; None if no update was under way."""
         self._synced = seconds or 0.0
 
     def stepped(
@@ -67,7 +68,6 @@ class Progress:
         version: PolicyVersion,
         batch: Mapping[str, float],
         metrics: Mapping[str, float],
-        buffer: Mapping[str, Any],
         generators: Sequence[Mapping[str, Any]],
     ) -> dict[str, float]:
         """An optimizer step was committed; returns its line of `metrics.jsonl`."""
@@ -80,8 +80,7 @@ class Progress:
             "timing/step": now - self._last,
             "timing/wait_for_generation_buffer": self._waited_this_step,
             "timing/sync_weights": self._synced,
-            "async/trainer_wait_fraction": self._waited / (now - self._began),
-            "async/generator_wait_fraction": generator_wait_fraction(generators),
+            **self._wait_fractions(now, generators),
             **self._env_metrics.since(generators),
         }
         self._folder.log_step(line)
@@ -97,29 +96,22 @@ class Progress:
         return line
 
     def end_early(self, steps: int = 0) -> None:
-        """The run was stopped before its first step, or the first after those that it goes on from."""
+        """The run was stopped before it took another step than the `steps` of an earlier process."""
         end_early(self._folder, self._say, steps, seconds=time.monotonic() - self._created)
 
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
         """The run is over: draw the curve, write and print the summary."""
         now = time.monotonic()
-        first, last = tenths(self._rewards)
+        fractions = self._wait_fractions(now, generators)
         summary = {
             "state": state,
             "steps": len(self._rewards),
             "seconds": now - self._created,
             "rl_seconds": now - self._began,
             "warm_start_success": self._success,
-            "reward_first_tenth": first,
-            "reward_last_tenth": last,
-            "reward_gain": None if first is None or last is None else last - first,
-            "staleness_mean": sum(self._staleness) / len(self._staleness) if self._staleness else None,
-            "trainer_wait_fraction": self._waited / (now - self._began),
-            "generator_wait_fraction": generator_wait_fraction(generators),
-            "tokens": buffer["tokens"],
-            "length_distance": buffer["length_distance"],
-            "token_length_distance": buffer["token_length_distance"],
-            "lengths": buffer["lengths"],
+            **learning_summary(self._rewards, self._staleness),
+            **{key.removeprefix("async/"): fraction for key, fraction in fractions.items()},
+            **{key: buffer[key] for key in ("tokens", "length_distance", "token_length_distance", "lengths")},
         }
         self._folder.write_summary(summary)
         if self._rewards:
@@ -131,53 +123,27 @@ class Progress:
         if state == "stopped" and self._config.trainer.checkpoint_every:
             self._say(f"`baton run --resume {self._folder.path}` goes on from here")
 
+    def _wait_fractions(self, now: float, generators: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The fractions of their time that the trainer and the generators waited."""
+        elapsed = sum(status["elapsed_seconds"] for status in generators)
+        waited = sum(status["wait_seconds"] for status in generators)
+        return {
+            "async/trainer_wait_fraction": self._waited / (now - self._began),
+            "async/generator_wait_fraction": waited / elapsed if elapsed else 0.0,
+        }
+
 
 def end_early(folder: RunWriter, say: Callable[[str], None], steps: int, **more: float) -> None:
-    """Say that a run was stopped before it took another optimizer step than those that it goes on from."""
+    """Summarize a run that was stopped before it took another step than the `steps` of an earlier process."""
     folder.write_summary({"state": "stopped", "steps": steps, **more})
     say(f"stopped after the {steps} optimizer steps before" if steps else "stopped before the first optimizer step")
 
 
-def tenths(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Means over the first and the last tenth of the steps, None before the first step.
-
-    >>> tenths([0.0, 0.5, 1.0])
-    (0.0, 1.0)
-    """
-    if not values:
-        return None, None
-    n = max(1, len(values) // 10)
-    return sum(values[:n]) / n, sum(values[-n:]) / n
-
-
-def generator_wait_fraction(statuses: Sequence[Mapping[str, float]]) -> float:
-    """Share of their time that the generators had nothing to generate."""
-    elapsed = sum(status["elapsed_seconds"] for status in statuses)
-    return sum(status["wait_seconds"] for status in statuses) / elapsed if elapsed else 0.0
-
-
 def step_line(line: Mapping[str, float], max_steps: int, seconds: float) -> str:
-    """One line for the terminal."""
+    """The progress line of a step."""
     return (
         f"step {line['trainer/global_step']:>4}/{max_steps}  reward {line['reward/avg_raw_reward']:.3f}"
         f"  staleness {line['async/staleness_mean']:.2f}  padded length {line['generate/batch_padded_seq_len']:.0f}"
         f"  trainer waited {line['async/trainer_wait_fraction']:.0%}"
         f"  generators waited {line['async/generator_wait_fraction']:.0%}  {seconds:.0f} s"
     )
-
-
-def summary_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The summary for the terminal."""
-    lines = [f"{summary['state']} after {summary['steps']} optimizer steps, {summary['seconds']:.0f} s in all"]
-    if summary["reward_gain"] is not None:
-        lines.append(
-            f"reward: {summary['reward_first_tenth']:.3f} over the first tenth of the steps, "
-            f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f})"
-        )
-    lines.append(
-        f"waiting: the trainer {summary['trainer_wait_fraction']:.0%} of the time, "
-        f"the generators {summary['generator_wait_fraction']:.0%}"
-    )
-    fates = ", ".join(f"{fate} {count}" for fate, count in summary["tokens"].items() if count)
-    lines.append(f"tokens: {fates or 'none'}")
-    return lines

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go besides `metrics.jsonl`."""
+"""The trackers that receive each step's metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from service.errors import UserError
 
 
 class Tracker(Protocol):
-    """Somewhere that shows a run's numbers."""
+    """A service that shows the metrics of a run."""
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """One optimizer step."""
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an optimizer step."""
 
     def close(self) -> None:
-        """Write what is queued."""
+        """Write the queued metrics and release all resources."""
 
 
 def open_trackers(config: Config | None, folder: Path) -> list[Tracker]:
-    """TensorBoard, and what the configuration asks for besides."""
+    """TensorBoard, and the trackers that the configuration names."""
     trackers: list[Tracker] = [TensorBoard(folder / "tensorboard")]
     if config is not None and config.metrics.wandb is not None:
         trackers.append(Wandb(config.metrics.wandb, config, folder))
@@ -35,28 +35,28 @@ class TensorBoard:
     """Scalars in TensorBoard's event files, written without torch."""
 
     def __init__(self, folder: Path) -> None:
-        # Imported here: those who only read a run folder need not wait a second for it.
+        # Imported here: the import takes a second, which commands that only read a run folder should not spend.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(folder), flush_secs=5)
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """One point per curve; a number that is not finite is left out."""
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one point per curve; values that are not finite are left out."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
-            Summary.Value(tag=key, simple_value=float(value)) for key, value in numbers.items() if math.isfinite(value)
+            Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items() if math.isfinite(value)
         ]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
-        """Write what is queued and end the writer's thread."""
+        """Write the queued points and end the writer's thread."""
         self._writer.close()
 
 
 def _wandb_id(folder: Path) -> str:
-    """What wandb knows a run by, kept in its folder: a run of that name elsewhere is another one."""
+    """The run's id in wandb, kept in the run folder: a run of the same name in another folder has another id."""
     file = folder / "wandb" / "id"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
@@ -65,14 +65,14 @@ def _wandb_id(folder: Path) -> str:
 
 
 class Wandb:
-    """Weights & Biases; a resumed run goes on as the same one.
+    """Weights & Biases; a resumed run continues under the same id.
 
     Raises:
-        UserError: it does not let this run in, such as for want of a key.
+        UserError: wandb refuses the run, such as without an API key.
     """
 
     def __init__(self, settings: WandbConfig, config: Config, folder: Path) -> None:
-        # Imported here: it is optional, and few runs use it.
+        # Imported here: the package is optional.
         import wandb
 
         try:
@@ -90,13 +90,13 @@ class Wandb:
             raise UserError(
                 f"metrics.wandb: {reason} (or keep it in the run folder: metrics.wandb.offline=true)"
             ) from None
-        # A trainer that goes back takes steps again, which wandb's own counter does not allow.
+        # A trainer that goes back to a checkpoint repeats steps, which wandb's own step counter does not allow.
         self._run.define_metric("*", step_metric="trainer/global_step")
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """One point per curve."""
-        self._run.log(dict(numbers))
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one point per curve."""
+        self._run.log(dict(metrics))
 
     def close(self) -> None:
-        """Finish the run and write what is queued."""
+        """Write the queued points and finish the run."""
         self._run.finish()

@@ -24,5 +24,5 @@ async def test_a_push_that_fails_says_so_at_once(caplog: pytest.LogCaptureFixtur
     (pushing,) = asyncio.all_tasks() - {asyncio.current_task()}
     with pytest.raises(ZeroDivisionError):
         await pushing
-    assert "generator/generator-7 tells the metrics hub nothing" in caplog.text
+    assert "generator/generator-7 pushes no more metrics to the hub" in caplog.text
     assert "a bug in what is measured" in caplog.text

@@ -222,9 +222,9 @@ def test_reports_go_with_the_next_push_once_and_as_they_were() -> None:
     hub = FakeHub()
     reporter = Reporter("driver", "driver", Config(), hub)
     line = {"trainer/global_step": 1}
-    reporter.tell("step", line)
+    reporter.report("step", line)
     line["trainer/global_step"] = 2
-    reporter.tell("step", line)
+    reporter.report("step", line)
     reporter.push()
     reporter.push()
     assert hub.reports == [[("step", {"trainer/global_step": 1}), ("step", {"trainer/global_step": 2})], []]

@@ -10,7 +10,7 @@ from actors.observe.metrics_hub import MetricsHub, prefers_html, with_port
 from service.config import Config, load_config
 from service.errors import UserError
 from service.observe.metrics import Boundaries, Metrics
-from service.observe.status import fetch_status
+from service.observe.status_client import fetch_status
 
 
 def hub_on(port: int) -> MetricsHub:

@@ -15,7 +15,7 @@ from service.run.writer import RunWriter
 from service.types import PolicyVersion
 
 BUFFER: dict[str, Any] = {"tokens": {"trained": 5}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": {}}
-FACTS = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.5, "generate/batch_padded_seq_len": 60.0}
+METRICS = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.5, "generate/batch_padded_seq_len": 60.0}
 
 
 class Clock:
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def begun(run: RunWriter, said: list[str], *settings: str, taken: int = 0) -> Progress:
     config = load_config([Path("configs/quickstart.yaml")], ["run.max_steps=1000", *settings])
     for number in range(1, taken + 1):
-        run.log_step({"trainer/global_step": number, **FACTS})
+        run.log_step({"trainer/global_step": number, **METRICS})
     run.close()
     going = Progress(config, run, said.append)
     going.go_on_from(taken)
@@ -45,7 +45,7 @@ def begun(run: RunWriter, said: list[str], *settings: str, taken: int = 0) -> Pr
 
 
 def step(going: Progress, number: int, generators: Sequence[dict[str, Any]] = ()) -> None:
-    going.stepped(PolicyVersion(1, number), FACTS, {}, BUFFER, generators)
+    going.stepped(PolicyVersion(1, number), METRICS, {}, generators)
 
 
 def test_quick_steps_have_a_line_now_and_then_and_slow_ones_one_each(tmp_path: Path, clock: Clock) -> None:
