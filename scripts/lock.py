@@ -2,10 +2,10 @@
 
 What is locked keeps its version, unless `--upgrade` is given.
 
-pyproject.toml + pins.in + vllm-cpu.in   -> cpu.txt
-pyproject.toml + pins.in + vllm-cuda.in  -> cuda.txt
-what builds the package                  -> build.txt
-the group `dev`, on top of all           -> dev.txt
+pyproject.toml with the extra `cpu`  + pins.in  -> cpu.txt
+pyproject.toml with the extra `cuda` + pins.in  -> cuda.txt
+what builds the package                         -> build.txt
+the group `dev`, on top of all                  -> dev.txt
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def main() -> int:
     """Write the lock files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     base = [*project["project"]["dependencies"], *_lines("pins.in")]
+    extras = project["project"]["optional-dependencies"]
     upgrade = "--upgrade" in sys.argv
     held = [line for name in ("cpu.txt", "build.txt", "dev.txt") for line in _lines(name) if not upgrade]
     cuda_held = [line for line in _lines("cuda.txt") if not upgrade]
 
-    cpu = _resolve([*base, *_lines("vllm-cpu.in")], held)
+    cpu = _resolve([*base, *extras["cpu"]], held)
     # A torch that was built for GPUs brings its libraries itself, at the versions that it names.
     cpu = {name: version for name, version in cpu.items() if not name.startswith(GPU_LIBRARIES)}
     _write("cpu.txt", cpu, "the CPU profile, apart from those in vllm-cpu-only.txt")
@@ -41,13 +42,13 @@ def main() -> int:
     build = _resolve(tools, _pins(cpu) + held)
     _write("build.txt", build, "the package's build, installed without isolation")
 
-    wanted = [*base, *_lines("vllm-cpu.in"), *project["dependency-groups"]["dev"]]
+    wanted = [*base, *extras["cpu"], *project["dependency-groups"]["dev"]]
     dev = _resolve(wanted, _pins({**cpu, **build}) + held)
     dev = {name: version for name, version in dev.items() if name not in cpu and not name.startswith(GPU_LIBRARIES)}
     _write("dev.txt", dev, "lint, types and tests, on top of a profile")
 
     # The same versions on CPU and GPU, so that a test on one says something about the other.
-    cuda = _resolve([*base, *_lines("vllm-cuda.in")], _pins({**cpu, **build, **dev}) + cuda_held, published_only=True)
+    cuda = _resolve([*base, *extras["cuda"]], _pins({**cpu, **build, **dev}) + cuda_held, published_only=True)
     _write("cuda.txt", cuda, "the CUDA profile")
     return 0
 

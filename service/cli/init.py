@@ -1,0 +1,84 @@
+"""`baton init`: a folder with a configuration, an environment, its test and a dataset, to begin a task of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from service.cli.recipes import new_task
+from service.errors import UserError
+
+ABOUT = """\
+Write a folder to begin a task of your own: a configuration that trains a small model on two CPU cores in minutes, an
+environment, a dataset, a test of the environment, and a README that says what to change.
+"""
+
+EXAMPLES = """\
+examples:
+  baton init my-task
+  cd my-task
+  python -m pytest                       # the environment alone
+  baton run --config config.yaml
+
+The name is that of the folder and of the run. An existing folder is taken only while it is empty.
+"""
+
+PLACEHOLDER = "NAME"
+"""Stands for the task's name in the files that are copied."""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""A name of a run: `run.name` of the configuration is no stricter."""
+
+SUFFIXES = (".jsonl", ".md", ".py", ".yaml")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words of `baton init`."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder; its last part is the task's name")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the folder and say what comes next."""
+    folder: Path = arguments.folder
+    written = write_task(folder)
+    print(f"{folder}: {', '.join(written)}")
+    print(f"next:\n  cd {folder}\n  python -m pytest\n  baton run --config config.yaml")
+    return 0
+
+
+def write_task(folder: Path) -> list[str]:
+    """Write the files of a new task; returns their names.
+
+    Raises:
+        UserError: the name cannot be that of a run, or the folder holds something.
+    """
+    name = folder.resolve().name
+    if not NAME.fullmatch(name):
+        nearest = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_") or "my-task"
+        raise UserError(
+            f"{name!r:.80} cannot be the name of a task: letters, digits, `.`, `_` and `-`, the first a letter or a "
+            f"digit; for example {folder.parent / nearest}"
+        )
+    if folder.exists():
+        _refuse_taken(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = sorted(path for path in new_task().iterdir() if path.suffix in SUFFIXES)
+    for source in sources:
+        (folder / source.name).write_text(source.read_text("utf-8").replace(PLACEHOLDER, name), "utf-8")
+    return [source.name for source in sources]
+
+
+def _refuse_taken(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file; give the name of a new folder, for example {_free(folder)}")
+    if any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; give the name of a new folder, for example {_free(folder)}")
+
+
+def _free(folder: Path) -> Path:
+    """The next free name: `my-task-2`."""
+    number = 2
+    while (candidate := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    return candidate

@@ -1,0 +1,30 @@
+"""Files that come with Baton: the recipes, and the folder that `baton init` copies."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def recipes() -> Path:
+    """The folder of recipes: `service/recipes` of an installed package, `configs` of a checkout."""
+    packaged = PACKAGE / "recipes"
+    return packaged if packaged.is_dir() else PACKAGE.parent / "configs"
+
+
+def new_task() -> Path:
+    """The folder that a new task is copied from."""
+    spec = find_spec("examples")
+    if spec is None or spec.submodule_search_locations is None:
+        raise FileNotFoundError("the package `examples` of Baton is not installed")
+    return Path(spec.submodule_search_locations[0]) / "new_task"
+
+
+def config_file(word: str) -> Path:
+    """The file that `--config` names; where there is none, `configs/NAME.yaml` is the recipe of that name."""
+    path = Path(word)
+    if path.parent == Path("configs") and not path.exists() and (recipes() / path.name).is_file():
+        return recipes() / path.name
+    return path

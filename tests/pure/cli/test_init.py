@@ -1,0 +1,140 @@
+"""`baton init`: what it writes is right as it is, and what it refuses it leaves alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.cli.init import NAME, PLACEHOLDER, write_task
+from service.cli.parser import main
+from service.cli.recipes import config_file, new_task, recipes
+from service.config import load, load_config
+from service.config.checks import problems
+from service.config.tree import RunConfig
+from service.errors import UserError
+from service.rollout.environments.registry import synthetic_data
+
+ROOT = Path(__file__).parents[3]
+FILES = ["README.md", "config.yaml", "environment.py", "test_environment.py", "train.jsonl"]
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new task, in its folder."""
+    write_task(tmp_path / "my-task")
+    monkeypatch.chdir(tmp_path / "my-task")
+    monkeypatch.syspath_prepend(str(tmp_path / "my-task"))
+    monkeypatch.delitem(sys.modules, "environment", raising=False)
+    return tmp_path / "my-task"
+
+
+def test_a_new_task_is_written_and_what_comes_next_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "work/my-task"]) == 0
+    folder = Path("work/my-task")
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert all(PLACEHOLDER not in path.read_text() for path in folder.iterdir())
+    said = capsys.readouterr().out
+    assert "cd work/my-task" in said and "baton run --config config.yaml" in said
+    assert load_config([folder / "config.yaml"]).run.name == "my-task"
+
+
+def test_the_configuration_of_a_new_task_passes_every_check(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert problems(load([Path("config.yaml")]).config) == []
+    assert main(["config", "validate", "--config", "config.yaml"]) == 0
+    assert capsys.readouterr().out == "config.yaml: fine\n"
+
+
+def test_the_test_of_a_new_tasks_environment_passes(task: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=task,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_readme_of_a_new_task_names_its_files_and_commands_that_there_are(task: Path) -> None:
+    text = Path("README.md").read_text()
+    assert [name for name in FILES if name != "README.md" and f"`{name}`" not in text] == []
+    assert text.startswith("# my-task\n") and "baton run --config config.yaml" in text
+
+
+def test_a_module_of_ones_own_lacks_what_the_configuration_asks_for(
+    task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The new task's environment makes words and demonstrations; it makes no rows."""
+    assert synthetic_data("environment:GuessNumber", {}, ["environment"], "vocabulary").vocabulary()
+    assert main(["config", "validate", "--config", "config.yaml", "data.eval_make_rows=3"]) == 2
+    assert "'environment:GuessNumber' makes no rows" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"env\.trusted_modules"):
+        synthetic_data("environment:GuessNumber", {}, [], "vocabulary")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("my task!", "my-task"), (".hidden", "hidden"), ("-", "my-task"), ("größe", "gr-e"), ("a/b c", "a/b-c")],
+)
+def test_a_name_that_no_run_can_have_is_refused_with_one_that_is_near(
+    name: str, nearest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refused:
+        write_task(Path(name))
+    assert str(refused.value).endswith(f"for example {nearest}")
+    assert list(tmp_path.iterdir()) == []
+    write_task(Path(nearest))
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path) -> None:
+    taken, file, empty = tmp_path / "taken", tmp_path / "file", tmp_path / "empty"
+    taken.mkdir()
+    empty.mkdir()
+    (taken / "mine.txt").write_text("mine")
+    (tmp_path / "taken-2").mkdir()
+    file.write_text("a file")
+    with pytest.raises(UserError, match=r"taken is not empty.*taken-3"):
+        write_task(taken)
+    with pytest.raises(UserError, match="is a file"):
+        write_task(file)
+    assert [path.name for path in taken.iterdir()] == ["mine.txt"] and file.read_text() == "a file"
+    assert write_task(empty) == FILES
+
+
+def test_a_name_of_a_task_is_one_of_a_run() -> None:
+    patterns = [each.pattern for each in RunConfig.model_fields["name"].metadata if hasattr(each, "pattern")]
+    assert patterns == [f"^{NAME.pattern}$"]
+
+
+def test_the_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["init", "--help"])
+    said = capsys.readouterr().out
+    assert "baton init my-task" in said and "baton run --config config.yaml" in said
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "baton init my-task" in capsys.readouterr().out
+
+
+def test_a_recipe_is_found_wherever_the_command_is_typed_and_a_file_goes_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config_file("configs/quickstart.yaml") == recipes() / "quickstart.yaml"
+    assert config_file("configs/none.yaml") == Path("configs/none.yaml")
+    assert config_file("quickstart.yaml") == Path("quickstart.yaml")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.yaml").write_text("")
+    assert config_file("configs/quickstart.yaml") == Path("configs/quickstart.yaml")
+
+
+def test_what_is_copied_lies_beside_the_other_examples() -> None:
+    assert new_task() == ROOT / "examples" / "new_task"
