@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-CODE = sorted(path for folder in ("service", "actors", "examples", "scripts") for path in (ROOT / folder).rglob("*.py"))
+CODE = sorted(
+    path
+    for folder in ("service", "actors", "examples", "scripts")
+    for path in (ROOT / folder).rglob("*.py")
+    if not path.name.startswith("test_")  # what `baton init` copies
+)
 FILE_LINES = 500
 FUNCTION_LINES = 60
 FUNCTION_LINES_P90 = 40
