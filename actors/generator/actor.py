@@ -30,13 +30,13 @@ from service.config import Config
 from service.errors import RunFailed, Starved
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.verbs import Assignment
-from service.observe.measure import measure_ended, measure_played
+from service.observe.measure import measure_ended, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.limits import StopReason
 from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks
-from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+from service.types import PolicyVersion, Steps, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class Generator:
         self._main: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
-        self._played: list[Step] = []
-        """Finished turns that are not measured yet."""
+        self._unmeasured: list[Steps] = []
+        """Steps that were sent and are not measured yet."""
         self._paused_seconds = 0.0
         self._held: dict[str, int] = {}
         """Path -> file descriptor of weights that this process keeps for the engines of its node."""
@@ -106,7 +106,7 @@ class Generator:
         return Joined(
             incarnation,
             Claimer(self._name, incarnation, claim, lambda: self._engine.serving, deadline),
-            Outbox(self._name, incarnation, submit, deadline, self._close, self._cancel),
+            Outbox(self._name, incarnation, submit, deadline, self._close, self._cancel, self._on_sent),
         )
 
     async def run(self) -> None:
@@ -176,9 +176,12 @@ class Generator:
                 self._idle.idle()
 
     async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task) -> None:
-        async for item in self._player.play(trajectory, task):
-            self._measure(item, task.env_class or self._config.env.name)
-            outbox.put(item)
+        end = await self._player.play(trajectory, task, outbox)
+        measure_ended(self._metrics, end)
+        self._counts["trajectories"] += 1
+        self._counts[f"end_{end.stop_reason}"] += 1
+        if end.stop_reason in ENVIRONMENT_FAILURES:
+            self._metrics.count("baton_environment_errors_total", env=task.env_class or self._config.env.name)
 
     def _ended(self, trajectory: TrajectoryId, _: asyncio.Task[None]) -> None:
         del self._playing[trajectory]
@@ -282,19 +285,12 @@ class Generator:
         await self._player.close()
         await asyncio.to_thread(self._engine.stop)
 
-    def _measure(self, item: Step | TrajectoryEnd, env: str) -> None:
-        if isinstance(item, Step):
-            self._played.append(item)
-            return
-        measure_ended(self._metrics, item)
-        self._counts["trajectories"] += 1
-        self._counts[f"end_{item.stop_reason}"] += 1
-        if item.stop_reason in ENVIRONMENT_FAILURES:
-            self._metrics.count("baton_environment_errors_total", env=env)
+    def _on_sent(self, steps: Steps) -> None:
+        self._unmeasured.append(steps)
 
     def _measure_now(self, metrics: Metrics) -> None:
-        played, self._played = self._played, []
-        measure_played(metrics, played)
+        steps, self._unmeasured = self._unmeasured, []
+        measure_steps(metrics, steps)
         metrics.set("baton_generator_running_requests", self._engine.running)
         metrics.set("baton_generator_policy_version", self._engine.serving.step)
         metrics.set("baton_generator_group_limit", self._limit.groups)

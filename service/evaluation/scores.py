@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from service.handoff.steps.stop_reason import FAILURES
+from service.handoff.steps.tables import StepColumns, StepSink
 from service.rollout.environment import Task
-from service.types import Step, TrajectoryEnd, TrajectoryId
+from service.types import TrajectoryEnd, TrajectoryId
 
-Play = Callable[[TrajectoryId, Task], AsyncGenerator[Step | TrajectoryEnd, None]]
+Play = Callable[[TrajectoryId, Task, StepSink], Awaitable[TrajectoryEnd]]
+"""Plays one trajectory; its steps go to the sink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +113,10 @@ async def play_eval_set(
 
 
 async def _play(play: Play, trajectory: TrajectoryId, task: Task) -> EvalTrajectory:
-    n_tokens = 0
-    async with aclosing(play(trajectory, task)) as items:
-        async for item in items:
-            if isinstance(item, TrajectoryEnd):
-                return EvalTrajectory(task.uid, item.reward, item.n_steps, n_tokens, item.stop_reason)
-            n_tokens += int(item.loss_mask.sum())
-    raise ValueError(f"{trajectory} stopped without an end")
+    columns = StepColumns()
+    end = await play(trajectory, task, columns)
+    n_tokens = int(columns.steps().loss_mask_N.sum())
+    return EvalTrajectory(task.uid, end.reward, end.n_steps, n_tokens, end.stop_reason)
 
 
 def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:

@@ -13,7 +13,7 @@ from service.config import Config
 from service.observe.alert_thresholds import alert_thresholds
 from service.observe.metrics import Metrics
 from service.observe.metrics_table import TABLE
-from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Step, TrajectoryEnd
+from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Steps, TrajectoryEnd
 
 if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
@@ -50,12 +50,15 @@ def measure_step(metrics: Metrics, line: Mapping[str, float], wall: float) -> No
     metrics.set("baton_last_optimizer_step_timestamp_seconds", wall)
 
 
-def measure_played(metrics: Metrics, steps: Sequence[Step]) -> None:
+def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
     """A generator finished turns; one call with many turns costs little more than with one."""
-    shared_K = [step.extends.length if step.extends is not None else 0 for step in steps]
-    metrics.observe("baton_step_prompt_length_tokens", np.add(shared_K, [len(step.prompt_ids) for step in steps]))
-    metrics.observe("baton_step_response_length_tokens", [len(step.response_ids) for step in steps])
-    metrics.count("baton_generated_tokens_total", sum(int(np.count_nonzero(step.loss_mask)) for step in steps))
+    if not tables:
+        return
+    prompt_K = np.concatenate([steps.extends_length_K + steps.prompt_length_K for steps in tables])
+    response_K = np.concatenate([np.diff(steps.offsets_K) - steps.prompt_length_K for steps in tables])
+    metrics.observe("baton_step_prompt_length_tokens", prompt_K)
+    metrics.observe("baton_step_response_length_tokens", response_K)
+    metrics.count("baton_generated_tokens_total", sum(int(np.count_nonzero(steps.loss_mask_N)) for steps in tables))
 
 
 def measure_ended(metrics: Metrics, end: TrajectoryEnd) -> None:

@@ -1,18 +1,19 @@
-"""The agent loop: plays one trajectory, token ids in and token ids out, and emits one step per turn.
+"""The agent loop: plays one trajectory, token ids in and token ids out, and appends one step per turn.
 
-    reset -> prompt -> [length?] -> generate -> step of the environment -> emit the step -> next prompt -> ...
+    reset -> prompt -> [length?] -> generate -> step of the environment -> append the step -> next prompt -> ...
 
-The last item is the trajectory's end with its reason. An unfinished turn emits no step.
+The trajectory's end with its reason comes last. An unfinished turn appends no step.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from service.handoff.steps.tables import StepSink
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import conversation
 from service.rollout.engine import Engine
@@ -28,7 +29,7 @@ from service.rollout.env_guard import (
 from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.episode import Episode
 from service.rollout.limits import AgentLimits, StopReason
-from service.types import Step, TrajectoryEnd, TrajectoryId
+from service.types import TrajectoryEnd, TrajectoryId
 
 __all__ = ["AgentLimits", "Observed", "StopReason", "run_trajectory"]
 
@@ -59,11 +60,12 @@ async def run_trajectory(
     chat: Chat,
     limits: AgentLimits,
     seed: int,
+    sink: StepSink,
     observe: Callable[[Observed], None] | None = None,
-) -> AsyncGenerator[Step | TrajectoryEnd, None]:
-    """Play one episode; yields a `Step` for each finished turn, then the `TrajectoryEnd`."""
+) -> TrajectoryEnd:
+    """Play one episode; `sink` gets a step for each finished turn, then the trajectory's end, which is returned."""
     limits = limits.at(task.temperature)
-    episode, transcript = Episode(trajectory, task, limits), _Transcript()
+    episode, transcript = Episode(trajectory, task, limits, sink), _Transcript()
     turns = conversation(limits.conversation, chat)
     try:
         messages = checked_messages(await ask_environment(environment.reset(task, seed), limits), limits)
@@ -76,7 +78,7 @@ async def run_trajectory(
             result = checked_result(await ask_environment(environment.step(text), limits), limits)
             response = turns.close(generation, episode.is_last(result.done))
             transcript.add_turn(text, result)
-            yield episode.step(response, generation, float(result.reward))
+            episode.finish_turn(response, generation, float(result.reward))
             if result.done:
                 break
             if result.history is not None:
@@ -88,9 +90,10 @@ async def run_trajectory(
         episode.stop_reason, transcript.failure = failed.reason, str(failed)
     finally:
         await close_environment(environment, limits, trajectory)
+    end = episode.finish()
     if observe is not None:
-        observe(transcript.observed(episode, task))
-    yield episode.end()
+        observe(transcript.observed(end, task, episode.n_forks))
+    return end
 
 
 class _Transcript:
@@ -113,9 +116,8 @@ class _Transcript:
         if not result.done:
             self.add_messages(result.messages)
 
-    def observed(self, episode: Episode, task: Task) -> Observed:
-        end = episode.end()
-        return Observed(end, task.env_class, self._messages, self._rewards, self._info, episode.n_forks, self.failure)
+    def observed(self, end: TrajectoryEnd, task: Task, n_forks: int) -> Observed:
+        return Observed(end, task.env_class, self._messages, self._rewards, self._info, n_forks, self.failure)
 
 
 def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:

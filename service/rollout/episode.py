@@ -1,4 +1,4 @@
-"""The token history of one trajectory, and the step of each turn.
+"""The token history of one trajectory; each finished turn becomes a step.
 
 turn 0:  whole prompt                -> response      step 0 carries the whole prompt
 turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0
@@ -10,21 +10,23 @@ from __future__ import annotations
 import numpy as np
 
 from service.handoff.prefixes.digest import digest
+from service.handoff.steps.tables import StepSink
 from service.rollout.chat.conversation import Prompt
 from service.rollout.end_token import Response
 from service.rollout.engine import Generation
 from service.rollout.environment import Task
 from service.rollout.limits import AgentLimits, StopReason
-from service.types import ROUTE_NATIVELY, Extension, Int16s, Int32s, Step, TrajectoryEnd, TrajectoryId
+from service.types import ROUTE_NATIVELY, Extension, Int16s, Int32s, TrajectoryEnd, TrajectoryId
 
 
 class Episode:
-    """The tokens of one trajectory so far, prompts and responses."""
+    """The tokens of one trajectory so far, prompts and responses; its steps and its end go to `sink`."""
 
-    def __init__(self, trajectory: TrajectoryId, task: Task, limits: AgentLimits) -> None:
+    def __init__(self, trajectory: TrajectoryId, task: Task, limits: AgentLimits, sink: StepSink) -> None:
         self._trajectory = trajectory
         self._uid = task.uid
         self._limits = limits
+        self._sink = sink
         self._history = np.empty(limits.max_length, dtype=np.int32)
         self._length = 0
         self._carried = np.empty(0, dtype=np.int32)
@@ -49,16 +51,16 @@ class Episode:
         self._append(self._carried)
         return self._history[: self._length]
 
-    def step(self, response: Response, generation: Generation, reward: float) -> Step:
-        """The finished turn; the next one may extend it."""
+    def finish_turn(self, response: Response, generation: Generation, reward: float) -> None:
+        """Append the current turn as a step, which the next step may extend."""
         self._append(response.token_ids)
         n_carried = len(self._carried) + len(response.token_ids)
-        step = Step(
-            trajectory=self._trajectory,
-            prompt_uid=self._uid,
-            index=self.n_steps,
-            prompt_ids=self._carried,
-            response_ids=response.token_ids,
+        self._sink.append(
+            self._trajectory,
+            self._uid,
+            self.n_steps,
+            self._carried,
+            response.token_ids,
             logprobs=response.logprobs,
             loss_mask=response.loss_mask,
             versions=response.versions,
@@ -71,11 +73,12 @@ class Episode:
         self._extends = Extension(self.n_steps, self._length, digest(self._history[: self._length]))
         self._reward = reward
         self.n_steps += 1
-        return step
 
-    def end(self) -> TrajectoryEnd:
-        """The end of the trajectory."""
-        return TrajectoryEnd(self._trajectory, self._uid, self.n_steps, str(self.stop_reason), self._reward)
+    def finish(self) -> TrajectoryEnd:
+        """Append the trajectory's end, and return it."""
+        end = TrajectoryEnd(self._trajectory, self._uid, self.n_steps, str(self.stop_reason), self._reward)
+        self._sink.end(end)
+        return end
 
     def is_last(self, done: bool) -> bool:
         """True where no turn follows the current one."""

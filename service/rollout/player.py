@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import xxhash
 from service.config import Config
 from service.errors import UserError
 from service.evaluation.scores import EvalShard, EvalTrajectory, play_eval_set
+from service.handoff.steps.tables import StepSink
 from service.rollout.agent import AgentLimits, Observed, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine
@@ -21,7 +21,7 @@ from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.environments.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
-from service.types import Step, TrajectoryEnd, TrajectoryId
+from service.types import TrajectoryEnd, TrajectoryId
 
 
 class Player:
@@ -38,20 +38,22 @@ class Player:
         self.env_metrics = EnvMetrics()
         """The `info` of the environments, summed over the trajectories played for training."""
 
-    def play(self, trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
-        """One trajectory for training."""
+    async def play(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
+        """Play one trajectory for training; its steps and its end go to `sink`."""
         # All samples of a group share the environment's seed, so that only the policy differs.
-        return self._play(trajectory, task, f"{self._config.run.seed}/{trajectory.group_id}", self._observe)
+        seed = f"{self._config.run.seed}/{trajectory.group_id}"
+        return await self._play(trajectory, task, sink, seed, self._observe)
 
     async def evaluate(
         self, name: str, tasks_file: Path, n_samples: int, shard: EvalShard, concurrency: int
     ) -> list[EvalTrajectory]:
-        """A part of an evaluation set; its seeds are its own, and the same every time."""
+        """Play one shard of an evaluation set; the environments' seeds depend on set and prompt only."""
         temperature = self._config.data.eval_temperature
 
-        def play(trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
+        async def play(trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
             sampled = task if temperature is None else replace(task, temperature=temperature)
-            return self._play(trajectory, sampled, f"{self._config.run.seed}/eval/{name}/{task.uid}", self._failed)
+            seed = f"{self._config.run.seed}/eval/{name}/{task.uid}"
+            return await self._play(trajectory, sampled, sink, seed, self._failed)
 
         tasks = await asyncio.to_thread(load_tasks, tasks_file)
         return await play_eval_set(tasks, n_samples, play, concurrency, shard)
@@ -61,22 +63,20 @@ class Player:
         await self._environments.close()
 
     async def _play(
-        self, trajectory: TrajectoryId, task: Task, seed: str, observe: Callable[[Observed], None]
-    ) -> AsyncGenerator[Step | TrajectoryEnd, None]:
+        self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str, observe: Callable[[Observed], None]
+    ) -> TrajectoryEnd:
         async with self._environments.room():
-            episode = run_trajectory(
+            return await run_trajectory(
                 trajectory,
                 deepcopy(task),  # an environment may change its row, which other trajectories share
                 self._environment(task),
                 self._engine,
                 self._chat,
                 self._limits,
-                seed=xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF,
-                observe=observe,
+                xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF,
+                sink,
+                observe,
             )
-            async with aclosing(episode):
-                async for item in episode:
-                    yield item
 
     def _environment(self, task: Task) -> Environment:
         """The task's environment; a constructor that fails (it worked at the start) loses only this trajectory."""

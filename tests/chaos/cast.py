@@ -34,6 +34,7 @@ from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.lifecycle import USED
 from service.handoff.prefixes.digest import digest
+from service.handoff.steps.tables import append_step
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason
@@ -306,9 +307,9 @@ class FakeGenerator(Player):
             for turn in range(turns):
                 version = self._serving()
                 await asyncio.sleep(self._turn_seconds)
-                outbox.put(played(of, assignment.prompt_uid, turn, turns, version))
+                append_step(outbox, played(of, assignment.prompt_uid, turn, turns, version))
                 self._doom.at("turn.after")
-            outbox.put(TrajectoryEnd(of, assignment.prompt_uid, turns, "stop", reward(of.group_id, of.sample)))
+            outbox.end(TrajectoryEnd(of, assignment.prompt_uid, turns, "stop", reward(of.group_id, of.sample)))
             if self._concurrency == 1:
                 await outbox.flush()
 

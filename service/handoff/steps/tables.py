@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from service.columns import Column, codes_of, columns_of, concat, filled, lengths_of, offsets_of, select
+from service.columns import Column, codes_of, columns_of, concat, filled, lengths_of, offsets_of
 from service.types import (
     Ends,
     Extension,
@@ -30,6 +30,29 @@ from service.types import (
 
 NO_EXTENSION = Extension(-1, 0, 0)
 """The reference of a step that carries its whole prompt."""
+
+
+class StepSink(Protocol):
+    """Takes the steps of trajectories, and their ends: a `StepColumns`, or a generator's outbox."""
+
+    def append(
+        self,
+        trajectory: TrajectoryId,
+        prompt_uid: str,
+        index: int,
+        prompt_ids: ArrayLike,
+        response_ids: ArrayLike,
+        *,
+        temperature: float = 1.0,
+        reward: float | Float32s = 0.0,
+        stop_reason: str = "stop",
+        extends: Extension | None = None,
+        **columns: ArrayLike | None,
+    ) -> None:
+        """Take a step; see `StepColumns.append`."""
+
+    def end(self, end: TrajectoryEnd) -> None:
+        """Take a trajectory's end."""
 
 
 class StepColumns:
@@ -90,21 +113,30 @@ class StepColumns:
         tokens |= {"prompt_ids": prompt, "response_ids": response}
         group_id, sample, attempt = trajectory
         step, length, digest = extends or NO_EXTENSION
-        self._items.append(
+        self._add(
             {
                 "group_id": group_id, "sample": sample, "attempt": attempt, "index": index, "uid": prompt_uid,
                 "stop_reason": stop_reason, "temperature": temperature,
                 "reward": float(np.sum(reward, dtype=np.float64)), "has_logprobs": "logprobs" in tokens,
                 "prompt_length": len(prompt), "extends": step, "extends_length": length, "extends_digest": digest,
-            }
+            },
+            tokens,
         )  # fmt: skip
-        self._tokens.append(tokens)
-        self._count_names(prompt_uid, stop_reason)
 
     def end(self, end: TrajectoryEnd) -> None:
         """Append a trajectory's end."""
         self.ends.append(end)
         self._count_names(end.prompt_uid, end.stop_reason)
+
+    def by_trajectory(self) -> dict[TrajectoryId, StepColumns]:
+        """The steps and the end of each trajectory by themselves, in order of first appearance."""
+        parts: dict[TrajectoryId, StepColumns] = {}
+        for item, tokens in zip(self._items, self._tokens, strict=True):
+            of = TrajectoryId(item["group_id"], item["sample"], item["attempt"])
+            parts.setdefault(of, StepColumns())._add(item, tokens)
+        for end in self.ends:
+            parts.setdefault(end.trajectory, StepColumns()).end(end)
+        return parts
 
     def step_group(self, sender: Sender) -> StepGroup:
         """Everything as one message."""
@@ -127,6 +159,11 @@ class StepColumns:
             column.name: self._token_column(column, bounds) for column in columns_of(Steps).tokens
         }
         return Steps(uids=uids, stop_reasons=stop_reasons, offsets_K=offsets_K, **columns, **tokens)
+
+    def _add(self, item: dict[str, Any], tokens: dict[str, NDArray[Any]]) -> None:
+        self._items.append(item)
+        self._tokens.append(tokens)
+        self._count_names(item["uid"], item["stop_reason"])
 
     def _check(self, tokens: dict[str, NDArray[Any]], prompt: int, response: int) -> None:
         """Count the step's bytes; ValueError unless its arrays fit their tokens, and the other steps' arrays."""
@@ -170,15 +207,20 @@ def step_group(sender: Sender, steps: Iterable[Step], ends: Iterable[TrajectoryE
 
 def steps_table(steps: Iterable[Step]) -> Steps:
     """Step objects as columns."""
-    made = StepColumns()
+    columns = StepColumns()
     for step in steps:
-        made.append(
-            step.trajectory, step.prompt_uid, step.index, step.prompt_ids, step.response_ids,
-            temperature=step.temperature, reward=step.reward, stop_reason=step.stop_reason, extends=step.extends,
-            logprobs=step.logprobs, loss_mask=step.loss_mask, versions=step.versions,
-            routed_experts=step.routed_experts,
-        )  # fmt: skip
-    return made.steps()
+        append_step(columns, step)
+    return columns.steps()
+
+
+def append_step(sink: StepSink, step: Step) -> None:
+    """Append a step object."""
+    sink.append(
+        step.trajectory, step.prompt_uid, step.index, step.prompt_ids, step.response_ids,
+        temperature=step.temperature, reward=step.reward, stop_reason=step.stop_reason, extends=step.extends,
+        logprobs=step.logprobs, loss_mask=step.loss_mask, versions=step.versions,
+        routed_experts=step.routed_experts,
+    )  # fmt: skip
 
 
 def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
@@ -197,21 +239,6 @@ def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
         stop_reason_E=stop_reason_E,
         reward_E=np.array([end.reward for end in ends], np.float64),
     )
-
-
-def by_trajectory(group: StepGroup) -> list[StepGroup]:
-    """A message as one message per trajectory, in order of first appearance; the sender stays the same."""
-    steps, ends = group.steps, group.ends
-    step_ids = trajectory_ids(steps)
-    end_ids = [end.trajectory for end in end_objects(ends)]
-    return [
-        StepGroup(
-            group.sender,
-            select(steps, np.flatnonzero([found == of for found in step_ids])),
-            select(ends, np.flatnonzero([found == of for found in end_ids])),
-        )
-        for of in dict.fromkeys((*step_ids, *end_ids))
-    ]
 
 
 def trajectory_ids(steps: Steps) -> list[TrajectoryId]:

@@ -11,6 +11,7 @@ from actors.generator import outbox as outbox_module
 from actors.generator.outbox import Outbox, Unreachable
 from service.config import Config
 from service.errors import RunFailed, Starved
+from service.handoff.steps.tables import append_step
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode
 from service.handoff.verbs import Receipt
@@ -72,7 +73,7 @@ def deliver(buffer: FakeBuffer, items: list[Step | TrajectoryEnd], deadline: flo
         outbox = Outbox("g", 3, buffer.submit, deadline, buffer.closed.append, buffer.refused.append)
         running = asyncio.ensure_future(outbox.run())
         for item in items:
-            outbox.put(item)
+            append_step(outbox, item) if isinstance(item, Step) else outbox.end(item)
         await asyncio.wait([asyncio.ensure_future(outbox.flush()), running], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()

@@ -10,15 +10,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observe.reporting import Reporter
 from service.config import Config
+from service.handoff.steps.tables import steps_table
 from service.observe.measure import (
     LeasedBatches,
     measure_buffer,
     measure_ended,
-    measure_played,
     measure_process,
     measure_run,
     measure_state,
     measure_step,
+    measure_steps,
 )
 from service.observe.metrics import MAX_SERIES, Boundaries, Metrics
 from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd, TrajectoryId
@@ -92,7 +93,7 @@ def step(prompt: int, response: int, extends: Extension | None = None) -> Step:
 
 
 def test_a_turn_counts_its_whole_prompt_and_only_sampled_tokens(metrics: Metrics) -> None:
-    measure_played(metrics, [step(30, 5), step(7, 5, Extension(0, 35, 0))])
+    measure_steps(metrics, [steps_table([step(30, 5)]), steps_table([step(7, 5, Extension(0, 35, 0))])])
     measure_ended(metrics, TrajectoryEnd(TrajectoryId(0, 0), "p", 2, "stop", 1.0))
     assert value(metrics, "baton_step_prompt_length_tokens_sum") == 30 + 42
     assert value(metrics, "baton_step_response_length_tokens_sum") == 10

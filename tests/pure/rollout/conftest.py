@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from examples import lookup
+from service.handoff.steps.tables import StepColumns, step_objects
 from service.rollout.agent import AgentLimits, Observed, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
@@ -105,12 +106,12 @@ async def play(
 ) -> tuple[list[Step], TrajectoryEnd]:
     """One whole trajectory: its steps and its end."""
     allowed = limits(chat, **changed)
-    items = run_trajectory(TrajectoryId(3, 1), task, environment, engine, chat, allowed, seed=0, observe=observe)
-    played = [item async for item in items]
-    *steps, end = played
-    if not isinstance(end, TrajectoryEnd) or not all(isinstance(step, Step) for step in steps):
-        raise AssertionError(f"steps, then one end: {played}")
-    return steps, end  # type: ignore[return-value]
+    columns = StepColumns()
+    of = TrajectoryId(3, 1)
+    end = await run_trajectory(of, task, environment, engine, chat, allowed, 0, columns, observe)
+    if columns.ends != [end]:
+        raise AssertionError(f"one end: {columns.ends}")
+    return step_objects(columns.steps()), end
 
 
 def whole_prompts(steps: Sequence[Step]) -> list[list[int]]:

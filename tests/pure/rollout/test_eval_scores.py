@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from itertools import combinations
 
 import pytest
@@ -11,10 +10,11 @@ import pytest
 from examples.lookup import Lookup
 from service.evaluation.report import table
 from service.evaluation.scores import EvalShard, EvalTrajectory, pass_at, play_eval_set, summarize
+from service.handoff.steps.tables import StepSink
 from service.rollout.agent import run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Task
-from service.types import Step, TrajectoryEnd, TrajectoryId
+from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import ScriptedEngine, limits
 from tests.pure.rollout.test_agent import lookup_task, optimal
 
@@ -59,16 +59,15 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
     running, most = 0, 0
     ids: list[TrajectoryId] = []
 
-    async def play(trajectory: TrajectoryId, task: Task) -> AsyncGenerator[Step | TrajectoryEnd, None]:
+    async def play(trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
         nonlocal running, most
         ids.append(trajectory)
         running += 1
         most = max(most, running)
         await asyncio.sleep(0)
-        async for item in run_trajectory(trajectory, task, Lookup(), engine, chat, limits(chat), seed=0):
-            if isinstance(item, TrajectoryEnd):
-                running -= 1
-            yield item
+        end = await run_trajectory(trajectory, task, Lookup(), engine, chat, limits(chat), 0, sink)
+        running -= 1
+        return end
 
     tasks = [lookup_task(seed) for seed in range(5)]
     found = summarize("dev", await play_eval_set(tasks, n_samples=3, play=play, concurrency=4))

@@ -19,6 +19,7 @@ from service.config import Config
 from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
 from service.config.tree import RunConfig
 from service.evaluation.scores import EvalShard, summarize
+from service.handoff.steps.tables import StepColumns, step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Message, StepResult, Task
@@ -77,7 +78,9 @@ def prompts(path: Path, n: int) -> Path:
 
 
 async def played(plays: Player, trajectory: TrajectoryId, task: Task) -> list[Step | TrajectoryEnd]:
-    return [item async for item in plays.play(trajectory, task)]
+    columns = StepColumns()
+    end = await plays.play(trajectory, task, columns)
+    return [*step_objects(columns.steps()), end]
 
 
 SEEDED = EnvConfig(name=f"{HERE}:Seeded", trusted_modules=(HERE,))
