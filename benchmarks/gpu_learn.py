@@ -29,7 +29,7 @@ from benchmarks.learn import micro_batch_of
 from service.config.learn import TrainerConfig
 from service.config.tree import Config, ModelConfig
 from service.learn.learner import Learner
-from service.learn.losses.expand_to_tokens import broadcast, row_of_token
+from service.learn.losses.expand_to_tokens import expand_to_tokens, row_of_token
 from service.learn.model.policy import Policy
 from service.types import MicroBatch, MiniBatch
 
@@ -159,7 +159,7 @@ def measure_broadcast(tokens: int = 1 << 27, rows: int = 1 << 16) -> dict[str, f
     mask_N = torch.ones(tokens, dtype=torch.bool, device=CUDA)
     value_G = torch.randn(rows // 4, device=CUDA)
     trajectory_R = torch.arange(rows, device=CUDA) // 4
-    seconds = timed(lambda: broadcast(value_G, trajectory_R, row_N, mask_N))
+    seconds = timed(lambda: expand_to_tokens(value_G, trajectory_R, row_N, mask_N))
     moved = tokens * (row_N.element_size() + mask_N.element_size() + value_G.element_size())
     source, target = torch.empty_like(row_N), torch.empty_like(row_N)
     copied = 2 * tokens * row_N.element_size() / timed(lambda: target.copy_(source))

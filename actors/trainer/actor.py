@@ -24,7 +24,7 @@ from actors.weights.nccl_broadcast import MeetingPoint, NcclSender, encode_annou
 from service.config import Config
 from service.handoff.steps.wire import decode_mini_batch
 from service.learn.learner import Learner, StepReport
-from service.types import Bools, Int32s
+from service.learn.supervised import SupervisedRow, SupervisedSteps
 
 
 class TrainerRank:
@@ -72,20 +72,9 @@ class TrainerRank:
             )
         self._learner = Learner(self._config, Path(model_folder), self._device, self._rank, self._world_size)
 
-    def warm_start(self, demonstrations: Sequence[tuple[Int32s, Bools]]) -> float:
+    def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Supervised steps on demonstrations; returns the last step's cross-entropy per token."""
-        settings = self._config.model.warm_start
-        if settings is None:
-            raise ValueError("warm_start was called without model.warm_start in the configuration")
-        rng = np.random.default_rng(self._config.run.seed)
-        loss = float("nan")
-        for step in range(settings.steps):
-            chosen = rng.choice(len(demonstrations), size=settings.batch_size, replace=False)
-            rise = min(1.0, (step + 1) / (0.1 * settings.steps))
-            decay = 1.0 - step / settings.steps
-            mine = [demonstrations[i] for i in chosen[self._rank :: self._world_size]]
-            loss = self.learner.supervised_step(mine, lr=settings.lr * min(rise, decay))
-        return loss
+        return SupervisedSteps(self._config, self.learner.policy).warm_start(demonstrations)
 
     def step(self, batch: bytes) -> StepReport:
         """One optimizer step on this rank's micro-batches."""
@@ -115,7 +104,7 @@ class TrainerRank:
         """Gather the policy on this rank's GPU, in place of the version before."""
         self._gathered, self._gathered_version = {}, None
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        self._gathered, self._gathered_version = self.learner.weights_on_device(), version
+        self._gathered, self._gathered_version = self.learner.weights(everywhere=True) or {}, version
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def ipc_handles(self, version: int) -> tuple[NDArray[np.uint8], int]:

@@ -17,7 +17,8 @@ from actors.weights.checksum import EMPTY_CHECKSUM, PublishedWeights
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved
 from service.learn.learner import StepReport
-from service.types import Bools, Int32s, PolicyVersion
+from service.learn.supervised import SupervisedRow
+from service.types import PolicyVersion
 
 RETRY_SECONDS = 0.5
 """Pause before ranks that are not up yet are called again."""
@@ -72,7 +73,7 @@ class TrainerGroup:
         for rank in self._ranks:
             ray.kill(rank)
 
-    async def warm_start(self, demonstrations: Sequence[tuple[Int32s, Bools]]) -> float:
+    async def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Supervised steps on every rank; returns the last loss."""
         reference = ray.put(list(demonstrations))
         with _raises_trainer_lost():

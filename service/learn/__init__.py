@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from service.learn.learner import Learner, StepReport
-    from service.learn.losses.loss import Terms, Tokens, policy_loss
+    from service.learn.losses.loss import LossInputs, LossTerms, policy_loss
     from service.learn.model.tiny_model import make_model
 
 _MODULE_OF = {
     "Learner": "learner",
+    "LossInputs": "losses.loss",
+    "LossTerms": "losses.loss",
     "StepReport": "learner",
-    "Terms": "losses.loss",
-    "Tokens": "losses.loss",
     "make_model": "model.tiny_model",
     "policy_loss": "losses.loss",
 }
 
-__all__ = ["Learner", "StepReport", "Terms", "Tokens", "make_model", "policy_loss"]
+__all__ = ["Learner", "LossInputs", "LossTerms", "StepReport", "make_model", "policy_loss"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,12 @@
 """Checkpoints of a learner: every rank writes the rows that it holds, and reads the rows that it needs.
 
-    learner.json                            step, ranks that wrote, which frozen weights there are, shapes
+    learner.json                            step, number of ranks, kinds of frozen weights, shapes
     rank_0_of_2.safetensors                 weights/<name>, exp_avg/<name>, exp_avg_sq/<name>, reference/<name>, ...
-    rank_1_of_2.safetensors                 ... and in each header the facts of learner.json again
+    rank_1_of_2.safetensors                 ... and in each header the metadata of learner.json again
 
 Shards are chunks of dimension 0, so a group of another size finds its rows in the files that hold them. No rank waits
-for another: a checkpoint is whole when whoever asked all ranks for it has heard from all of them. Where a part's facts
-are not those of learner.json, a save over another into the same folder was cut off.
+for another: a checkpoint is whole when every rank has finished its part. If the metadata in a part's header differ from
+learner.json, a save into the same folder was cut off.
 """
 
 from __future__ import annotations
@@ -26,124 +26,128 @@ from torch import Tensor
 
 from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
-from service.learn.model.hf_checkpoint import chunk
+from service.learn.model.sharding import shard_bounds
 from service.learn.optimizer import MOMENTS
 
-FACTS = "learner.json"
+METADATA_FILE = "learner.json"
 
 
-class Facts(BaseModel):
-    """What a checkpoint says about itself."""
+class CheckpointMetadata(BaseModel):
+    """Metadata of a checkpoint: what `learner.json` and the header of every part hold."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: int = Field(ge=0)
     """Optimizer steps that the weights have had."""
     frozen: dict[Literal["proximal", "reference"], int]
-    """The step at which each kind of frozen weights was taken."""
+    """Optimizer steps of the policy when each kind of frozen weights was copied."""
     shapes: dict[str, tuple[int, ...]]
-    """Of each whole weight, by name."""
-    world: int = Field(ge=1)
-    """Ranks that wrote."""
+    """Shape of each whole weight, by name."""
+    world_size: int = Field(ge=1)
+    """Ranks that wrote the checkpoint."""
 
     @property
     def parts(self) -> list[str]:
-        """The files' names, by rank."""
-        return [_file_name(rank, self.world) for rank in range(self.world)]
+        """File names of the parts, by rank."""
+        return [_file_name(rank, self.world_size) for rank in range(self.world_size)]
 
 
 class CheckpointWriter:
-    """Writes this rank's part; the copy is taken at once, the writing may go on in the background."""
+    """Copies this rank's part at once and writes the copy in the background."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
-        self._world = world
+        self._world_size = world_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def start(self, folder: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
-        """Copy tensors and facts as they are now, and begin to write them; waits for an earlier checkpoint first."""
+    def start(self, folder: Path, tensors: Mapping[str, Tensor], metadata: CheckpointMetadata) -> None:
+        """Copy tensors and metadata as they are now, and begin to write them; waits for an earlier checkpoint first."""
         self.finish()
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        self._writing = self._pool.submit(self._write, folder, copies, facts.model_dump_json())
+        self._writing = self._pool.submit(self._write, folder, copies, metadata.model_dump_json())
 
     def finish(self) -> None:
-        """Wait until what was started is on disk; raises what went wrong."""
+        """Wait until the started checkpoint is on disk; raises the error of a failed write."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
-    def _write(self, folder: Path, copies: dict[str, Tensor], facts: str) -> None:
+    def _write(self, folder: Path, copies: dict[str, Tensor], metadata: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / _file_name(self._rank, self._world)
+        file = folder / _file_name(self._rank, self._world_size)
         with atomic_file(file) as partial:
-            save_file(copies, partial, {FACTS: facts})
+            save_file(copies, partial, {METADATA_FILE: metadata})
             if self._rank == 0:
-                write_atomic(folder / FACTS, facts + "\n")
+                write_atomic(folder / METADATA_FILE, metadata + "\n")
                 # safetensors creates files that only their owner may read
-                shutil.copymode(folder / FACTS, partial)
+                shutil.copymode(folder / METADATA_FILE, partial)
         sync(folder)
 
 
-def read_facts(folder: Path) -> Facts:
-    """What the checkpoint says about itself; a `UserError` if it is not whole."""
+def read_metadata(folder: Path) -> CheckpointMetadata:
+    """The metadata of a checkpoint; a `UserError` if it is damaged or a part is missing."""
     try:
-        facts = Facts.model_validate_json((folder / FACTS).read_bytes())
+        metadata = CheckpointMetadata.model_validate_json((folder / METADATA_FILE).read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{folder} holds no checkpoint: {FACTS} is missing") from None
+        raise UserError(f"{folder} holds no checkpoint: {METADATA_FILE} is missing") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(f"the checkpoint {folder} is damaged: {FACTS}: {where} {first['msg']}") from error
-    for name in facts.parts:
+        raise UserError(f"the checkpoint {folder} is damaged: {METADATA_FILE}: {where} {first['msg']}") from error
+    for name in metadata.parts:
         if not (folder / name).is_file():
             raise UserError(f"the checkpoint {folder} is not whole: {name} is missing")
-    return facts
+    return metadata
 
 
-def check_parts(folder: Path, facts: Facts, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare all headers with what a learner of these shapes needs; reads no weights.
+def check_parts(folder: Path, metadata: CheckpointMetadata, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the headers of all parts with the shapes that a learner needs; reads no weights.
 
     Raises:
         UserError: the checkpoint is another model's, or a part is damaged or of another save.
     """
-    for name in sorted(shapes.keys() | facts.shapes.keys()):
-        there, here = facts.shapes.get(name), shapes.get(name)
+    for name in sorted(shapes.keys() | metadata.shapes.keys()):
+        there, here = metadata.shapes.get(name), shapes.get(name)
         if there != here:
             raise UserError(
                 f"the checkpoint {folder} is of another model: {name} has shape {there or 'none'} there, "
                 f"{here or 'none'} here; resume with the model that it was written with"
             )
-    for writer, name in enumerate(facts.parts):
+    for writer, name in enumerate(metadata.parts):
         with ExitStack() as stack:
             part = _opened(folder / name, stack)
-            if (part.metadata() or {}).get(FACTS) != facts.model_dump_json():
-                raise UserError(f"the checkpoint {folder} is not whole: {name} is of another save than {FACTS}")
+            if (part.metadata() or {}).get(METADATA_FILE) != metadata.model_dump_json():
+                raise UserError(f"the checkpoint {folder} is not whole: {name} is of another save than {METADATA_FILE}")
             found = {tensor: tuple(part.get_slice(tensor).get_shape()) for tensor in part.keys()}  # noqa: SIM118
-        wanted = _shapes_of_part(facts, writer)
+        wanted = _shapes_of_part(metadata, writer)
         if found != wanted:
             differing = min(tensor for tensor, _ in found.items() ^ wanted.items())
-            raise UserError(f"the checkpoint {folder} is damaged: {differing} in {name} is not what {FACTS} says")
+            raise UserError(
+                f"the checkpoint {folder} is damaged: {differing} in {name} is not what {METADATA_FILE} says"
+            )
 
 
-def _shapes_of_part(facts: Facts, writer: int) -> dict[str, tuple[int, ...]]:
+def _shapes_of_part(metadata: CheckpointMetadata, writer: int) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    for name, (length, *rest) in facts.shapes.items():
-        first, last = chunk(length, writer, facts.world)
-        found |= {f"{kind}/{name}": (last - first, *rest) for kind in ("weights", *MOMENTS, *facts.frozen)}
+    for name, (length, *rest) in metadata.shapes.items():
+        first, last = shard_bounds(length, writer, metadata.world_size)
+        found |= {f"{kind}/{name}": (last - first, *rest) for kind in ("weights", *MOMENTS, *metadata.frozen)}
     return found
 
 
 @torch.no_grad()
-def read_parts(folder: Path, wanted: Mapping[str, Tensor], facts: Facts, rank: int, world: int) -> None:
-    """Fill each tensor, named kind/weight, with this rank's rows of what the ranks wrote."""
+def read_parts(
+    folder: Path, wanted: Mapping[str, Tensor], metadata: CheckpointMetadata, rank: int, world_size: int
+) -> None:
+    """Fill each tensor, named kind/weight, with this rank's rows from the parts that hold them."""
     with ExitStack() as stack:
-        files = [_opened(folder / name, stack) for name in facts.parts]
+        files = [_opened(folder / name, stack) for name in metadata.parts]
         for name, tensor in wanted.items():
-            length = facts.shapes[name.partition("/")[2]][0]
-            start, stop = chunk(length, rank, world)
+            length = metadata.shapes[name.partition("/")[2]][0]
+            start, stop = shard_bounds(length, rank, world_size)
             for writer, file in enumerate(files):
-                first, last = chunk(length, writer, facts.world)
+                first, last = shard_bounds(length, writer, metadata.world_size)
                 begin, end = max(start, first), min(stop, last)
                 if begin < end:
                     tensor[begin - start : end - start].copy_(file.get_slice(name)[begin - first : end - first])
@@ -156,5 +160,5 @@ def _opened(file: Path, stack: ExitStack) -> Any:
         raise UserError(f"the checkpoint {file.parent} is damaged: {file.name} cannot be read: {error}") from error
 
 
-def _file_name(rank: int, world: int) -> str:
-    return f"rank_{rank}_of_{world}.safetensors"
+def _file_name(rank: int, world_size: int) -> str:
+    return f"rank_{rank}_of_{world_size}.safetensors"

@@ -1,52 +1,54 @@
-"""AdamW over master weights, with clipping by the norm over all ranks."""
+"""AdamW over master weights, with clipping by the gradient norm over all ranks, and the learning rate schedule."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from service.learn.model.master_weights import Masters
+from service.config.learn import TrainerConfig
+from service.learn.model.master_weights import MasterWeights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What Adam keeps of each weight."""
+"""Adam's state of each weight."""
 
 
 class Optimizer:
     """AdamW; the learning rate comes with each step."""
 
-    def __init__(self, masters: Masters, betas: tuple[float, float], weight_decay: float) -> None:
-        self._masters = masters
-        self.adam = torch.optim.AdamW(
-            list(masters.tensors.values()), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
+    def __init__(self, master_weights: MasterWeights, betas: tuple[float, float], weight_decay: float) -> None:
+        self._master_weights = master_weights
+        self._adam = torch.optim.AdamW(
+            list(master_weights.tensors.values()), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
         )
 
     def step(self, lr: float, grad_norm: float, max_grad_norm: float) -> None:
-        """One step on the gradients that the masters hold, scaled down to `max_grad_norm`; then forget them."""
-        gradients = self._masters.gradients()
+        """One step on the gradients of the master weights, scaled down to `max_grad_norm`; then drop the gradients."""
+        gradients = self._master_weights.gradients()
         if grad_norm > max_grad_norm:
             torch._foreach_mul_(gradients, max_grad_norm / grad_norm)
-        for group in self.adam.param_groups:
+        for group in self._adam.param_groups:
             group["lr"] = lr
-        self.adam.step()
-        self._masters.write_back()
-        self._masters.drop_gradients()
+        self._adam.step()
+        self._master_weights.write_back()
+        self._master_weights.drop_gradients()
 
     def moments(self) -> dict[str, Tensor]:
-        """Adam's two moments of every master, by name; zeros before the first step."""
-        found: dict[str, Tensor] = {}
-        for name, master in self._masters.tensors.items():
-            state = self.adam.state[master]
+        """Adam's two moments of every master weight, by `moment/name`; zeros before the first step."""
+        moments: dict[str, Tensor] = {}
+        for name, master in self._master_weights.tensors.items():
+            state = self._adam.state[master]
             if not state:
                 state["step"] = torch.zeros((), device=master.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            found |= {f"{moment}/{name}": state[moment] for moment in MOMENTS}
-        return found
+            moments |= {f"{moment}/{name}": state[moment] for moment in MOMENTS}
+        return moments
 
     def set_steps(self, steps: int) -> None:
-        """Count on from this many steps."""
-        for state in self.adam.state.values():
+        """Set the number of steps that bias correction counts from."""
+        for state in self._adam.state.values():
             state["step"].fill_(steps)
 
 
@@ -56,3 +58,18 @@ def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack([norm.to(device) for norm in norms]).double().square().sum()
+
+
+def learning_rate(trainer: TrainerConfig, step: int, max_steps: int) -> float:
+    """The rate of the step after `step` applied ones: linear warm-up, then the schedule until `max_steps`."""
+    if step < trainer.warmup_steps:
+        return trainer.lr * (step + 1) / trainer.warmup_steps
+    done = min(1.0, (step - trainer.warmup_steps) / max(1, max_steps - trainer.warmup_steps))
+    match trainer.schedule:
+        case "constant":
+            remaining = 1.0
+        case "linear":
+            remaining = 1.0 - done
+        case "cosine":
+            remaining = (1.0 + math.cos(math.pi * done)) / 2
+    return trainer.lr * (trainer.min_lr_fraction + (1.0 - trainer.min_lr_fraction) * remaining)

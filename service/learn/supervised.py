@@ -1,19 +1,105 @@
-"""Supervised rows as micro-batches, for the warm start before RL."""
+"""Supervised steps on demonstrations, for the warm start before RL.
+
+The loss is the cross-entropy per token over all ranks. The optimizer is one of its own, so that RL begins without the
+moments of the warm start.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from service.config.tree import Config
+from service.errors import RunFailed
+from service.learn.device_batch import unsampled_micro_batch
+from service.learn.model.policy import Policy
+from service.learn.model.sharding import set_gradient_sync
+from service.learn.optimizer import Optimizer, square_norm
+from service.learn.step_metrics import Sums
 from service.types import Bools, Int32s, MicroBatch
 
 SupervisedRow = tuple[Int32s, Bools]
-"""Token ids and the mask of those to learn, both [T]."""
+"""Token ids and the mask of the tokens to learn, both [T]."""
+
+BETAS = (0.9, 0.999)
+WARM_UP_FRACTION = 0.1
+"""Fraction of the steps over which the learning rate rises."""
 
 
-def supervised_micro_batches(rows: Sequence[SupervisedRow], max_tokens: int) -> list[MicroBatch]:
-    """Pack rows, in order, into micro-batches of at most `max_tokens`; a longer row gets one of its own."""
+class SupervisedSteps:
+    """Steps on one rank; every rank must call the same methods."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        self._config = config
+        self._policy = policy
+        self._optimizer = Optimizer(policy.master_weights, BETAS, weight_decay=0.0)
+
+    def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
+        """All steps of `model.warm_start` on random demonstrations; returns the last step's loss.
+
+        The learning rate rises linearly over the first tenth of the steps, and falls linearly over all of them.
+        """
+        settings = self._config.model.warm_start
+        if settings is None:
+            raise ValueError("warm_start was called without model.warm_start in the configuration")
+        rng = np.random.default_rng(self._config.run.seed)
+        loss = float("nan")
+        for step in range(settings.steps):
+            chosen = rng.choice(len(demonstrations), size=settings.batch_size, replace=False)
+            mine = [demonstrations[i] for i in chosen[self._policy.rank :: self._policy.world_size]]
+            rise = min(1.0, (step + 1) / (WARM_UP_FRACTION * settings.steps))
+            loss = self.step(mine, lr=settings.lr * min(rise, 1.0 - step / settings.steps))
+        return loss
+
+    def step(self, rows: Sequence[SupervisedRow], lr: float) -> float:
+        """One step on this rank's rows; the mean loss of a token over all ranks.
+
+        Raises:
+            RunFailed: loss or gradient are not finite.
+        """
+        policy, trainer = self._policy, self._config.trainer
+        micros = _pack(rows, trainer.max_tokens_per_micro_batch)
+        n_tokens, n_micros = self._count(micros)
+        if n_tokens == 0:
+            raise ValueError("no token of the supervised rows is to be learned")
+        micros += [unsampled_micro_batch([])] * (n_micros - len(micros))
+        with policy.master_weights.dropped_on_error():
+            totals = self._accumulate(micros, n_tokens)
+            if not math.isfinite(totals["loss"] + totals["grad_square"]):
+                raise RunFailed(
+                    f"supervised step: the loss is {totals['loss']} and the squared gradient norm "
+                    f"{totals['grad_square']}; lower model.warm_start.lr"
+                )
+            self._optimizer.step(lr, math.sqrt(totals["grad_square"]), trainer.max_grad_norm)
+        return totals["loss"]
+
+    def _count(self, micros: Sequence[MicroBatch]) -> tuple[int, int]:
+        """Loss tokens of all ranks together; the largest number of micro-batches on any rank."""
+        device = self._policy.device
+        sums = Sums(device, self._policy.world_size)
+        sums.add("tokens", torch.tensor(sum(int(micro.loss_mask_N.sum()) for micro in micros), device=device))
+        sums.max("micros", torch.tensor([len(micros)], device=device))
+        totals = sums.totals()
+        return int(totals["tokens"]), int(totals["micros"])
+
+    def _accumulate(self, micros: Sequence[MicroBatch], n_tokens: int) -> dict[str, float]:
+        """Add up the gradient; returns the loss and the squared norm of the gradient over all ranks."""
+        policy = self._policy
+        sums = Sums(policy.device, policy.world_size)
+        for number, micro in enumerate(micros, start=1):
+            set_gradient_sync(policy.model, number == len(micros))
+            loss = -policy.model(policy.to_device(micro)).logprob_M.sum() / n_tokens
+            loss.backward()
+            sums.add("loss", loss)
+        sums.add("grad_square", square_norm(policy.master_weights.gradients(), policy.device))
+        return sums.totals()
+
+
+def _pack(rows: Sequence[SupervisedRow], max_tokens: int) -> list[MicroBatch]:
+    """Pack rows, in order, into micro-batches of at most `max_tokens`; a longer row gets a micro-batch of its own."""
     packs: list[list[SupervisedRow]] = []
     room = 0
     for row in rows:
@@ -22,23 +108,4 @@ def supervised_micro_batches(rows: Sequence[SupervisedRow], max_tokens: int) -> 
             room = max_tokens
         packs[-1].append(row)
         room -= len(row[0])
-    return [_micro_batch(pack) for pack in packs]
-
-
-def empty_micro_batch() -> MicroBatch:
-    """No rows at all; keeps a rank in step with others that have more."""
-    return _micro_batch([])
-
-
-def _micro_batch(rows: Sequence[SupervisedRow]) -> MicroBatch:
-    lengths = [len(token_ids) for token_ids, _ in rows]
-    n_tokens = sum(lengths)
-    return MicroBatch(
-        token_ids_N=np.concatenate([np.zeros(0, np.int32), *(token_ids for token_ids, _ in rows)]).astype(np.int32),
-        offsets_R=np.cumsum([0, *lengths], dtype=np.int64),
-        loss_mask_N=np.concatenate([np.zeros(0, bool), *(mask for _, mask in rows)]).astype(bool),
-        logprobs_N=np.zeros(n_tokens, np.float32),
-        staleness_N=np.full(n_tokens, -1, np.int32),
-        temperature_R=np.ones(len(rows), np.float32),
-        trajectory_of_row_R=np.full(len(rows), -1, np.int32),
-    )
+    return [unsampled_micro_batch(pack) for pack in packs]

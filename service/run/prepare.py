@@ -15,11 +15,12 @@ from service.config.checks import check_bytes
 from service.errors import UserError
 from service.evaluation.target import EvalTarget
 from service.handoff.steps.validate import Routing
-from service.learn.checkpoint import check_parts, read_facts
+from service.learn.checkpoint import check_parts, read_metadata
 from service.learn.model.experts import routing_of_model
 from service.learn.model.hf_checkpoint import check_weights
-from service.learn.model.model import read_config, weight_shapes
-from service.learn.model.tiny_model import make_model, parameters_of
+from service.learn.model.hf_config import read_config
+from service.learn.model.policy_model import weight_shapes
+from service.learn.model.tiny_model import count_parameters, make_model
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Task
@@ -94,7 +95,7 @@ def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
     manifest = target.manifest()
     hf_config, _ = _checked_model(target.begun_with(config))
     folder = Checkpoints(target.checkpoints, keep=1).path(manifest.step) / TRAINER
-    check_parts(folder, read_facts(folder), {name: tuple(shape) for name, shape in weight_shapes(hf_config).items()})
+    check_parts(folder, read_metadata(folder), weight_shapes(hf_config))
     return manifest
 
 
@@ -144,10 +145,10 @@ def _make_policy(config: Config, folder: Path) -> Path:
 
 def _has_room(shape: MakeModelConfig, vocab_size: int) -> None:
     """Raises `UserError` where the model's training state alone exceeds the free memory."""
-    needed = parameters_of(shape, vocab_size) * TRAINING_BYTES
+    needed = count_parameters(shape, vocab_size) * TRAINING_BYTES
     free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(
-            f"model.make: training {parameters_of(shape, vocab_size)} parameters takes {needed >> 20} MiB, "
+            f"model.make: training {count_parameters(shape, vocab_size)} parameters takes {needed >> 20} MiB, "
             f"{free >> 20} MiB are free; make it smaller"
         )

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from service.config.tree import MakeModelConfig
-from service.learn.device_batch import Placing, place
+from service.learn.device_batch import DeviceBatch, DeviceSettings
+from service.learn.layouts import Packing
 from service.learn.learner import Learner
-from service.learn.losses.expand_to_tokens import broadcast, row_of_token
+from service.learn.losses.expand_to_tokens import expand_to_tokens, row_of_token
 from service.learn.model import logprob
-from service.learn.model.attention import Packing, packed_attention
+from service.learn.model.attention import packed_attention
 from service.learn.model.tiny_model import make_model
 from tests.pure.learn.builders import CPU, VOCABULARY, made_rows, mini_batch, settings
 
@@ -72,7 +73,7 @@ def test_a_fused_function_is_the_plain_one(function: Any) -> None:
     torch.testing.assert_close(function(*arguments), function.__wrapped__(*arguments), atol=1e-5, rtol=1e-5)
 
 
-def test_the_broadcast_is_the_one_on_cpu() -> None:
+def test_values_expand_to_the_same_tokens_as_on_cpu() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 50, 200)
     bounds = torch.from_numpy(np.cumsum([0, *lengths]))
@@ -82,14 +83,14 @@ def test_the_broadcast_is_the_one_on_cpu() -> None:
     results = []
     for device in (CPU, CUDA):
         row_N = row_of_token(bounds.to(device), int(lengths.sum()))
-        results.append(broadcast(value_G.to(device), trajectory_R.to(device), row_N, mask_N.to(device)).cpu())
+        results.append(expand_to_tokens(value_G.to(device), trajectory_R.to(device), row_N, mask_N.to(device)).cpu())
     assert torch.equal(*results)
 
 
 def outcome(folder: Path, device: torch.device, dtype: str, **trainer: Any) -> tuple[float, torch.Tensor]:
     learner = Learner(settings(trainer=trainer, dtype=dtype), folder, device, 0, 1)
     totals = learner.accumulate(mini_batch([[made_rows(6, seed=1)], []][:1], trajectories=6)).totals()
-    gradients = learner.policy.masters.gradients()
+    gradients = learner.policy.master_weights.gradients()
     return totals["loss"], torch.cat([gradient.flatten().float().cpu() for gradient in gradients])
 
 
@@ -135,8 +136,8 @@ def test_steps_on_the_gpu_lower_the_loss(folder: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_micro_batch_is_placed_without_its_padding() -> None:
+def test_the_variable_length_kernel_gets_no_padding() -> None:
     micro = mini_batch([[made_rows(4, seed=4)]], trajectories=4).ranks[0][0]
-    placed = place(micro, Placing(CUDA, torch.float32, variable_length=True))
-    assert placed.packing is not None and not placed.packing.buckets
-    assert placed.token_ids_N.device.type == "cuda"
+    micro_on_gpu = DeviceBatch.of(micro, DeviceSettings(CUDA, torch.float32, variable_length=True))
+    assert micro_on_gpu.packing is not None and not micro_on_gpu.packing.buckets
+    assert micro_on_gpu.token_ids_N.device.type == "cuda"

@@ -1,12 +1,12 @@
 """Advantages of tokens, on the device: a scalar per trajectory, or REINFORCE++ along a trajectory's tokens.
 
 REINFORCE++ (one row a trajectory, `step_wise: false`): the return R arrives at the last sampled token and is discounted
-towards the first, then whitened over all loss tokens of the mini-batch:
+towards the first, then whitened over all loss tokens of the mini-batch. Source: Hu et al. 2025, arXiv:2501.03262.
 
     loss tokens of a trajectory with R = 1, gamma = 0.5     [0.25  0.5  1]
     minus mean, over standard deviation                     of all such values of all trajectories and ranks
 
-Mean and variance follow from the trajectories' returns and token counts alone (geometric sums), so every rank knows
+Mean and variance follow from the trajectories' returns and token counts alone (geometric sums), so every rank computes
 them without communication.
 """
 
@@ -25,7 +25,7 @@ WHITEN_EPSILON = 1e-8
 
 
 class Whitening(NamedTuple):
-    """How discounted returns become advantages."""
+    """How discounted returns become advantages: `(return * gamma ** tokens after - mean) * scale`."""
 
     gamma: float
     mean: float
@@ -38,28 +38,28 @@ def whitening(batch: MiniBatch, gamma: float) -> Whitening:
         raise ValueError("reinforce++ needs every trajectory in one row: it discounts along one token axis")
     tokens_G = batch.loss_tokens_G.astype(np.float64)
     total = tokens_G.sum()
-    mean = float(batch.return_G @ _geometric(gamma, tokens_G) / max(total, 1))
-    square = float(np.square(batch.return_G) @ _geometric(gamma * gamma, tokens_G))
+    mean = float(batch.return_G @ _geometric_sum(gamma, tokens_G) / max(total, 1))
+    square = float(np.square(batch.return_G) @ _geometric_sum(gamma * gamma, tokens_G))
     variance = max(0.0, square - total * mean * mean) / max(total - 1, 1)
     return Whitening(gamma, mean, 1.0 / float(np.sqrt(variance + WHITEN_EPSILON)))
 
 
-def _geometric(ratio: float, terms_G: Float64s) -> Float64s:
+def _geometric_sum(ratio: float, terms_G: Float64s) -> Float64s:
     """1 + ratio + ... + ratio ** (terms - 1)"""
     return terms_G if ratio == 1 else (1 - ratio**terms_G) / (1 - ratio)
 
 
-def token_advantages(advantage_G: Tensor, how: Whitening | None, placed: DeviceBatch) -> Tensor:
-    """[M] the advantage of each loss token; with `how`, `advantage_G` holds the returns."""
-    value_M = placed.of_trajectory(advantage_G)
-    if how is None:
+def token_advantages(value_G: Tensor, whitening: Whitening | None, micro: DeviceBatch) -> Tensor:
+    """[M] the advantage of each loss token, from its trajectory's advantage, or its return if there is a whitening."""
+    value_M = micro.trajectory_to_tokens(value_G)
+    if whitening is None:
         return value_M
-    discounted_M = value_M * how.gamma ** _tokens_after(placed).to(value_M.dtype)
-    return (discounted_M - how.mean) * how.scale
+    discounted_M = value_M * whitening.gamma ** _tokens_after(micro).to(value_M.dtype)
+    return (discounted_M - whitening.mean) * whitening.scale
 
 
-def _tokens_after(placed: DeviceBatch) -> Tensor:
+def _tokens_after(micro: DeviceBatch) -> Tensor:
     """[M] how many loss tokens follow in the same row."""
-    row_M = placed.row_of_token_N.index_select(0, placed.loss_token_M)
+    row_M = micro.row_of_token_N.index_select(0, micro.loss_token_M)
     end_M = torch.searchsorted(row_M, row_M, right=True)
     return end_M - 1 - torch.arange(len(row_M), device=row_M.device)

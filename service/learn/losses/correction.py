@@ -1,7 +1,18 @@
-"""Off-policy correction: weights and masks from how much likelier the anchor finds a token than the rollout did.
+"""Off-policy correction: weights and masks of tokens, from the ratio of the anchor to the rollout.
 
-    log_ratio_M   anchor - rollout, per loss token
-    trajectory    the same over all rows of a trajectory: sum, smallest, largest
+    log_ratio_M   anchor - rollout, per loss token (with `anchor: rollout`: trained policy - rollout)
+    trajectory    the same over all rows of a trajectory: sum, mean, smallest, largest
+
+- `truncate: token` weights a token by min(ratio, truncate_at): truncated importance sampling (TIS) [1, 2]
+- `truncate: sequence` weights it by min(product of its trajectory's ratios, truncate_at) [3]
+- `token_band` masks a token whose ratio is outside: IcePop [4]; with a lower end of 0 masked importance sampling [3]
+- `sequence_band` and `geometric_band` mask a trajectory whose product or geometric mean is outside [3]
+- `outlier_band` masks a trajectory with any single ratio outside
+
+1. E. Ionides 2008, "Truncated Importance Sampling", Journal of Computational and Graphical Statistics 17(2)
+2. F. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+3. J. Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"
+4. Ling Team 2025, "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop!"
 
 Rows of a trajectory share a rank, so its sums need no communication.
 """
@@ -28,7 +39,7 @@ class TrajectoryRatios(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """What to do with each token's loss."""
+    """Weight and mask of each token's loss."""
 
     weight_M: Tensor
     kept_M: Tensor
@@ -39,7 +50,7 @@ class Correction(NamedTuple):
 def trajectory_ratios(
     log_ratios: Sequence[Tensor], trajectories: Sequence[Tensor], n_trajectories: int
 ) -> TrajectoryRatios:
-    """Gather log-ratios `[M]` of several micro-batches by the tokens' trajectories `[M]`."""
+    """Reduce log-ratios `[M]` of several micro-batches over the tokens' trajectories `[M]`."""
     log_ratio, trajectory = torch.cat(list(log_ratios)), torch.cat(list(trajectories))
     zeros_G = log_ratio.new_zeros(n_trajectories)
     sum_G = zeros_G.double().index_add(0, trajectory, log_ratio.double()).to(log_ratio.dtype)
@@ -51,7 +62,7 @@ def trajectory_ratios(
 
 
 def over_trajectory(settings: CorrectionConfig) -> bool:
-    """Whether the correction looks at whole trajectories."""
+    """Whether the correction needs ratios of whole trajectories."""
     bands = (settings.sequence_band, settings.geometric_band, settings.outlier_band)
     return settings.truncate == "sequence" or any(band is not None for band in bands)
 
@@ -59,7 +70,7 @@ def over_trajectory(settings: CorrectionConfig) -> bool:
 def correct(
     settings: CorrectionConfig, log_ratio_M: Tensor, of_trajectory: TrajectoryRatios | None, trajectory_M: Tensor
 ) -> Correction:
-    """Weights and masks of the tokens; `of_trajectory` may be None if nothing here looks at trajectories."""
+    """Weights and masks of the tokens; `of_trajectory` may be None unless `over_trajectory`."""
     kept_M = _inside(settings.token_band, log_ratio_M)
     weight_M = torch.ones_like(log_ratio_M)
     if settings.truncate == "token":

@@ -1,8 +1,9 @@
-"""The scalar per trajectory, spread to tokens on the device.
+"""A scalar per trajectory, expanded to tokens on the device.
 
     advantage_G           [ 0.5          -1.0 ]
     trajectory_of_row_R   [ 0      0       1  ]          two rows of trajectory 0, one of trajectory 1
     cu_seqlens            [ 0      3       5       8]
+    row_of_token_N        [ 0 0 0  1 1     2 2 2]
     loss_mask_N           [ 0 0 1  0 1     0 1 1]        each row's own mask
     result_N              [ 0 0 .5 0 .5    0 -1 -1]
 
@@ -14,26 +15,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from service.learn.model.compile import fused_on_gpu
+from service.learn.model.compile import compiled_on_gpu
 
 NO_TRAJECTORY = -1
 """The trajectory of a dummy row."""
 
 
 def row_of_token(cu_seqlens: Tensor, n_tokens: int) -> Tensor:
-    """[R + 1] bounds -> [N] the row of each token; rows without tokens own none."""
+    """[R + 1] bounds -> [N] the row of each token; an empty row has no token."""
     rows = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
     return torch.repeat_interleave(rows, cu_seqlens.diff(), output_size=n_tokens)
 
 
-def of_rows(value_G: Tensor, trajectory_of_row_R: Tensor) -> Tensor:
-    """[G] -> [R]: each row takes its trajectory's value, a dummy row takes 0."""
+@compiled_on_gpu
+def expand_to_tokens(
+    value_G: Tensor, trajectory_of_row_R: Tensor, row_of_token_N: Tensor, loss_mask_N: Tensor
+) -> Tensor:
+    """[G] -> [N]: each token takes the value of its row's trajectory where the row's own mask is set, else 0.
+
+    Tokens of a dummy row take 0.
+    """
     value_R = value_G.index_select(0, trajectory_of_row_R.clamp(min=0))
-    return torch.where(trajectory_of_row_R >= 0, value_R, 0)
-
-
-@fused_on_gpu
-def broadcast(value_G: Tensor, trajectory_of_row_R: Tensor, row_of_token_N: Tensor, loss_mask_N: Tensor) -> Tensor:
-    """[G] -> [N]: each token takes its row's trajectory's value where the row's own mask is set, else 0."""
-    value_N = of_rows(value_G, trajectory_of_row_R)[row_of_token_N]
-    return torch.where(loss_mask_N, value_N, 0)
+    value_R = torch.where(trajectory_of_row_R >= 0, value_R, 0)
+    return torch.where(loss_mask_N, value_R[row_of_token_N], 0)

@@ -15,6 +15,19 @@ Written for the axis `M` (tokens that carry loss) alone, so there is no mask to 
 
 GRPO is `ppo_clip` with `estimator: grpo`; Dr. GRPO is `estimator: grpo_no_std` with
 `reduction: seq_mean_token_sum_norm`. A loss of your own: decorate it, and name it `your.module:name`.
+
+Sources:
+
+- PPO, the clipped surrogate and the surrogate without a clip: Schulman et al. 2017, arXiv:1707.06347, section 3
+- GRPO: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300; Dr. GRPO: Liu et al. 2025, arXiv:2503.20783
+- a wider high side of the clip (clip-higher): Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.1
+- dual clip: Ye et al. 2019, arXiv:1912.09729
+- CISPO: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585
+- rollout_is (direct double-sided importance sampling): GLM-5 Team 2026 (GLM-5), arXiv:2602.15763
+- GSPO, in the token form that has the same value and gradient: Zheng et al. 2025, arXiv:2507.18071
+- anchor apart from the rollout (decoupled PPO): Hilton et al. 2021, arXiv:2110.00641; with asynchronous rollouts
+  Fu et al. 2025 (AReaL), arXiv:2505.24298
+- KL estimators: J. Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations
@@ -32,42 +45,42 @@ from service.interop.user_functions import registered
 MAX_LOG_RATIO = 20.0
 
 
-class Tokens(NamedTuple):
-    """What a loss sees of the tokens that carry loss."""
+class LossInputs(NamedTuple):
+    """The arguments of a loss, for the tokens that carry loss."""
 
     logprob_M: Tensor
-    """Under the weights that are being trained; carries the gradient."""
+    """Log-probability under the trained weights; carries the gradient."""
     anchor_M: Tensor
-    """Under the policy that the ratio is taken against."""
+    """Log-probability under the anchor, the denominator of the ratio."""
     advantage_M: Tensor
     trajectory_log_ratio_M: Tensor | None
     """Mean of `logprob - anchor` over all loss tokens of the token's trajectory, in whatever rows; no gradient."""
 
 
-class Terms(NamedTuple):
-    """What a loss makes of each token."""
+class LossTerms(NamedTuple):
+    """The result of a loss: one term a token."""
 
     loss_M: Tensor
     clipped_M: Tensor
-    """True where the clip took the gradient away or bounded it."""
+    """True where a clip removed or bounded the gradient."""
 
 
-LossFunction = Callable[[Tokens, AlgorithmConfig], Terms]
+LossFunction = Callable[[LossInputs, AlgorithmConfig], LossTerms]
 
 
 class PolicyLoss(NamedTuple):
-    """A loss and what it needs."""
+    """A registered loss."""
 
     function: LossFunction
     over_trajectory: bool
-    """Whether it needs `trajectory_log_ratio_M`, which costs one more forward pass."""
+    """Whether the loss needs `trajectory_log_ratio_M`, which costs one more forward pass."""
 
 
 _LOSSES: dict[str, PolicyLoss] = {}
 
 
 def policy_loss(name: str, over_trajectory: bool = False) -> Callable[[LossFunction], LossFunction]:
-    """Decorator: make a loss known under a name."""
+    """Decorator: register a loss under a name."""
 
     def register(function: LossFunction) -> LossFunction:
         if name in _LOSSES:
@@ -79,21 +92,25 @@ def policy_loss(name: str, over_trajectory: bool = False) -> Callable[[LossFunct
 
 
 def loss_named(setting: str) -> PolicyLoss:
-    """The loss behind `algorithm.loss`: a known name, or `module:name` with the module that registers it."""
+    """The loss that `algorithm.loss` names: a registered name, or `module:name` with the module that registers it."""
     return registered("algorithm.loss", "loss", setting, _LOSSES)
 
 
-def checked(setting: str, terms: object, tokens: Tokens) -> Terms:
-    """What the loss of this name returned, if it is one term per token; a wrong shape would be broadcast in silence."""
-    if not isinstance(terms, Terms):
-        raise ConfigError(f"algorithm.loss: {setting!r} must return Terms(loss_M, clipped_M), not {_kind(terms)}")
+def check_terms(setting: str, terms: object, inputs: LossInputs) -> LossTerms:
+    """The result of the loss of this name, unchanged; a wrong shape would otherwise be broadcast silently.
+
+    Raises:
+        ConfigError: it is not one term a token, or has no gradient.
+    """
+    if not isinstance(terms, LossTerms):
+        raise ConfigError(f"algorithm.loss: {setting!r} must return LossTerms(loss_M, clipped_M), not {_kind(terms)}")
     for name, value in terms._asdict().items():
-        if not isinstance(value, Tensor) or value.shape != tokens.logprob_M.shape:
+        if not isinstance(value, Tensor) or value.shape != inputs.logprob_M.shape:
             raise ConfigError(
                 f"algorithm.loss: {setting!r} must return {name} with one value for each of "
-                f"{len(tokens.logprob_M)} tokens, not {_kind(value)}"
+                f"{len(inputs.logprob_M)} tokens, not {_kind(value)}"
             )
-    if tokens.logprob_M.requires_grad and not terms.loss_M.requires_grad:
+    if inputs.logprob_M.requires_grad and not terms.loss_M.requires_grad:
         raise ConfigError(
             f"algorithm.loss: {setting!r} returned a loss_M without a gradient, so nothing would be learned; compute "
             "it from logprob_M"
@@ -115,73 +132,73 @@ def _clip(ratio_M: Tensor, settings: AlgorithmConfig) -> Tensor:
     return ratio_M.clamp(1 - settings.clip_low, 1 + settings.clip_high)
 
 
-def _ratio(tokens: Tokens) -> Tensor:
-    return safe_exp(tokens.logprob_M - tokens.anchor_M)
+def _ratio(inputs: LossInputs) -> Tensor:
+    return safe_exp(inputs.logprob_M - inputs.anchor_M)
 
 
-def _surrogate(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) -> Terms:
+def _surrogate(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) -> LossTerms:
     plain_M = ratio_M * advantage_M
     clipped_M = _clip(ratio_M, settings) * advantage_M
-    return Terms(-torch.minimum(plain_M, clipped_M), clipped_M < plain_M)
+    return LossTerms(-torch.minimum(plain_M, clipped_M), clipped_M < plain_M)
 
 
 @policy_loss("ppo_clip")
-def ppo_clip(tokens: Tokens, settings: AlgorithmConfig) -> Terms:
-    """The clipped surrogate; a wider high side is clip-higher."""
-    return _surrogate(_ratio(tokens), tokens.advantage_M, settings)
+def ppo_clip(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
+    """The clipped surrogate of PPO; with `clip_high` above `clip_low`, DAPO's clip-higher."""
+    return _surrogate(_ratio(inputs), inputs.advantage_M, settings)
 
 
 @policy_loss("dual_clip")
-def dual_clip(tokens: Tokens, settings: AlgorithmConfig) -> Terms:
-    """The clipped surrogate, bounded where the advantage is negative and the ratio large."""
-    terms = ppo_clip(tokens, settings)
-    bound_M = -settings.dual_clip * tokens.advantage_M
-    bounded_M = (tokens.advantage_M < 0) & (bound_M < terms.loss_M)
-    return Terms(torch.where(bounded_M, bound_M, terms.loss_M), terms.clipped_M | bounded_M)
+def dual_clip(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
+    """The clipped surrogate, bounded where the advantage is negative and the ratio large (Ye et al.)."""
+    terms = ppo_clip(inputs, settings)
+    bound_M = -settings.dual_clip * inputs.advantage_M
+    bounded_M = (inputs.advantage_M < 0) & (bound_M < terms.loss_M)
+    return LossTerms(torch.where(bounded_M, bound_M, terms.loss_M), terms.clipped_M | bounded_M)
 
 
 @policy_loss("cispo")
-def cispo(tokens: Tokens, settings: AlgorithmConfig) -> Terms:
-    """Policy gradient weighted by the clipped ratio: a clipped token keeps a bounded gradient."""
-    ratio_M = _ratio(tokens).detach()
+def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
+    """Policy gradient weighted by the clipped ratio: a clipped token keeps a bounded gradient (MiniMax-M1)."""
+    ratio_M = _ratio(inputs).detach()
     weight_M = _clip(ratio_M, settings)
-    return Terms(-weight_M * tokens.advantage_M * tokens.logprob_M, weight_M != ratio_M)
+    return LossTerms(-weight_M * inputs.advantage_M * inputs.logprob_M, weight_M != ratio_M)
 
 
 @policy_loss("rollout_is")
-def rollout_is(tokens: Tokens, settings: AlgorithmConfig) -> Terms:
-    """Policy gradient weighted by the ratio, without the tokens whose ratio is out of range."""
-    ratio_M = _ratio(tokens).detach()
+def rollout_is(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
+    """Policy gradient weighted by the ratio; tokens whose ratio is out of range have no gradient (GLM-5)."""
+    ratio_M = _ratio(inputs).detach()
     outside_M = _clip(ratio_M, settings) != ratio_M
-    weighted_M = ratio_M * tokens.advantage_M * tokens.logprob_M
-    return Terms(-torch.where(outside_M, 0, weighted_M), outside_M)
+    weighted_M = ratio_M * inputs.advantage_M * inputs.logprob_M
+    return LossTerms(-torch.where(outside_M, 0, weighted_M), outside_M)
 
 
 @policy_loss("importance_sampling")
-def importance_sampling(tokens: Tokens, settings: AlgorithmConfig) -> Terms:
-    """The surrogate without any clip."""
-    ratio_M = _ratio(tokens)
-    return Terms(-ratio_M * tokens.advantage_M, torch.zeros_like(ratio_M, dtype=torch.bool))
+def importance_sampling(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
+    """The surrogate without a clip."""
+    ratio_M = _ratio(inputs)
+    return LossTerms(-ratio_M * inputs.advantage_M, torch.zeros_like(ratio_M, dtype=torch.bool))
 
 
 @policy_loss("gspo", over_trajectory=True)
-def gspo(tokens: Tokens, settings: AlgorithmConfig) -> Terms:
-    """The clipped surrogate of the trajectory's ratio; each token carries its share of that ratio's gradient."""
-    if tokens.trajectory_log_ratio_M is None:
+def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
+    """The clipped surrogate of the trajectory's ratio; each token carries its part of that ratio's gradient (GSPO)."""
+    if inputs.trajectory_log_ratio_M is None:
         raise ValueError("gspo needs the trajectories' log-ratios")
     # 0 in value, the token's gradient in its derivative
-    own_M = tokens.logprob_M - tokens.logprob_M.detach()
-    return _surrogate(safe_exp(tokens.trajectory_log_ratio_M + own_M), tokens.advantage_M, settings)
+    own_M = inputs.logprob_M - inputs.logprob_M.detach()
+    return _surrogate(safe_exp(inputs.trajectory_log_ratio_M + own_M), inputs.advantage_M, settings)
 
 
 @policy_loss("cross_entropy")
-def cross_entropy(tokens: Tokens, settings: AlgorithmConfig) -> Terms:
-    """Imitate every sampled token, whatever it earned."""
-    return Terms(-tokens.logprob_M, torch.zeros_like(tokens.logprob_M, dtype=torch.bool))
+def cross_entropy(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
+    """Imitation of every sampled token, regardless of its advantage."""
+    return LossTerms(-inputs.logprob_M, torch.zeros_like(inputs.logprob_M, dtype=torch.bool))
 
 
 def kl_term(estimator: str, logprob_M: Tensor, reference_M: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) from the sampled token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """Schulman's estimates of KL(policy || reference) from a sampled token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
     `d = logprob - reference`, clamped to +-20, as in the ratios.
     """

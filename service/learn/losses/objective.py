@@ -3,7 +3,12 @@
     sum over loss tokens of  weight * (correction * policy term + kl_coef * KL - entropy_coef * entropy)
 
 `weight` is the reduction's, known beforehand for the whole mini-batch; KL and entropy take the same weight, but no
-off-policy correction.
+off-policy correction. The two ratios of a token:
+
+| | of the policy term | of the correction |
+|---|---|---|
+| `anchor: rollout` | trained policy / rollout | trained policy / rollout |
+| `anchor: proximal` | trained policy / frozen weights | frozen weights / rollout |
 """
 
 from __future__ import annotations
@@ -17,57 +22,44 @@ from torch import Tensor
 
 from service.config.tree import Config
 from service.learn.device_batch import DeviceBatch
+from service.learn.layouts import to_device
 from service.learn.losses.advantage import Whitening, token_advantages, whitening
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
-from service.learn.losses.loss import Terms, Tokens, checked, kl_term, loss_named
+from service.learn.losses.loss import LossInputs, LossTerms, check_terms, kl_term, loss_named
 from service.learn.losses.reduction import trajectory_weights
-from service.learn.measure import Measure
-from service.learn.model.device import to_device
-from service.learn.sums import Sums
+from service.learn.model.logprob import TokenLogprobs
+from service.learn.step_metrics import RatioMetrics, Sums
 from service.types import MiniBatch
 
 
-class Known(NamedTuple):
-    """Log-probabilities of a micro-batch's loss tokens under fixed weights."""
+class FixedLogprobs(NamedTuple):
+    """Log-probabilities of a micro-batch's loss tokens, computed without gradients before the backward pass."""
 
-    own_M: Tensor | None = None
-    """Under the weights as they are; only where something looks at whole trajectories before the backward pass."""
+    current_M: Tensor | None = None
+    """Under the current weights; computed only when a trajectory-level ratio needs it."""
     proximal_M: Tensor | None = None
-    """Under the frozen weights of `anchor: proximal`; None where those are the weights as they are."""
+    """Under the frozen weights of `anchor: proximal`; None if identical to the current weights."""
     reference_M: Tensor | None = None
+    """Under the reference of the KL term; None without a KL term."""
 
 
-class Across(NamedTuple):
-    """Log-ratios over whole trajectories of this rank; None where nothing looks at them."""
-
-    loss: TrajectoryRatios | None
-    """Trained policy over anchor."""
-    correction: TrajectoryRatios | None
-    """Anchor (with `anchor: rollout` the trained policy) over rollout."""
-
-
-class Batch(NamedTuple):
-    """What the loss needs of each trajectory, on the device."""
+class TrajectoryInputs(NamedTuple):
+    """What the loss needs of each trajectory of the mini-batch, on the device."""
 
     value_G: Tensor
-    """The advantage; the return, where `whitening` makes advantages of it."""
+    """The advantage; with a whitening the return."""
     weight_G: Tensor
+    """Weight of each loss token, by the reduction."""
     whitening: Whitening | None
-    across: Across
-
-
-class Output(NamedTuple):
-    """What the model says about the loss tokens; carries gradients."""
-
-    logprob_M: Tensor
-    entropy_M: Tensor
+    loss_ratios: TrajectoryRatios | None
+    """The policy term's ratios over this rank's whole trajectories; None unless the loss or correction needs them."""
+    correction_ratios: TrajectoryRatios | None
+    """The correction's ratios, likewise."""
 
 
 class _Anchor(NamedTuple):
-    loss_M: Tensor
-    """Below the loss's ratio."""
-    correction_M: Tensor
-    """Above the correction's ratio; the rollout is below."""
+    loss_denominator_M: Tensor
+    correction_numerator_M: Tensor
 
 
 class Objective:
@@ -81,83 +73,84 @@ class Objective:
         self._device = device
         self._dtype = dtype
         self._loss = loss_named(config.algorithm.loss)
-        self._proximal = config.algorithm.anchor == "proximal"
         self._corrects_trajectories = over_trajectory(config.algorithm.correction)
-        self._measure = Measure(device)
+        self._ratio_metrics = RatioMetrics(device)
 
     @property
-    def needs_own(self) -> bool:
-        """Whether the weights as they are must be asked before the backward pass."""
+    def needs_current(self) -> bool:
+        """Whether log-probabilities under the current weights are needed before the backward pass."""
         return self._loss.over_trajectory or self._corrects_trajectories
 
-    def prepare(self, batch: MiniBatch, placed: Sequence[DeviceBatch], known: Sequence[Known]) -> Batch:
-        """The mini-batch's numbers per trajectory, on the device."""
+    def prepare(
+        self, batch: MiniBatch, micros: Sequence[DeviceBatch], fixed: Sequence[FixedLogprobs]
+    ) -> TrajectoryInputs:
+        """The inputs of each trajectory, from all micro-batches of this rank."""
         algorithm = self._algorithm
         temporal = algorithm.estimator == "reinforce++"
         value_G = batch.return_G if temporal else batch.advantage_G
         weight_G = trajectory_weights(batch, algorithm.reduction, self._norm_tokens)
         both = to_device(np.stack([value_G, weight_G]).astype(np.float64), self._device).to(self._dtype)
-        how = whitening(batch, algorithm.gamma) if temporal else None
-        return Batch(both[0], both[1], how, self._across(placed, known, len(value_G)))
-
-    def _across(self, placed: Sequence[DeviceBatch], known: Sequence[Known], n_trajectories: int) -> Across:
-        """Gather what looks at whole trajectories over all micro-batches of this rank."""
-        if not self.needs_own:
-            return Across(None, None)
-        behind = [self._anchor(p, k, _present(k.own_M)) for p, k in zip(placed, known, strict=True)]
-        own_over_anchor = [_present(k.own_M) - anchor.loss_M for k, anchor in zip(known, behind, strict=True)]
-        over_rollout = [anchor.correction_M - p.rollout_M for p, anchor in zip(placed, behind, strict=True)]
-        trajectories = [p.trajectory_M for p in placed]
-        return Across(
-            loss=trajectory_ratios(own_over_anchor, trajectories, n_trajectories),
-            correction=trajectory_ratios(over_rollout, trajectories, n_trajectories),
+        whiten = whitening(batch, algorithm.gamma) if temporal else None
+        inputs = TrajectoryInputs(both[0], both[1], whiten, loss_ratios=None, correction_ratios=None)
+        if not self.needs_current:
+            return inputs
+        loss_ratios, correction_ratios = [], []
+        for micro, logprobs in zip(micros, fixed, strict=True):
+            if logprobs.current_M is None:
+                raise ValueError("log-probabilities under the current weights were not computed")
+            anchor = self._anchor(micro, logprobs, logprobs.current_M)
+            loss_ratios.append(logprobs.current_M - anchor.loss_denominator_M)
+            correction_ratios.append(anchor.correction_numerator_M - micro.rollout_logprob_M)
+        trajectories = [micro.trajectory_M for micro in micros]
+        return inputs._replace(
+            loss_ratios=trajectory_ratios(loss_ratios, trajectories, len(value_G)),
+            correction_ratios=trajectory_ratios(correction_ratios, trajectories, len(value_G)),
         )
 
-    def _anchor(self, placed: DeviceBatch, known: Known, now_M: Tensor) -> _Anchor:
-        if not self._proximal:
-            return _Anchor(placed.rollout_M, now_M)
-        frozen_M = now_M if known.proximal_M is None else known.proximal_M
+    def _anchor(self, micro: DeviceBatch, fixed: FixedLogprobs, current_M: Tensor) -> _Anchor:
+        if self._algorithm.anchor == "rollout":
+            return _Anchor(micro.rollout_logprob_M, current_M)
+        frozen_M = current_M if fixed.proximal_M is None else fixed.proximal_M
         return _Anchor(frozen_M, frozen_M)
 
-    def loss(self, placed: DeviceBatch, known: Known, batch: Batch, output: Output, sums: Sums) -> Tensor:
-        """The micro-batch's share of the mini-batch's loss; what is measured goes into `sums`."""
+    def loss(
+        self, micro: DeviceBatch, fixed: FixedLogprobs, inputs: TrajectoryInputs, output: TokenLogprobs, sums: Sums
+    ) -> Tensor:
+        """The micro-batch's part of the mini-batch's loss; metrics are added to `sums`."""
         algorithm = self._algorithm
-        now_M = output.logprob_M.detach()
-        anchor = self._anchor(placed, known, now_M)
-        terms = self._terms(placed, batch, output.logprob_M, anchor)
-        fix = correct(
+        current_M = output.logprob_M.detach()
+        anchor = self._anchor(micro, fixed, current_M)
+        terms = self._policy_terms(micro, inputs, output.logprob_M, anchor)
+        correction = correct(
             algorithm.correction,
-            anchor.correction_M - placed.rollout_M,
-            batch.across.correction if self._corrects_trajectories else None,
-            placed.trajectory_M,
+            anchor.correction_numerator_M - micro.rollout_logprob_M,
+            inputs.correction_ratios if self._corrects_trajectories else None,
+            micro.trajectory_M,
         )
         # where: a masked token's term may be non-finite
-        term_M = torch.where(fix.kept_M, fix.weight_M * terms.loss_M, 0)
+        term_M = torch.where(correction.kept_M, correction.weight_M * terms.loss_M, 0)
         term_M = term_M - algorithm.entropy_coef * output.entropy_M
-        if known.reference_M is not None:
-            kl_M = kl_term(algorithm.kl_estimator, output.logprob_M, known.reference_M)
+        if fixed.reference_M is not None:
+            kl_M = kl_term(algorithm.kl_estimator, output.logprob_M, fixed.reference_M)
             term_M = term_M + algorithm.kl_coef * kl_M
             sums.add("kl_reference", kl_M.sum())
-        weight_M = placed.of_trajectory(batch.weight_G) * placed.of_row(placed.share_R)
+        weight_M = micro.trajectory_to_tokens(inputs.weight_G) * micro.row_to_tokens(micro.row_weight_R)
         loss = (weight_M * term_M).sum()
         sums.add("loss", loss)
         sums.add("loss_size", (weight_M * term_M.detach().abs()).sum())
         sums.add("entropy", output.entropy_M.sum())
-        sums.add("masked", (~fix.kept_M).sum())
-        sums.add("truncated", fix.truncated_M.sum())
-        self._measure.ratios(sums, now_M - placed.rollout_M, terms.clipped_M, placed.staleness_M)
+        sums.add("masked", (~correction.kept_M).sum())
+        sums.add("truncated", correction.truncated_M.sum())
+        self._ratio_metrics.add(sums, current_M - micro.rollout_logprob_M, terms.clipped_M, micro.staleness_M)
         return loss
 
-    def _terms(self, placed: DeviceBatch, batch: Batch, logprob_M: Tensor, anchor: _Anchor) -> Terms:
-        over_M = None
-        if self._loss.over_trajectory and batch.across.loss is not None:
-            over_M = batch.across.loss.mean_G.index_select(0, placed.trajectory_M)
-        advantage_M = token_advantages(batch.value_G, batch.whitening, placed)
-        tokens = Tokens(logprob_M, anchor.loss_M, advantage_M, over_M)
-        return checked(self._algorithm.loss, self._loss.function(tokens, self._algorithm), tokens)
-
-
-def _present(value: Tensor | None) -> Tensor:
-    if value is None:
-        raise ValueError("log-probabilities under the weights as they are were not computed")
-    return value
+    def _policy_terms(
+        self, micro: DeviceBatch, inputs: TrajectoryInputs, logprob_M: Tensor, anchor: _Anchor
+    ) -> LossTerms:
+        trajectory_log_ratio_M = None
+        if self._loss.over_trajectory and inputs.loss_ratios is not None:
+            trajectory_log_ratio_M = inputs.loss_ratios.mean_G.index_select(0, micro.trajectory_M)
+        advantage_M = token_advantages(inputs.value_G, inputs.whitening, micro)
+        loss_inputs = LossInputs(logprob_M, anchor.loss_denominator_M, advantage_M, trajectory_log_ratio_M)
+        terms = self._loss.function(loss_inputs, self._algorithm)
+        return check_terms(self._algorithm.loss, terms, loss_inputs)

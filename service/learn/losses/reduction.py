@@ -1,4 +1,4 @@
-"""From token terms to one loss: a weight per token's trajectory, known before the backward pass.
+"""The reduction of the loss: the weight of each loss token, known before the backward pass.
 
 The loss of a mini-batch is `sum over tokens of weight * term`. The weights come from counts over the whole mini-batch
 on all ranks, so the loss does not depend on how a trajectory was cut into rows, packed or sharded:
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.types import Float64s, Int64s, MicroBatch, MiniBatch
+from service.types import Float64s, MicroBatch, MiniBatch
 
 
 def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Float64s:
@@ -42,20 +42,14 @@ def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Fl
             raise ValueError(f"unknown reduction {reduction!r}")
 
 
-def row_shares(micro: MicroBatch, reduction: str) -> Float64s:
-    """[R] what a row's tokens multiply their trajectory's weight with: 1, or 1 / the row's loss tokens."""
+def row_weights(micro: MicroBatch, reduction: str) -> Float64s:
+    """[R] factor on the trajectory's weight for the tokens of a row: 1, or for `sequence_mean` 1 / its loss tokens."""
     if reduction != "sequence_mean":
         return np.ones(len(micro.temperature_R))
-    counted = np.concatenate([[0], np.cumsum(micro.loss_mask_N)])
-    return _inverse(np.diff(counted[micro.offsets_R]).astype(np.float64))
+    loss_tokens_before = np.concatenate([[0], np.cumsum(micro.loss_mask_N)])
+    return _inverse(np.diff(loss_tokens_before[micro.offsets_R]).astype(np.float64))
 
 
 def _inverse(denominator: Float64s) -> Float64s:
-    """1 / denominator; 0 where there is nothing to weigh."""
+    """1 / denominator; 0 where the denominator is 0, because there is no loss token to weigh."""
     return np.divide(1.0, denominator, out=np.zeros_like(denominator), where=denominator > 0)
-
-
-def loss_tokens(batch: MiniBatch) -> int:
-    """Tokens of the whole mini-batch that carry loss."""
-    counted: Int64s = batch.loss_tokens_G
-    return int(counted.sum())

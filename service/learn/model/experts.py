@@ -1,4 +1,4 @@
-"""Mixtures of experts: how their weights are called on disk, and replay of the routing that the sampler recorded.
+"""Mixtures of experts: the names of their weights on disk, and replay of the routing that the sampler recorded.
 
 in the model    ...mlp.experts.gate_up_proj [E, 2 I, H]       ...mlp.experts.down_proj [E, H, I]
 on disk         ...mlp.experts.0.gate_proj.weight [I, H], ...mlp.experts.0.up_proj.weight [I, H], ...
@@ -19,7 +19,7 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 
 
 def names_on_disk(name: str, expert: int) -> list[str]:
-    """The weights of one expert that follow each other in a fused one; none where `name` is no fused weight.
+    """The weights on disk that one expert's part of a fused weight consists of; none if `name` is not a fused weight.
 
     >>> names_on_disk("model.layers.0.mlp.experts.gate_up_proj", 3)
     ['model.layers.0.mlp.experts.3.gate_proj.weight', 'model.layers.0.mlp.experts.3.up_proj.weight']
@@ -30,12 +30,12 @@ def names_on_disk(name: str, expert: int) -> list[str]:
     return [f"{path}.{expert}.{projection}.weight" for projection in PROJECTIONS.get(last, ())]
 
 
-def as_on_disk(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fused weights of experts cut into those that folders and engines know; all others as they are."""
-    return dict(pair for name, weight in weights.items() for pair in _cut(name, weight))
+def split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fused weights of experts as one weight an expert and projection, as on disk; all others unchanged."""
+    return dict(pair for name, weight in weights.items() for pair in _split(name, weight))
 
 
-def _cut(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _split(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     if not names_on_disk(name, 0):
         yield name, weight
         return
@@ -47,7 +47,7 @@ def _cut(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def routing_of_model(config: PretrainedConfig) -> Routing:
-    """What routed experts a model of this configuration can replay."""
+    """The routed experts that a model of this configuration can replay: layers, experts a token, experts a layer."""
     experts, n_layers = getattr(config, "num_experts", 0) or 0, config.num_hidden_layers
     if not experts:
         return Routing((), 0, 0)
@@ -57,9 +57,9 @@ def routing_of_model(config: PretrainedConfig) -> Routing:
 
 
 class RouterReplay:
-    """Makes routers choose the experts that were recorded for a token; -1 means that the router chooses itself.
+    """Makes routers choose the experts that were recorded for a token; for -1 the router chooses.
 
-    The weights of the chosen experts still come from the router that is trained, so gradients reach it.
+    The weights of the chosen experts still come from the trained router, so gradients reach it.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
@@ -71,7 +71,7 @@ class RouterReplay:
             router.register_forward_hook(self._choose)
 
     def set(self, experts_NLK: Tensor | None) -> None:
-        """What the next forward pass replays, over all layers or over those with experts; None: nothing."""
+        """Set the experts for the next forward pass, of all layers or of those with experts; None: no replay."""
         self._recorded.clear()
         if experts_NLK is None:
             return
@@ -89,8 +89,8 @@ class RouterReplay:
         if recorded_NK is None:
             return output
         logits, _, native_NK = output
-        known_N = (recorded_NK >= 0).all(-1, keepdim=True)
-        chosen_NK = torch.where(known_N, recorded_NK, native_NK)
+        recorded_N = (recorded_NK >= 0).all(-1, keepdim=True)
+        chosen_NK = torch.where(recorded_N, recorded_NK, native_NK)
         weights_NK = logits.softmax(-1, dtype=torch.float).gather(1, chosen_NK)
         if router.norm_topk_prob:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)

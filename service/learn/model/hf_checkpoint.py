@@ -1,4 +1,4 @@
-"""Hugging Face folders: reading this rank's part of the weights, writing whole ones."""
+"""Weights of Hugging Face folders: compared with the model, read a rank's shard at a time, written whole."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from service.config.model_folder import EMBEDDING, INDEX, SINGLE
 from service.errors import UserError
 from service.files import atomic_folder, sync
 from service.learn.model.experts import names_on_disk
+from service.learn.model.sharding import shard_rows
 
 HEAD = "lm_head.weight"
 
 TYPES = ("F64", "F32", "F16", "BF16")
-"""Types of stored weights that mean what they say; narrower ones need scales."""
+"""Types of stored weights that can be trained; narrower ones need scales."""
 
 COMPUTED = "rotary_emb.inv_freq"
-"""Old folders hold it; every model computes it anew."""
+"""A buffer that old folders store; every model computes it."""
 
 ROWS_AT_ONCE = 4096
 
 
-class Stored:
-    """The weights of a folder, by name; files are opened as they are asked for."""
+class StoredWeights:
+    """The weights of a folder, by name; a file is opened when a weight of it is first read."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -54,24 +54,24 @@ class Stored:
         """Compare the headers of all files with these weights.
 
         Raises:
-            UserError: a weight is missing, has another shape or type, or is one that nobody asks for.
+            UserError: a weight is missing, superfluous, or of another shape or type.
         """
-        asked: set[str] = set()
+        expected: set[str] = set()
         for name, shape in shapes.items():
             for part, part_shape in self._parts(name, shape):
                 self._slice(part, part_shape)
-                asked.add(part)
-        unasked = {name for name in self._file_of if not name.endswith(COMPUTED)} - asked
-        if HEAD in unasked:
+                expected.add(part)
+        superfluous = {name for name in self._file_of if not name.endswith(COMPUTED)} - expected
+        if HEAD in superfluous:
             self._check_tied_head(shapes[EMBEDDING])
-        if unasked - {HEAD}:
+        if superfluous - {HEAD}:
             raise UserError(
-                f"model.path: {self._folder} has a weight {min(unasked - {HEAD})!r}, which its config.json does not "
-                f"ask for ({len(unasked - {HEAD})} such weights); the two do not belong together"
+                f"model.path: {self._folder} has a weight {min(superfluous - {HEAD})!r}, which its config.json does "
+                f"not ask for ({len(superfluous - {HEAD})} such weights); the two do not belong together"
             )
 
     def _parts(self, name: str, shape: Sequence[int]) -> Iterator[tuple[str, Sequence[int]]]:
-        """What a weight is on disk: itself, or those of each expert."""
+        """Names and shapes of a weight on disk: itself, or one an expert and projection."""
         if name in self._file_of or not names_on_disk(name, 0):
             yield name, shape
             return
@@ -80,7 +80,7 @@ class Stored:
             yield from ((part, (shape[1] // len(parts), *shape[2:])) for part in parts)
 
     def _check_tied_head(self, shape: Sequence[int]) -> None:
-        """Folders may hold the output head of tied embeddings once more, where it must be the same."""
+        """A folder may store the output head of tied embeddings too; it must equal the embedding."""
         head, embedding = self._slice(HEAD, shape), self._slice(EMBEDDING, shape)
         for start in range(0, shape[0], ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
@@ -113,22 +113,22 @@ class Stored:
 
 @torch.no_grad()
 def load_weights(folder: Path, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Fill each master with its part of the weights on disk; reads only that part."""
+    """Fill each master weight with this rank's shard of the weights on disk; reads only the shard."""
     with ExitStack() as stack:
-        stored = Stored(folder, stack)
+        stored = StoredWeights(folder, stack)
         stored.check({name: parameter.shape for name, parameter in parameters.items()})
         for name, parameter in parameters.items():
-            stored.read(name, _own_part(parameter), masters[name], parameter.shape)
+            stored.read(name, shard_rows(parameter), masters[name], parameter.shape)
 
 
 def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Compare a folder's weights with those that its config.json asks for; reads headers, and a tied head.
+    """Compare a folder's weights with the shapes that its config.json asks for; reads headers, and a tied head.
 
     Raises:
-        UserError: a file is missing, cut short or no safetensors, or the weights are others.
+        UserError: a file is missing, cut short or not safetensors, or the weights differ from the shapes.
     """
     with ExitStack() as stack:
-        Stored(folder, stack).check(shapes)
+        StoredWeights(folder, stack).check(shapes)
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
@@ -154,25 +154,8 @@ def _opened(file: Path) -> Any:
         raise UserError(f"model.path: the weights {file} cannot be read: {error}") from error
 
 
-def _own_part(parameter: nn.Parameter) -> slice:
-    """The rows of a parameter that this rank holds: all, or its chunk of dimension 0 as FSDP2 cuts it."""
-    if not isinstance(parameter, DTensor):
-        return slice(None)
-    if parameter.placements != (Shard(0),):
-        raise ValueError(f"unexpected placements {parameter.placements}")
-    mesh = parameter.device_mesh
-    return slice(*chunk(parameter.shape[0], mesh.get_local_rank(), mesh.size()))
-
-
-def chunk(length: int, rank: int, world: int) -> tuple[int, int]:
-    """The rows of a dimension 0 of this length that a rank holds; FSDP2 cuts like this."""
-    size = -(-length // world)
-    start = min(rank * size, length)
-    return start, min(start + size, length)
-
-
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
-    """Write a Hugging Face folder: the weights, and all that `source` holds beside weights; whole or not at all."""
+    """Write a Hugging Face folder, whole or not at all: the weights, and all files of `source` but its weights."""
     with atomic_folder(folder) as partial:
         for file in sorted(source.iterdir()):
             if _is_beside_weights(file):

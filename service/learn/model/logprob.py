@@ -1,16 +1,26 @@
-"""Log-probabilities and entropies of chosen tokens, without ever holding the logits of more than a chunk."""
+"""Log-probabilities and entropies of chosen tokens; logits exist for one chunk of tokens at a time.
+
+Axes: `M` tokens that carry loss, `D` hidden size, `V` vocabulary.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from service.learn.model.compile import fused_on_gpu
+from service.learn.model.compile import compiled_on_gpu
 
 CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits held at once: 32 MiB in float32 on CPU, 1 GiB on a GPU, whose products need many rows to be fast."""
+
+
+class TokenLogprobs(NamedTuple):
+    """The model's output for the tokens that carry loss."""
+
+    logprob_M: Tensor
+    entropy_M: Tensor
 
 
 def token_logprobs(
@@ -19,7 +29,7 @@ def token_logprobs(
     token_ids_M: Tensor,
     temperature_M: Tensor,
     chunk_entries: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> TokenLogprobs:
     """Log-probabilities of tokens and entropies of their distributions `softmax(logits / temperature)`, differentiable.
 
     Reduced in float32 (float64 for a float64 model), whatever type the logits are computed in.
@@ -27,24 +37,23 @@ def token_logprobs(
     entries = chunk_entries or CHUNK_ENTRIES[hidden_MD.device.type]
     rows = max(1, entries // head_VD.shape[0])
     inverse_M = temperature_M.reciprocal()
-    result: tuple[Tensor, Tensor]
-    result = _ChunkedLogprob.apply(hidden_MD, head_VD, token_ids_M, inverse_M, rows)  # type: ignore[no-untyped-call]
-    return result
+    logprob_M, entropy_M = _ChunkedLogprob.apply(hidden_MD, head_VD, token_ids_M, inverse_M, rows)  # type: ignore[no-untyped-call]
+    return TokenLogprobs(logprob_M, entropy_M)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type to reduce values of `dtype` in."""
+    """The type in which values of `dtype` are summed: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product in the wide type; on a GPU without rounding it to bfloat16 first."""
+    """A matrix product in the accumulation type; on a GPU without rounding to bfloat16 first."""
     if left.is_cuda and left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).to(accumulation_dtype(left.dtype))
 
 
-@fused_on_gpu
+@compiled_on_gpu
 def statistics(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each row's token, entropy of the row, and its log-normaliser."""
     scaled = logits * inverse_temperature[:, None]
@@ -56,7 +65,7 @@ def statistics(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> t
     return logprob, entropy, normaliser
 
 
-@fused_on_gpu
+@compiled_on_gpu
 def logit_gradient(
     logits: Tensor,
     tokens: Tensor,

@@ -1,9 +1,9 @@
-"""Master weights: what the optimizer sees of the parameters.
+"""Master weights: the tensors that the optimizer updates.
 
-An optimizer over the local shards themselves, as plain tensors, is the same arithmetic as one over distributed
-tensors without their dispatch cost for each operation.
+The optimizer works on the local shards as plain tensors: the same arithmetic as on distributed tensors, without the
+cost of dispatching each operation.
 
-| | parameters | masters |
+| | parameters | master weights |
 |---|---|---|
 | sharded (FSDP2) | float32 shards; gathered in the compute type | the same storage |
 | one rank, float32 | float32 | the same storage |
@@ -17,17 +17,17 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from service.learn.model.logprob import accumulation_dtype
+from service.learn.model.sharding import local_shard
 
 
-class Masters:
+class MasterWeights:
     """The float32 (float64 in tests) weights, one plain local tensor a parameter."""
 
-    def __init__(self, model: nn.Module, compute: torch.dtype, world: int, cpu_offload: bool) -> None:
+    def __init__(self, model: nn.Module, compute: torch.dtype, world_size: int, cpu_offload: bool) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self._copied = world == 1 and (cpu_offload or compute == torch.bfloat16)
+        self._copied = world_size == 1 and (cpu_offload or compute == torch.bfloat16)
         self._on_cpu = cpu_offload
         self.tensors: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
         if self._copied:
@@ -37,7 +37,7 @@ class Masters:
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if not self._copied:
-            return local(parameter.detach())
+            return local_shard(parameter.detach())
         device = torch.device("cpu") if self._on_cpu else parameter.device
         return parameter.detach().to(device, accumulation_dtype(parameter.dtype), copy=True)
 
@@ -55,21 +55,21 @@ class Masters:
         return accumulate
 
     def gradients(self) -> list[Tensor]:
-        """The gradients, handed to the masters; a parameter that took no part has none."""
+        """Move the gradients to the master weights and list them; a parameter without a gradient is left out."""
         if not self._copied:
             for name, parameter in self.parameters.items():
-                self.tensors[name].grad = None if parameter.grad is None else local(parameter.grad)
+                self.tensors[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
         return [master.grad for master in self.tensors.values() if master.grad is not None]
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None."""
         for name, parameter in self.parameters.items():
             parameter.grad = None
             self.tensors[name].grad = None
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """What a block that fails has added up does not reach the next step."""
+        """Drop all gradients if the block raises, so that they do not reach the next step."""
         try:
             yield
         except BaseException:
@@ -77,19 +77,14 @@ class Masters:
             raise
 
     @torch.no_grad()
-    def draw(self) -> None:
-        """Random weights: vectors (norms, biases) of ones, matrices with the customary small deviation."""
+    def randomize(self) -> None:
+        """Random weights: ones in vectors (norms, biases), the customary small deviation in matrices."""
         for master in self.tensors.values():
             master.fill_(1.0) if master.ndim == 1 else master.normal_(std=0.02)
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Carry changed masters into the parameters that compute."""
+        """Copy changed master weights into the parameters."""
         if self._copied:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.tensors[name])
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, on the same storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

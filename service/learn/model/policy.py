@@ -10,14 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from service.config.tree import Config
-from service.learn.device_batch import DeviceBatch
-from service.learn.model.experts import as_on_disk
-from service.learn.model.full_state_dict import gather_everywhere, gather_whole
+from service.learn.device_batch import DeviceBatch, DeviceSettings
+from service.learn.model.experts import split_experts
+from service.learn.model.full_state_dict import full_state_dict
 from service.learn.model.hf_checkpoint import load_weights, write_folder
+from service.learn.model.hf_config import read_config
 from service.learn.model.logprob import accumulation_dtype
-from service.learn.model.master_weights import Masters
-from service.learn.model.model import allocate, empty_model, read_config
-from service.learn.model.sharding import forget_gathered, shard
+from service.learn.model.master_weights import MasterWeights
+from service.learn.model.policy_model import allocate, empty_model
+from service.learn.model.sharding import reshard, shard
+from service.types import MicroBatch
 
 
 class Policy:
@@ -29,51 +31,61 @@ class Policy:
         folder: Path,
         device: torch.device,
         rank: int,
-        world: int,
+        world_size: int,
         random_weights: bool = False,
     ) -> None:
         """`random_weights`: draw them instead of reading them, where only the model's shape matters."""
         self.device = device
         self.rank = rank
-        self.world = world
+        self.world_size = world_size
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.accumulation_dtype = accumulation_dtype(self.dtype)
         self._folder = folder
         trainer = config.trainer
+        self._device_settings = DeviceSettings(
+            device,
+            self.accumulation_dtype,
+            config.algorithm.reduction,
+            trainer.layout,
+            variable_length=device.type == "cuda" and self.dtype == torch.bfloat16,
+        )
         hf_config = read_config(folder)
         self.vocab_size: int = hf_config.vocab_size
-        held = self.dtype if world == 1 else self.accumulation_dtype
-        self.model = empty_model(hf_config, held, trainer)
-        if world > 1:
-            shard(self.model, device, world, self.dtype, trainer.cpu_offload)
-        allocate(self.model, hf_config, device, trainer.cpu_offload and world > 1)
-        self.masters = Masters(self.model, self.dtype, world, trainer.cpu_offload)
+        self.model = empty_model(hf_config, self.dtype if world_size == 1 else self.accumulation_dtype, trainer)
+        if world_size > 1:
+            shard(self.model, self.model.layers, device, world_size, self.dtype, trainer.cpu_offload)
+        allocate(self.model, hf_config, device, trainer.cpu_offload and world_size > 1)
+        self.master_weights = MasterWeights(self.model, self.dtype, world_size, trainer.cpu_offload)
         if random_weights:
-            self.masters.draw()
+            self.master_weights.randomize()
         else:
-            load_weights(folder, self.masters.tensors, self.masters.parameters)
-        self.masters.write_back()
+            load_weights(folder, self.master_weights.tensors, self.master_weights.parameters)
+        self.master_weights.write_back()
+
+    def to_device(self, micro: MicroBatch) -> DeviceBatch:
+        """Copy a micro-batch to the policy's device."""
+        return DeviceBatch.of(micro, self._device_settings)
 
     @torch.no_grad()
-    def logprobs(self, placed: Sequence[DeviceBatch]) -> list[Tensor]:
+    def logprobs(self, micros: Sequence[DeviceBatch]) -> list[Tensor]:
         """[M] log-probabilities of each micro-batch's loss tokens, without gradients."""
-        logprobs = [self.model(micro)[0] for micro in placed]
-        forget_gathered(self.model)
+        logprobs: list[Tensor] = [self.model(micro).logprob_M for micro in micros]
+        reshard(self.model)
         return logprobs
 
-    def weights(self) -> dict[str, Tensor] | None:
-        """All weights under their Hugging Face names, on the CPU, in the model's type; None on ranks other than 0."""
-        whole = gather_whole(self.masters.parameters, self.dtype, self.device, self.rank, self.world)
-        return None if whole is None else as_on_disk(whole)
+    def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
+        """Copies of all weights under their Hugging Face names, in the model's type; every rank must call.
 
-    def weights_on_device(self) -> dict[str, Tensor]:
-        """The same on every rank's own device."""
-        return as_on_disk(gather_everywhere(self.masters.parameters, self.dtype, self.device, self.world))
+        Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
+        """
+        parameters = self.master_weights.parameters
+        whole = full_state_dict(parameters, self.dtype, self.device, self.rank, self.world_size, everywhere)
+        return None if whole is None else split_experts(whole)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the weights, whole or not at all."""
+        """Write a Hugging Face folder with the weights, whole or not at all; every rank must call."""
         whole = self.weights()
         if whole is not None:
             write_folder(folder, self._folder, whole)
-        if self.world > 1:
+        if self.world_size > 1:
             dist.barrier()

@@ -2,47 +2,77 @@
 
 Weights of the loss are counted over the whole mini-batch beforehand, so gradients of the ranks are summed, not
 averaged; and a mini-batch of several micro-batches reduces once, at the last one.
+
+Shards are chunks of dimension 0, all of one size but the last:
+
+    5 rows on 2 ranks       rank 0 holds rows 0 1 2      rank 1 holds rows 3 4
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
-from service.learn.model.model import PolicyModel
+from service.learn.model.logprob import accumulation_dtype
 
 
 def shard(
-    model: PolicyModel, device: torch.device, world: int, compute: torch.dtype, cpu_offload: bool = False
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    device: torch.device,
+    world_size: int,
+    compute: torch.dtype,
+    cpu_offload: bool = False,
 ) -> None:
     """Shard the model over all ranks, layer by layer."""
-    mesh = init_device_mesh(device.type, (world,))
-    reduce = torch.float64 if compute == torch.float64 else torch.float32
+    mesh = init_device_mesh(device.type, (world_size,))
+    reduce = accumulation_dtype(compute)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # neither setting reaches the modules below; gloo, which reduces on CPU, cannot scale while it sums
-    for module in _sharded(model):
-        module.set_gradient_divide_factor(1.0)
-        if device.type == "cpu":
-            module.set_force_sum_reduction_for_comms(True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            if device.type == "cpu":
+                module.set_force_sum_reduction_for_comms(True)
 
 
-def reduce_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward pass reduces gradients over the ranks, or only accumulates them."""
+def set_gradient_sync(model: nn.Module, last: bool) -> None:
+    """Let the next backward pass reduce gradients over the ranks if it is the last one, else only accumulate them."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
+        model.set_requires_gradient_sync(last)
 
 
-def forget_gathered(model: nn.Module) -> None:
-    """Free what a forward pass without a backward pass leaves gathered, lest the next one computes with old weights."""
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights after a forward pass without a backward pass; the next one would compute with them."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
-def _sharded(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+def shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
+    """First row and end of a rank's shard of a dimension 0 of this length, as FSDP2 cuts it."""
+    size = -(-length // world_size)
+    start = min(rank * size, length)
+    return start, min(start + size, length)
+
+
+def shard_rows(parameter: Tensor) -> slice:
+    """The rows of a parameter that this rank holds: all, or its shard."""
+    if not isinstance(parameter, DTensor):
+        return slice(None)
+    if parameter.placements != (Shard(0),):
+        raise ValueError(f"unexpected placements {parameter.placements}")
+    mesh = parameter.device_mesh
+    return slice(*shard_bounds(parameter.shape[0], mesh.get_local_rank(), mesh.size()))
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, on the same storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

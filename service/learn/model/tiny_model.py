@@ -1,4 +1,4 @@
-"""A small model of the run's own making, as a Hugging Face folder like any other."""
+"""A small Qwen3 model with random weights, written as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from service.config.tree import MakeModelConfig
 
 
-def parameters_of(shape: MakeModelConfig, vocab_size: int) -> int:
-    """Parameters of the matrices of such a model; its norms are nothing beside them."""
+def count_parameters(shape: MakeModelConfig, vocab_size: int) -> int:
+    """Parameters of the matrices of such a model, without its norms, which are few."""
     attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size) + (
         vocab_size * shape.hidden_size

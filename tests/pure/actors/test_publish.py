@@ -76,7 +76,7 @@ def test_the_trainer_sends_the_announced_tensors_in_their_order_cut_as_the_engin
 
 def rank_of(transport: str) -> TrainerRank:
     rank = TrainerRank(Config(weights=WeightsConfig(transport=transport)).model_dump_json(), 0)  # type: ignore[arg-type]
-    rank._learner = SimpleNamespace(weights=lambda: WEIGHTS, weights_on_device=lambda: WEIGHTS)  # type: ignore[assignment]
+    rank._learner = SimpleNamespace(weights=lambda everywhere=False: WEIGHTS)  # type: ignore[assignment]
     return rank
 
 

@@ -15,8 +15,9 @@ import torch
 from actors.evaluation.command import Results, beside_a_run
 from service.cli.parser import main
 from service.config import load_config
-from service.learn.checkpoint import CheckpointWriter, Facts
-from service.learn.model.model import read_config, weight_shapes
+from service.learn.checkpoint import CheckpointMetadata, CheckpointWriter
+from service.learn.model.hf_config import read_config
+from service.learn.model.policy_model import weight_shapes
 from service.learn.optimizer import MOMENTS
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints
 from service.run.prepare import prepare
@@ -38,9 +39,9 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {f"{kind}/{name}": torch.zeros(shape) for kind in ("weights", *MOMENTS) for name, shape in shapes.items()}
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     for step in (20, 40):
-        facts = Facts(steps=step, frozen={}, shapes={name: tuple(shape) for name, shape in shapes.items()}, world=1)
+        metadata = CheckpointMetadata(steps=step, frozen={}, shapes=shapes, world_size=1)
         writer = CheckpointWriter(0, 1)
-        writer.start(checkpoints.begin(step) / TRAINER, tensors, facts)
+        writer.start(checkpoints.begin(step) / TRAINER, tensors, metadata)
         writer.finish()
         checkpoints.finish(step, incarnation=1, journal_position=0, issued=0, frontier=0)
     return folder

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.learn.device_batch import Placing, place
+from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.losses.advantage import token_advantages, whitening
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, split_row
 
@@ -22,7 +22,10 @@ def test_returns_are_discounted_from_the_last_token_and_whitened_over_the_mini_b
 
     how = whitening(batch, gamma)
     returns_G = torch.from_numpy(batch.return_G)
-    ours = [token_advantages(returns_G, how, place(micro, Placing(CPU, torch.float64))) for micro in batch.ranks[0]]
+    ours = [
+        token_advantages(returns_G, how, DeviceBatch.of(micro, DeviceSettings(CPU, torch.float64)))
+        for micro in batch.ranks[0]
+    ]
     assert torch.cat(ours).numpy() == pytest.approx(white)
 
 

@@ -98,7 +98,7 @@ def test_a_checkpoint_without_one_of_its_parts_is_refused(model_folder: Path, tm
 
 
 def kept(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.policy.masters.tensors.items()}
+    return {name: tensor.clone() for name, tensor in learner.policy.master_weights.tensors.items()}
 
 
 def refused(learner: Learner, folder: Path, reason: str) -> None:

@@ -23,10 +23,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from service.learn.device_batch import Placing, place
+from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
 from service.learn.model.experts import routing_of_model
-from service.learn.model.model import read_config
+from service.learn.model.hf_config import read_config
 from service.types import MicroBatch
 from tests.pure.learn.builders import CPU, VOCABULARY, made_rows, micro_batch, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
@@ -72,7 +72,7 @@ def saved(name: str, parent: Path) -> Path:
 def logprobs(folder: Path, micro: MicroBatch, **trainer: Any) -> torch.Tensor:
     learner = Learner(settings(trainer=trainer), folder, CPU, 0, 1)
     layout = trainer.get("layout", "packed")
-    return learner.policy.model(place(micro, Placing(CPU, torch.float32, layout=layout)))[0].detach()
+    return learner.policy.model(DeviceBatch.of(micro, DeviceSettings(CPU, torch.float32, layout=layout)))[0].detach()
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -140,7 +140,7 @@ def test_recorded_experts_are_the_ones_that_compute(mixture: Path, layers: int) 
     for layer in (0, 2):
         experts = learner.policy.model.layers[layer].mlp.experts
         experts.register_forward_pre_hook(lambda _, arguments: chosen.append(arguments[1]))
-    learner.policy.model(place(there, Placing(CPU, torch.float32)))
+    learner.policy.model(DeviceBatch.of(there, DeviceSettings(CPU, torch.float32)))
     for position, seen in enumerate(chosen):
         recorded = there.routed_experts_N[:, position * (2 if layers == 3 else 1)]
         known = (recorded >= 0).all(-1)
@@ -160,7 +160,7 @@ def test_the_layers_that_the_configuration_gives_are_those_that_the_model_replay
     learner = Learner(settings(), mixture, CPU, 0, 1)
     for layers in routing_of_model(read_config(mixture)).layers:
         micro = replayed(micro_batch(made_rows(2, seed=66)), layers, natively=0.5)
-        learner.policy.model(place(micro, Placing(CPU, torch.float32)))
+        learner.policy.model(DeviceBatch.of(micro, DeviceSettings(CPU, torch.float32)))
 
 
 def test_replaying_the_native_choice_changes_nothing_packed_or_padded(mixture: Path) -> None:
@@ -170,7 +170,7 @@ def test_replaying_the_native_choice_changes_nothing_packed_or_padded(mixture: P
     for layer in (0, 2):
         experts = learner.policy.model.layers[layer].mlp.experts
         experts.register_forward_pre_hook(lambda _, arguments: chosen.append(arguments[1]))
-    plain = learner.policy.model(place(micro, Placing(CPU, torch.float32)))[0].detach()
+    plain = learner.policy.model(DeviceBatch.of(micro, DeviceSettings(CPU, torch.float32)))[0].detach()
     native = replace(micro, routed_experts_N=torch.stack(chosen, 1).numpy().astype(np.int16))
     for layout in ("packed", "padded"):
         torch.testing.assert_close(logprobs(mixture, native, layout=layout), plain, atol=1e-5, rtol=1e-5)

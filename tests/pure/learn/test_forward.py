@@ -8,17 +8,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from service.errors import UserError
-from service.learn.device_batch import Placing, place
+from service.learn import layouts
+from service.learn.device_batch import DeviceBatch, DeviceSettings
+from service.learn.layouts import Packing
 from service.learn.learner import Learner
-from service.learn.model import attention
-from service.learn.model.attention import Packing
 from service.learn.model.logprob import token_logprobs
 from tests.pure.learn.builders import CPU, MadeRow, made_row, made_rows, micro_batch, settings
 
 
 def together(folder: Path, rows: list[MadeRow], layout: str = "packed") -> tuple[torch.Tensor, torch.Tensor]:
     learner = Learner(settings(trainer={"layout": layout}), folder, CPU, 0, 1)
-    return learner.policy.model(place(micro_batch(rows), Placing(CPU, torch.float32, layout=layout)))
+    return learner.policy.model(DeviceBatch.of(micro_batch(rows), DeviceSettings(CPU, torch.float32, layout=layout)))
 
 
 def row_by_row(folder: Path, rows: list[MadeRow]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +48,7 @@ def test_rows_together_have_the_log_probabilities_and_entropies_of_rows_alone(mo
 def test_rows_of_very_different_length_are_computed_apart_and_come_back_in_order(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "CALL_COST", 100)
+    monkeypatch.setattr(layouts, "CALL_COST", 100)
     rows = made_rows(9, seed=2, lengths=(5, 60))
     assert len(Packing.of(micro_batch(rows).offsets_R, CPU).buckets) > 2
     assert_exact(model_folder, rows)
@@ -65,7 +65,7 @@ def test_a_row_whose_first_token_carries_loss_is_refused() -> None:
     row = made_row(0, 8, np.random.default_rng(0))
     row.loss_mask[0] = True
     with pytest.raises(ValueError, match="first token carries loss"):
-        place(micro_batch([row]), Placing(CPU, torch.float32))
+        DeviceBatch.of(micro_batch([row]), DeviceSettings(CPU, torch.float32))
 
 
 def test_a_model_that_needs_more_than_full_attention_fails_at_load_with_the_reason(

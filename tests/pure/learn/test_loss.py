@@ -15,11 +15,12 @@ import torch
 from service.config.checks import LOSSES
 from service.config.learn import AlgorithmConfig
 from service.errors import ConfigError
-from service.learn.device_batch import Placing, place
+from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
-from service.learn.losses.loss import _LOSSES, PolicyLoss, Terms, Tokens, checked, kl_term, loss_named
-from service.learn.losses.objective import Known, Objective, Output
-from service.learn.sums import Sums
+from service.learn.losses.loss import _LOSSES, LossInputs, LossTerms, PolicyLoss, check_terms, kl_term, loss_named
+from service.learn.losses.objective import FixedLogprobs, Objective
+from service.learn.model.logprob import TokenLogprobs
+from service.learn.step_metrics import Sums
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, settings
 
@@ -35,11 +36,13 @@ def own_logprobs(rows: list[MadeRow]) -> list[np.ndarray]:
 def ours(rows: list[MadeRow], batch: MiniBatch, algorithm: dict[str, Any]) -> tuple[float, np.ndarray]:
     """Loss and its derivative by each loss token's log-probability."""
     objective = Objective(settings(algorithm), CPU, torch.float64)
-    placed = place(batch.ranks[0][0], Placing(CPU, torch.float64, algorithm.get("reduction", "token_mean")))
-    own = torch.from_numpy(np.concatenate(own_logprobs(rows)))[placed.loss_token_M].requires_grad_()
-    known = Known(own_M=own.detach())
-    prepared = objective.prepare(batch, [placed], [known])
-    loss = objective.loss(placed, known, prepared, Output(own, torch.zeros_like(own)), Sums(CPU, 1))
+    micro = DeviceBatch.of(
+        batch.ranks[0][0], DeviceSettings(CPU, torch.float64, algorithm.get("reduction", "token_mean"))
+    )
+    own = torch.from_numpy(np.concatenate(own_logprobs(rows)))[micro.loss_token_M].requires_grad_()
+    fixed = FixedLogprobs(current_M=own.detach())
+    prepared = objective.prepare(batch, [micro], [fixed])
+    loss = objective.loss(micro, fixed, prepared, TokenLogprobs(own, torch.zeros_like(own)), Sums(CPU, 1))
     loss.backward()
     assert own.grad is not None
     return float(loss.detach()), own.grad.numpy()
@@ -112,10 +115,10 @@ def test_a_loss_is_the_published_one(name: str, reduction: str) -> None:
 
 @pytest.mark.parametrize("name", ["cispo", "rollout_is", "importance_sampling", "ppo_clip"])
 def test_losses_differ_in_what_gradient_they_leave_to_a_ratio_out_of_range(name: str) -> None:
-    tokens = Tokens(torch.tensor([-1.0, -1.0], requires_grad=True), torch.tensor([-1.0, -3.0]), torch.ones(2), None)
-    loss_named(name).function(tokens, AlgorithmConfig()).loss_M.sum().backward()
-    assert tokens.logprob_M.grad is not None
-    inside, outside = tokens.logprob_M.grad.tolist()
+    inputs = LossInputs(torch.tensor([-1.0, -1.0], requires_grad=True), torch.tensor([-1.0, -3.0]), torch.ones(2), None)
+    loss_named(name).function(inputs, AlgorithmConfig()).loss_M.sum().backward()
+    assert inputs.logprob_M.grad is not None
+    inside, outside = inputs.logprob_M.grad.tolist()
     assert inside == pytest.approx(-1.0)
     expected = {"cispo": -1.28, "rollout_is": 0.0, "importance_sampling": -np.exp(2.0), "ppo_clip": 0.0}
     assert outside == pytest.approx(expected[name])
@@ -151,17 +154,17 @@ def test_kl_estimators_are_the_published_ones(estimator: str, published: Callabl
 
 
 def test_a_ratio_far_out_stays_finite() -> None:
-    tokens = Tokens(torch.tensor([-1.0, -1e30]), torch.tensor([-1e30, -1.0]), torch.tensor([1.0, -1.0]), None)
+    inputs = LossInputs(torch.tensor([-1.0, -1e30]), torch.tensor([-1e30, -1.0]), torch.tensor([1.0, -1.0]), None)
     for name in ("ppo_clip", "dual_clip", "cispo", "rollout_is", "importance_sampling"):
-        assert torch.isfinite(loss_named(name).function(tokens, AlgorithmConfig()).loss_M).all(), name
+        assert torch.isfinite(loss_named(name).function(inputs, AlgorithmConfig()).loss_M).all(), name
 
 
 def test_a_loss_of_ones_own_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_losses.py").write_text(
-        "from service.learn.losses.loss import Terms, policy_loss\n"
+        "from service.learn.losses.loss import LossTerms, policy_loss\n"
         "@policy_loss('twice')\n"
-        "def twice(tokens, settings):\n"
-        "    return Terms(-2 * tokens.advantage_M * tokens.logprob_M, tokens.advantage_M > 1e9)\n"
+        "def twice(inputs, settings):\n"
+        "    return LossTerms(-2 * inputs.advantage_M * inputs.logprob_M, inputs.advantage_M > 1e9)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     learner = Learner(settings({"loss": "my_losses:twice"}), model_folder, CPU, 0, 1)
@@ -179,29 +182,31 @@ def test_a_loss_that_is_not_there_is_named_with_the_nearest(model_folder: Path) 
 
 
 def test_terms_of_a_loss_are_one_per_token() -> None:
-    terms = loss_named("ppo_clip").function(Tokens(*torch.zeros(3, 5), None), AlgorithmConfig())
-    assert isinstance(terms, Terms)
+    terms = loss_named("ppo_clip").function(LossInputs(*torch.zeros(3, 5), None), AlgorithmConfig())
+    assert isinstance(terms, LossTerms)
     assert terms.loss_M.shape == terms.clipped_M.shape == (5,)
 
 
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda t: Terms(t.logprob_M[:, None] * t.advantage_M, t.advantage_M > 0), r"loss_M .* 5 tokens.*\[5, 5\]"),
-        (lambda t: Terms(t.logprob_M.sum(), t.advantage_M > 0), r"loss_M with one value for each of 5 tokens"),
-        (lambda t: Terms(-t.logprob_M, torch.tensor(False)), r"clipped_M with one value"),
-        (lambda t: -t.logprob_M, r"must return Terms\(loss_M, clipped_M\), not a Tensor"),
-        (lambda t: Terms(-t.logprob_M.detach(), t.advantage_M > 0), "without a gradient"),
+        (lambda t: LossTerms(t.logprob_M[:, None] * t.advantage_M, t.advantage_M > 0), r"loss_M .* 5 tokens.*\[5, 5\]"),
+        (lambda t: LossTerms(t.logprob_M.sum(), t.advantage_M > 0), r"loss_M with one value for each of 5 tokens"),
+        (lambda t: LossTerms(-t.logprob_M, torch.tensor(False)), r"clipped_M with one value"),
+        (lambda t: -t.logprob_M, r"must return LossTerms\(loss_M, clipped_M\), not a Tensor"),
+        (lambda t: LossTerms(-t.logprob_M.detach(), t.advantage_M > 0), "without a gradient"),
     ],
 )
-def test_a_loss_of_the_wrong_shape_is_named_and_never_broadcast(returned: Callable[[Tokens], Any], said: str) -> None:
-    tokens = Tokens(torch.zeros(5, requires_grad=True), torch.zeros(5), torch.ones(5), None)
+def test_a_loss_of_the_wrong_shape_is_named_and_never_broadcast(
+    returned: Callable[[LossInputs], Any], said: str
+) -> None:
+    inputs = LossInputs(torch.zeros(5, requires_grad=True), torch.zeros(5), torch.ones(5), None)
     with pytest.raises(ConfigError, match=rf"algorithm\.loss: 'mine:loss' .*{said}"):
-        checked("mine:loss", returned(tokens), tokens)
+        check_terms("mine:loss", returned(inputs), inputs)
 
 
 def test_the_learner_checks_what_a_loss_returns(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mean = PolicyLoss(lambda tokens, _: Terms(-tokens.logprob_M.mean(), tokens.advantage_M > 0), False)
+    mean = PolicyLoss(lambda inputs, _: LossTerms(-inputs.logprob_M.mean(), inputs.advantage_M > 0), False)
     monkeypatch.setattr("service.learn.losses.objective.loss_named", lambda setting: mean)
     with pytest.raises(ConfigError, match=r"algorithm\.loss: 'ppo_clip' must return loss_M"):
         Learner(settings(), model_folder, CPU, 0, 1).step(mini_batch([[made_rows(4, seed=33)]], trajectories=4))

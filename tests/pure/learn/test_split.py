@@ -67,8 +67,8 @@ def outcome(config: Config, folder: Path, batch: MiniBatch, rank: int = 0, world
     learner = Learner(config, folder, CPU, rank, world)
     # frozen weights are taken at the first mini-batch; then the policy moves on
     learner.accumulate(batch)
-    learner.policy.masters.drop_gradients()
-    for number, master in enumerate(learner.policy.masters.tensors.values()):
+    learner.policy.master_weights.drop_gradients()
+    for number, master in enumerate(learner.policy.master_weights.tensors.values()):
         master.mul_(1.02 if number % 2 else 0.97)
     learner.steps += 1
 

@@ -11,6 +11,8 @@ import torch
 from service.errors import RunFailed
 from service.handoff import batch_of_rank
 from service.learn.learner import Learner
+from service.learn.model.policy import Policy
+from service.learn.supervised import SupervisedSteps
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
 
@@ -54,8 +56,9 @@ def test_a_step_that_raised_half_way_leaves_no_gradients_to_the_next(model_folde
     twin, learner = (Learner(settings(trainer=trainer, dtype=dtype), model_folder, CPU, 0, 1) for _ in range(2))
     rows = made_rows(4, seed=6)
     batch = mini_batch([[rows[:2], rows[2:]]], trajectories=4)
-    supervised = [(row.token_ids, row.loss_mask) for row in rows]
-    for step in (lambda it: it.step(batch), lambda it: it.supervised_step(supervised, 1e-3)):
+    demonstrations = [(row.token_ids, row.loss_mask) for row in rows]
+    supervised = {it: SupervisedSteps(settings(trainer=trainer, dtype=dtype), it.policy) for it in (twin, learner)}
+    for step in (lambda it: it.step(batch), lambda it: supervised[it].step(demonstrations, 1e-3)):
         calls = iter((False, True))
 
         def fails_at_the_second(*_: object, calls: Iterator[bool] = calls) -> None:
@@ -108,17 +111,18 @@ def test_in_bfloat16_steps_too_small_for_it_add_up_in_float32_masters(model_fold
 def test_supervised_steps_learn_what_the_mask_names(model_folder: Path) -> None:
     learner = Learner(settings(), model_folder, CPU, 0, 1)
     rows = [(row.token_ids, row.loss_mask) for row in made_rows(6, seed=10)]
-    losses = [learner.supervised_step(rows, lr=5e-3) for _ in range(30)]
+    supervised = SupervisedSteps(settings(), learner.policy)
+    losses = [supervised.step(rows, lr=5e-3) for _ in range(30)]
     assert losses[-1] < 0.6 * losses[0]
     assert learner.step(mini_batch([[made_rows(6, seed=10)]], trajectories=6)).applied
 
 
 def test_supervised_rows_beyond_the_token_budget_make_the_same_step(model_folder: Path) -> None:
     rows = [(row.token_ids, row.loss_mask) for row in made_rows(6, seed=11)]
-    whole = Learner(settings(), model_folder, CPU, 0, 1)
-    cut = Learner(settings(trainer={"max_tokens_per_micro_batch": 40}), model_folder, CPU, 0, 1)
+    configs = (settings(), settings(trainer={"max_tokens_per_micro_batch": 40}))
+    whole, cut = (SupervisedSteps(config, Policy(config, model_folder, CPU, 0, 1)) for config in configs)
     for _ in range(3):
-        assert cut.supervised_step(rows, 1e-3) == pytest.approx(whole.supervised_step(rows, 1e-3), rel=1e-5)
+        assert cut.step(rows, 1e-3) == pytest.approx(whole.step(rows, 1e-3), rel=1e-5)
 
 
 def test_an_exported_folder_loads_like_the_folder_it_came_from(model_folder: Path, tmp_path: Path) -> None:
@@ -148,9 +152,10 @@ def test_an_exported_folder_loads_like_the_folder_it_came_from(model_folder: Pat
 
 def test_a_supervised_loss_that_is_not_finite_ends_the_run(model_folder: Path) -> None:
     learner = Learner(settings(), model_folder, CPU, 0, 1)
-    learner.policy.masters.tensors["model.norm.weight"].fill_(float("nan"))
+    learner.policy.master_weights.tensors["model.norm.weight"].fill_(float("nan"))
     with pytest.raises(RunFailed, match=r"lower model\.warm_start\.lr"):
-        learner.supervised_step([(row.token_ids, row.loss_mask) for row in made_rows(2, seed=13)], lr=1e-3)
+        rows = [(row.token_ids, row.loss_mask) for row in made_rows(2, seed=13)]
+        SupervisedSteps(settings(), learner.policy).step(rows, lr=1e-3)
 
 
 def test_a_mini_batch_for_more_ranks_than_there_are_is_not_trained_in_part(model_folder: Path) -> None:

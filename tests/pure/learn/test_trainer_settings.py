@@ -14,7 +14,7 @@ from service.config.learn import TrainerConfig
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model import logprob
-from service.learn.schedule import learning_rate
+from service.learn.optimizer import learning_rate
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
 

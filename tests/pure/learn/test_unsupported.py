@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from service.errors import UserError
-from service.learn.device_batch import Placing, place
+from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
 from service.learn.model.hf_checkpoint import check_weights
-from service.learn.model.model import read_config, weight_shapes
+from service.learn.model.hf_config import read_config
+from service.learn.model.policy_model import weight_shapes
 from tests.pure.learn.builders import CPU, made_rows, micro_batch, settings, small_model
 from tests.pure.learn.test_families import FAMILIES
 
@@ -72,7 +73,7 @@ def test_position_embeddings_that_are_accepted_do_not_depend_on_the_other_rows(
     rows = [*made_rows(2, seed=90, lengths=(6, 9)), *made_rows(1, seed=91, lengths=(40, 41))]
 
     def logprob_M(*these: Any) -> torch.Tensor:
-        return model(place(micro_batch(these), Placing(CPU, torch.float32)))[0].detach()
+        return model(DeviceBatch.of(micro_batch(these), DeviceSettings(CPU, torch.float32)))[0].detach()
 
     torch.testing.assert_close(logprob_M(*rows), torch.cat([logprob_M(row) for row in rows]), atol=2e-5, rtol=0)
 

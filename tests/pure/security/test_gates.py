@@ -26,7 +26,7 @@ from service.config import Config, load_config
 from service.errors import UserError
 from service.handoff.journal.disk import LocalDisk
 from service.learn.model.hf_checkpoint import INDEX, check_weights
-from service.learn.model.model import read_config
+from service.learn.model.hf_config import read_config
 from service.learn.model.tiny_model import make_model
 from service.observe.hub import MAX_SNAPSHOT_BYTES, MAX_SOURCES, Hub
 from service.observe.metrics import MAX_SERIES, Boundaries, Metrics

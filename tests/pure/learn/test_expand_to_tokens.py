@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.learn.losses.expand_to_tokens import broadcast, row_of_token
+from service.learn.losses.expand_to_tokens import expand_to_tokens, row_of_token
 
 
 def spread(advantage_G: list[float], trajectory_R: list[int], lengths_R: list[int], mask_N: list[bool]) -> list[float]:
     cu_seqlens = torch.tensor(np.cumsum([0, *lengths_R]))
     rows_N = row_of_token(cu_seqlens, sum(lengths_R))
     mask = torch.tensor(mask_N, dtype=torch.bool)
-    value_N = broadcast(torch.tensor(advantage_G), torch.tensor(trajectory_R), rows_N, mask)
+    value_N = expand_to_tokens(torch.tensor(advantage_G), torch.tensor(trajectory_R), rows_N, mask)
     return [float(value) for value in value_N]
 
 

@@ -15,7 +15,7 @@ from tests.pure.learn.ranks import Ranks
 def gathered(rank: int, world: int, folder: Path, dtype: str) -> tuple[dict[str, str], dict[str, str] | None]:
     """A digest of every weight, gathered on this rank's device and on rank 0."""
     learner = Learner(settings(dtype=dtype), folder, CPU, rank, world)
-    everywhere, whole = learner.weights_on_device(), learner.weights()
+    everywhere, whole = learner.weights(everywhere=True), learner.weights()
     assert all(tensor.is_contiguous() for tensor in everywhere.values())
     return digests(everywhere), None if whole is None else digests(whole)
 
@@ -36,10 +36,10 @@ def test_every_rank_gathers_on_its_device_what_rank_0_gathers_in_memory(
 
 def test_what_was_gathered_is_a_copy_that_training_does_not_change(model_folder: Path) -> None:
     learner = Learner(settings(dtype="float32"), model_folder, CPU, 0, 1)
-    kept = learner.weights_on_device()
+    kept = learner.weights(everywhere=True)
     before = digests(kept)
     with torch.no_grad():
-        for tensor in learner.policy.masters.tensors.values():
+        for tensor in learner.policy.master_weights.tensors.values():
             tensor.add_(1)
-    learner.policy.masters.write_back()
-    assert digests(kept) == before != digests(learner.weights_on_device())
+    learner.policy.master_weights.write_back()
+    assert digests(kept) == before != digests(learner.weights(everywhere=True))

@@ -1,0 +1,75 @@
+"""Frozen weights: copies of the policy at an earlier step, for the KL reference and the proximal anchor.
+
+Each rank copies its shard of the master weights (float32, on the device or in CPU memory). For a forward pass the copy
+is exchanged with the trained weights and then exchanged back, so that no second model is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from service.config.learn import AlgorithmConfig
+from service.learn.device_batch import DeviceBatch
+from service.learn.model.policy import Policy
+
+
+class FrozenWeights:
+    """The copies that a configuration asks for, by kind: `proximal`, `reference`."""
+
+    def __init__(self, algorithm: AlgorithmConfig, policy: Policy) -> None:
+        self._policy = policy
+        self._on_cpu = algorithm.reference.on_cpu
+        self._refresh_every: dict[str, int] = {}
+        """Optimizer steps by kind; 0: never. A proximal anchor of every step is the current policy, without a copy."""
+        if algorithm.anchor == "proximal" and algorithm.anchor_every > 1:
+            self._refresh_every["proximal"] = algorithm.anchor_every
+        if algorithm.kl_coef > 0:
+            self._refresh_every["reference"] = algorithm.reference.refresh_every
+        self.copies: dict[str, dict[str, Tensor]] = {}
+        """Tensors by kind and name of the weight."""
+        self.taken_at: dict[str, int] = {}
+        """Optimizer steps of the policy when the copy was taken, by kind."""
+
+    def logprobs(self, kind: str, micros: Sequence[DeviceBatch], step: int) -> list[Tensor] | list[None]:
+        """[M] log-probabilities per micro-batch under the frozen weights; None if there is no such copy."""
+        if kind not in self._refresh_every:
+            return [None] * len(micros)
+        every = self._refresh_every[kind]
+        if kind not in self.copies or (every and step - self.taken_at[kind] >= every):
+            self.take(kind, step)
+        with self._in_use(kind):
+            return self._policy.logprobs(micros)
+
+    @torch.no_grad()
+    def take(self, kind: str, step: int) -> None:
+        """Copy the current weights, which have had `step` optimizer steps."""
+        self.taken_at[kind] = step
+        masters = self._policy.master_weights.tensors
+        if kind not in self.copies:
+            self.copies[kind] = {
+                name: master.to("cpu" if self._on_cpu else master.device, copy=True) for name, master in masters.items()
+            }
+            return
+        for name, master in masters.items():
+            self.copies[kind][name].copy_(master)
+
+    @contextmanager
+    def _in_use(self, kind: str) -> Iterator[None]:
+        """While the block runs, the model computes with the frozen weights."""
+        self._exchange(self.copies[kind])
+        try:
+            yield
+        finally:
+            self._exchange(self.copies[kind])
+
+    @torch.no_grad()
+    def _exchange(self, copies: dict[str, Tensor]) -> None:
+        for name, master in self._policy.master_weights.tensors.items():
+            kept = master.clone()
+            master.copy_(copies[name])
+            copies[name].copy_(kept)
+        self._policy.master_weights.write_back()

@@ -1,0 +1,95 @@
+"""The policy's model: a Hugging Face backbone that returns log-probabilities of packed or padded rows.
+
+Parameters keep their Hugging Face names (`model.layers.0...`, `lm_head.weight`); with tied embeddings there is no
+`lm_head` at all, so nothing has to be untied, dropped or saved twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from service.config.learn import TrainerConfig
+from service.learn.device_batch import DeviceBatch
+from service.learn.model import attention
+from service.learn.model.compile import compile_layers
+from service.learn.model.experts import RouterReplay
+from service.learn.model.logprob import TokenLogprobs, token_logprobs
+
+
+class PolicyModel(nn.Module):
+    """A causal language model over the rows of a micro-batch."""
+
+    def __init__(self, backbone: nn.Module, lm_head: nn.Linear | None) -> None:
+        super().__init__()
+        self.model: Any = backbone
+        self.lm_head = lm_head
+        self._replay = RouterReplay(self.layers)
+
+    def forward(self, micro: DeviceBatch) -> TokenLogprobs:
+        """[M] log-probabilities of the tokens that carry loss, and entropies of the distributions they came from."""
+        self._replay.set(micro.routed_experts())
+        # a token is predicted at the position before it
+        hidden_MD = self._hidden(micro, micro.loss_token_M - 1)
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        token_ids_M = micro.token_ids_N.index_select(0, micro.loss_token_M)
+        return token_logprobs(hidden_MD, head.weight, token_ids_M, micro.row_to_tokens(micro.temperature_R))
+
+    def _hidden(self, micro: DeviceBatch, token_M: Tensor) -> Tensor:
+        """[M, hidden size] the last layer's output at these packed tokens."""
+        if micro.padding is not None:
+            lines = micro.padding
+            hidden: Tensor = self.model(
+                input_ids=lines.token_ids_RW,
+                attention_mask=lines.attended_RW,
+                position_ids=lines.position_ids_RW,
+                use_cache=False,
+            ).last_hidden_state
+            return hidden.flatten(0, 1).index_select(0, lines.slot_N.index_select(0, token_M))
+        hidden = self.model(
+            input_ids=micro.token_ids_N[None],
+            position_ids=micro.position_ids_N[None],
+            use_cache=False,
+            packing=micro.packing,
+        ).last_hidden_state
+        return hidden[0].index_select(0, token_M)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        layers: nn.ModuleList = self.model.layers
+        return layers
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig) -> PolicyModel:
+    """The model without memory for its parameters (meta device)."""
+    implementation = attention.NAME if trainer.layout == "packed" else "sdpa"
+    if dtype == torch.float64 and hasattr(config, "num_experts"):
+        config._experts_implementation = "eager"  # the default, grouped products, does not support float64
+    # the engine samples without dropout, and ratios compare with what it sampled
+    config.attention_dropout = 0.0
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    compile_layers(whole, trainer)
+    if trainer.gradient_checkpointing:
+        whole.gradient_checkpointing_enable({"use_reentrant": False})
+    model = PolicyModel(whole.model, None if config.tie_word_embeddings else whole.lm_head)
+    model.train()
+    return model
+
+
+def weight_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of the model, by name; takes no memory."""
+    model = empty_model(config, torch.float32, TrainerConfig())
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def allocate(model: PolicyModel, config: PretrainedConfig, device: torch.device, on_cpu: bool = False) -> None:
+    """Give an empty model memory; parameters hold garbage until they are loaded."""
+    rotary = type(model.model.rotary_emb)
+    model.to_empty(device="cpu" if on_cpu else device)
+    # its buffers are computed, not loaded
+    model.model.rotary_emb = rotary(config=config).to(device)

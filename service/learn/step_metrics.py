@@ -1,0 +1,131 @@
+"""Metrics of a step: sums and maxima collected on the device, then means and ratios of them on the host."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from service.learn.losses.loss import safe_exp
+
+STALENESS_EDGES = (1, 2, 3, 5, 9)
+STALENESS_BINS = ("0", "1", "2", "3_4", "5_8", "9_up")
+
+
+class Sums:
+    """Named sums and maxima over all micro-batches of all ranks. Every rank must collect the same names."""
+
+    def __init__(self, device: torch.device, world_size: int) -> None:
+        self._device = device
+        self._world_size = world_size
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add a scalar; or a vector, whose entries become `name/0`, `name/1`, ..."""
+        value = value.detach().to(torch.float64).reshape(-1)
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def max(self, name: str, value_M: Tensor) -> None:
+        """Keep the largest of these values; `-inf` where there are none."""
+        floor = torch.full((1,), -torch.inf, dtype=torch.float64, device=self._device)
+        value = torch.cat([floor, value_M.detach().to(torch.float64)]).amax(0, keepdim=True)
+        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def totals(self) -> dict[str, float]:
+        """All values over all ranks, the same on every rank; one collective, one wait for the device."""
+        mine = torch.cat([*self._sums.values(), *self._maxima.values()])
+        parts = [mine]
+        if self._world_size > 1:
+            parts = [torch.empty_like(mine) for _ in range(self._world_size)]
+            dist.all_gather(parts, mine)
+        ranks, n_sums = torch.stack(parts), len(mine) - len(self._maxima)
+        totals = torch.cat([ranks[:, :n_sums].sum(0), ranks[:, n_sums:].amax(0)])
+        return dict(zip(self._names(), totals.tolist(), strict=True))
+
+    def _names(self) -> list[str]:
+        names = []
+        for name, value in self._sums.items():
+            names += [name] if len(value) == 1 else [f"{name}/{i}" for i in range(len(value))]
+        return [*names, *self._maxima]
+
+
+class RatioMetrics:
+    """Importance ratios of the trained policy over the rollout, in all and by staleness."""
+
+    def __init__(self, device: torch.device) -> None:
+        # made once, because copying constants to the device waits for the device
+        self._edges = torch.tensor(STALENESS_EDGES, device=device)
+
+    def add(self, sums: Sums, log_ratio_M: Tensor, clipped_M: Tensor, staleness_M: Tensor) -> None:
+        """Add the ratios of a micro-batch, their divergence and the clipped tokens to `sums`."""
+        ratio_M = safe_exp(log_ratio_M)
+        sums.max("ratio_max", ratio_M)
+        kl_M = ratio_M - 1 - log_ratio_M
+        clipped_M = clipped_M.to(ratio_M.dtype)
+        measured = torch.stack([torch.ones_like(ratio_M), ratio_M, ratio_M.square(), kl_M, clipped_M]).double()
+        bin_M = torch.bucketize(staleness_M, self._edges, right=True)
+        by_bin = measured.new_zeros(len(measured), len(STALENESS_BINS)).index_add(1, bin_M, measured)
+        for name, bins in zip(("tokens", "ratio", "square", "kl", "clipped"), by_bin, strict=True):
+            sums.add(name, bins)
+        largest = torch.full_like(by_bin[0], -torch.inf).scatter_reduce(0, bin_M, ratio_M.double(), "amax")
+        for i in range(len(STALENESS_BINS)):
+            sums.max(f"largest/{i}", largest[i : i + 1])
+
+
+def step_metrics(totals: dict[str, float], n_loss_tokens: int) -> dict[str, float]:
+    """The step's metrics; means and standard deviations (of the population) are over the tokens that carry loss."""
+    n = n_loss_tokens
+
+    def over_bins(name: str) -> float:
+        return sum(totals[f"{name}/{i}"] for i in range(len(STALENESS_BINS)))
+
+    metrics = {
+        "policy/policy_loss": totals["loss"],
+        "policy/policy_entropy": totals["entropy"] / n,
+        "policy/policy_kl": over_bins("kl") / n,
+        **_ratio_metrics("policy", over_bins("ratio") / n, over_bins("square") / n, totals["ratio_max"]),
+        "policy/loss_metrics/clip_ratio": over_bins("clipped") / n,
+        "policy/loss_metrics/masked_ratio": totals["masked"] / n,
+        "policy/loss_metrics/truncated_ratio": totals["truncated"] / n,
+        "policy/grad_norm": _root(totals["grad_square"]),
+    }
+    if "kl_reference" in totals:
+        metrics["policy/reference_kl"] = totals["kl_reference"] / n
+    for i, name in enumerate(STALENESS_BINS):
+        if tokens := totals[f"tokens/{i}"]:
+            key = f"policy/by_staleness/{name}"
+            mean, square = totals[f"ratio/{i}"] / tokens, totals[f"square/{i}"] / tokens
+            metrics[f"{key}/tokens"] = tokens
+            metrics |= _ratio_metrics(key, mean, square, totals[f"largest/{i}"])
+            metrics[f"{key}/kl"] = totals[f"kl/{i}"] / tokens
+            metrics[f"{key}/clip_ratio"] = totals[f"clipped/{i}"] / tokens
+    return metrics
+
+
+def _ratio_metrics(key: str, mean: float, square: float, largest: float) -> dict[str, float]:
+    """Metrics of importance ratios with this mean, mean square and maximum."""
+    return {
+        f"{key}/is_ratio_mean": mean,
+        f"{key}/is_ratio_std": _root(square - mean * mean),
+        f"{key}/is_ratio_max": largest,
+        f"{key}/effective_sample_fraction": mean * mean / square if square > 0 else 0.0,
+    }
+
+
+def not_finite(metrics: dict[str, float]) -> str | None:
+    """Why no optimizer step may be taken; None when it may.
+
+    `policy_kl` shows an infinite rollout log-probability, which clamping keeps out of loss and gradient.
+    """
+    for name in ("policy/policy_loss", "policy/grad_norm", "policy/policy_kl"):
+        if not math.isfinite(metrics[name]):
+            return f"{name} is {metrics[name]}"
+    return None
+
+
+def _root(square: float) -> float:
+    """Square root; 0 for a variance that rounding made negative, NaN for NaN."""
+    return math.sqrt(square) if not square < 0 else 0.0
