@@ -69,18 +69,13 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def nearest_path(path: KeyPath) -> str | None:
-    """The valid path that an unknown one most likely meant, or None."""
+    """The valid path that an unknown one most likely meant: a key of the same section, or a key of that name."""
     known = key_paths()
-    siblings = [other for other in known if other[:-1] == path[:-1]]
-    close = difflib.get_close_matches(path[-1], [other[-1] for other in siblings], n=1, cutoff=0.6)
-    if close:
+    siblings = [other[-1] for other in known if other[:-1] == path[:-1]]
+    if close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6):
         return ".".join((*path[:-1], close[0]))
-    namesakes = [other for other in known if other[-1] == path[-1]]
-    if namesakes:
-        return " or ".join(".".join(other) for other in namesakes[:2])
-    dotted = {".".join(other): other for other in known}
-    near = difflib.get_close_matches(".".join(path), dotted, n=1, cutoff=0.7)
-    return near[0] if near else None
+    close = difflib.get_close_matches(path[-1], [other[-1] for other in known], n=1, cutoff=0.8)
+    return " or ".join([".".join(other) for other in known if other[-1] in close][:2]) or None
 
 
 def _line(detail: ErrorDetails, source: Source) -> str:
