@@ -12,6 +12,9 @@ from service.config.section import NotNegative, Positive, Seconds, Section, Shar
 COLDEST, HOTTEST = 0.01, 100.0
 """Temperatures of training; vLLM raises one that is lower, up to this, and would sample from another distribution."""
 
+MADE_SET = "made"
+"""Name of the evaluation set that `data.eval_make_rows` makes."""
+
 
 class MixturePart(Section):
     """One dataset of a mixture."""

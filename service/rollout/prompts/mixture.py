@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from service.config.checks import MADE_SET
-from service.config.rollout import DataConfig, EnvConfig, MixturePart
+from service.config.rollout import MADE_SET, DataConfig, EnvConfig, MixturePart
 from service.errors import UserError
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import read_rows, tasks_of, write_rows
