@@ -6,8 +6,9 @@ from service.config.tree import Config
 from service.handoff.batches.filters import end_filtered
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import failed
-from service.handoff.ledger.lifecycle import UNFINISHED, Group
+from service.handoff.ledger.lifecycle import UNFINISHED
 from service.handoff.ledger.record import Record
+from service.handoff.ledger.state import Group
 from service.types import Refusal, RefusalReason, StepGroup
 
 RUN_END = "run_end"

@@ -24,9 +24,9 @@ from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import Plan, kept, plan
-from service.handoff.ledger.lengths import Lengths
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd, Record
+from service.handoff.ledger.state import Lengths
 from service.handoff.lookahead import Lookahead
 from service.handoff.prefixes.dedupe_prefixes import shared
 from service.handoff.prompts import Prompts

@@ -13,8 +13,9 @@ from service.config.tree import Config
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.batches.score import NotScored, estimator_named
 from service.handoff.ledger import events
-from service.handoff.ledger.lifecycle import FilteredStats, GroupState
+from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
+from service.handoff.ledger.state import FilteredStats
 from service.handoff.ledger.versions import VersionHistory
 from service.types import MiniBatch, PolicyVersion, Steps
 

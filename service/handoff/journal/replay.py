@@ -17,8 +17,8 @@ from service.handoff.journal.frames import Frame, Segment, frames
 from service.handoff.journal.journal import KEPT
 from service.handoff.ledger import events
 from service.handoff.ledger.applied import Applied
-from service.handoff.ledger.lifecycle import FilteredStats
 from service.handoff.ledger.record import fetch
+from service.handoff.ledger.state import FilteredStats
 from service.handoff.ledger.store import Store
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.validate import Limits

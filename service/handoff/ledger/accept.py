@@ -16,7 +16,7 @@ from service.columns import select
 from service.handoff.group_bytes import bytes_per_token, item_bytes
 from service.handoff.ledger.events import Fresh
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.lifecycle import Group, Trajectory
+from service.handoff.ledger.state import Group, Trajectory
 from service.handoff.ledger.store import Chain, Store, grown
 from service.handoff.prefixes.digest import token_bytes
 from service.handoff.prefixes.history import History, known_history

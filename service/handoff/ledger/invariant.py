@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.lifecycle import UNFINISHED, USED, VACATES, Fate, Group, GroupState
+from service.handoff.ledger.lifecycle import UNFINISHED, USED, VACATES, Fate, GroupState
+from service.handoff.ledger.state import Group
 
 
 def violations(ledger: Ledger) -> list[str]:

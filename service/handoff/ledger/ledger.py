@@ -14,18 +14,8 @@ import msgspec
 import xxhash
 
 from service.handoff.ledger import events
-from service.handoff.ledger.lifecycle import (
-    NEXT_STATES,
-    USED,
-    Fate,
-    FilteredStats,
-    Group,
-    GroupState,
-    Lease,
-    Member,
-    Trajectory,
-)
-from service.handoff.ledger.state import State
+from service.handoff.ledger.lifecycle import NEXT_STATES, USED, Fate, GroupState
+from service.handoff.ledger.state import FilteredStats, Group, Lease, Member, State, Trajectory
 from service.handoff.ledger.versions import VersionHistory
 from service.types import PolicyVersion
 

@@ -1,22 +1,247 @@
-"""Everything that the events determine."""
+"""What the events determine: groups, trajectories, generators, leases, counts.
+
+All of it is written into the journal's snapshots and read back from them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
 
 from service.handoff.ledger.events import Opened
-from service.handoff.ledger.lengths import Lengths
-from service.handoff.ledger.lifecycle import Fate, FilteredStats, Group, Lease, Member
+from service.handoff.ledger.lifecycle import GIVEN_UP, Fate, GroupState
+from service.types import PolicyVersion
+
+MESSAGES_REMEMBERED = 256
+"""Out-of-order sequence numbers that are remembered per generator."""
+
+CLAIMS_REMEMBERED = 64
+"""Answered claims that are remembered per generator. One or two are on their way at once; Ray repeats a claim whose
+answer was lost."""
+
+BUCKETS = 33
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The current attempt of one sample of a group."""
+
+    generator: str | None
+    """The generator that plays it; None while it waits for a claim."""
+    incarnation: int
+    attempt: int = 0
+    indices: set[int] = field(default_factory=set)
+    """Accepted steps."""
+    n_steps: int | None = None
+    """Steps of the whole trajectory; None until its end was accepted."""
+    tokens: int = 0
+    """Tokens that the policy sampled."""
+    bad_tokens: int = 0
+    """Sampled tokens whose log-probability is not a finite number."""
+    n_bytes: int = 0
+    """Bytes that its steps and its end are counted with, see `service.handoff.group_bytes`."""
+    given_up: bool = False
+    """Whether the group goes on without it."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether its end and all its steps were accepted, or it was given up."""
+        return self.given_up or (self.n_steps is not None and len(self.indices) == self.n_steps)
+
+
+@dataclass(slots=True)
+class Group:
+    """The trajectories of one `group_id`."""
+
+    uid: str
+    row: int
+    admitted: PolicyVersion
+    """The version that the claiming engine served; no sample starts on an older one."""
+    trajectories: list[Trajectory]
+    """By sample; empty once an optimizer step used the group."""
+    attempts: tuple[int, ...] = ()
+    """By sample the attempt that was completed, once all are; GIVEN_UP where the group goes on without the sample."""
+    state: GroupState = GroupState.ISSUED
+    first_position: int | None = None
+    """Journal position of the frame with its first step or end; None before that."""
+    finished: int = 0
+    """Its place in the order of completion."""
+    lease_count: int = 0
+    """Leases that it was part of."""
+    rolled_back: bool = False
+    """Whether the optimizer step that used it was undone."""
+    step: int = 0
+    """The optimizer step that used it, once it is STEPPED."""
+    tokens: int = 0
+    """Sampled tokens of all current attempts."""
+    lengths: tuple[int, ...] = ()
+    """Sampled tokens of each trajectory that is trained."""
+    losses: tuple[int, ...] = ()
+    """Tokens that carry loss of each trajectory that is trained."""
+    stale_tokens: int = 0
+
+    @property
+    def waiting_fate(self) -> Fate:
+        """The fate of its tokens while no optimizer step uses it."""
+        return Fate.ROLLED_BACK if self.rolled_back else Fate.OPEN
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return sum(self.losses)
+
+    @property
+    def masked_tokens(self) -> int:
+        """Tokens that carry no loss for another reason than staleness."""
+        return self.tokens - self.loss_tokens - self.stale_tokens
+
+    @property
+    def current_attempts(self) -> tuple[int, ...]:
+        """By sample the attempt that counts; GIVEN_UP where none does."""
+        return self.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in self.trajectories)
+
+
+@dataclass(slots=True)
+class Member:
+    """A generator that has joined."""
+
+    incarnation: int
+    alive: bool = True
+    received_below: int = 0
+    """Every message with a smaller sequence number was received."""
+    received: set[int] = field(default_factory=set)
+    """Further sequence numbers that were received; only the newest ones, because a refused message leaves a gap."""
+    position: int = 0
+    """The position to which the journal has to be synced for its last message."""
+    given: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)
+    """By request_id of its newest claims: the group_id that the claim got, and the attempt of each sample."""
+
+    def note_given(self, request_id: int, group_id: int, attempts: dict[int, int]) -> None:
+        """Remember what a claim got; a claim without a request_id (0) is not remembered."""
+        if request_id:
+            self.given[request_id] = (group_id, attempts)
+            if len(self.given) > CLAIMS_REMEMBERED:
+                del self.given[min(self.given)]
+
+    def has(self, sequence: int) -> bool:
+        """Whether that message was received. False also for a message long ago, whose steps are compared one by one."""
+        return sequence < self.received_below or sequence in self.received
+
+    def note(self, sequence: int, position: int) -> None:
+        """Remember that message."""
+        self.received.add(sequence)
+        while self.received_below in self.received:
+            self.received.remove(self.received_below)
+            self.received_below += 1
+        if len(self.received) > MESSAGES_REMEMBERED:
+            self.received.remove(min(self.received))
+        self.position = position
+
+
+@dataclass(slots=True)
+class FilteredStats:
+    """Groups that filters removed since the last mini-batch; their rewards count in the next mini-batch's metrics."""
+
+    groups: int = 0
+    trajectories: int = 0
+    reward_sum: float = 0.0
+    passed: int = 0
+
+    def add(self, other: FilteredStats) -> None:
+        """Count the other's groups too."""
+        self.groups += other.groups
+        self.trajectories += other.trajectories
+        self.reward_sum += other.reward_sum
+        self.passed += other.passed
+
+
+@dataclass(slots=True)
+class Lease:
+    """Groups that the trainer holds."""
+
+    trainer_incarnation: int
+    group_ids: tuple[int, ...]
+    filtered: FilteredStats
+
+
+def _zeros() -> list[int]:
+    return [0] * BUCKETS
+
+
+@dataclass(slots=True)
+class Lengths:
+    """Lengths of generated and of trained trajectories, which show a length bias of the trained set.
+
+    A trajectory of n sampled tokens counts in bucket `n.bit_length()`: 0 | 1 | 2 3 | 4 .. 7 | 8 .. 15 | ..
+    """
+
+    generated: list[int] = field(default_factory=_zeros)
+    """Trajectories that were completed."""
+    trained: list[int] = field(default_factory=_zeros)
+    """Trajectories that an optimizer step used."""
+    given_up: list[int] = field(default_factory=_zeros)
+    """Trajectories without which their group went on."""
+    generated_tokens: list[int] = field(default_factory=_zeros)
+    """Sampled tokens of the generated trajectories."""
+    loss_tokens: list[int] = field(default_factory=_zeros)
+    """Tokens of the trained trajectories that carried loss."""
+
+    def note_generated(self, tokens: int) -> None:
+        """A trajectory was completed."""
+        self.generated[bucket(tokens)] += 1
+        self.generated_tokens[bucket(tokens)] += tokens
+
+    def note_trained(self, lengths: Iterable[int], losses: Iterable[int], times: int = 1) -> None:
+        """Trajectories were trained, or with `times` -1 that was undone."""
+        for tokens, loss in zip(lengths, losses, strict=True):
+            self.trained[bucket(tokens)] += times
+            self.loss_tokens[bucket(tokens)] += times * loss
+
+    def note_given_up(self, tokens: int) -> None:
+        """A trajectory was given up after so many tokens."""
+        self.given_up[bucket(tokens)] += 1
+
+    def export(self) -> dict[str, list[int]]:
+        """The counts by name, without the empty buckets at the end: `[5, 1, 2]` is 5 of 0, 1 of 1, 2 of 2 to 3."""
+        counts = {field.name: getattr(self, field.name) for field in fields(self)}
+        used = max((place + 1 for of in counts.values() for place, count in enumerate(of) if count), default=0)
+        return {name: of[:used] for name, of in counts.items()}
+
+    def trajectory_distance(self) -> float:
+        """The distance of trained lengths from generated ones."""
+        return distance(self.generated, self.trained)
+
+    def token_distance(self) -> float:
+        """The same over tokens: those that carried loss against those that were sampled."""
+        return distance(self.generated_tokens, self.loss_tokens)
+
+
+def bucket(tokens: int) -> int:
+    """The bucket of a length."""
+    return min(tokens.bit_length(), BUCKETS - 1)
+
+
+def distance(a: list[int], b: list[int]) -> float:
+    """Largest difference of two histograms' distribution functions, 0 (alike) to 1; 0 while one is empty.
+
+    >>> distance([1, 1, 2], [0, 1, 1])
+    0.25
+    """
+    if not sum(a) or not sum(b):
+        return 0.0
+    below = zip(accumulate(a), accumulate(b), strict=True)
+    return max(abs(x / sum(a) - y / sum(b)) for x, y in below)
 
 
 @dataclass(slots=True)
 class State:
-    """Everything that the events determine; it can be written down and read back."""
+    """The whole state; the journal's snapshots hold it."""
 
     n_samples: int
     opened: Opened | None = None
     groups: dict[int, Group] = field(default_factory=dict)
-    """All that may still change, by group_id."""
+    """All groups that may still change, by group_id."""
     next_group_id: int = 0
     vacated: int = 0
     """Groups that gave their slot back."""
@@ -30,13 +255,14 @@ class State:
     branches: list[tuple[int, int]] = field(default_factory=list)
     """Of each trainer that joined: (the step that had been reached, the step that it went on from)."""
     covered: int = 0
+    """The newest step that a durable checkpoint covers."""
     finals: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """(groups, loss tokens) of optimizer steps that nobody can go back behind and no checkpoint covers yet."""
+    """(groups, loss tokens) of optimizer steps that cannot be undone and that no checkpoint covers yet."""
     next_finished: int = 1
     filtered: FilteredStats = field(default_factory=FilteredStats)
     lengths: Lengths = field(default_factory=Lengths)
     accepted: int = 0
-    """Tokens accepted."""
+    """Sampled tokens that were accepted."""
     fates: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
     """Those tokens by fate."""
     ended: dict[str, int] = field(default_factory=dict)
@@ -44,7 +270,7 @@ class State:
     restarts: dict[str, int] = field(default_factory=dict)
     """Trajectories that started anew, by reason."""
     given_up: dict[str, int] = field(default_factory=dict)
-    """Trajectories that their group went on without, by reason."""
+    """Trajectories without which their group went on, by reason."""
     routing: tuple[int, ...] | None = None
-    """(layers, topk) of all routed experts, as the first ones came."""
+    """(layers, topk) of all routed experts, as the first accepted ones came."""
     draining: str | None = None

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.handoff.group_bytes import bytes_per_token
-from service.handoff.ledger.lifecycle import MESSAGES_REMEMBERED, Member
+from service.handoff.ledger.state import MESSAGES_REMEMBERED, Member
 from service.handoff.prefixes.digest import digest
 from service.handoff.prefixes.merge import merge
 from service.handoff.steps.tables import row_objects, steps_table

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.handoff.ledger.lifecycle import CLAIMS_REMEMBERED, Member
+from service.handoff.ledger.state import CLAIMS_REMEMBERED, Member
 from service.handoff.steps import wire
 from service.handoff.steps.tables import ends_table, steps_table
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
