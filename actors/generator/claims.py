@@ -40,7 +40,7 @@ class Claimer:
         self._claim = claim
         self._serving = serving
         self._deadline = deadline
-        self._number = 0
+        self._request_id = 0
         """Number of the newest claim. Ray repeats a call whose answer was lost; the buffer answers a repeated number
         with the same assignment."""
         self._late: list[Assignment] = []
@@ -96,8 +96,8 @@ class Claimer:
     async def _poll(self, seconds: float) -> ClaimAnswer | None:
         """One claim; None where `look_again` asks for a new claim before the answer comes."""
         self._look.clear()
-        self._number += 1
-        claim = Claim(self._generator, self._incarnation, self._serving(), self._number)
+        self._request_id += 1
+        claim = Claim(self._generator, self._incarnation, self._serving(), self._request_id)
         poll = asyncio.ensure_future(self._claim(claim, seconds))
         look = asyncio.ensure_future(self._look.wait())
         try:

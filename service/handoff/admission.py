@@ -1,4 +1,4 @@
-"""Admission: how much work may be open. Back-pressure and staleness are this one place.
+"""Admission: how much work may be open, which bounds both back-pressure and staleness.
 
 A group's slot is its rank by admission among groups that did not vacate theirs. With mini-batches of B groups, slot s
 belongs to mini-batch floor(s / B), and is admitted once the claiming engine serves version floor(s / B) - lookahead:
@@ -77,8 +77,9 @@ class Admission:
         ahead = self._lookahead.value
         if batch > effective_step(ledger, serving) + ahead:
             self._lookahead.blocked()
-            detail = f"slot {ledger.next_slot} is for version {batch}: with lookahead {ahead} the engine has "
-            return WaitReason.LOOKAHEAD, f"{detail}to serve version {batch - ahead}, it serves {serving}"
+            slot = f"slot {ledger.next_slot} is for version {batch}"
+            must_serve = f"with lookahead {ahead} the engine has to serve version {batch - ahead}, it serves {serving}"
+            return WaitReason.LOOKAHEAD, f"{slot}: {must_serve}"
         needed = self.reserved(ledger, stored_bytes) + self._n_samples * self._worst_bytes
         if needed > self._max_bytes:
             return (

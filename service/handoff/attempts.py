@@ -1,4 +1,4 @@
-"""What becomes of trajectories that fail, fall silent, are refused or take too long: another attempt, or their end."""
+"""New attempts, or the end, of trajectories that fail, fall silent, are refused or take too long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP_DEADLINE = "group_deadline"
 
 
 class Attempts:
-    """Decides on new attempts; what it decides goes to the record."""
+    """Decides about new attempts; every decision is an event of the record."""
 
     def __init__(self, config: Config, record: Record) -> None:
         self._config = config
@@ -41,20 +41,20 @@ class Attempts:
         return position
 
     def _lose(self, group_id: int, sample: int, reason: str) -> None:
-        """A failure costs its own trajectory only: a new attempt, or when none is left the group goes on without it."""
+        """A failed trajectory gets a new attempt; when none is left, the group goes on without the trajectory."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]
         draining = self._record.ledger.state.draining is not None
-        has_lives = trajectories[sample].attempt + 1 < self._config.buffer.max_attempts
-        # One trajectory alone has no baseline.
-        if (draining or not has_lives) and len(others) > 1:
+        can_restart = trajectories[sample].attempt + 1 < self._config.buffer.max_attempts
+        # A trajectory alone in its group has no baseline.
+        if (draining or not can_restart) and len(others) > 1:
             self._record.add(events.Truncated(group_id, (sample,), reason))
             end_filtered(self._record, self._config.algorithm, [group_id])
         else:
             self.restart(group_id, (sample,), reason)
 
     def end_overdue_groups(self, now: float) -> None:
-        """What the configuration wants done about groups that take too long; by default nothing."""
+        """Apply `buffer.on_group_deadline` to groups that take too long; by default nothing happens."""
         issued_at, settings = self._record.issued_at, self._config.buffer
         while issued_at:
             group_id, since = next(iter(issued_at.items()))
@@ -68,7 +68,7 @@ class Attempts:
 
     def _end_overdue_group(self, group_id: int, group: Group) -> None:
         open_samples = tuple(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
-        # One trajectory alone has no baseline.
+        # A trajectory alone in its group has no baseline.
         n_finished = sum(trajectory.complete and not trajectory.given_up for trajectory in group.trajectories)
         if self._config.buffer.on_group_deadline == "train_partial" and n_finished > 1:
             self._record.add(events.Truncated(group_id, open_samples, GROUP_DEADLINE))
@@ -77,9 +77,9 @@ class Attempts:
             self._record.add(events.Expired(group_id, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
-        """A trajectory whose own message is refused cannot become whole; it starts anew at once.
+        """Restart a trajectory whose own message was refused: without that message it cannot become whole.
 
-        Not for a message of an attempt before the one that is held now, such as one that is refused once more.
+        A message of an earlier attempt, or of several trajectories, restarts nothing.
         """
         steps, ends, ledger = message.steps, message.ends, self._record.ledger
         columns = (steps.group_id_K, steps.sample_K, steps.attempt_K), (ends.group_id_E, ends.sample_E, ends.attempt_E)
@@ -93,7 +93,7 @@ class Attempts:
                 self.restart(group_id, (sample,), f"refused_{refused.reason}")
 
     def restart_silent(self, now: float) -> None:
-        """Trajectories that have not moved for the step deadline start anew."""
+        """Restart trajectories without progress for `buffer.step_deadline` seconds."""
         while self._record.last_progress:
             (group_id, sample), since = next(iter(self._record.last_progress.items()))
             if now - since < self._config.buffer.step_deadline:

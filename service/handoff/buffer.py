@@ -86,7 +86,7 @@ class Buffer:
             return fenced
         if not self.ledger.published(claim.serving):
             return self._refuse(Refusal(RefusalReason.VERSION, "serving", claim.serving.step))
-        if claim.number in self.ledger.state.generators[claim.generator].given:
+        if claim.request_id in self.ledger.state.generators[claim.generator].given:
             return self._given_before(claim)
         who = f"generator {claim.generator}"
         if (draining := self.ledger.state.draining) is not None:
@@ -340,7 +340,7 @@ class Buffer:
 
     def _given_before(self, claim: Claim) -> Assignment | Wait:
         """What a claim got when it was first asked, as far as its generator still holds it."""
-        group_id, attempts = self.ledger.state.generators[claim.generator].given[claim.number]
+        group_id, attempts = self.ledger.state.generators[claim.generator].given[claim.request_id]
         held, groups = self.ledger.held[claim.generator], self.ledger.state.groups
         samples = tuple(
             sample
@@ -348,7 +348,7 @@ class Buffer:
             if (group_id, sample) in held and groups[group_id].trajectories[sample].attempt == attempt
         )
         if not samples:
-            detail = f"claim {claim.number} was answered before and its work went on; the next claim is a new one"
+            detail = f"claim {claim.request_id} was answered before and its work went on; the next claim is a new one"
             return Wait(WaitReason.ANSWERED, detail, self._clock.monotonic())
         return self._assignment(group_id, samples)
 
@@ -363,7 +363,9 @@ class Buffer:
             group = self.ledger.state.groups[group_id]
             if group.admitted <= claim.serving:
                 samples = tuple(sorted(self.ledger.unassigned[group_id]))
-                self._record.add(events.Assigned(group_id, samples, claim.generator, claim.incarnation, claim.number))
+                self._record.add(
+                    events.Assigned(group_id, samples, claim.generator, claim.incarnation, claim.request_id)
+                )
                 return self._assignment(group_id, samples)
         return None
 
@@ -378,7 +380,7 @@ class Buffer:
         row = self._prompts.row(group_id)
         uid = self._prompts.uid(row)
         self._record.add(
-            events.Issued(group_id, row, uid, claim.generator, claim.incarnation, claim.serving, claim.number)
+            events.Issued(group_id, row, uid, claim.generator, claim.incarnation, claim.serving, claim.request_id)
         )
         return self._assignment(group_id, tuple(range(self.ledger.state.n_samples)))
 

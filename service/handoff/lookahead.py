@@ -1,7 +1,7 @@
 """How many mini-batches may be open beyond the served version: a number, or the smallest that keeps the trainer busy.
 
-`auto` looks at windows of a few optimizer steps. While the trainer waits more than the target and claims wait for
-lookahead, it adds one; while the trainer waits far less, it tries one less, and remembers when that was too little.
+`auto` measures windows of a few optimizer steps. One is added when the trainer waited more than the target while claims
+waited for lookahead. One less is tried when the trainer waited far less; a number that was too small is remembered.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from service.clock import Clock
 from service.config.tree import Config
 
-TARGET = 0.05
-"""Share of the time that the trainer may wait."""
+TARGET_FRACTION = 0.05
+"""Fraction of the time that the trainer may wait."""
 CALM = 0.5
-"""Share of the target under which one less is tried."""
+"""Fraction of the target below which one less is tried."""
 PATIENT_WINDOWS = 20
-"""Windows after which a number that was too little is tried again: the work may have changed."""
+"""Windows after which a number that was too small is tried again, because the work may have changed."""
 
 
 class Lookahead:
-    """The number, as it is now."""
+    """The current number."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         setting = config.buffer.lookahead
@@ -27,8 +27,8 @@ class Lookahead:
         self._most = max(config.buffer.max_staleness, self._least)
         self.value = self._least if setting == "auto" else setting
         self._clock = clock
-        self._too_little = 0
-        """The largest number that is known to starve the trainer; 0 when none is."""
+        self._too_small = 0
+        """The largest number with which the trainer was starved; 0 when there is none."""
         self._windows_since = 0
         self._begin_window()
 
@@ -37,7 +37,7 @@ class Lookahead:
         self._was_blocked = True
 
     def trainer_waited(self, seconds: float) -> None:
-        """The trainer waited so long for its mini-batch."""
+        """The trainer waited so many seconds for its mini-batch."""
         self._waited += seconds
 
     def committed(self) -> None:
@@ -48,13 +48,13 @@ class Lookahead:
             self._begin_window()
 
     def _judge(self) -> None:
-        share = self._waited / max(self._clock.monotonic() - self._began, 1e-9)
+        waiting_fraction = self._waited / max(self._clock.monotonic() - self._began, 1e-9)
         self._windows_since += 1
-        if share > TARGET and self._was_blocked:
-            self._too_little, self._windows_since = self.value, 0
+        if waiting_fraction > TARGET_FRACTION and self._was_blocked:
+            self._too_small, self._windows_since = self.value, 0
             self.value = min(self.value + 1, self._most)
-        elif share < CALM * TARGET and self.value > self._least:
-            known = self.value - 1 <= self._too_little and self._windows_since < PATIENT_WINDOWS
+        elif waiting_fraction < CALM * TARGET_FRACTION and self.value > self._least:
+            known = self.value - 1 <= self._too_small and self._windows_since < PATIENT_WINDOWS
             self.value -= 0 if known else 1
 
     def _begin_window(self) -> None:

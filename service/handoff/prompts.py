@@ -1,4 +1,4 @@
-"""The data frontier: which row of the dataset each group_id stands for."""
+"""Which row of the dataset each group_id stands for."""
 
 from __future__ import annotations
 

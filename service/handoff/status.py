@@ -1,4 +1,4 @@
-"""What the buffer says about itself."""
+"""The buffer's status."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from service.types import PolicyVersion
 
 
 class Waiting(NamedTuple):
-    """Someone who waits: who, for what (`WaitReason` or `silent`), in words, and for how many seconds."""
+    """One wait: who waits, for what (`WaitReason` or `silent`), the reason in words, and for how many seconds."""
 
     who: str
     reason: str
@@ -32,35 +32,35 @@ class BufferStatus:
     tokens: dict[str, int]
     """Accepted tokens by fate."""
     issued: int
-    """Ordinals issued so far; the next one's number."""
+    """Groups issued so far, which is the next group_id."""
     frontier: int
-    """Every group_id below has come to its end."""
+    """Every group with a smaller group_id has ended."""
     next_slot: int
     lookahead: int
     """Mini-batches that may be open beyond the one that the served version trains."""
     lengths: dict[str, list[int]]
     """Trajectories, and their tokens, by length: see `Lengths`."""
     length_distance: float
-    """How far the lengths of trained trajectories are from those of generated ones, 0 to 1."""
+    """Distance of the lengths of trained trajectories from those of generated ones, 0 to 1."""
     token_length_distance: float
     """The same over tokens that carried loss and tokens that were sampled."""
     n_bytes: int
-    """Bytes of accepted steps in memory."""
+    """Bytes that the accepted steps in memory are counted with, see `service.handoff.group_bytes`."""
     reserved_bytes: int
-    """The same with what open trajectories may still need at worst."""
+    """The same, and the bytes that open trajectories may still need at worst."""
     waits: tuple[Waiting, ...]
     refused: dict[str, int]
     """Refused messages since this process started, by reason."""
     restarts: dict[str, int]
     """Trajectories that started anew, by reason."""
     given_up: dict[str, int]
-    """Trajectories that their group went on without, by reason."""
+    """Trajectories without which their group went on, by reason."""
     duplicates: int
-    """Messages since this process started that brought nothing new."""
+    """Messages since this process started without anything new."""
     late: int
-    """Messages since this process started that brought steps of a replaced attempt or an ended group."""
+    """Messages since this process started with steps of a superseded attempt or of an ended group."""
     journal_start: int
-    """What lies before it was given up."""
+    """Position of the oldest frame that is kept."""
     journal_position: int
     journal_synced: int
     draining: str | None

@@ -1,4 +1,4 @@
-"""What the buffer's five verbs take and give: claim, submit, lease, commit, release.
+"""What the buffer's five verbs take and return: claim, submit, lease, commit, release.
 
 prompts --claim--> GENERATOR --submit--> BUFFER --lease--> TRAINER --publish--> WEIGHTS
                                            +--- commit / release ---+
@@ -18,8 +18,8 @@ class Claim(NamedTuple):
     """The generator's incarnation, as given by `Buffer.join`."""
     serving: PolicyVersion
     """The version that the generator's engine serves now; no sample of the group starts on an older one."""
-    number: int = 0
-    """The incarnation's own number of this claim: asked again, it gives the same work; 0: it is asked only once."""
+    request_id: int = 0
+    """The incarnation's own id of this claim: a repeated claim gets the same work; 0: the claim is never repeated."""
 
 
 class Assignment(NamedTuple):
@@ -34,16 +34,16 @@ class Assignment(NamedTuple):
 
 
 class WaitReason(StrEnum):
-    """Why a verb has nothing to give yet; also the metric's label."""
+    """Why a verb has nothing to give yet; also a label of the metric."""
 
     LOOKAHEAD = "lookahead"
     """claim: the next slot is further ahead than the engine's version allows."""
     BYTES = "bytes"
     """claim: the worst case of one more group does not fit into `max_bytes`."""
     DISK = "disk"
-    """claim: the journal's disk is full; journal: so full that what happened is not on it."""
+    """claim: the journal's disk is full; journal: events are not on the disk because it is full."""
     ANSWERED = "answered"
-    """claim: it was answered before, and what it got is finished or with someone else."""
+    """claim: it was answered before, and its work is finished or was given to another generator."""
     DRAINED = "drained"
     """claim: the run ends; no more prompts are issued."""
     GROUPS = "groups"
@@ -53,7 +53,7 @@ class WaitReason(StrEnum):
 
 
 class Wait(NamedTuple):
-    """Nothing yet: who waits, for what, and since when (monotonic seconds)."""
+    """Nothing yet: for what the caller waits, and since when (monotonic seconds)."""
 
     reason: WaitReason
     detail: str
@@ -66,4 +66,4 @@ class Receipt(NamedTuple):
     position: int
     duplicate: bool = False
     superseded: tuple[int, ...] = ()
-    """Ordinals in the message that no longer need work; the generator may stop them."""
+    """Groups in the message that need no more work; the generator may stop playing them."""

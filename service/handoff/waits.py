@@ -9,12 +9,12 @@ from service.handoff.ledger.record import Record
 from service.handoff.status import Waiting
 from service.handoff.verbs import Wait, WaitReason
 
-SILENT_SHARE = 0.5
-"""Share of the step deadline after which a silent trajectory is worth naming."""
+SILENT_FRACTION = 0.5
+"""Fraction of the step deadline after which the status names a silent trajectory."""
 
 
 class Waits:
-    """The waits that are going on, with their reasons in words."""
+    """All current waits, with their reasons in words."""
 
     def __init__(self, config: Config, record: Record, clock: Clock) -> None:
         self._config = config
@@ -23,23 +23,23 @@ class Waits:
         self._waits: dict[str, Wait] = {}
 
     def begin(self, who: str, reason: WaitReason, detail: str) -> Wait:
-        """Someone waits; a wait that goes on for the same reason keeps its beginning."""
+        """Note a wait; one that continues for the same reason keeps its beginning."""
         known = self._waits.get(who)
         since = known.since if known is not None and known.reason is reason else self._clock.monotonic()
         self._waits[who] = Wait(reason, detail, since)
         return self._waits[who]
 
     def end(self, who: str) -> float:
-        """Someone waits no longer; returns for how many seconds it did."""
+        """Forget a wait; returns how many seconds it took."""
         known = self._waits.pop(who, None)
         return 0.0 if known is None else self._clock.monotonic() - known.since
 
     def current(self) -> tuple[Waiting, ...]:
-        """All waits, and the trajectory that has been silent longest if that is long."""
+        """All waits, and the trajectory that has been silent longest once that is long."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
         for (group_id, sample), since in self._record.last_progress.items():
-            if now - since >= SILENT_SHARE * self._config.buffer.step_deadline:
+            if now - since >= SILENT_FRACTION * self._config.buffer.step_deadline:
                 waits.append(
                     Waiting(f"group={group_id}/sample={sample}", "silent", self._silence(group_id, sample), now - since)
                 )

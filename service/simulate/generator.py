@@ -59,7 +59,7 @@ class SimulatedGenerator:
         """Counts deaths and rejoins; what an earlier life scheduled is void."""
         self._frozen_until = 0.0
         self._incarnation = 0
-        self._sequence = self._claims = 0
+        self._sequence = self._request_id = 0
         self._outbox: list[Item] = []
         self._served_from: list[float] = [0.0]
         self._served: list[int] = [PolicyVersion(0, 0).pack()]
@@ -104,13 +104,13 @@ class SimulatedGenerator:
             elif answer.reason is not WaitReason.DRAINED:
                 self._claim(since)
 
-        self._claims += 1
-        number = self._claims
+        self._request_id += 1
+        request_id = self._request_id
 
         def request(reply: Callable[[Any], None]) -> None:
             incarnation = self._incarnation
             self._host.poll(
-                lambda buffer: buffer.claim(Claim(self.name, incarnation, self.serving, number)),
+                lambda buffer: buffer.claim(Claim(self.name, incarnation, self.serving, request_id)),
                 POLL_SECONDS,
                 reply,
                 lambda: self.serving,

@@ -1,7 +1,7 @@
 """Everything that can happen to the buffer, as typed events.
 
-The buffer decides, the journal keeps the event, the ledger applies it; applying the same events again gives the same
-ledger. A step group is kept as its wire bytes; `StepsAccepted` is what the ledger learns from it.
+The buffer decides, the journal stores the event, the ledger applies it; the same events applied again give the same
+ledger. The journal stores an accepted step group as its wire bytes, from which `StepsAccepted` is derived.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EVENT = 1
 STEPS = 2
 """Journal kind of a step group's wire bytes."""
 SNAPSHOT = 3
-"""Journal kind of the ledger's whole state; everything before it is needed only for the steps of its groups."""
+"""Journal kind of the ledger's whole state; frames before it are needed only for the steps of its groups."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -26,7 +26,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Opened(Event, frozen=True):
-    """A run began: what must stay the same for its journal to make sense."""
+    """A run began, with the settings that must not change while its journal is used."""
 
     seed: int
     prompts_digest: int
@@ -35,17 +35,17 @@ class Opened(Event, frozen=True):
 
 
 class Joined(Event, frozen=True):
-    """A generator or the trainer came with a new incarnation; its older ones are fenced."""
+    """A new incarnation of a generator or of the trainer; its older ones are fenced."""
 
     role: str
     name: str
     incarnation: int
     step: int = 0
-    """Of a trainer: the optimizer step that it goes on from; what was trained after it is given out again."""
+    """Of a trainer: the optimizer step that it goes on from; groups that were trained after it are leased again."""
 
 
 class Left(Event, frozen=True):
-    """A generator is gone."""
+    """A generator ended."""
 
     generator: str
     incarnation: int
@@ -61,8 +61,8 @@ class Issued(Event, frozen=True):
     generator: str
     incarnation: int
     admitted: PolicyVersion
-    claim: int = 0
-    """The number of the claim that it answers; 0: the claim had none."""
+    request_id: int = 0
+    """The id of the claim that it answers; 0: the claim had none."""
 
 
 class Assigned(Event, frozen=True):
@@ -72,11 +72,11 @@ class Assigned(Event, frozen=True):
     samples: tuple[int, ...]
     generator: str
     incarnation: int
-    claim: int = 0
+    request_id: int = 0
 
 
 class Restarted(Event, frozen=True):
-    """Trajectories of a group start anew as their next attempts; what they had is superseded."""
+    """Trajectories of a group start anew as their next attempts; their steps so far are superseded."""
 
     group_id: int
     samples: tuple[int, ...]
@@ -84,7 +84,7 @@ class Restarted(Event, frozen=True):
 
 
 class Filtered(Event, frozen=True):
-    """A complete group carries no signal; it vacates its slot."""
+    """A filter removed a complete group; the group vacates its slot."""
 
     group_id: int
     reason: str
@@ -94,7 +94,7 @@ class Filtered(Event, frozen=True):
 
 
 class Truncated(Event, frozen=True):
-    """A group goes on without samples: its deadline found them unfinished, or their last attempts failed."""
+    """A group goes on without samples that were unfinished at its deadline, or whose last attempts failed."""
 
     group_id: int
     samples: tuple[int, ...]
@@ -102,21 +102,21 @@ class Truncated(Event, frozen=True):
 
 
 class Refused(Event, frozen=True):
-    """A group is given up; it vacates its slot."""
+    """A group is given up because of a fault; the group vacates its slot."""
 
     group_id: int
     reason: str
 
 
 class Expired(Event, frozen=True):
-    """A group ends without having been trained and without fault; it vacates its slot."""
+    """A group ends untrained and without a fault; the group vacates its slot."""
 
     group_id: int
     reason: str
 
 
 class Leased(Event, frozen=True):
-    """Groups went to the trainer as a mini-batch; with their tokens by what becomes of them."""
+    """Groups were leased to the trainer as a mini-batch, with their tokens by fate."""
 
     lease: int
     trainer_incarnation: int
@@ -124,34 +124,34 @@ class Leased(Event, frozen=True):
     loss_tokens: tuple[tuple[int, ...], ...]
     """Of each group, by sample: tokens that carry loss."""
     stale_tokens: tuple[int, ...]
-    """Of each group: tokens that are too old to."""
+    """Of each group: tokens that are too stale to carry loss."""
 
 
 class Committed(Event, frozen=True):
-    """The optimizer step of a lease was applied; it made `version`."""
+    """The optimizer step of a lease was applied and made `version`."""
 
     lease: int
     version: PolicyVersion
     final: bool = False
-    """Whether nobody can go back behind it, because no checkpoints are written."""
+    """Whether the step cannot be undone, because no checkpoints are written."""
 
 
 class Released(Event, frozen=True):
-    """A lease was given back."""
+    """The trainer or a deadline gave a lease back."""
 
     lease: int
     reason: str
 
 
 class Covered(Event, frozen=True):
-    """A durable checkpoint holds everything up to `step`; none older than `oldest_kept` is kept."""
+    """A durable checkpoint covers the optimizer steps up to `step`; checkpoints before `oldest_kept` were removed."""
 
     step: int
     oldest_kept: int
 
 
 class Drained(Event, frozen=True):
-    """Nothing more is issued; or, without a reason, prompts are issued again."""
+    """No more prompts are issued; or, without a reason, prompts are issued again."""
 
     reason: str | None
 
@@ -179,9 +179,9 @@ class StepsAccepted(NamedTuple):
     sender: Sender
     fresh: Sequence[Fresh]
     position: int
-    """Where the journal has to be synced to."""
+    """The position to which the journal has to be synced."""
     routing: tuple[int, ...] | None = None
-    """(layers, topk) of the routed experts, if it has some."""
+    """(layers, topk) of the routed experts; None without any."""
 
 
 GroupEnd = Filtered | Refused | Expired
@@ -210,10 +210,14 @@ _decoder: msgspec.msgpack.Decoder[Journalled] = msgspec.msgpack.Decoder(Journall
 
 
 def encode(event: Journalled) -> bytes:
-    """The event as the journal keeps it."""
+    """The bytes of an event in the journal."""
     return _encoder.encode(event)
 
 
 def decode(payload: bytes) -> Journalled:
-    """The event behind the journal's bytes; raises msgspec.ValidationError when they are not one."""
+    """The event of these bytes.
+
+    Raises:
+        msgspec.ValidationError: they are none.
+    """
     return _decoder.decode(payload)

@@ -1,6 +1,7 @@
 """The ledger: where every group, trajectory and token stands.
 
-It changes only by `apply`; the same events make the same ledger, whatever the clock says. `check` is the invariant.
+It changes only by `apply`; the same events make the same ledger, at any time. The invariant that must hold after every
+event is `service.handoff.ledger.invariant.violations`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Ledger:
         self.held: dict[str, set[tuple[int, int]]] = {}
         """Unfinished (group_id, sample) of each generator."""
         self.steps: dict[int, list[int]] = {}
-        """Ordinals that each optimizer step used."""
+        """Groups that each optimizer step used."""
         self.in_state: Counter[GroupState] = Counter()
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             events.Opened: self._opened,
@@ -61,7 +62,7 @@ class Ledger:
 
     @staticmethod
     def restored(snapshot: bytes) -> Ledger:
-        """The ledger whose `snapshot` this is."""
+        """The ledger that a snapshot was taken of."""
         state = _decoder.decode(snapshot)
         ledger = Ledger(state.n_samples)
         ledger.state = state
@@ -83,11 +84,11 @@ class Ledger:
 
     @property
     def frontier(self) -> int:
-        """The smallest group_id that has not come to its end; everything below has."""
+        """The smallest group_id of a group that has not ended."""
         return min(self.state.groups, default=self.state.next_group_id)
 
     def published(self, version: PolicyVersion) -> bool:
-        """Whether the version was ever made."""
+        """Whether the version was ever published."""
         branches = self.state.branches
         if not 0 <= version.incarnation <= len(branches):
             return False
@@ -126,7 +127,7 @@ class Ledger:
         self.slots[event.group_id] = None
         attempts = dict.fromkeys(range(self.state.n_samples), 0)
         self.held[event.generator].update((event.group_id, sample) for sample in attempts)
-        self.state.generators[event.generator].note_given(event.claim, event.group_id, attempts)
+        self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
 
     def _assigned(self, event: events.Assigned) -> None:
         group = self.state.groups[event.group_id]
@@ -136,7 +137,7 @@ class Ledger:
             self.held[event.generator].add((event.group_id, sample))
         self._no_longer_unassigned(event.group_id, event.samples)
         attempts = {sample: group.trajectories[sample].attempt for sample in event.samples}
-        self.state.generators[event.generator].note_given(event.claim, event.group_id, attempts)
+        self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
 
     def _accepted(self, event: events.StepsAccepted) -> None:
         self.state.generators[event.sender.generator].note(event.sender.sequence, event.position)
@@ -275,7 +276,7 @@ class Ledger:
                 self._count_end(GroupState.TRAINED, "")
 
     def _go_back(self, to_step: int) -> None:
-        """Begin a new incarnation of versions at a step; the groups that were used after it wait again."""
+        """Begin a new incarnation of versions at a step; the groups that later steps used wait again."""
         self.state.branches.append((self.state.step, to_step))
         self.history.rollback(to_step)
         self.state.step = to_step
@@ -298,7 +299,7 @@ class Ledger:
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _index(self) -> None:
-        """Make the indexes of a state that was read back."""
+        """Build the indexes of a state that was read from a snapshot."""
         state = self.state
         for reached, went_on in state.branches:
             self._publish_up_to(reached)

@@ -92,7 +92,7 @@ def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing()
         claimer.look_again()
         assert await waiting == group(7)
         assert [claim.serving.step for claim, _ in buffer.claims] == [0, 0, 1]
-        assert len({claim.number for claim, _ in buffer.claims}) == 3, "Ray may repeat each of them"
+        assert len({claim.request_id for claim, _ in buffer.claims}) == 3, "Ray may repeat each of them"
         overtaken.set_result(group(8))
         await asyncio.sleep(0)
         assert await claimer.next() == group(8)
