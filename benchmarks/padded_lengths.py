@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from service.config import Config, load
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.journal.replay import Recorded, recorded
-from service.handoff.prefixes.references import whole_prompts
+from service.handoff.prefixes.merge import whole_prompts
 from service.handoff.steps.tables import end_objects, step_objects, steps_table
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Task

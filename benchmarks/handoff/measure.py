@@ -17,7 +17,7 @@ from service.columns import columns_of
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.references import check_chain, share_prefixes
+from service.handoff.prefixes.sharing import check_chain, share_prefixes
 from service.handoff.steps.tables import step_group, steps_table
 from service.handoff.steps.validate import Limits, refusal
 from service.handoff.steps.wire import decode, encode

@@ -23,12 +23,11 @@ from service.handoff.batches.form import Formed, Former, Forming, Unscored
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
-from service.handoff.ledger.accept import Plan, kept, plan
+from service.handoff.ledger.accept import Plan, kept, plan, with_shared_prefixes
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd, Record
 from service.handoff.ledger.state import Lengths
 from service.handoff.lookahead import Lookahead
-from service.handoff.prefixes.dedupe_prefixes import shared
 from service.handoff.prompts import Prompts
 from service.handoff.status import BufferStatus
 from service.handoff.steps.validate import Limits, Routing, refusal
@@ -112,7 +111,7 @@ class Buffer:
         if refused is None and member.has(sender.sequence):
             self._duplicates += 1
             return Receipt(max(member.position, self._attempts.lose_failed(message)), duplicate=True)
-        entering = message if refused else shared(self.ledger, self._record.store, message)
+        entering = message if refused else with_shared_prefixes(self.ledger, self._record.store, message)
         made = refused or plan(self.ledger, self._record.store, entering)
         made = (isinstance(made, Plan) and self._admission.too_large(self.ledger, made.fresh)) or made
         if isinstance(made, Refusal):

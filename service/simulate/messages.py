@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from service.handoff.prefixes.digest import token_bytes
+from service.handoff.prefixes.tree import token_bytes
 from service.handoff.steps.tables import concat_steps, ends_table
 from service.handoff.steps.wire import encode
 from service.types import NO_VERSION, Int32s, Int64s, Sender, StepGroup, Steps, TrajectoryEnd, TrajectoryId

@@ -14,9 +14,8 @@ from service.handoff.batches.pack import Layout, Placement, in_packing_order, mi
 from service.handoff.batches.score import ReturnRule, advantages, returns
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.branches import Drift, Mode, check_choice
-from service.handoff.prefixes.history import name_of
 from service.handoff.prefixes.merge import merge
-from service.handoff.steps.tables import concat_steps
+from service.handoff.steps.tables import concat_steps, name_of
 from service.types import NO_VERSION, Ends, Float64s, Int32s, Int64s, MiniBatch, PolicyVersion, Row, Rows, Steps
 
 if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML

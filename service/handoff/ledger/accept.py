@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -17,14 +17,25 @@ from service.handoff.group_bytes import bytes_per_token, item_bytes
 from service.handoff.ledger.events import Fresh
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.state import Group, Trajectory
-from service.handoff.ledger.store import Chain, Store, grown
-from service.handoff.prefixes.digest import token_bytes
-from service.handoff.prefixes.history import History, known_history
-from service.handoff.steps.step_equality import same_step
+from service.handoff.ledger.store import Store
+from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
+from service.handoff.prefixes.step_equality import index_of_steps, same_step
+from service.handoff.prefixes.tree import token_bytes
 from service.handoff.steps.stop_reason import FAILURES
-from service.handoff.steps.tables import concat_steps, end_objects, ends_table, routing_of
+from service.handoff.steps.tables import concat_steps, end_objects, ends_table, routing_of, trajectory_ids
 from service.handoff.steps.validate import MAX_SHARE_NOT_FINITE, trajectory_refusal
-from service.types import Int64s, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
+from service.types import (
+    Bools,
+    Extension,
+    Int64s,
+    Refusal,
+    RefusalReason,
+    StepGroup,
+    Steps,
+    TrajectoryEnd,
+    TrajectoryId,
+)
 
 
 class Part(NamedTuple):
@@ -98,6 +109,39 @@ class _Case(NamedTuple):
     message: StepGroup
     columns: _Columns
     store: Store
+
+
+def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> StepGroup:
+    """The same message, in which full prompts carry only what no earlier step of their trajectory has.
+
+    A step that is there already stays as it came: it will be dropped as a duplicate, or refused.
+    """
+    steps = message.steps
+    wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
+    if not wanted_K.any():
+        return message
+    deduped = dedupe_prefixes(
+        steps,
+        wanted_K & ~_known(ledger, steps, wanted_K),
+        lambda of: store.chain_of(of.group_id, of.sample),
+        lambda of: store.index_of(of.group_id, of.sample),
+        any_branch=ledger.state.routing is not None,
+    )
+    return message if deduped is steps else replace(message, steps=deduped)
+
+
+def _known(ledger: Ledger, steps: Steps, asked_K: Bools) -> Bools:
+    """[K] which of the steps asked about were accepted before, or came too late."""
+    known_K = np.zeros(len(steps), np.bool_)
+    ids, indices = trajectory_ids(steps), steps.index_K.tolist()
+    for k in np.flatnonzero(asked_K).tolist():
+        group = ledger.state.groups.get(ids[k].group_id)
+        if group is None or ids[k].sample >= len(group.trajectories):
+            known_K[k] = True
+        else:
+            trajectory = group.trajectories[ids[k].sample]
+            known_K[k] = ids[k].attempt != trajectory.attempt or indices[k] in trajectory.indices
+    return known_K
 
 
 def plan(ledger: Ledger, store: Store, message: StepGroup) -> Plan | Refusal:
@@ -239,7 +283,7 @@ def _new_end(case: _Case) -> TrajectoryEnd | Refusal | None:
 def _new_steps(case: _Case) -> list[int] | Refusal:
     """The items of steps that are new, by index; repetitions that mean the same are not, in whatever form."""
     new: dict[int, int] = {}
-    history = cache(lambda: _history(case))
+    prefixes = cache(lambda: _index(case))
     for k in case.part.steps:
         index = case.columns.index[k]
         known: tuple[Steps, int] | None
@@ -252,7 +296,7 @@ def _new_steps(case: _Case) -> list[int] | Refusal:
             continue
         if known is None:
             continue  # its group was used, and its data is no longer in memory
-        same = same_step(*known, case.message.steps, k, lambda index: history().whole(index))
+        same = same_step(*known, case.message.steps, k, lambda step: prefixes().tokens(step))
         if same is None:
             return Refusal(RefusalReason.PREFIX, f"{case.id}/step={index}: extends unknown steps, twice", index)
         if not same:
@@ -260,11 +304,11 @@ def _new_steps(case: _Case) -> list[int] | Refusal:
     return [new[index] for index in sorted(new)]
 
 
-def _history(case: _Case) -> History:
+def _index(case: _Case) -> PrefixIndex:
     """The trajectory's steps, those that are kept and those that come now."""
     kept = case.store.steps_of(case.id.group_id, case.id.sample)
     table = concat_steps([select(case.message.steps, np.array(case.part.steps, np.int64)), *kept])
-    return known_history(table, np.argsort(table.index_K, kind="stable").tolist())
+    return index_of_steps(table, np.argsort(table.index_K, kind="stable").tolist())
 
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:
@@ -288,7 +332,7 @@ def _extended(case: _Case, steps: list[int]) -> Chain | None:
     if chain is None and case.trajectory.indices:
         return None
     for k in steps:
-        extends = (columns.extends[k], columns.extends_length[k], columns.extends_digest[k])
+        extends = Extension(columns.extends[k], columns.extends_length[k], columns.extends_digest[k])
         own = columns.tokens[4 * columns.offsets[k] : 4 * columns.offsets[k + 1]]
         chain = grown(chain, columns.index[k], extends, own)
         if chain is None:

@@ -9,44 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from service.columns import select
 from service.handoff.group_bytes import table_bytes
-from service.handoff.prefixes.prefix_index import Earlier
+from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.sharing import Chain
 from service.handoff.steps.tables import concat_steps, ends_table, steps_table
 from service.types import Ends, StepGroup, Steps, TrajectoryEnd
-
-
-class Chain(NamedTuple):
-    """A trajectory's steps 0 .. `steps` - 1, each of which is full or extends the whole of the one before."""
-
-    steps: int
-    length: int
-    """Tokens of the last step's whole prompt and response."""
-    tokens: xxhash.xxh3_64
-    """The running digest of those tokens."""
-
-
-def grown(chain: Chain | None, index: int, extends: tuple[int, int, int], own: memoryview) -> Chain | None:
-    """A chain with one more step, whose own tokens these are; None when it is not the next, or branches.
-
-    `extends` is (step, length, digest) as in `service.types.Extension`, with step -1 for a full prompt.
-    """
-    if index != (0 if chain is None else chain.steps):
-        return None
-    step, length, before = extends
-    if step < 0:
-        tokens, length = xxhash.xxh3_64(), 0
-    elif chain is not None and (step, length, before) == (chain.steps - 1, chain.length, chain.tokens.intdigest()):
-        tokens = chain.tokens.copy()
-    else:
-        return None
-    tokens.update(own)
-    return Chain(index + 1, length + len(own) // 4, tokens)
 
 
 @dataclass(slots=True)
@@ -60,7 +31,7 @@ class Held:
     """By sample, while it grows in order."""
     places: dict[int, dict[int, tuple[Steps, int]]] | None = None
     """By sample and step index, its table and its position there, in order of arrival; once somebody has asked."""
-    earlier: dict[int, Earlier] = field(default_factory=dict)
+    indices: dict[int, PrefixIndex] = field(default_factory=dict)
     """By sample, once a full prompt had to be looked up."""
     n_bytes: int = 0
 
@@ -81,7 +52,7 @@ class Held:
     def rearranged(self, steps: list[Steps]) -> None:
         """The same steps, or some of them, lie in other tables."""
         self.steps, self.places = steps, None
-        self.earlier.clear()
+        self.indices.clear()
 
 
 class Store:
@@ -154,21 +125,21 @@ class Store:
         held = self._held.get(group_id)
         return None if held is None else held.places_of(sample).get(index)
 
-    def earlier_than(self, group_id: int, sample: int) -> Earlier:
-        """The steps of one sample, ready to look full prompts up in."""
+    def index_of(self, group_id: int, sample: int) -> PrefixIndex:
+        """The steps of one sample by their prefixes, to look full prompts up."""
         held = self._held.get(group_id)
         if held is None:
-            return Earlier()
-        earlier, places = held.earlier.setdefault(sample, Earlier()), held.places_of(sample)
-        for table, k in islice(places.values(), earlier.count, None):
-            earlier.add(table, k)
-        return earlier
+            return PrefixIndex()
+        index, places = held.indices.setdefault(sample, PrefixIndex()), held.places_of(sample)
+        for table, k in islice(places.values(), index.count, None):
+            index.arrived(table, k)
+        return index
 
     def no_more_of(self, group_id: int, sample: int) -> None:
         """No more steps come of one sample: forget what was only kept for them."""
         if (held := self._held.get(group_id)) is not None:
             held.chains.pop(sample, None)
-            held.earlier.pop(sample, None)
+            held.indices.pop(sample, None)
 
     def end_of(self, group_id: int, sample: int) -> TrajectoryEnd | None:
         """The end of one sample, if it is here."""

@@ -5,10 +5,10 @@
     row   : prompt [10 20 30]  response [40 50 60 70 80 90]
                                   mask    1  1  0  0  1  1
 
-Steps in the shared form lie on the token axis as the row does, so merging a trajectory whose steps each continue the
-one before takes no copy: the row is the steps' tokens, and only the offsets change. Trajectories that branch are
-built segment by segment (`service.handoff.prefixes.branches`). Steps merge only if their temperature is the same and
-both or neither have log-probabilities, because a row has one of each.
+Steps in shared form lie on the token axis as the row does, so merging a trajectory whose steps each continue the one
+before takes no copy: the row is the steps' tokens, and only the offsets change. Trajectories that branch are built
+segment by segment (`service.handoff.prefixes.branches`). Steps merge only if their temperature is the same and both or
+neither have log-probabilities, because a row has one of each.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.columns import lengths_of, offsets_of
+from service.columns import columns_of, filled, lengths_of, offsets_of, segments_of
 from service.handoff.prefixes.branches import Drift, Mode, Rule, branching_rows, check_choice
-from service.handoff.prefixes.history import name_of
-from service.handoff.prefixes.references import assembled, check_chain, in_order, total_lengths, whole_prompts
-from service.handoff.steps.tables import row_objects, steps_table, with_token_rewards
-from service.types import ROUTE_NATIVELY, Bools, Float32s, Int16s, Int64s, Row, Rows, Step, Steps
+from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.sharing import check_chain
+from service.handoff.prefixes.step_equality import in_order
+from service.handoff.steps.tables import name_of, row_objects, steps_table, total_lengths, with_token_rewards
+from service.types import Bools, Int64s, Row, Rows, Step, Steps
 
 
 class Merged(NamedTuple):
@@ -36,12 +37,13 @@ class Merged(NamedTuple):
     `steps` and `rows`, `tokens_before` (of the steps as rows of their own) and `tokens_after`."""
 
 
-class Plan(NamedTuple):
+class _Layout(NamedTuple):
     """Which segments of the token axis make up which rows."""
 
     start_S: Int64s
     stop_S: Int64s
     live_S: Bools
+    """False where the segment is only context for what follows it."""
     row_S: Int64s
     """The item that begins the segment's row."""
     last_K: Int64s
@@ -56,8 +58,8 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear", drift: Drift = "fo
     A reward stands on its step's last response token, so one of a step without response tokens is in no `Row.rewards`.
 
     Raises:
-        ValueError: a trajectory has two prompts, or lacks a step before its last; a step came twice, and not the same;
-            what a step extends is not there; an unknown `mode` or `drift`.
+        ValueError: a trajectory has two prompts, or lacks a step before its last; a step came twice with different
+            content; what a step extends is not there; an unknown `mode` or `drift`.
 
     >>> from service.types import TrajectoryId
     >>> def step(index, prompt, response):
@@ -80,15 +82,15 @@ def merge(steps: Steps, mode: Mode = "linear", drift: Drift = "fork", max_drift_
     """Merge all trajectories of a table; steps may come in any order, and identical duplicates count once."""
     check_choice("mode", mode, Mode)
     check_choice("drift", drift, Drift)
-    steps, number_K = in_order(steps)
-    first_K = np.ones(len(steps), np.bool_)
-    first_K[1:] = number_K[1:] != number_K[:-1]
     counts = dict.fromkeys(("extended", "forked", "realigned", "reset", "realigned_tokens"), 0)
+    steps, number_K = in_order(steps)
     if mode == "off":
-        plan = _one_row_a_step(steps := whole_prompts(steps))
+        steps = whole_prompts(steps)
+        item_K = np.arange(len(steps))
+        layout = _Layout(steps.offsets_K[:-1], steps.offsets_K[1:], np.ones(len(steps), np.bool_), item_K, item_K)
     else:
-        plan = _plan(steps, first_K, number_K, Rule(mode, drift, max_drift_tokens), counts)
-    rows = _rows(steps, plan)
+        layout = _merged_layout(steps, number_K, Rule(mode, drift, max_drift_tokens), counts)
+    rows = _rows(steps, layout)
     counts |= {"steps": len(steps), "rows": len(rows)}
     counts |= {"tokens_before": int(total_lengths(steps).sum()), "tokens_after": len(rows.token_ids_N)}
     return Merged(rows, counts)
@@ -97,9 +99,7 @@ def merge(steps: Steps, mode: Mode = "linear", drift: Drift = "fork", max_drift_
 def check_whole(steps: Steps) -> None:
     """ValueError unless each trajectory is of one prompt, and has every step before its last."""
     steps, number_K = in_order(steps)
-    first_K = np.ones(len(steps), np.bool_)
-    first_K[1:] = number_K[1:] != number_K[:-1]
-    start_K = np.maximum.accumulate(np.where(first_K, np.arange(len(steps)), 0))
+    start_K = np.maximum.accumulate(np.where(_begins(number_K), np.arange(len(steps)), 0))
     for k in np.flatnonzero(steps.uid_K != steps.uid_K[start_K])[:1].tolist():
         one, other = steps.uids[steps.uid_K[start_K[k]]], steps.uids[steps.uid_K[k]]
         raise ValueError(f"{name_of(steps, k)} is of prompt {other!r}, but its trajectory began with {one!r}")
@@ -107,14 +107,38 @@ def check_whole(steps: Steps) -> None:
         raise ValueError(f"{name_of(steps, k)} is there, but step {k - start_K[k]} before it is not")
 
 
-def _one_row_a_step(steps: Steps) -> Plan:
-    item_K: Int64s = np.arange(len(steps))
-    live_K: Bools = np.ones(len(steps), np.bool_)
-    return Plan(steps.offsets_K[:-1], steps.offsets_K[1:], live_K, item_K, item_K)
+def whole_prompts(steps: Steps) -> Steps:
+    """The same steps (by trajectory, then index), each with its whole prompt: the inverse of `share_prefixes`."""
+    if not (steps.extends_K >= 0).any():
+        return steps
+    steps, number_K = in_order(steps)
+    index, segments, length_K = PrefixIndex(), list[tuple[int, int, bool]](), total_lengths(steps)
+    for k, begins in enumerate(_begins(number_K).tolist()):
+        index = PrefixIndex() if begins else index
+        step = index.add(steps, k)
+        segments += [(*segment, segment[0] >= step.own_start) for segment in step.segments(0, step.tip.length)]
+    start_S, stop_S, live_S = np.array(segments, np.int64).T
+    return replace(
+        steps,
+        prompt_length_K=(steps.prompt_length_K + length_K - lengths_of(steps.offsets_K)).astype(np.int32),
+        extends_K=np.full(len(steps), -1, np.int32),
+        extends_length_K=np.zeros(len(steps), np.int32),
+        extends_digest_K=np.zeros(len(steps), np.uint64),
+        offsets_K=offsets_of(length_K),
+        **_assembled(steps, start_S, stop_S, live_S.astype(np.bool_)),
+    )
 
 
-def _plan(steps: Steps, first_K: Bools, number_K: Int64s, rule: Rule, counts: dict[str, int]) -> Plan:
+def _begins(number_K: Int64s) -> Bools:
+    """[K] True at the first step of each trajectory."""
+    first_K = np.ones(len(number_K), np.bool_)
+    first_K[1:] = number_K[1:] != number_K[:-1]
+    return first_K
+
+
+def _merged_layout(steps: Steps, number_K: Int64s, rule: Rule, counts: dict[str, int]) -> _Layout:
     """Chains of steps as they lie; trajectories that branch, one by one."""
+    first_K = _begins(number_K)
     chained_K, skip_K = _chains(steps, first_K, number_K)
     item_K = np.arange(len(steps))
     chain_S, begins_K = item_K[chained_K], np.maximum.accumulate(np.where(first_K, item_K, 0))
@@ -122,50 +146,49 @@ def _plan(steps: Steps, first_K: Bools, number_K: Int64s, rule: Rule, counts: di
     last_K[begins_K[chain_S]] = chain_S  # ascending, so the last one stays
     counts["extended"] += int(np.count_nonzero(chained_K & ~first_K))
     start_S, stop_S = steps.offsets_K[chain_S] + skip_K[chain_S], steps.offsets_K[chain_S + 1]
-    live_S: Bools = np.ones(len(chain_S), np.bool_)
-    plan = Plan(start_S, stop_S, live_S, begins_K[chain_S], last_K)
-    return plan if chained_K.all() else _with_branches(steps, first_K, chained_K, rule, counts, plan)
+    chains = _Layout(start_S, stop_S, np.ones(len(chain_S), np.bool_), begins_K[chain_S], last_K)
+    return chains if chained_K.all() else _with_branches(steps, first_K, chained_K, rule, counts, chains)
 
 
 def _with_branches(
-    steps: Steps, first_K: Bools, chained_K: Bools, rule: Rule, counts: dict[str, int], plan: Plan
-) -> Plan:
-    """The plan of the chains, and that of the trajectories that branch."""
+    steps: Steps, first_K: Bools, chained_K: Bools, rule: Rule, counts: dict[str, int], chains: _Layout
+) -> _Layout:
+    """The layout of the chains, and that of the trajectories that branch."""
     bounds_G = np.append(np.flatnonzero(first_K), len(steps))
-    segments: list[tuple[Any, ...]] = [plan[:4]]
+    segments: list[tuple[Any, ...]] = [chains[:4]]
     moved: list[tuple[int, int, float]] = []
     for g in np.flatnonzero(~chained_K[bounds_G[:-1]]).tolist():
         for row in branching_rows(steps, int(bounds_G[g]), int(bounds_G[g + 1]), rule, counts):
-            plan.last_K[row.steps[0]] = row.steps[-1]
+            chains.last_K[row.steps[0]] = row.steps[-1]
             moved += [(row.steps[0], place, reward) for place, reward in row.moved.items()]
             start_S, stop_S, live_S, _ = np.array(row.segments, np.int64).reshape(-1, 4).T
             segments.append((start_S, stop_S, live_S.astype(np.bool_), np.full(len(start_S), row.steps[0], np.int64)))
     start_S, stop_S, live_S, row_S = (np.concatenate(columns) for columns in zip(*segments, strict=True))
     order = np.argsort(row_S, kind="stable")
-    return Plan(start_S[order], stop_S[order], live_S[order], row_S[order], plan.last_K, tuple(moved))
+    return _Layout(start_S[order], stop_S[order], live_S[order], row_S[order], chains.last_K, tuple(moved))
 
 
 def _chains(steps: Steps, first_K: Bools, number_K: Int64s) -> tuple[Bools, Int64s]:
     """Steps of trajectories in which each continues the one before, and how many own tokens repeat that one's."""
     before_K = np.concatenate(([0], total_lengths(steps)[:-1]))
     index_before_K = np.concatenate(([-1], steps.index_K[:-1]))
-    full_K, alike_K = steps.extends_K < 0, first_K | _alike_previous(steps)
+    full_K, mergeable_K = steps.extends_K < 0, first_K | _mergeable(steps)
     refers_K = ~full_K & (steps.extends_K == index_before_K) & (steps.extends_length_K == before_K)
-    refers_K = _of_whole_trajectories(alike_K & np.where(first_K, full_K, refers_K), number_K)
+    refers_K = _of_whole_trajectories(mergeable_K & np.where(first_K, full_K, refers_K), number_K)
     if refers_K.any():
         check_chain(steps, first_K, refers_K)
-    whole_K = _of_whole_trajectories(alike_K & full_K, number_K) & ~refers_K
+    whole_K = _of_whole_trajectories(mergeable_K & full_K, number_K) & ~refers_K
     repeats_K = _repeats(steps, whole_K & ~first_K & (before_K <= steps.prompt_length_K))
     whole_K = _of_whole_trajectories((whole_K & first_K) | repeats_K, number_K)
     return refers_K | whole_K, np.where(repeats_K, before_K, 0)
 
 
-def _alike_previous(steps: Steps) -> Bools:
+def _mergeable(steps: Steps) -> Bools:
     """[K] whether the step may share a row with the item before it."""
-    alike_K = np.ones(len(steps), np.bool_)
+    equal_K = np.ones(len(steps), np.bool_)
     for column_K in (steps.temperature_K, steps.has_logprobs_K):
-        alike_K[1:] &= column_K[1:] == column_K[:-1]
-    return alike_K
+        equal_K[1:] &= column_K[1:] == column_K[:-1]
+    return equal_K
 
 
 def _of_whole_trajectories(good_K: Bools, number_K: Int64s) -> Bools:
@@ -184,18 +207,19 @@ def _repeats(steps: Steps, candidate_K: Bools) -> Bools:
     return repeats_K
 
 
-def _rows(steps: Steps, plan: Plan) -> Rows:
-    length_S, begins_S = plan.stop_S - plan.start_S, np.ones(len(plan.row_S), np.bool_)
-    begins_S[1:] = plan.row_S[1:] != plan.row_S[:-1]
-    first_R, begin_R = plan.row_S[begins_S], np.flatnonzero(begins_S)
-    last_R = plan.last_K[first_R]
+def _rows(steps: Steps, layout: _Layout) -> Rows:
+    length_S, begins_S = layout.stop_S - layout.start_S, _begins(layout.row_S)
+    first_R, begin_R = layout.row_S[begins_S], np.flatnonzero(begins_S)
+    last_R = layout.last_K[first_R]
     response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
-    columns = assembled(steps, plan.start_S, plan.stop_S, plan.live_S)
     offsets_R = offsets_of(np.add.reduceat(length_S, begin_R) if len(begin_R) else length_S)
-    if plan.moved and steps.token_rewards_N is not None:
-        columns["token_rewards_N"] = _with_moved(columns["token_rewards_N"], offsets_R, first_R, plan)
-    if steps.routed_experts_N is not None:
-        columns["routed_experts_N"] = _observations_routed_natively(steps, plan, columns["routed_experts_N"])
+    columns = _assembled(steps, layout.start_S, layout.stop_S, layout.live_S)
+    if any(column.about.on_prompt and columns[column.name] is not None for column in _FILLED):
+        _fill(columns, _observed(steps, layout), on_prompt=True)
+    if layout.moved and steps.token_rewards_N is not None:
+        rewards_N = columns["token_rewards_N"] = columns["token_rewards_N"].copy()
+        for item, place, reward in layout.moved:
+            rewards_N[offsets_R[np.searchsorted(first_R, item)] + place] += reward
     return Rows(
         uids=steps.uids,
         stop_reasons=steps.stop_reasons,
@@ -215,20 +239,30 @@ def _rows(steps: Steps, plan: Plan) -> Rows:
     )
 
 
-def _with_moved(rewards_N: Float32s, offsets_R: Int64s, first_R: Int64s, plan: Plan) -> Float32s:
-    """Rewards of rows with those that realigning moved."""
-    rewards_N = rewards_N.copy()
-    for item, place, reward in plan.moved:
-        rewards_N[offsets_R[np.searchsorted(first_R, item)] + place] += reward
-    return rewards_N
+_FILLED = tuple(column for column in columns_of(Rows).tokens if column.about.fill is not None)
 
 
-def _observations_routed_natively(steps: Steps, plan: Plan, experts_N: Int16s) -> Int16s:
-    """Routed experts of rows: none on what stands between responses."""
-    item_S = np.searchsorted(steps.offsets_K, plan.start_S, "right") - 1
+def _assembled(steps: Steps, start_S: Int64s, stop_S: Int64s, live_S: Bools) -> dict[str, Any]:
+    """Token columns made of segments; a context token keeps what a prompt token has: its id and routed experts."""
+    columns = segments_of(steps, start_S, stop_S)
+    if not live_S.all():
+        _fill(columns, np.repeat(~live_S, stop_S - start_S), on_prompt=False)
+    return columns
+
+
+def _observed(steps: Steps, layout: _Layout) -> Bools:
+    """[N] the tokens of rows that stand between responses."""
+    item_S = np.searchsorted(steps.offsets_K, layout.start_S, "right") - 1
     prompt_end_S = steps.offsets_K[item_S] + steps.prompt_length_K[item_S]
-    observed_S = np.clip(prompt_end_S - plan.start_S, 0, plan.stop_S - plan.start_S)
-    observed_S[(item_S == plan.row_S) | ~plan.live_S] = 0
-    rest_S = plan.stop_S - plan.start_S - observed_S
-    observed_N = np.repeat(np.tile([True, False], len(observed_S)), np.stack((observed_S, rest_S), axis=1).reshape(-1))
-    return np.where(observed_N[:, None, None], np.int16(ROUTE_NATIVELY), experts_N)
+    observed_S = np.clip(prompt_end_S - layout.start_S, 0, layout.stop_S - layout.start_S)
+    observed_S[(item_S == layout.row_S) | ~layout.live_S] = 0
+    rest_S = layout.stop_S - layout.start_S - observed_S
+    return np.repeat(np.tile([True, False], len(observed_S)), np.stack((observed_S, rest_S), axis=1).reshape(-1))
+
+
+def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
+    """Set tokens to the fill value, in the columns that give prompt tokens values of their own or in the others."""
+    for column in _FILLED:
+        if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
+            chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))
+            columns[column.name] = np.where(chosen, filled(column, 1).reshape((1,) * array.ndim), array)

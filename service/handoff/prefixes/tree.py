@@ -1,12 +1,12 @@
-"""Which tokens several sequences begin with in common: a tree in which every sequence is a path.
+"""Which leading tokens several sequences share: a radix tree in which every sequence is a path from the root.
 
     [1 2 3 4], then [1 2 7], then [1 2 3 4 5]
 
-    1 2 3 4 5
-       \\ 7          [1 2 7] branches off at length 2; what goes on from the end of a run lengthens it
+    1 2 3 4 5          one run; the third sequence lengthened it
+       \\ 7             a run of its own, which branches off at length 2
 
-Equal sequences end at the same place, so comparing two costs nothing but the way up to where they part; and following
-a sequence costs what it shares, however many others there are.
+Equal sequences end at the same place, so comparing two costs the way from their ends up to where they part. Following a
+sequence costs what it shares with the tree, however many other sequences there are.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from service.types import Int32s
 
 
 class Run:
-    """Tokens that follow one another from `begin` on; a branch begins after any of them."""
+    """Tokens that follow one another from length `begin` on; a branch may begin after any of them."""
 
-    __slots__ = ("above", "begin", "branches", "end", "firsts", "ids", "level", "owners")
+    __slots__ = ("above", "begin", "branches", "end", "ids", "level", "owners", "starts")
 
     def __init__(self, above: Run | None, begin: int, ids: Int32s) -> None:
         self.above = self if above is None else above
@@ -31,15 +32,15 @@ class Run:
         self.begin = begin
         self.end = begin + len(ids)
         self.ids = ids
-        """The tokens, and room for more after them."""
+        """The tokens, and free space after them."""
         self.branches: dict[int, dict[int, Run]] = {}
         """By length from the root, then by first token."""
-        self.firsts: list[int] = []
-        """Where what each owner brought begins."""
+        self.starts: list[int] = []
+        """Length at which each owner's tokens begin."""
         self.owners: list[int] = []
 
     def lengthen(self, ids: Int32s) -> None:
-        """Add tokens at the end, in time that depends on those alone."""
+        """Add tokens at the end; amortised, the cost is that of the new tokens."""
         used, needed = self.end - self.begin, self.end - self.begin + len(ids)
         if needed > len(self.ids):
             room = np.empty(max(needed, 2 * used), np.int32)
@@ -50,20 +51,29 @@ class Run:
 
 
 class Place(NamedTuple):
-    """The end of the `length` first tokens of a path; it lies inside the run or at its end, or is the root."""
+    """Where the sequence of a path's first `length` tokens ends: inside the run, at its end, or at the root."""
 
     run: Run
     length: int
 
     def before(self, length: int) -> Place:
-        """The place on the way here that is so many tokens from the root."""
+        """The place of the path's first `length` tokens."""
         run = self.run
         while length <= run.begin and run.level:
             run = run.above
         return Place(run, length)
 
+    def tokens(self, start: int = 0) -> Int32s:
+        """The path's tokens from `start` on."""
+        run, stop = self
+        parts = list[Int32s]()
+        while stop > start:
+            parts.append(run.ids[max(start - run.begin, 0) : stop - run.begin])
+            run, stop = run.above, run.begin
+        return np.concatenate([np.zeros(0, np.int32), *reversed(parts)])
+
     def shared_with(self, others: Iterable[Place]) -> list[int]:
-        """How many tokens the ways here and to each of some other places share."""
+        """How many leading tokens this path shares with each of several others."""
         lengths = {self.run: self.length}
         run = self.run
         while run.level:
@@ -76,38 +86,38 @@ class Place(NamedTuple):
             found.append(min(length, lengths[other]))
         return found
 
-    def is_on_the_way_to(self, place: Place) -> bool:
-        """Whether what ends there begins with what ends here."""
+    def is_prefix_of(self, place: Place) -> bool:
+        """Whether the path to `place` begins with this one."""
         return self.length <= place.length and place.before(self.length) == self
 
     @property
     def owner(self) -> int:
-        """Who first brought the last token before this place, which is not the root."""
-        return self.run.owners[bisect_right(self.run.firsts, self.length - 1) - 1]
+        """The sequence that first brought the last token before this place, which is not the root."""
+        return self.run.owners[bisect_right(self.run.starts, self.length - 1) - 1]
 
-    def brought_below(self, bound: int) -> Place:
-        """The last place on the way here before which somebody with a number below `bound` brought the token."""
+    def owned_below(self, bound: int) -> Place:
+        """The longest prefix of this path whose last token has an owner with a number below `bound`."""
         place = self
         while place.length and place.owner >= bound:
             run = place.run
-            place = place.before(run.firsts[bisect_right(run.firsts, place.length - 1) - 1])
+            place = place.before(run.starts[bisect_right(run.starts, place.length - 1) - 1])
         return place
 
     @property
-    def goes_on(self) -> bool:
-        """Whether some path leads on from here."""
+    def has_more(self) -> bool:
+        """Whether some path goes on from here."""
         return self.length < self.run.end or bool(self.run.branches.get(self.length))
 
 
 class Tree:
-    """Sequences of tokens by what they begin with."""
+    """Sequences of tokens by their prefixes."""
 
     def __init__(self) -> None:
         self.root = Place(Run(None, 0, np.zeros(0, np.int32)), 0)
-        self._tried: list[tuple[Run, int]] | None = None
+        self._grown: list[tuple[Run, int]] | None = None
 
     def follow(self, place: Place, ids: Int32s) -> Place:
-        """How far the tree has these tokens after a place."""
+        """The place that these tokens lead to from `place`, as far as the tree has them."""
         (run, length), done = place, 0
         while True:
             shared = common_prefix(run.ids[length - run.begin : run.end - run.begin], ids[done:])
@@ -118,7 +128,7 @@ class Tree:
             run = branch
 
     def grow(self, place: Place, ids: Int32s, owner: int) -> Place:
-        """Let tokens that the tree does not have follow a place; returns where they end."""
+        """Add tokens after a place, where the tree does not have them yet; returns where they end."""
         run, length = place
         if not len(ids):
             return place
@@ -127,29 +137,29 @@ class Tree:
         else:
             above, run = run, Run(run, length, ids)
             above.branches.setdefault(length, {})[int(ids[0])] = run
-        run.firsts.append(length)
+        run.starts.append(length)
         run.owners.append(owner)
-        if self._tried is not None:
-            self._tried.append((run, length))
+        if self._grown is not None:
+            self._grown.append((run, length))
         return Place(run, length + len(ids))
 
-    def try_out(self) -> None:
-        """What grows from now on goes again with `undo`."""
-        self._tried = []
+    def begin_trial(self) -> None:
+        """From now on, remember what is added until `undo_trial`."""
+        self._grown = []
 
-    def undo(self) -> None:
-        """Take away what grew since `try_out`."""
-        for run, length in reversed(self._tried or ()):
-            run.firsts.pop()
+    def undo_trial(self) -> None:
+        """Remove what was added since `begin_trial`."""
+        for run, length in reversed(self._grown or ()):
+            run.starts.pop()
             run.owners.pop()
             run.end = length
             if run.level and length == run.begin:
                 del run.above.branches[length][int(run.ids[0])]
-        self._tried = None
+        self._grown = None
 
 
 def common(a: Place, b: Place) -> int:
-    """How many tokens the ways to two places share."""
+    """How many leading tokens two paths share; costs the way from both ends up to where they part."""
     (run, length), (other, other_length) = a, b
     while run is not other:
         if run.level >= other.level:
@@ -160,7 +170,7 @@ def common(a: Place, b: Place) -> int:
 
 
 def common_prefix(a: Int32s, b: Int32s) -> int:
-    """How many leading tokens two sequences share, in time that depends on those alone.
+    """How many leading tokens two sequences share; costs what they share.
 
     >>> common_prefix(np.array([1, 2, 3, 4], np.int32), np.array([1, 2, 7], np.int32))
     2
@@ -174,3 +184,17 @@ def common_prefix(a: Int32s, b: Int32s) -> int:
             return start + first
         start, width = stop, 4 * width
     return shorter
+
+
+def digest(token_ids: Int32s) -> int:
+    """64-bit fingerprint of token ids, by which a step names the tokens that it extends.
+
+    >>> digest(np.array([10, 20, 30, 40, 50], np.int32)) == digest(np.arange(10, 60, 10, np.int32))
+    True
+    """
+    return int(xxhash.xxh3_64_intdigest(token_bytes(token_ids)))
+
+
+def token_bytes(token_ids: Int32s) -> memoryview:
+    """The token ids as little-endian int32 bytes; a view where they already lie like that in memory."""
+    return np.ascontiguousarray(token_ids, "<i4").data.cast("B")

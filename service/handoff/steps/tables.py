@@ -17,6 +17,7 @@ from service.types import (
     Ends,
     Extension,
     Float32s,
+    Int64s,
     Row,
     Rows,
     Sender,
@@ -265,6 +266,24 @@ def concat_steps(tables: Sequence[Steps]) -> Steps:
     return concat(tables)
 
 
+def extension_of(steps: Steps, k: int) -> Extension | None:
+    """What item `k` extends; None if it carries its whole prompt."""
+    if steps.extends_K[k] < 0:
+        return None
+    return Extension(int(steps.extends_K[k]), int(steps.extends_length_K[k]), int(steps.extends_digest_K[k]))
+
+
+def total_lengths(steps: Steps) -> Int64s:
+    """Tokens of each step's whole prompt and response."""
+    return np.where(steps.extends_K < 0, np.int64(0), steps.extends_length_K) + lengths_of(steps.offsets_K)
+
+
+def name_of(steps: Steps, k: int) -> str:
+    """Item `k` of a table, as messages name it."""
+    trajectory = TrajectoryId(int(steps.group_id_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k]))
+    return f"{trajectory}/step={steps.index_K[k]}"
+
+
 def routing_of(steps: Steps) -> tuple[int, ...] | None:
     """(layers, topk) of a table's routed experts; None: it has none."""
     return None if steps.routed_experts_N is None or not len(steps) else steps.routed_experts_N.shape[1:]
@@ -307,7 +326,6 @@ def row_objects(rows: Rows) -> list[Row]:
 def _step_object(steps: Steps, k: int) -> Step:
     start, stop = int(steps.offsets_K[k]), int(steps.offsets_K[k + 1])
     middle = start + int(steps.prompt_length_K[k])
-    extension = Extension(int(steps.extends_K[k]), int(steps.extends_length_K[k]), int(steps.extends_digest_K[k]))
     rewards_N, experts_N = steps.token_rewards_N, steps.routed_experts_N
     return Step(
         trajectory=TrajectoryId(int(steps.group_id_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k])),
@@ -321,7 +339,7 @@ def _step_object(steps: Steps, k: int) -> Step:
         temperature=float(steps.temperature_K[k]),
         reward=float(steps.reward_K[k]) if rewards_N is None else rewards_N[middle:stop],
         stop_reason=steps.stop_reasons[steps.stop_reason_K[k]],
-        extends=None if extension.step < 0 else extension,
+        extends=extension_of(steps, k),
         routed_experts=None if experts_N is None else experts_N[start:stop],
     )
 

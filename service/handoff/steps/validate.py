@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 from service.columns import lengths_of
 from service.config.tree import Config
 from service.handoff.group_bytes import NAME_BYTES
-from service.handoff.prefixes.history import PrefixError
-from service.handoff.prefixes.references import check_references, contradiction, in_order, total_lengths
+from service.handoff.prefixes.prefix_index import PrefixError
+from service.handoff.prefixes.sharing import check_references
+from service.handoff.prefixes.step_equality import contradiction, in_order
+from service.handoff.steps.tables import total_lengths
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,

@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.handoff.prefixes.digest import digest
-from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.prefix_index import Earlier
-from service.handoff.prefixes.references import share_prefixes, whole_prompts
+from service.handoff.prefixes.merge import merge, whole_prompts
+from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.sharing import share_prefixes
+from service.handoff.prefixes.tree import digest
 from service.handoff.steps.tables import row_objects, step_objects, steps_table, with_token_rewards
 from service.types import Extension, Row, Step, TrajectoryId
 from tests.pure.handoff.test_properties import DRIFTS, MODES, SLOW_MACHINE, TOKENS
@@ -221,7 +221,7 @@ def test_a_full_prompt_shares_as_much_as_the_nearest_earlier_step_has_when_steps
     data: st.DataObject,
 ) -> None:
     steps = data.draw(trees(TrajectoryId(0, 0)))
-    table, earlier = steps_table(steps), Earlier()
+    table, earlier = steps_table(steps), PrefixIndex()
     for k, now in enumerate(steps):
         found = earlier.references(table, [k], np.ones(len(steps), np.bool_)) if k else {}
         shared = max((same(ids_of(before), now.prompt_ids.tolist()) for before in steps[:k]), default=0)
@@ -229,4 +229,4 @@ def test_a_full_prompt_shares_as_much_as_the_nearest_earlier_step_has_when_steps
         if found:
             assert same(ids_of(steps[found[k].step]), now.prompt_ids.tolist()) == shared
             assert found[k].digest == digest(now.prompt_ids[:shared])
-        earlier.add(table, k)
+        earlier.arrived(table, k)

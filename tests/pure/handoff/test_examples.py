@@ -18,8 +18,8 @@ SHAPES = (
     "batches.pack",
     "batches.score",
     "prefixes.merge",
-    "prefixes.references",
-    "prefixes.rows",
+    "prefixes.branches",
+    "prefixes.sharing",
     "prefixes.tree",
     "steps.tables",
 )

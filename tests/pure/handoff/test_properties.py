@@ -14,8 +14,8 @@ from service.handoff import advantages, merge_steps, mini_batch_boundaries
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.batches.pack import partition, place
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.references import share_prefixes, whole_prompts
+from service.handoff.prefixes.merge import merge, whole_prompts
+from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.tables import (
     concat_steps,
     ends_table,

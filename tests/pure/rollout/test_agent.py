@@ -12,7 +12,7 @@ from examples import lookup
 from examples.lookup import Lookup
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config
-from service.handoff.prefixes.digest import digest
+from service.handoff.prefixes.tree import digest
 from service.rollout.agent import AgentLimits
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode

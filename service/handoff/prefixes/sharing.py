@@ -1,0 +1,173 @@
+"""Full prompts become references to earlier steps, and references are checked.
+
+    full form      step 1: prompt [10 20 30 40 50 60 70]                        response [80 90]
+    shared form    step 1: extends step 0 by 5 tokens, prompt [60 70]           response [80 90]
+
+The reference carries the digest of the tokens [10 20 30 40 50]. In shared form an episode is kept and journalled in
+O(new tokens), whatever form it was sent in. A step that continues the whole step before it, which is what Baton's own
+generator and an agent endpoint send, is recognised by the running digest of its trajectory (`Chain`); any other full
+prompt is looked up among all earlier steps (`PrefixIndex`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from service.columns import columns_of, offsets_of, segments_of
+from service.handoff.prefixes.prefix_index import PROMPT_COLUMNS, PrefixError, PrefixIndex
+from service.handoff.prefixes.tree import digest, token_bytes
+from service.handoff.steps.tables import (
+    NO_EXTENSION,
+    extension_of,
+    items_by_trajectory,
+    name_of,
+    total_lengths,
+    trajectory_ids,
+)
+from service.types import Bools, Extension, Steps, TrajectoryId
+
+
+class Chain(NamedTuple):
+    """A trajectory's steps 0 .. `steps` - 1, each of which is full or extends the whole of the one before."""
+
+    steps: int
+    length: int
+    """Tokens of the last step's whole prompt and response."""
+    tokens: xxhash.xxh3_64
+    """The running digest of those tokens."""
+
+    @property
+    def extension(self) -> Extension:
+        """The reference of a next step that continues the whole chain."""
+        return Extension(self.steps - 1, self.length, self.tokens.intdigest())
+
+
+def grown(chain: Chain | None, index: int, extends: Extension, own: memoryview) -> Chain | None:
+    """A chain with one more step, whose own tokens these bytes are; None if it is not the next step, or branches."""
+    if index != (0 if chain is None else chain.steps):
+        return None
+    if extends.step < 0:
+        tokens, length = xxhash.xxh3_64(), 0
+    elif chain is not None and extends == chain.extension:
+        tokens, length = chain.tokens.copy(), chain.length
+    else:
+        return None
+    tokens.update(own)
+    return Chain(index + 1, length + len(own) // 4, tokens)
+
+
+def dedupe_prefixes(
+    steps: Steps,
+    wanted_K: Bools,
+    chain_of: Callable[[TrajectoryId], Chain | None],
+    index_of: Callable[[TrajectoryId], PrefixIndex],
+    any_branch: bool = False,
+) -> Steps:
+    """The same steps, in which the wanted ones carry only what no earlier step of their trajectory has.
+
+    `chain_of`, `index_of`: what is known of a trajectory's earlier steps. `any_branch`: look every step up in the
+    index, because earlier steps have values on prompt tokens, which a digest of token ids does not cover.
+    """
+    if not wanted_K.any():
+        return steps
+    any_branch = any_branch or any(getattr(steps, column.name) is not None for column in PROMPT_COLUMNS)
+    found: dict[int, Extension] = {}
+    for of, items in items_by_trajectory(steps).items():
+        if wanted_K[items].any():
+            if not any_branch:
+                found |= _continuing(chain_of(of), steps, items, wanted_K)
+            if not all(k in found for k in items if wanted_K[k]):
+                found |= index_of(of).references(steps, items, wanted_K)
+    return with_references(steps, found)
+
+
+def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
+    """The same steps in shared form; `known` are steps of the same trajectories that came before.
+
+    A step that shares no prefix with an earlier one stays in full form.
+
+    >>> from service.handoff.steps.tables import steps_table
+    >>> from service.types import Step
+    >>> def step(index, prompt, response):
+    ...     ids = np.array(response, np.int32)
+    ...     sampled, versions = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.int64)
+    ...     return Step(TrajectoryId(0, 0), "a", index, np.array(prompt, np.int32), ids, None, sampled, versions)
+    >>> full = steps_table([step(0, [10, 20, 30], [40, 50]), step(1, [10, 20, 30, 40, 50, 60, 70], [80, 90])])
+    >>> small = share_prefixes(full)
+    >>> small.extends_K.tolist(), small.extends_length_K.tolist(), small.token_ids_N.tolist()
+    ([-1, 0], [0, 5], [10, 20, 30, 40, 50, 60, 70, 80, 90])
+    """
+    indices: dict[TrajectoryId, PrefixIndex] = {}
+    if known is not None:
+        for k, of in enumerate(trajectory_ids(known)):
+            indices.setdefault(of, PrefixIndex()).arrived(known, k)
+    wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
+    return dedupe_prefixes(
+        steps, wanted_K, lambda of: None, lambda of: indices.get(of, PrefixIndex()), known is not None
+    )
+
+
+def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
+    """The same steps, of which the given full-prompt ones, by item, carry only what follows their reference."""
+    if not found:
+        return steps
+    items = np.array(list(found), np.int64)
+    parent, length, digests = zip(*found.values(), strict=True)
+    columns = {column.name: getattr(steps, column.name).copy() for column in columns_of(Steps).items}
+    columns["extends_K"][items], columns["extends_length_K"][items] = parent, length
+    columns["extends_digest_K"][items] = np.array(digests, np.uint64)
+    columns["prompt_length_K"][items] -= np.array(length, np.int32)
+    start_K, stop_K = steps.offsets_K[:-1].copy(), steps.offsets_K[1:]
+    start_K[items] += length
+    for name, array in segments_of(steps, start_K, stop_K).items():  # a view would keep the whole message in memory
+        columns[name] = array if array is None or array.base is None else array.copy()
+    return replace(steps, offsets_K=offsets_of(stop_K - start_K), **columns)
+
+
+def check_references(steps: Steps) -> None:
+    """PrefixError unless what each step of one trajectory extends is there; the steps are sorted by index."""
+    first_K = np.zeros(len(steps), np.bool_)
+    first_K[:1] = True
+    linked = np.array_equal(steps.extends_K[1:], steps.index_K[:-1]) and (steps.extends_K[:1] < 0).all()
+    if linked and np.array_equal(steps.extends_length_K[1:], total_lengths(steps)[:-1]):
+        check_chain(steps, first_K, np.ones(len(steps), np.bool_))
+        return
+    index = PrefixIndex()
+    for k in range(len(steps)):
+        index.add(steps, k)
+
+
+def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
+    """PrefixError unless steps that each extend the whole step before name its digest; every token is read once."""
+    view, offsets = token_bytes(steps.token_ids_N), (4 * steps.offsets_K).tolist()
+    digests, firsts, chain = steps.extends_digest_K.tolist(), first_K.tolist(), xxhash.xxh3_64()
+    for k in np.flatnonzero(chain_K).tolist():
+        if firsts[k]:
+            chain = xxhash.xxh3_64()
+        elif chain.intdigest() != digests[k]:
+            raise PrefixError(f"{name_of(steps, k)} extends other tokens than step {steps.extends_K[k]} has")
+        chain.update(view[offsets[k] : offsets[k + 1]])
+
+
+def _continuing(chain: Chain | None, steps: Steps, items: list[int], wanted_K: Bools) -> dict[int, Extension]:
+    """References of a trajectory's wanted steps, as far as each begins with all tokens of the step before it."""
+    found: dict[int, Extension] = {}
+    for k in items:
+        index, start, stop = int(steps.index_K[k]), int(steps.offsets_K[k]), int(steps.offsets_K[k + 1])
+        if chain is not None and index < chain.steps:
+            continue
+        extends = extension_of(steps, k) or NO_EXTENSION
+        if wanted_K[k] and chain is not None and chain.length <= steps.prompt_length_K[k]:
+            whole = chain.extension
+            if digest(steps.token_ids_N[start : start + whole.length]) == whole.digest:
+                found[k] = extends = whole
+                start += whole.length
+        chain = grown(chain, index, extends, token_bytes(steps.token_ids_N[start:stop]))
+        if chain is None:
+            break
+    return found

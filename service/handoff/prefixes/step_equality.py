@@ -1,0 +1,166 @@
+"""Whether two records of one step mean the same, in whatever form each was sent; steps in order, each once.
+
+    full form      prompt [10 20 30 40 50 60 70]                response [80 90]
+    shared form    extends step 0 by 5 tokens, prompt [60 70]   response [80 90]      the same step
+
+A reference names the tokens before it by their digest, so a full record is compared with it without looking at the
+step that it extends. Only two references of different lengths need the tokens that one of them extends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.columns import Column, columns_of, filled, select, trajectories
+from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex
+from service.handoff.prefixes.tree import digest
+from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of
+from service.types import Bools, Float32s, Int32s, Int64s, Steps
+
+TokensOf = Callable[[int], Int32s | None]
+"""The whole prompt and response of an earlier step of the trajectory, by its index; None if it is not known."""
+
+
+def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool | None:
+    """Whether item `k` of `a` and item `j` of `b` mean the same; None if that cannot be decided yet."""
+    if a.extends_length_K[k] > b.extends_length_K[j]:
+        a, k, b, j = b, j, a, k
+    if not _equal_columns(a, k, b, j):
+        return False
+    short, long = extension_of(a, k) or NO_EXTENSION, extension_of(b, j) or NO_EXTENSION
+    if short.length == long.length:
+        return short.digest == long.digest
+    start = int(a.offsets_K[k])
+    between = a.token_ids_N[start : start + long.length - short.length]  # carried by `a`, referred to by `b`
+    if not short.length:
+        return digest(between) == long.digest
+    if (known := tokens_of(short.step)) is not None and digest(known[: short.length]) == short.digest:
+        return digest(np.concatenate((known[: short.length], between))) == long.digest
+    if (known := tokens_of(long.step)) is not None and digest(known[: long.length]) == long.digest:
+        rest = known[short.length : long.length]
+        return digest(known[: short.length]) == short.digest and bool((rest == between).all())
+    return None
+
+
+def in_order(steps: Steps) -> tuple[Steps, Int64s]:
+    """Steps by trajectory (in order of first appearance), then by index, each once; and each one's trajectory.
+
+    Raises:
+        ValueError: a step came twice with different content.
+    """
+    steps, number_K, again_K = _sorted(steps)
+    if not again_K.any():
+        return steps, number_K
+    for k, same in _repetitions(steps, number_K, again_K):
+        if not same:
+            raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
+    return select(steps, np.flatnonzero(~again_K)), number_K[~again_K]
+
+
+def contradiction(steps: Steps) -> str | None:
+    """The first step that came twice with different content; None if there is none or it cannot be decided yet."""
+    steps, number_K, again_K = _sorted(steps)
+    if again_K.any():
+        for k, same in _repetitions(steps, number_K, again_K):
+            if same is False:
+                return f"{name_of(steps, k)} came twice, and not the same"
+    return None
+
+
+def index_of_steps(steps: Steps, items: Iterable[int]) -> PrefixIndex:
+    """The steps of one trajectory, sorted by index, as far as what they extend is there."""
+    index = PrefixIndex()
+    for k in items:
+        with suppress(PrefixError):  # what it extends may arrive later, or be refused when the trajectory is complete
+            index.add(steps, k)
+    return index
+
+
+def _sorted(steps: Steps) -> tuple[Steps, Int64s, Bools]:
+    """Steps by trajectory, then by index, in order of arrival; each one's trajectory, and whether it came before."""
+    number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
+    again_K = np.zeros(len(steps), np.bool_)
+    same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
+    if not ((next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all()):
+        order = np.lexsort((steps.index_K, number_K))
+        steps, number_K = select(steps, order), number_K[order]
+        again_K[1:] = (np.diff(number_K) == 0) & (np.diff(steps.index_K) == 0)
+    return steps, number_K, again_K
+
+
+def _repetitions(steps: Steps, number_K: Int64s, again_K: Bools) -> Iterator[tuple[int, bool | None]]:
+    """Each item that came before, and whether it is the same as then; None if that cannot be decided."""
+    first_K = np.maximum.accumulate(np.where(again_K, 0, np.arange(len(steps))))
+
+    @lru_cache(maxsize=1)
+    def index_of(number: int) -> PrefixIndex:
+        return index_of_steps(steps, np.flatnonzero((number_K == number) & ~again_K).tolist())
+
+    def tokens_of(number: int) -> TokensOf:
+        return lambda step: index_of(number).tokens(step)
+
+    for k in np.flatnonzero(again_K).tolist():
+        yield k, same_step(steps, int(first_K[k]), steps, k, tokens_of(int(number_K[k])))
+
+
+def _equal_columns(a: Steps, k: int, b: Steps, j: int) -> bool:
+    """Everything but the tokens that a record refers to; `b` carries no more tokens than `a`."""
+    columns, own = columns_of(Steps), int(b.offsets_K[j + 1] - b.offsets_K[j])
+    response = own - int(b.prompt_length_K[j])
+    lengths = own + int(b.extends_length_K[j]), response
+    own_a = int(a.offsets_K[k + 1] - a.offsets_K[k])
+    if (own_a + int(a.extends_length_K[k]), own_a - int(a.prompt_length_K[k])) != lengths:
+        return False
+    if any(
+        getattr(a, names)[getattr(a, code)[k]] != getattr(b, names)[getattr(b, code)[j]]
+        for names, code in columns.names
+    ):
+        return False
+    plain = [column for column in columns.items if column.about.compare == "bits"]
+    return (
+        all(getattr(a, column.name)[k] == getattr(b, column.name)[j] for column in plain)
+        and _equal_rewards(a, k, b, j, response)
+        and all(
+            _equal_tokens(column, _last(a, k, column, own, response), _last(b, j, column, own, response))
+            for column in columns.tokens
+            if column.about.compare == "bits"
+        )
+    )
+
+
+def _last(steps: Steps, k: int, column: Column, own: int, response: int) -> NDArray[Any] | None:
+    """A column's values on the last `own` tokens of item `k`, or on its response if prompt tokens have none."""
+    array: NDArray[Any] | None = getattr(steps, column.name)
+    stop = int(steps.offsets_K[k + 1])
+    return None if array is None else array[stop - (own if column.about.on_prompt else response) : stop]
+
+
+def _equal_tokens(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bool:
+    """Bit by bit, so that NaN equals itself; an absent column equals its fill value."""
+    if a is None or b is None:
+        known = b if a is None else a
+        return known is None or bool((known == filled(column, 1)).all())
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _equal_rewards(a: Steps, k: int, b: Steps, j: int, response: int) -> bool:
+    """A scalar reward equals that number on the last token of the response."""
+    if a.token_rewards_N is None and b.token_rewards_N is None:
+        return bool(a.reward_K[k] == b.reward_K[j])
+    return _rewards(a, k, response).tobytes() == _rewards(b, j, response).tobytes()
+
+
+def _rewards(steps: Steps, k: int, response: int) -> Float32s:
+    """[T] the rewards of the response's tokens; -0.0 becomes 0.0."""
+    rewards_T = np.zeros(response, np.float32)
+    if steps.token_rewards_N is not None:
+        rewards_T += steps.token_rewards_N[steps.offsets_K[k + 1] - response : steps.offsets_K[k + 1]]
+    else:
+        rewards_T[-1:] += np.float32(steps.reward_K[k])
+    return rewards_T
