@@ -24,7 +24,7 @@ from actors.generator.actor import Generator
 from actors.generator.engine import engine_env
 from actors.generator.engine_arguments import SCRATCH
 from actors.generator.retrieval import with_retrieval
-from actors.observe.metrics_hub import MetricsHub, with_port
+from actors.observe.metrics_hub import MetricsHub, with_free_port
 from actors.trainer.actor import TrainerRank
 from actors.trainer.group import TrainerGroup
 from service.config import Config
@@ -134,7 +134,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     hub = (
         ray.remote(MetricsHub)
         .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
-        .remote(with_port(config).model_dump_json())
+        .remote(with_free_port(config).model_dump_json())
     )
     buffer = (
         ray.remote(BufferActor)

@@ -16,7 +16,7 @@ from actors.driver.cluster import gpus_each, place_actors, ray_session
 from actors.driver.coordinator import Coordinator
 from actors.driver.placement import missing_resources
 from actors.driver.signals import exit_on_stop_signals, force_after, on_stop_signal
-from actors.observe.metrics_hub import refuse_taken_port
+from actors.observe.metrics_hub import with_free_port
 from service.config import Config, check
 from service.errors import BatonError, RunFailed, UserError
 from service.files import recover_folder
@@ -44,7 +44,7 @@ def run(config: Config, resume: Path | None = None) -> int:
     check(config)
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private(os.environ, Path.home())
-    refuse_taken_port(config)
+    with_free_port(config)  # a taken port is refused before anything is written or started
     path = resume or new_run_folder(runs_folder(config), config.run.name)
     folder = RunWriter(path)
     with lock_run(path):

@@ -34,8 +34,10 @@ VARY = {"Vary": "Accept"}
 """`/status` has two forms, so a cache has to keep them apart."""
 
 
-def refuse_taken_port(config: Config) -> None:
-    """Check before anything is started that the hub can listen.
+def with_free_port(config: Config) -> Config:
+    """Check that the hub can listen; the configuration with a free port in place of 0.
+
+    A fixed port gives a restarted hub the same address.
 
     Raises:
         UserError: the port is taken, or the host is not an address of this machine.
@@ -47,19 +49,11 @@ def refuse_taken_port(config: Config) -> None:
             # As asyncio's servers do: connections of the last server that still linger do not occupy the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+            port = int(probe.getsockname()[1])
     except UnicodeError:
         raise UserError(f"metrics.host: {host!r:.80} is no name of a host") from None
     except OSError as error:
         raise UserError(_bind_message(host, port, error)) from None
-
-
-def with_port(config: Config) -> Config:
-    """The configuration with a free port in place of 0, so that a restarted hub has the same address."""
-    if config.metrics.port:
-        return config
-    with socket.socket(socket.AF_INET6 if ":" in config.metrics.host else socket.AF_INET) as free:
-        free.bind((config.metrics.host, 0))
-        port = int(free.getsockname()[1])
     return config.model_copy(update={"metrics": config.metrics.model_copy(update={"port": port})})
 
 
@@ -144,12 +138,16 @@ class MetricsHub:
 
     def _app(self) -> web.Application:
         app = web.Application()
-        app.router.add_get("/", self._get_page)
-        app.router.add_get("/history", self._get_history)
-        app.router.add_get("/metrics", self._get_metrics)
-        app.router.add_get("/status", self._get_status)
-        app.router.add_get("/healthz", self._get_health)
-        app.router.add_get("/sd", self._get_targets)
+        app.add_routes(
+            [
+                web.get("/", self._get_page),
+                web.get("/status", self._get_status),
+                web.get("/history", self._get_history),
+                web.get("/metrics", self._get_metrics),
+                web.get("/healthz", self._get_health),
+                web.get("/sd", self._get_targets),
+            ]
+        )
         return app
 
     async def _get_page(self, request: web.Request) -> web.Response:

@@ -13,27 +13,20 @@ from service.types import Float64s
 Lines = Sequence[Mapping[str, Any]]
 """Lines of `metrics.jsonl`."""
 
-INK, GREY, GRID = "#1f2430", "#8a91a0", "#d9dce3"
+GREY, GRID = "#8a91a0", "#d9dce3"
 BLUE, ORANGE, GREEN = "#2a6fbb", "#d9822b", "#3a8f5c"
 
 STYLE = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "font.size": 9,
     "grid.color": GRID,
     "grid.linewidth": 0.6,
-    "legend.fontsize": 9,
     "legend.frameon": False,
-    "legend.labelcolor": INK,
     "legend.borderpad": 0,
-    "text.color": INK,
-    "xtick.color": INK,
-    "xtick.labelsize": 9,
-    "ytick.color": INK,
-    "ytick.labelsize": 9,
 }
 
 
@@ -93,7 +86,7 @@ def _draw_reward(axes: Any, lines: Lines) -> None:
     first, last = reward_S[:tenth], reward_S[-tenth:]
     if np.isfinite(first).any() and np.isfinite(last).any():
         gain = f"first tenth {np.nanmean(first):.2f}, last tenth {np.nanmean(last):.2f}"
-        axes.set_title(gain, fontsize=10, loc="left")
+        axes.set_title(gain, loc="left")
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.0, low) if low > -0.2 else low, 1.05 if 0.0 <= high <= 1.1 else high)
     _add_legend(axes)

@@ -72,8 +72,8 @@ def test_the_page_shows_the_run_soon_without_errors_at_both_sizes(size: str, tmp
             await page.show(f"{url}/status", size)
             await page.until("document.querySelector('#state')?.textContent === 'training'")
             assert await page.value("document.querySelector('#name').textContent") == "<b>quick</b>"
-            facts = await page.value("document.querySelector('#facts').textContent")
-            assert "step 60 of 100" in facts and "last step 2.0 h ago" in facts
+            text = await page.value("document.querySelector('#progress-text').textContent")
+            assert "step 60 of 100" in text and "last step 2.0 h ago" in text
             assert await page.value("document.querySelectorAll('.chart svg path').length") == 5
             assert await page.value("document.querySelectorAll('#bar div').length") == 3
             assert "groups: 11 of 16" in await page.value("document.querySelector('#waits').textContent")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.observe.metrics_hub import MetricsHub, serving, with_port
+from actors.observe.metrics_hub import MetricsHub, serving, with_free_port
 from service.config import Config
 
 pytestmark = [pytest.mark.slow]
@@ -32,7 +32,7 @@ class DyingHub(MetricsHub):
 def test_a_hub_that_dies_while_the_run_starts_is_told_again_to_serve(tmp_path: Path) -> None:
     import ray
 
-    config = with_port(Config.model_validate({"metrics": {"port": 0}}))
+    config = with_free_port(Config.model_validate({"metrics": {"port": 0}}))
     hub = (
         ray.remote(DyingHub)
         .options(num_cpus=0, max_restarts=-1)

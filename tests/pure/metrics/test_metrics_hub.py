@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from actors.observe.metrics_hub import MetricsHub, prefers_html, with_port
+from actors.observe.metrics_hub import MetricsHub, prefers_html, with_free_port
 from service.config import Config, load_config
 from service.errors import UserError
 from service.observe.metrics import Boundaries, Metrics
@@ -96,8 +96,8 @@ def test_a_restarted_hub_serves_again_with_the_next_push() -> None:
 
 def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:
     async def scenario() -> None:
-        config = with_port(load_config([], ["metrics.port=0"]))
-        assert config.metrics.port != 0 and with_port(config) == config
+        config = with_free_port(load_config([], ["metrics.port=0"]))
+        assert config.metrics.port != 0 and with_free_port(config) == config
         snapshot = Metrics("trainer", "t", Boundaries.of(Config())).snapshot()
         for _ in range(2):
             hub = MetricsHub(config.model_dump_json())
