@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +12,7 @@ import psutil
 from actors.weights.cuda_ipc import IPC_BACKEND
 from actors.weights.nccl_broadcast import NCCL_BACKEND
 from service.config import Config
+from service.config.model_folder import model_config
 from service.errors import UserError
 
 OWNER_PID = "BATON_OWNER_PID"
@@ -146,7 +146,7 @@ def _refuse_tiny_cache(config: Config, model_folder: Path) -> None:
 
 def _longest_bytes(config: Config, model_folder: Path) -> int:
     """Bytes of KV cache of the longest request, in whole blocks."""
-    model = _model_config(model_folder)
+    model = model_config(model_folder)
     heads = model.get("num_key_value_heads") or model["num_attention_heads"]
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     token_bytes = 2 * model["num_hidden_layers"] * heads * head_dim * (4 if config.model.dtype == "float32" else 2)
@@ -155,10 +155,5 @@ def _longest_bytes(config: Config, model_folder: Path) -> int:
 
 
 def _is_mixture_of_experts(model_folder: Path) -> bool:
-    model = _model_config(model_folder)
+    model = model_config(model_folder)
     return any(model.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
-def _model_config(model_folder: Path) -> dict[str, Any]:
-    model: dict[str, Any] = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-    return model

@@ -20,6 +20,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.config.model_folder import model_config
+
 WeightBytes = bytes | memoryview | NDArray[np.uint8]
 """Bytes of weights, or about them; an array passes Ray's object store without a copy."""
 
@@ -95,7 +97,7 @@ class PolicySize(NamedTuple):
     @staticmethod
     def of_folder(model_folder: Path) -> PolicySize:
         """Of the model in a Hugging Face folder; reads headers only."""
-        config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+        config = model_config(model_folder)
         size = PolicySize(0, bool(config.get("tie_word_embeddings", False)))
         for path in sorted(model_folder.glob("*.safetensors")):
             with path.open("rb") as file:

@@ -145,21 +145,16 @@ def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> 
 
 def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
     """The staleness bound of a run, and its tokenizer's words."""
-    # Not transformers, which takes seconds to import: ids into text is all that is needed.
-    from tokenizers import Tokenizer
-
     from service.config import load
+    from service.config.model_folder import TOKENIZER, read_tokenizer
     from service.observe.trajectory_views import pieces
     from service.run.folder import CONFIG, initial_model
 
     config = load([folder / CONFIG], []).config
-    file = initial_model(config, folder) / "tokenizer.json"
+    file = initial_model(config, folder) / TOKENIZER
     if not file.is_file():
         raise UserError(f"{file}: no such file; the run's tokenizer is needed to show its tokens as text")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more special, whatever is wrong with the file
-        raise UserError(f"{file}: no tokenizer can be read from it: {error}") from error
+    tokenizer = read_tokenizer(file)
     return config.buffer.max_staleness, partial(
         pieces, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
     )

@@ -1,20 +1,25 @@
-"""What can be known of a Hugging Face folder at once: its JSON files, the headers of its weights, no torch.
+"""A Hugging Face model folder: what must lie in it, and what is wrong with it, said in one place and without torch.
 
-`service.run.prepare` looks closer before a run begins: at every weight's shape, and at what transformers makes of it.
+`service.run.prepare` checks more before a run begins: the shape of every weight, and what transformers reads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from service.errors import UserError
 
-FAMILIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose packed forward pass is proven equal to the row-by-row one."""
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
+FAMILIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Model types for which tests show that the packed forward pass equals the row-by-row one."""
+
+MODEL_CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
@@ -23,53 +28,102 @@ PLAIN_ROPE = ("default", "llama3")
 """Position embeddings that reach as far as `max_position_embeddings` says."""
 
 
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds a model."""
+    return (folder / MODEL_CONFIG).is_file()
+
+
 def check_model_folder(folder: Path, longest: int) -> None:
-    """See whether a model could be trained with turns of up to `longest` tokens, prompt and response together.
+    """Check that the model can be trained with turns of up to `longest` tokens, prompt and response together.
 
     Raises:
-        UserError: a file is missing or malformed, the model is none that Baton trains, or is too short.
+        UserError: a file is missing or malformed, or the model is not supported or too short.
     """
-    for needed in ("config.json", "tokenizer.json"):
-        if not (folder / needed).is_file():
-            raise UserError(f"model.path: the model folder {folder} has no {needed}; give a Hugging Face folder")
-    shape = _json(folder / "config.json")
-    _check_shape(shape, folder, longest)
-    _check_tokenizer(folder, shape["vocab_size"])
-    for file, names in _weights(folder):
-        _check_header(file, names, shape["vocab_size"])
+    require_files(folder, MODEL_CONFIG, TOKENIZER)
+    refuse_remote_code(folder)
+    config = model_config(folder)
+    vocab_size = config.get("vocab_size")
+    if reason := unsupported(config.get("model_type"), config.get("quantization_config")):
+        raise UserError(f"model.path: {folder} cannot be trained: {reason}")
+    if type(vocab_size) is not int:
+        raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: vocab_size is {vocab_size!r:.80}")
+    _check_length(config, folder, longest)
+    check_vocabulary(folder, read_tokenizer(folder / TOKENIZER).get_vocab_size(), vocab_size)
+    index = weight_index(folder)
+    for file in sorted({*index.values()} or {folder / SINGLE}):
+        _check_header(file, {name for name, where in index.items() if where == file}, vocab_size)
 
 
-def _check_shape(shape: Mapping[str, Any], folder: Path, longest: int) -> None:
-    family, size = shape.get("model_type"), shape.get("vocab_size")
-    if family not in FAMILIES:
-        raise UserError(
-            f"model.path: {folder} cannot be trained: model type {family!r:.80} is not one of {', '.join(FAMILIES)}"
-        )
-    if type(size) is not int:
-        raise UserError(f"model.path: {folder / 'config.json'} describes no model: vocab_size is {size!r:.80}")
-    if shape.get("quantization_config"):
-        raise UserError(
-            f"model.path: {folder} cannot be trained: its weights are quantised (quantization_config); name the "
-            "folder that it was quantised from"
-        )
-    rope = shape.get("rope_parameters") or shape.get("rope_scaling")
+def require_files(folder: Path, *names: str) -> None:
+    """Raises `UserError` where one of the files is not in the folder."""
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"model.path: the model folder {folder} has no {name}; give a Hugging Face folder")
+
+
+def refuse_remote_code(folder: Path) -> None:
+    """Raises `UserError` where a model folder names code of its own, which transformers or vLLM might then run."""
+    for file in sorted(folder.glob("*config*.json")):
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            continue  # the reader of the file reports what is wrong with it
+        if _has_key(settings, "auto_map"):
+            raise UserError(f"model.path: {file} names code of its own (auto_map), which is not run; remove that entry")
+
+
+def _has_key(value: object, key: str) -> bool:
+    """Whether a mapping has the key, at any depth."""
+    if isinstance(value, Mapping):
+        return key in value or any(_has_key(inner, key) for inner in value.values())
+    return isinstance(value, list) and any(_has_key(inner, key) for inner in value)
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """The settings in the folder's config.json.
+
+    Raises:
+        UserError: the file is missing or malformed.
+    """
+    return _json(folder / MODEL_CONFIG)
+
+
+def unsupported(model_type: str | None, quantization: object) -> str | None:
+    """Why a model of this type and quantization cannot be trained; None if it can."""
+    if model_type not in FAMILIES:
+        return f"model type {model_type!r:.80} is not one of {', '.join(FAMILIES)}"
+    if quantization:
+        return "its weights are quantised (quantization_config); name the folder that it was quantised from"
+    return None
+
+
+def _check_length(config: Mapping[str, Any], folder: Path, longest: int) -> None:
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "default"
-    reach = shape.get("max_position_embeddings")
+    reach = config.get("max_position_embeddings")
     if kind in PLAIN_ROPE and type(reach) is int and longest > reach:
         raise UserError(
             f"generator.max_input_length: with max_generate_length it comes to {longest} tokens, but {folder} reaches "
-            f"only {reach} (max_position_embeddings in its config.json); lower one of the two"
+            f"only {reach} (max_position_embeddings in its {MODEL_CONFIG}); lower one of the two"
         )
 
 
-def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+def read_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer in a tokenizer.json, read without transformers, which takes seconds to import.
+
+    Raises:
+        UserError: no tokenizer can be read from the file.
+    """
     from tokenizers import Tokenizer
 
-    file = folder / "tokenizer.json"
     try:
-        tokens = Tokenizer.from_file(str(file)).get_vocab_size()
+        return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more special, whatever is wrong with the file
         raise UserError(f"model.path: no tokenizer can be read from {file}: {error}") from error
+
+
+def check_vocabulary(folder: Path, tokens: int, vocab_size: int) -> None:
+    """Raises `UserError` where the tokenizer has more tokens than the model."""
     if tokens > vocab_size:
         raise UserError(
             f"model.path: the tokenizer in {folder} has {tokens} tokens, its model only {vocab_size}; they do not "
@@ -77,36 +131,50 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
         )
 
 
-def _weights(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
-    """The files of the weights, with the names that the index looks for in each; None: there is no index."""
+def weight_index(folder: Path) -> dict[str, Path]:
+    """The file of each weight, as the index says; empty where all weights lie in `SINGLE`.
+
+    Raises:
+        UserError: there are no safetensors, or the index is malformed or leads out of the folder.
+    """
     index = folder / INDEX
     if not index.is_file():
         if not (folder / SINGLE).is_file():
             raise UserError(f"model.path: {folder} has neither {SINGLE} nor {INDEX}; weights must be safetensors")
-        yield folder / SINGLE, None
-        return
-    named = _json(index).get("weight_map")
-    if not isinstance(named, Mapping) or not named:
+        return {}
+    files = _json(index).get("weight_map")
+    if not isinstance(files, Mapping) or not files:
         raise UserError(f"model.path: {index} is no index of weights: it has no weight_map")
-    for file in sorted({str(file) for file in named.values()}):
-        yield folder / file, {str(name) for name, where in named.items() if where == file}
+    if outside := [str(file) for file in files.values() if Path(str(file)).name != file or file in ("", "..")]:
+        raise UserError(f"model.path: {index} names {outside[0]!r}, which does not lie in the folder")
+    return {name: folder / file for name, file in files.items()}
 
 
-def _check_header(file: Path, names: set[str] | None, vocab_size: int) -> None:
+def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
+    """A safetensors file, whose header has been read.
+
+    Raises:
+        UserError: the file is missing, cut short or not safetensors.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(str(file), framework="numpy") as weights:
-            held = set(weights.keys())
-            rows = weights.get_slice(EMBEDDING).get_shape()[0] if EMBEDDING in held else vocab_size
+        return safe_open(str(file), framework=framework)
     except (SafetensorError, OSError) as error:
         raise UserError(f"model.path: the weights {file} cannot be read: {error}") from error
-    if names is not None and names - held:
+
+
+def _check_header(file: Path, names: set[str], vocab_size: int) -> None:
+    """Compare the header of a file with the names that the index looks for in it, and with the vocabulary."""
+    with open_weights(file, "numpy") as weights:
+        held = set(weights.keys())
+        rows = weights.get_slice(EMBEDDING).get_shape()[0] if EMBEDDING in held else vocab_size
+    if names - held:
         raise UserError(f"model.path: {file} has no weight {min(names - held)!r}, which {INDEX} looks for there")
     if rows != vocab_size:
         raise UserError(
-            f"model.path: {EMBEDDING} in {file} has {rows} rows, config.json asks for {vocab_size} (vocab_size); they "
-            "do not belong together"
+            f"model.path: {EMBEDDING} in {file} has {rows} rows, {MODEL_CONFIG} asks for {vocab_size} (vocab_size); "
+            "they do not belong together"
         )
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from service.config.model_folder import check_model_folder
+from service.config.model_folder import check_model_folder, is_model_folder
 from service.config.tree import Config
 from service.errors import UserError
 
@@ -80,7 +80,7 @@ def _retrieval_problems(config: Config) -> Iterator[_Problem]:
     setting, encoder, hint = "env.retrieval.encoder", retrieval.encoder, "give a Hugging Face folder"
     wrong = list(_path_problems(setting, encoder, "encoder", "folder", hint))
     yield from wrong
-    if encoder is not None and not wrong and _kind(setting, encoder / "config.json") != "file":
+    if encoder is not None and not wrong and not is_model_folder(encoder):
         yield _Problem(f"{setting}: the encoder {encoder} has no config.json; {hint}", False)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.config import Config
+from service.config.model_folder import is_model_folder
 from service.config.paths import near
 from service.errors import UserError
 from service.files import previous_folder
@@ -81,11 +82,11 @@ def eval_target(path: Path) -> EvalTarget:
     """
     absolute = path.resolve()
     run = absolute.parent
-    if (path / "config.json").is_file():
+    if is_model_folder(path):
         return EvalTarget(path, run if absolute.name == FINAL and is_run_folder(run) else None, path)
     if is_run_folder(path):
         final = path / FINAL
-        exported = [folder for folder in (final, previous_folder(final)) if (folder / "config.json").is_file()]
+        exported = [folder for folder in (final, previous_folder(final)) if is_model_folder(folder)]
         return EvalTarget(path, absolute, exported[0] if exported else None)
     if is_run_folder(run) and absolute.name == CHECKPOINTS:
         raise UserError(f"{path}: name the run, {run}, or one of its checkpoints: {_listed(absolute)}")

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from service.config import Config, MakeModelConfig
 from service.config.checks import check_bytes
+from service.config.model_folder import check_vocabulary, is_model_folder
 from service.errors import UserError
 from service.evaluation.target import EvalTarget
 from service.handoff.steps.validate import Routing
@@ -71,11 +72,7 @@ def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerB
     """What a model folder describes; its weights have been compared with that, of which only headers are read."""
     hf_config = read_config(folder)
     tokenizer = load_tokenizer(folder)
-    if len(tokenizer) > hf_config.vocab_size:
-        raise UserError(
-            f"model.path: the tokenizer in {folder} has {len(tokenizer)} tokens, its model only "
-            f"{hf_config.vocab_size}; they do not belong together"
-        )
+    check_vocabulary(folder, len(tokenizer), hf_config.vocab_size)
     check_weights(folder, weight_shapes(hf_config))
     return hf_config, tokenizer
 
@@ -124,7 +121,7 @@ def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
 
 def _make_policy(config: Config, folder: Path) -> Path:
     """Write a small untrained model with a tokenizer for the environment's words, unless a resumed run has it."""
-    if (folder / "config.json").exists():
+    if is_model_folder(folder):
         return folder
     if config.model.make is None:
         raise UserError("model: neither path nor make is set; name a Hugging Face folder in model.path")

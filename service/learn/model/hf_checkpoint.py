@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from service.config.model_folder import EMBEDDING, INDEX, SINGLE
+from service.config.model_folder import EMBEDDING, INDEX, SINGLE, open_weights, weight_index
 from service.errors import UserError
 from service.files import atomic_folder, sync
 from service.learn.model.experts import names_on_disk
@@ -95,7 +95,7 @@ class StoredWeights:
         if file is None:
             raise UserError(f"model.path: {self._folder} has no weight {name!r}, which its config.json asks for")
         if file not in self._open:
-            self._open[file] = self._stack.enter_context(_opened(file))
+            self._open[file] = self._stack.enter_context(open_weights(file, "pt"))
         try:
             stored = self._open[file].get_slice(name)
         except SafetensorError as error:
@@ -132,26 +132,10 @@ def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    if (folder / INDEX).is_file():
-        try:
-            index = json.loads((folder / INDEX).read_text())
-            file_of = {str(name): str(file) for name, file in index["weight_map"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UserError(f"model.path: {folder / INDEX} is no index of weights: {error!r}") from error
-        if outside := [file for file in file_of.values() if Path(file).name != file or file in ("", "..")]:
-            raise UserError(f"model.path: {folder / INDEX} names {outside[0]!r}, which does not lie in the folder")
-        return {name: folder / file for name, file in file_of.items()}
-    if not (folder / SINGLE).is_file():
-        raise UserError(f"model.path: {folder} has neither {SINGLE} nor {INDEX}; weights must be safetensors")
-    with _opened(folder / SINGLE) as weights:
+    if index := weight_index(folder):
+        return index
+    with open_weights(folder / SINGLE, "pt") as weights:
         return dict.fromkeys(weights.keys(), folder / SINGLE)
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"model.path: the weights {file} cannot be read: {error}") from error
 
 
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
-from service.config.model_folder import FAMILIES
+from service.config.model_folder import MODEL_CONFIG, refuse_remote_code, require_files, unsupported
 from service.errors import UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -22,45 +20,24 @@ def read_config(folder: Path) -> PretrainedConfig:
     Raises:
         UserError: there is none, it is malformed, names code of its own, or describes a model that is not supported.
     """
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model.path: {folder} has no config.json; point it at a Hugging Face model folder")
+    require_files(folder, MODEL_CONFIG)
     refuse_remote_code(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, StrictDataclassError) as error:
         # What transformers raises depends on which of its assumptions about the file is broken.
         first = str(error).strip().partition("\n")[0]
-        raise UserError(f"model.path: {folder / 'config.json'} describes no model: {first}") from error
+        raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: {first}") from error
     reason = _unsupported(config)
     if reason:
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")
     return config
 
 
-def refuse_remote_code(folder: Path) -> None:
-    """Raises `UserError` where a model folder names code of its own, which transformers or vLLM might then run."""
-    for file in sorted(folder.glob("*config*.json")):
-        try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
-            continue  # the reader of the file reports what is wrong with it
-        if _has_key(settings, "auto_map"):
-            raise UserError(f"model.path: {file} names code of its own (auto_map), which is not run; remove that entry")
-
-
-def _has_key(value: object, key: str) -> bool:
-    """Whether a mapping has the key, at any depth."""
-    if isinstance(value, Mapping):
-        return key in value or any(_has_key(inner, key) for inner in value.values())
-    return isinstance(value, list) and any(_has_key(inner, key) for inner in value)
-
-
 def _unsupported(config: PretrainedConfig) -> str | None:
     """Why a model of this configuration cannot be trained; None if it can."""
-    if config.model_type not in FAMILIES:
-        return f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}"
-    if getattr(config, "quantization_config", None):
-        return "its weights are quantised (quantization_config); name the folder that it was quantised from"
+    if reason := unsupported(config.model_type, getattr(config, "quantization_config", None)):
+        return reason
     layer_types = set(getattr(config, "layer_types", None) or ())
     if layer_types - {"full_attention"}:
         return f"it has {', '.join(sorted(layer_types - {'full_attention'}))} layers; only full attention is supported"

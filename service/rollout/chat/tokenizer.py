@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from service.config.model_folder import TOKENIZER, require_files
 from service.errors import UserError
 
 PAD = "<|pad|>"
@@ -45,8 +46,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read a tokenizer with its chat template from a local folder; nothing is fetched."""
     if not folder.is_dir():
         raise UserError(f"model.path: {folder} is no folder; give a Hugging Face folder with tokenizer.json")
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"model.path: {folder} has no tokenizer.json; save the model's fast tokenizer there")
+    require_files(folder, TOKENIZER)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

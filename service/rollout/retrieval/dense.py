@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModel, AutoTokenizer
 
+from service.config.model_folder import is_model_folder
 from service.errors import UserError
 from service.types import Float32s
 
@@ -33,7 +34,7 @@ class DenseEncoder:
         batch_size: int = 64,
         max_length: int = 256,
     ) -> None:
-        if not (folder / "config.json").is_file():
+        if not is_model_folder(folder):
             raise UserError(f"encoder: {folder} is no Hugging Face model folder (it has no config.json)")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

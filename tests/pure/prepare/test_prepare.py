@@ -50,10 +50,19 @@ def test_weights_that_are_no_safetensors_are_one_line(model: Path, tmp_path: Pat
         prepare(pointed_at(model), tmp_path / "run")
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": 3}', "{", "[" * 100_000])
-def test_an_index_that_names_no_weights_is_one_line(text: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[]", "holds no object"),
+        ("{}", "is no index of weights"),
+        ('{"weight_map": 3}', "is no index of weights"),
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+    ],
+)
+def test_an_index_that_names_no_weights_is_one_line(text: str, wrong: str, model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(UserError, match=r"index\.json is no index of weights"):
+    with pytest.raises(UserError, match=rf"index\.json {wrong}"):
         prepare(pointed_at(model), tmp_path / "run")
 
 

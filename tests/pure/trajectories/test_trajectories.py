@@ -210,4 +210,4 @@ def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(
     assert "w2" in capsys.readouterr().out
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     assert main(show) == 2
-    assert "no tokenizer can be read from it" in capsys.readouterr().err
+    assert "no tokenizer can be read from" in capsys.readouterr().err
