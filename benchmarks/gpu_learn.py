@@ -152,8 +152,8 @@ def timed(function: object, repeats: int = 20) -> float:
     return first.elapsed_time(last) / 1e3 / repeats
 
 
-def measure_broadcast(tokens: int = 1 << 27, rows: int = 1 << 16) -> dict[str, float]:
-    """Bandwidth of the broadcast (index and mask read, value written) against that of a copy."""
+def measure_expand_to_tokens(tokens: int = 1 << 27, rows: int = 1 << 16) -> dict[str, float]:
+    """Bandwidth of `expand_to_tokens` (index and mask read, value written) against that of a copy."""
     bounds = torch.linspace(0, tokens, rows + 1, device=CUDA, dtype=torch.float64).long()
     row_N = row_of_token(bounds, tokens)
     mask_N = torch.ones(tokens, dtype=torch.bool, device=CUDA)
@@ -163,7 +163,11 @@ def measure_broadcast(tokens: int = 1 << 27, rows: int = 1 << 16) -> dict[str, f
     moved = tokens * (row_N.element_size() + mask_N.element_size() + value_G.element_size())
     source, target = torch.empty_like(row_N), torch.empty_like(row_N)
     copied = 2 * tokens * row_N.element_size() / timed(lambda: target.copy_(source))
-    return {"broadcast_gb_s": moved / seconds / 1e9, "copy_gb_s": copied / 1e9, "share": moved / seconds / copied}
+    return {
+        "expand_to_tokens_gb_s": moved / seconds / 1e9,
+        "copy_gb_s": copied / 1e9,
+        "fraction": moved / seconds / copied,
+    }
 
 
 def main() -> int:
@@ -193,9 +197,9 @@ def main() -> int:
                 )
                 results.append(_attempt(name, tokens, trainer, options.repeats))
                 print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in results[-1].items()))
-    bandwidth = measure_broadcast()
+    bandwidth = measure_expand_to_tokens()
     print(" ".join(f"{key}={value:.4g}" for key, value in bandwidth.items()))
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "steps": results, "broadcast": bandwidth}))
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "steps": results, "expand_to_tokens": bandwidth}))
     return 0
 
 

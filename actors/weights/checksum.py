@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ def verify(data: WeightBytes, checksum: int) -> memoryview:
 
 
 class TensorSpec(NamedTuple):
-    """Name, type and shape of one tensor."""
+    """Name, type and shape of one tensor; in JSON `["model.norm.weight", "bfloat16", [64]]`."""
 
     name: str
     dtype: str
@@ -74,11 +74,6 @@ class TensorSpec(NamedTuple):
     def of_weights(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
         """In the order of the weights."""
         return [TensorSpec(name, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for name, w in weights.items()]
-
-    @staticmethod
-    def from_json(specs: Iterable[tuple[str, str, list[int]]]) -> list[TensorSpec]:
-        """JSON has lists in place of tuples."""
-        return [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
 
     @property
     def n_bytes(self) -> int:
@@ -105,11 +100,11 @@ class PolicySize(NamedTuple):
             size = size._replace(elements=size.elements + size.count(header_shapes(header)))
         return size
 
-    def count(self, shapes: Mapping[str, Iterable[int]]) -> int:
-        """Numbers in tensors of these shapes, without a tied head."""
-        return sum(math.prod(shape) for name, shape in shapes.items() if not (self.tied and name == TIED_HEAD))
+    def count(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
+        """Numbers in tensors of these names and shapes, without a tied head."""
+        return sum(math.prod(shape) for name, shape in shapes if not (self.tied and name == TIED_HEAD))
 
-    def check(self, shapes: Mapping[str, Iterable[int]]) -> None:
+    def check(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Compare with the tensors of an update; vLLM would silently keep the old values of a missing one.
 
         Raises:
@@ -119,7 +114,13 @@ class PolicySize(NamedTuple):
         if found != self.elements:
             raise ValueError(f"weights have {found} numbers, but the policy has {self.elements}")
 
+    def checked_specs(self, specs: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorSpec]:
+        """The tensors of an update from JSON, if they are the whole policy; else `ValueError`, as `check`."""
+        found = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
+        self.check((spec.name, spec.shape) for spec in found)
+        return found
 
-def header_shapes(header: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The shapes in a safetensors header, by name."""
-    return {name: tensor["shape"] for name, tensor in header.items() if name != METADATA}
+
+def header_shapes(header: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """Names and shapes of the tensors in a safetensors header."""
+    return [(name, tensor["shape"]) for name, tensor in header.items() if name != METADATA]

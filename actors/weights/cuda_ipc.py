@@ -88,8 +88,7 @@ def ipc_update_info(data: WeightBytes, checksum: int, size: PolicySize) -> tuple
         ValueError: the data differ from what was sent, or name more or less than the whole policy.
     """
     message = json.loads(bytes(verify(data, checksum)))
-    specs = TensorSpec.from_json(message["tensors"])
-    size.check({spec.name: spec.shape for spec in specs})
+    specs = size.checked_specs(message["tensors"])
     info = update_info(specs) | {"gpu": message["gpu"], "handles": message["handles"]}
     return info, sum(spec.n_bytes for spec in specs)
 

@@ -31,7 +31,7 @@ MeetingPoint = tuple[str, int]
 
 
 def encode_announcement(weights: Mapping[str, Tensor]) -> bytes:
-    """The tensors that will be sent, for the engines: `[["model.norm.weight", "bfloat16", [64]], ...]`."""
+    """The tensors that will be sent, in order, as JSON."""
     return json.dumps(TensorSpec.of_weights(weights)).encode()
 
 
@@ -41,9 +41,7 @@ def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> l
     Raises:
         ValueError: it differs from what was sent, or names more or less than the whole policy.
     """
-    specs = TensorSpec.from_json(json.loads(bytes(verify(data, checksum))))
-    size.check({spec.name: spec.shape for spec in specs})
-    return specs
+    return size.checked_specs(json.loads(bytes(verify(data, checksum))))
 
 
 def init_info(meeting_point: MeetingPoint, workers: int) -> dict[str, Any]:

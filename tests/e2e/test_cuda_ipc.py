@@ -40,7 +40,7 @@ def handles() -> list[Handle]:
     return [handle_of(dict(zip(names, of, strict=True))) for of in made]
 
 
-def told() -> tuple[bytes, int]:
+def message() -> tuple[bytes, int]:
     data = json.dumps({"tensors": TensorSpec.of_weights(WEIGHTS), "gpu": GPU, "handles": handles()}).encode()
     return data, checksum_of(data)
 
@@ -77,7 +77,7 @@ def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_handle_names(m
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu())
     engine = IpcWeightEngine.__new__(IpcWeightEngine)
     engine.model, engine.device, engine.packed = Model(), torch.device("cuda", 0), False
-    info, n_bytes = ipc_update_info(*told(), PolicySize(16, tied=False))
+    info, n_bytes = ipc_update_info(*message(), PolicySize(16, tied=False))
     engine.receive_weights(IpcUpdateInfo(**json.loads(json.dumps(info))))
     assert n_bytes == 32
     assert engine.model.loaded == WEIGHTS
@@ -89,7 +89,7 @@ def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_handle_names(m
 
 
 def test_anything_but_the_whole_policy_is_refused() -> None:
-    data, checksum = told()
+    data, checksum = message()
     with pytest.raises(ValueError, match="16 numbers, but the policy has 20"):
         ipc_update_info(data, checksum, PolicySize(20, tied=False))
     with pytest.raises(ValueError, match="have the checksum"):

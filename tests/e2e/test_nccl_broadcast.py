@@ -1,4 +1,4 @@
-"""Weights over NCCL, as far as a machine without GPUs can tell: what vLLM is told is what it expects to be told."""
+"""Weights over NCCL, as far as a machine without GPUs can tell: vLLM gets the arguments that it expects."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_a_tied_head_counts_once_and_anything_but_the_whole_policy_is_refused() 
 def test_vllm_takes_what_an_engine_is_told() -> None:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
-    told = NCCLWeightTransferInitInfo(**init_info(("10.0.0.1", 29500), workers=2))
-    assert (told.master_address, told.master_port, told.rank_offset, told.world_size) == ("10.0.0.1", 29500, 1, 3)
-    assert (told.packed, told.packed_buffer_size_bytes, told.packed_num_buffers) == (True, BUFFER_BYTES, N_BUFFERS)
-    told = NCCLWeightTransferUpdateInfo(**update_info(decode_announcement(*sent(WEIGHTS), PolicySize(44, tied=False))))
-    assert told.names == list(WEIGHTS)
-    assert [getattr(torch, name) for name in told.dtype_names] == [tensor.dtype for tensor in WEIGHTS.values()]
-    assert told.shapes == [[10, 4], [4]]
+    info = NCCLWeightTransferInitInfo(**init_info(("10.0.0.1", 29500), workers=2))
+    assert (info.master_address, info.master_port, info.rank_offset, info.world_size) == ("10.0.0.1", 29500, 1, 3)
+    assert (info.packed, info.packed_buffer_size_bytes, info.packed_num_buffers) == (True, BUFFER_BYTES, N_BUFFERS)
+    info = NCCLWeightTransferUpdateInfo(**update_info(decode_announcement(*sent(WEIGHTS), PolicySize(44, tied=False))))
+    assert info.names == list(WEIGHTS)
+    assert [getattr(torch, name) for name in info.dtype_names] == [tensor.dtype for tensor in WEIGHTS.values()]
+    assert info.shapes == [[10, 4], [4]]
 
 
 def test_vllm_has_what_the_trainers_end_calls() -> None:
@@ -86,16 +86,16 @@ def test_both_ends_cut_the_stream_at_the_same_places() -> None:
 
     weights = {f"layers.{i}.weight": torch.randn(3 + i, 5).to(torch.bfloat16) for i in range(7)}
     stream, found = iter(weights.items()), {}
-    told = iter(
+    specs = iter(
         decode_announcement(*sent(weights), PolicySize(sum(tensor.numel() for tensor in weights.values()), tied=False))
     )
     while (chunk := pack_tensors(stream, lambda item: item[1], 100)) is not None:
-        of = [next(told) for _ in chunk.names]
+        of = [next(specs) for _ in chunk.names]
         sizes = [tensor.n_bytes for tensor in of]
         dtypes = [getattr(torch, tensor.dtype) for tensor in of]
         shapes = [list(tensor.shape) for tensor in of]
         found |= dict(unpack_tensor(chunk.packed_tensor, [tensor.name for tensor in of], shapes, dtypes, sizes))
-    assert next(told, None) is None
+    assert next(specs, None) is None
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 

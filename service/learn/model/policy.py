@@ -79,7 +79,7 @@ class Policy:
         Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
         """
         parameters = self.master_weights.parameters
-        whole = full_state_dict(parameters, self.dtype, self.device, self.rank, self.world_size, everywhere)
+        whole = full_state_dict(parameters, self.dtype, self.device, self.rank, everywhere)
         return None if whole is None else split_experts(whole)
 
     def export(self, folder: Path) -> None:

@@ -67,11 +67,11 @@ def test_the_trainer_sends_the_announced_tensors_in_their_order_cut_as_the_engin
     assert sent["buffer_size_bytes"] == theirs["packed_buffer_size_bytes"]
     assert sent["num_buffers"] == theirs["packed_num_buffers"]
     data = encode_announcement(WEIGHTS)
-    told = decode_announcement(data, checksum_of(data), SIZE)
-    assert [tensor.name for tensor in told] == [name for name, _ in sent["items"]] == list(WEIGHTS)
-    for tensor, (name, on_device) in zip(told, sent["items"], strict=True):
+    specs = decode_announcement(data, checksum_of(data), SIZE)
+    assert [spec.name for spec in specs] == [name for name, _ in sent["items"]] == list(WEIGHTS)
+    for spec, (name, on_device) in zip(specs, sent["items"], strict=True):
         assert torch.equal(on_device, WEIGHTS[name])
-        assert (tensor.shape, tensor.n_bytes) == (tuple(on_device.shape), on_device.nbytes)
+        assert (spec.shape, spec.n_bytes) == (tuple(on_device.shape), on_device.nbytes)
 
 
 def rank_of(transport: str) -> TrainerRank:

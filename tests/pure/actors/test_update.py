@@ -275,8 +275,8 @@ async def test_what_a_trainer_sends_is_announced_checked_and_loaded_once(tmp_pat
 
 async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, transport="ipc")
-    told = {"tensors": [["w", "bfloat16", [2, 3]]], "gpu": "0b4a", "handles": [{"storage_handle": "07"}]}
-    data = json.dumps(told).encode()
+    message = {"tensors": [["w", "bfloat16", [2, 3]]], "gpu": "0b4a", "handles": [{"storage_handle": "07"}]}
+    data = json.dumps(message).encode()
     with pytest.raises(ValueError, match="have the checksum"):
         await engine.update_weights(NEW, data, 1)
     assert llm_of(engine).did == []

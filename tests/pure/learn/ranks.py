@@ -21,12 +21,14 @@ class Ranks:
     def __init__(self, most: int) -> None:
         self._pool = ProcessPoolExecutor(most, mp_context=multiprocessing.get_context("spawn"))
 
-    def __call__(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `function(rank, world, *arguments)` returns on each rank; results are pickled, so no tensors."""
+    def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(rank, world_size, *arguments)` returns on each rank; results are pickled, so no tensors."""
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             # each call waits for the others to join the group, so each has a process of its own
-            calls = [self._pool.submit(_rank, store, rank, world, function, arguments) for rank in range(world)]
+            calls = [
+                self._pool.submit(_rank, store, rank, world_size, function, arguments) for rank in range(world_size)
+            ]
             return [call.result(timeout=500) for call in calls]
 
     def close(self) -> None:
@@ -36,11 +38,11 @@ class Ranks:
         resource_tracker._resource_tracker._stop()
 
 
-def _rank(store: str, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _rank(store: str, rank: int, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=240)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     try:
-        return function(rank, world, *arguments)
+        return function(rank, world_size, *arguments)
     finally:
         dist.destroy_process_group()

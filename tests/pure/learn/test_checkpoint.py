@@ -26,29 +26,29 @@ def configured(dtype: str = "float32") -> Config:
     return settings(algorithm, {"schedule": "linear", "warmup_steps": 2}, dtype=dtype)
 
 
-def batches(world: int) -> list[MiniBatch]:
-    return [_sharded(made_rows(6, seed=50 + number), world) for number in range(4)]
+def batches(world_size: int) -> list[MiniBatch]:
+    return [_sharded(made_rows(6, seed=50 + number), world_size) for number in range(4)]
 
 
-def _sharded(rows: list[MadeRow], world: int) -> MiniBatch:
-    return mini_batch([[[row for row in rows if row.trajectory % world == rank]] for rank in range(world)], 6)
+def _sharded(rows: list[MadeRow], world_size: int) -> MiniBatch:
+    return mini_batch([[[row for row in rows if row.trajectory % world_size == rank]] for rank in range(world_size)], 6)
 
 
 def steps(learner: Learner, these: list[MiniBatch]) -> list[float]:
     return [learner.step(batch).metrics["policy/policy_loss"] for batch in these]
 
 
-def save_after_two(rank: int, world: int, model: Path, folder: Path, dtype: str) -> list[float]:
-    learner = Learner(configured(dtype), model, CPU, rank, world)
-    steps(learner, batches(world)[:2])
+def save_after_two(rank: int, world_size: int, model: Path, folder: Path, dtype: str) -> list[float]:
+    learner = Learner(configured(dtype), model, CPU, rank, world_size)
+    steps(learner, batches(world_size)[:2])
     learner.save(folder)
-    return steps(learner, batches(world)[2:])
+    return steps(learner, batches(world_size)[2:])
 
 
-def resume(rank: int, world: int, model: Path, folder: Path, dtype: str) -> list[float]:
-    learner = Learner(configured(dtype), model, CPU, rank, world)
+def resume(rank: int, world_size: int, model: Path, folder: Path, dtype: str) -> list[float]:
+    learner = Learner(configured(dtype), model, CPU, rank, world_size)
     learner.load(folder)
-    return steps(learner, batches(world)[2:])
+    return steps(learner, batches(world_size)[2:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -133,9 +133,9 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"steps": 7}', '{"world": 0, "steps": 7, "frozen": {}, "shapes": {}}'],
+    ["", "[]", "{", '{"steps": 7}', '{"world_size": 0, "steps": 7, "frozen": {}, "shapes": {}}'],
 )
-def test_facts_that_are_damaged_are_refused(model_folder: Path, tmp_path: Path, text: str) -> None:
+def test_metadata_that_are_damaged_are_refused(model_folder: Path, tmp_path: Path, text: str) -> None:
     learner = Learner(configured(), model_folder, CPU, 0, 1)
     learner.save(tmp_path)
     (tmp_path / "learner.json").write_text(text)
@@ -149,8 +149,8 @@ def test_a_part_that_is_damaged_is_refused(model_folder: Path, tmp_path: Path) -
     whole = part.read_bytes()
     part.write_bytes(whole[:-100])
     refused(learner, tmp_path, r"is damaged: rank_0_of_1\.safetensors cannot be read")
-    facts = (tmp_path / "learner.json").read_text().strip()
-    save_file({"weights/model.norm.weight": torch.zeros(32)}, part, {"learner.json": facts})
+    metadata = (tmp_path / "learner.json").read_text().strip()
+    save_file({"weights/model.norm.weight": torch.zeros(32)}, part, {"learner.json": metadata})
     refused(learner, tmp_path, r"is damaged: exp_avg/\S+ in rank_0_of_1\.safetensors is not what learner\.json says")
 
 
@@ -161,14 +161,14 @@ def test_a_save_over_another_that_was_cut_off_is_not_taken_for_a_whole_one(
     learner.save(tmp_path)
     steps(learner, batches(1)[:2])
 
-    def replace_facts_alone(source: Path, target: Path) -> None:
+    def replace_metadata_alone(source: Path, target: Path) -> None:
         if target.name != "learner.json":
             raise OSError("cut off")
         rename(source, target)
 
     rename = os.replace
     with monkeypatch.context() as patched, pytest.raises(OSError, match="cut off"):
-        patched.setattr("service.files.os.replace", replace_facts_alone)
+        patched.setattr("service.files.os.replace", replace_metadata_alone)
         learner.save(tmp_path)
     refused(fresh, tmp_path, r"is not whole: rank_0_of_1\.safetensors is of another save than learner\.json")
     learner.save(tmp_path)

@@ -193,9 +193,9 @@ def test_routing_of_another_number_of_layers_is_refused(mixture: Path) -> None:
         logprobs(mixture, replayed(micro_batch(made_rows(2, seed=66)), 5, natively=0.0))
 
 
-def export_after_a_step(rank: int, world: int, folder: Path, out: Path) -> float:
-    learner = Learner(settings(), folder, CPU, rank, world)
-    rows = [row for row in made_rows(4, seed=67) if row.trajectory % world == rank]
+def export_after_a_step(rank: int, world_size: int, folder: Path, out: Path) -> float:
+    learner = Learner(settings(), folder, CPU, rank, world_size)
+    rows = [row for row in made_rows(4, seed=67) if row.trajectory % world_size == rank]
     batch = mini_batch([[made_rows(4, seed=67)]], trajectories=4)
     micro = replayed(micro_batch(rows), 3, natively=0.1, seed=rank)
     report = learner.step(replace(batch, ranks=((micro,),)))

@@ -85,10 +85,10 @@ def formed(**settings: Any) -> MiniBatch:
 
 
 def outcomes_of_rank(
-    rank: int, world: int, folder: Path, batches: dict[str, MiniBatch]
+    rank: int, world_size: int, folder: Path, batches: dict[str, MiniBatch]
 ) -> dict[tuple[str, str], Outcome]:
     return {
-        (way, name): outcome(configured(way, "float64"), folder, batch_of_rank(batch, rank), rank, world)
+        (way, name): outcome(configured(way, "float64"), folder, batch_of_rank(batch, rank), rank, world_size)
         for way in TIED_WAYS
         for name, batch in batches.items()
     }
@@ -105,12 +105,12 @@ def test_merging_and_packing_leave_loss_and_gradient_as_they_are(model_folder: P
             assert_same(ours, expected, dtype)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_leave_loss_and_gradient_of_merged_steps_as_they_are(
-    model_folder: Path, ranks: Ranks, world: int
+    model_folder: Path, ranks: Ranks, world_size: int
 ) -> None:
-    batches = {mode: formed(mode=mode, ranks=world, token_budget=80) for mode in ("off", "linear", "tree")}
-    by_rank = ranks(world, outcomes_of_rank, model_folder, batches)
+    batches = {mode: formed(mode=mode, ranks=world_size, token_budget=80) for mode in ("off", "linear", "tree")}
+    by_rank = ranks(world_size, outcomes_of_rank, model_folder, batches)
     for way in TIED_WAYS:
         expected = outcome(configured(way, "float64"), model_folder, formed(mode="off"))
         for results in by_rank:

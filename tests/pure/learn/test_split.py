@@ -63,8 +63,8 @@ def configured(way: str, dtype: str) -> Config:
     return config.model_copy(update={"model": ModelConfig.model_construct(dtype=dtype)})
 
 
-def outcome(config: Config, folder: Path, batch: MiniBatch, rank: int = 0, world: int = 1) -> Outcome:
-    learner = Learner(config, folder, CPU, rank, world)
+def outcome(config: Config, folder: Path, batch: MiniBatch, rank: int = 0, world_size: int = 1) -> Outcome:
+    learner = Learner(config, folder, CPU, rank, world_size)
     # frozen weights are taken at the first mini-batch; then the policy moves on
     learner.accumulate(batch)
     learner.policy.master_weights.drop_gradients()
@@ -79,10 +79,11 @@ def outcome(config: Config, folder: Path, batch: MiniBatch, rank: int = 0, world
 
 
 def outcomes_of_rank(
-    rank: int, world: int, folder: Path, cases: dict[str, tuple[str, str, MiniBatch]]
+    rank: int, world_size: int, folder: Path, cases: dict[str, tuple[str, str, MiniBatch]]
 ) -> dict[str, Outcome]:
     return {
-        name: outcome(configured(way, dtype), folder, batch, rank, world) for name, (way, dtype, batch) in cases.items()
+        name: outcome(configured(way, dtype), folder, batch, rank, world_size)
+        for name, (way, dtype, batch) in cases.items()
     }
 
 
@@ -98,9 +99,9 @@ def cut(rows: list[MadeRow]) -> list[MadeRow]:
     return [parts[i] for i in np.random.default_rng(0).permutation(len(parts))]
 
 
-def batch_in(world: int, rows: list[MadeRow]) -> MiniBatch:
+def batch_in(world_size: int, rows: list[MadeRow]) -> MiniBatch:
     """All rows of a trajectory on one rank, two micro-batches each; the second may be empty."""
-    ranks = [[row for row in rows if row.trajectory % world == rank] for rank in range(world)]
+    ranks = [[row for row in rows if row.trajectory % world_size == rank] for rank in range(world_size)]
     return mini_batch([[mine[: len(mine) // 2], mine[len(mine) // 2 :]] for mine in ranks], TRAJECTORIES)
 
 
@@ -134,13 +135,15 @@ def test_cutting_and_packing_leave_loss_and_gradient_as_they_are(model_folder: P
         assert_same(outcome(configured(way, dtype), model_folder, batch), expected, dtype)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_leave_loss_and_gradient_as_they_are(model_folder: Path, ranks: Ranks, world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_leave_loss_and_gradient_as_they_are(model_folder: Path, ranks: Ranks, world_size: int) -> None:
     rows = reference()
     cases = {
-        f"{way}, {dtype}": (way, dtype, batch_in(world, cut(rows))) for way in WAYS for dtype in ("float32", "float64")
+        f"{way}, {dtype}": (way, dtype, batch_in(world_size, cut(rows)))
+        for way in WAYS
+        for dtype in ("float32", "float64")
     }
-    by_rank = ranks(world, outcomes_of_rank, model_folder, cases)
+    by_rank = ranks(world_size, outcomes_of_rank, model_folder, cases)
     for way in WAYS:
         expected = outcome(configured(way, "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
         for dtype in ("float32", "float64"):

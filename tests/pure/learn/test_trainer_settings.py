@@ -28,10 +28,10 @@ def test_schedules_fall_from_the_warm_up_to_the_share_at_the_end(schedule: str, 
     assert rates == pytest.approx([0.2, 2.0, 2.0, 2.0 * halfway, 2.0 * end, 2.0 * end])
 
 
-def losses(rank: int, world: int, folder: Path, trainer: dict[str, Any], dtype: str) -> list[float]:
-    learner = Learner(settings(trainer=trainer, dtype=dtype), folder, CPU, rank, world)
+def losses(rank: int, world_size: int, folder: Path, trainer: dict[str, Any], dtype: str) -> list[float]:
+    learner = Learner(settings(trainer=trainer, dtype=dtype), folder, CPU, rank, world_size)
     rows = made_rows(6, seed=80)
-    batch = mini_batch([[[row for row in rows if row.trajectory % world == r]] for r in range(world)], 6)
+    batch = mini_batch([[[row for row in rows if row.trajectory % world_size == r]] for r in range(world_size)], 6)
     found = [learner.step(batch).metrics["policy/policy_loss"] for _ in range(3)]
     weights = learner.weights()
     assert (weights is None) == (rank != 0)
