@@ -26,7 +26,7 @@ from examples.data import CORPUS
 from service.rollout.chat.tools import answer, tool_calls
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.retrieval.client import RetrievalClient
-from service.rollout.retrieval.index import Retriever, WordEncoder, load_corpus
+from service.rollout.retrieval.retriever import Retriever, WordEncoder, load_corpus
 
 SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

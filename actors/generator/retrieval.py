@@ -15,14 +15,14 @@ from aiohttp import web
 from service.config import Config
 from service.config.rollout import RetrievalConfig
 from service.errors import RunFailed
-from service.rollout.retrieval.opened import open_retriever
+from service.rollout.retrieval.retriever import open_retriever
 from service.rollout.retrieval.server import BACKLOG, application
 
 log = logging.getLogger(__name__)
 
 
 class RetrievalServer:
-    """Serves one corpus on its node's address; it becomes a Ray actor at the door, and serves as soon as it is made."""
+    """Serves one corpus at its node's address, from its construction on; the caller wraps it as a Ray actor."""
 
     def __init__(self, config_json: str) -> None:
         config = RetrievalConfig.model_validate_json(config_json)
@@ -33,7 +33,7 @@ class RetrievalServer:
         Thread(target=self._serve, args=(application(retriever),), daemon=True, name="retrieval").start()
 
     def url(self) -> str:
-        """Where questions are answered."""
+        """The address of `POST /retrieve`."""
         return self._url
 
     def _serve(self, app: web.Application) -> None:
@@ -52,11 +52,10 @@ async def _forever(app: web.Application, listening: socket.socket) -> None:
 
 
 def with_retrieval(config: Config, has_gpu: bool) -> tuple[Config, Any | None]:
-    """Start the configured retrieval server, if any: the configuration with its address, and its actor.
+    """Start the configured retrieval server, if any; returns the configuration with its address, and its actor.
 
     Raises:
-        RunFailed: it did not start in time.
-        UserError: a file of it is missing or malformed.
+        RunFailed: the server did not start, or not in time.
     """
     retrieval = config.env.retrieval
     if retrieval is None:

@@ -1,4 +1,4 @@
-"""Retrieval: passages, encoders, a flat index, the server and its client.
+"""Retrieval: encoders, a flat index, the server and its client.
 
 The server answers `POST /retrieve` as Search-R1's and SkyRL's do:
 

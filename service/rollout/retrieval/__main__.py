@@ -11,7 +11,7 @@ from aiohttp import web
 
 from service.config.rollout import RetrievalConfig
 from service.errors import UserError
-from service.rollout.retrieval.opened import open_retriever
+from service.rollout.retrieval.retriever import open_retriever
 from service.rollout.retrieval.server import BACKLOG, application
 
 
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         passage_prefix=options.passage_prefix,
     )
     try:
-        # The address first of all, as encoding a corpus may take a day; who asks meanwhile is refused.
+        # Bind first, because encoding a corpus may take a day; connections are refused until `listen`.
         with _bound(options.host, options.port) as bound:
             retriever = open_retriever(config, options.device)
             bound.listen(BACKLOG)
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket at the address, which takes no connection yet."""
+    """A socket bound to the address that does not listen yet."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""The other side of `POST /retrieve`."""
+"""The client of a retrieval server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FIRST_PAUSE = 0.2
 
 
 class RetrievalFailed(Exception):
-    """The server did not answer, or with something else than passages."""
+    """The server did not answer, or its answer holds no passages."""
 
 
 class RetrievalClient:
-    """Asks a retrieval server; one client an episode, with one connection."""
+    """Queries a retrieval server; one client and one connection per episode."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self._url = url
@@ -28,7 +28,7 @@ class RetrievalClient:
         """The contents of the nearest passages, nearest first.
 
         Raises:
-            RetrievalFailed: the server refuses the question, or is not there at any attempt.
+            RetrievalFailed: the server refuses the query, or answers none of `ATTEMPTS` attempts.
         """
         for attempt in range(ATTEMPTS):
             if attempt:

@@ -1,4 +1,4 @@
-"""A dense encoder from a Hugging Face folder: mean over the last hidden states, scaled to length 1."""
+"""A dense encoder from a Hugging Face folder: the mean of the last hidden states, scaled to length 1."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, SafetensorError,
     StrictDataclassError,
 )  # fmt: skip
-"""What transformers raises depends on which of its assumptions about a folder is broken."""
+"""The errors of transformers for a broken folder depend on what is broken."""
 
 
 class DenseEncoder:
-    """An encoder model; E5 and its like want `query: ` and `passage: ` before the text."""
+    """An encoder model; some models, such as E5, need a prefix (`query: `, `passage: `) before the text."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class DenseEncoder:
         return self._encode([self._query_prefix + text for text in texts])
 
     def _encode(self, texts: Sequence[str]) -> Float32s:
-        # Texts of like length go together, so that little is padded.
+        # Texts of similar length share a batch, so that little is padded.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         vectors = np.empty((len(texts), self._model.config.hidden_size), dtype=np.float32)
         for start in range(0, len(order), self._batch_size):
@@ -69,7 +69,7 @@ class DenseEncoder:
         tokens = self._tokenizer(
             texts, padding=True, truncation=True, max_length=self._max_length, return_tensors="pt"
         ).to(self._device)
-        if not tokens["input_ids"].shape[1]:  # texts without any token: as near to one passage as to another
+        if not tokens["input_ids"].shape[1]:  # no text has a token: zeros, equally near to every passage
             return np.zeros((len(texts), self._model.config.hidden_size), dtype=np.float32)
         hidden = self._model(**tokens).last_hidden_state.float()
         mask = tokens["attention_mask"].unsqueeze(-1)

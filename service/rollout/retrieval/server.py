@@ -1,4 +1,4 @@
-"""The retrieval server: questions that arrive together are encoded together, and what is refused is told as JSON."""
+"""The retrieval server: queries that arrive together are encoded together; refusals are answered as JSON."""
 
 from __future__ import annotations
 
@@ -13,69 +13,69 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from service.rollout.environment import is_text
-from service.rollout.retrieval.index import Found, Retriever
+from service.rollout.retrieval.retriever import Hit, Retriever
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-"""Connections that wait to be accepted, at most: all trajectories may ask at once."""
+"""Most connections that wait to be accepted: all trajectories may ask at once."""
 MAX_BODY_BYTES = 1 << 20
-"""Bytes of a question's body, unpacked where it came compressed: 4 KiB for each of `MAX_QUERIES`."""
+"""Bytes of a request's body after decompression: 4 KiB for each of `MAX_QUERIES`."""
 MAX_TOPK = 100
 MAX_QUERIES = 256
 MAX_BATCH = 128
-"""Questions that are encoded at once."""
+"""Queries that are encoded at once."""
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     queries: list[str]
     topk: int
-    answer: asyncio.Future[list[list[Found]]]
+    answer: asyncio.Future[list[list[Hit]]]
 
 
 class Batcher:
-    """Gathers what is asked while the encoder is busy, and answers it at once."""
+    """Collects the requests that arrive while the encoder is busy, and answers them in one batch."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
-        self._asked: asyncio.Queue[_Asked] = asyncio.Queue()
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
 
-    async def search(self, queries: list[str], topk: int) -> list[list[Found]]:
+    async def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
         """As `Retriever.search`."""
-        asked = _Asked(queries, topk, asyncio.get_running_loop().create_future())
-        self._asked.put_nowait(asked)
-        return await asked.answer
+        request = _Request(queries, topk, asyncio.get_running_loop().create_future())
+        self._requests.put_nowait(request)
+        return await request.answer
 
     async def run(self) -> None:
         """Answer until cancelled."""
         while True:
-            batch = [await self._asked.get()]
-            while not self._asked.empty() and sum(len(asked.queries) for asked in batch) < MAX_BATCH:
-                batch.append(self._asked.get_nowait())
-            # Whoever waited too long and hung up asks again: what nobody waits for any more must not hold that up.
-            batch = [asked for asked in batch if not asked.answer.done()]
+            batch = [await self._requests.get()]
+            while not self._requests.empty() and sum(len(request.queries) for request in batch) < MAX_BATCH:
+                batch.append(self._requests.get_nowait())
+            # Requests whose connection closed are dropped; a client that hung up asks again.
+            batch = [request for request in batch if not request.answer.done()]
             if not batch:
                 continue
             try:
                 await self._answer(batch)
-            except Exception as error:  # noqa: BLE001 - whoever asked gets it; the server goes on
-                for asked in batch:
-                    if not asked.answer.done():
-                        asked.answer.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - each request answers with it; the server goes on
+                for request in batch:
+                    if not request.answer.done():
+                        request.answer.set_exception(error)
 
-    async def _answer(self, batch: Sequence[_Asked]) -> None:
-        queries = [query for asked in batch for query in asked.queries]
-        found = iter(await asyncio.to_thread(self._retriever.search, queries, max(asked.topk for asked in batch)))
-        for asked in batch:
-            answer = [next(found)[: asked.topk] for _ in asked.queries]
-            if not asked.answer.done():
-                asked.answer.set_result(answer)
+    async def _answer(self, batch: Sequence[_Request]) -> None:
+        queries = [query for request in batch for query in request.queries]
+        found = iter(await asyncio.to_thread(self._retriever.search, queries, max(request.topk for request in batch)))
+        for request in batch:
+            answer = [next(found)[: request.topk] for _ in request.queries]
+            if not request.answer.done():
+                request.answer.set_result(answer)
 
 
 def application(retriever: Retriever, default_topk: int = 3) -> web.Application:
     """The server as an aiohttp application: `POST /retrieve` and `GET /healthz`.
 
-    Its runner needs `handler_cancellation=True`, so that questions end with the connection that they came by.
+    Its runner needs `handler_cancellation=True`, so that closing a connection cancels its request.
     """
     batcher = Batcher(retriever)
 
@@ -102,7 +102,7 @@ def application(retriever: Retriever, default_topk: int = 3) -> web.Application:
 
 @web.middleware
 async def _reasons_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """`{"error": reason}` for every answer that is none, with its status and its other headers."""
+    """Answer every error as `{"error": reason}`, with the status and the other headers of the error."""
     try:
         return await handler(request)
     except web.HTTPRequestEntityTooLarge as error:
@@ -117,7 +117,7 @@ async def _reasons_as_json(request: web.Request, handler: Handler) -> web.Stream
 
 
 async def _json(request: web.Request) -> Any:
-    """The body, whatever the header says that it is: askers set `Content-Type` as they please."""
+    """The body as JSON, whatever its `Content-Type`: clients set it arbitrarily."""
     try:
         return await request.json()
     except (ValueError, LookupError, RecursionError) as error:  # no JSON, no such encoding, or nested too deep
@@ -126,11 +126,11 @@ async def _json(request: web.Request) -> Any:
         raise web.HTTPBadRequest(text=f"the body cannot be read: {error}") from error
 
 
-def _checked(asked: Any, default_topk: int) -> tuple[list[str], int, bool]:
-    """The questions, how many passages each gets, and whether with scores; null means the same as nothing."""
-    if not isinstance(asked, dict):
+def _checked(body: Any, default_topk: int) -> tuple[list[str], int, bool]:
+    """The queries, the number of passages for each, and whether with scores; null means the default."""
+    if not isinstance(body, dict):
         raise web.HTTPBadRequest(text="give an object with query or queries")
-    given = [asked[name] for name in ("query", "queries") if asked.get(name) is not None]
+    given = [body[name] for name in ("query", "queries") if body.get(name) is not None]
     if len(given) != 1:
         raise web.HTTPBadRequest(text="give either query or queries")
     queries = given if isinstance(given[0], str) else given[0]
@@ -138,15 +138,15 @@ def _checked(asked: Any, default_topk: int) -> tuple[list[str], int, bool]:
         raise web.HTTPBadRequest(text="query is a text, queries a list of texts")
     if not 0 < len(queries) <= MAX_QUERIES:
         raise web.HTTPBadRequest(text=f"{len(queries)} queries; give 1 to {MAX_QUERIES}")
-    topk = default_topk if asked.get("topk") is None else asked["topk"]
+    topk = default_topk if body.get("topk") is None else body["topk"]
     if type(topk) is not int or not 0 < topk <= MAX_TOPK:
         raise web.HTTPBadRequest(text=f"topk {topk!r:.40} is none of 1 to {MAX_TOPK} passages")
-    scored = False if asked.get("return_scores") is None else asked["return_scores"]
+    scored = False if body.get("return_scores") is None else body["return_scores"]
     if not isinstance(scored, bool):
         raise web.HTTPBadRequest(text=f"return_scores {scored!r:.40} is neither true nor false")
     return queries, topk, scored
 
 
-def _document(hit: Found, scored: bool) -> dict[str, Any]:
+def _document(hit: Hit, scored: bool) -> dict[str, Any]:
     document = hit.passage._asdict()
     return {"document": document, "score": hit.score} if scored else document

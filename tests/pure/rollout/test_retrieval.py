@@ -22,7 +22,7 @@ from aiohttp import web
 
 from service.rollout.retrieval import server
 from service.rollout.retrieval.__main__ import main
-from service.rollout.retrieval.index import Found, Index, Passage, Retriever, WordEncoder
+from service.rollout.retrieval.retriever import Hit, Index, Passage, Retriever, WordEncoder
 from service.rollout.retrieval.server import MAX_BODY_BYTES, Batcher, application
 from service.types import Float32s, Int64s
 
@@ -236,7 +236,7 @@ async def test_a_question_whose_asker_hung_up_is_not_searched_for(monkeypatch: p
     waiting: list[str] = []
 
     class Watched(Batcher):
-        async def search(self, queries: list[str], topk: int) -> list[list[Found]]:
+        async def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
             waiting.append(queries[0])
             try:
                 return await super().search(queries, topk)

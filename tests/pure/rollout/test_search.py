@@ -21,7 +21,7 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.retrieval.dense import DenseEncoder
-from service.rollout.retrieval.index import NumpyIndex, Passage, Retriever, WordEncoder, flat_index, load_corpus
+from service.rollout.retrieval.retriever import NumpyIndex, Passage, Retriever, WordEncoder, flat_index, load_corpus
 from service.rollout.retrieval.server import application
 from tests.pure.rollout.test_retrieval import TEXTS, retriever, served
 

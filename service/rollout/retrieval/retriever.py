@@ -1,9 +1,8 @@
-"""Passages by nearness: encoders turn text into vectors, a flat index finds those with the largest inner product."""
+"""Search in a corpus: an encoder turns texts into vectors, a flat index finds the largest inner products."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from examples.data import CORPUS
+from service.config.rollout import RetrievalConfig
 from service.errors import UserError
+from service.files import atomic_file
 from service.rollout.environment import is_text
 from service.types import Float32s, Int64s
 
@@ -28,38 +30,39 @@ class Passage(NamedTuple):
     contents: str
 
 
-class Found(NamedTuple):
-    """A passage and how near it is."""
+class Hit(NamedTuple):
+    """A passage that was found."""
 
     passage: Passage
     score: float
+    """Inner product of the query's and the passage's vectors."""
 
 
 class Encoder(Protocol):
-    """Text to vectors of length 1."""
+    """Turns texts into vectors of length 1."""
 
     def passages(self, texts: Sequence[str]) -> Float32s:
-        """[n, d] vectors of documents."""
+        """[n, d] vectors of passages."""
 
     def queries(self, texts: Sequence[str]) -> Float32s:
-        """[n, d] vectors of questions."""
+        """[n, d] vectors of queries."""
 
 
 class Index(Protocol):
-    """The nearest of many vectors."""
+    """Finds the nearest of many vectors."""
 
     def search(self, queries: Float32s, topk: int) -> tuple[Float32s, Int64s]:
-        """[n, topk] inner products, largest first, and the numbers of their vectors."""
+        """[n, topk] inner products, largest first, and [n, topk] row numbers of their vectors."""
 
 
 class WordEncoder:
-    """Words weighed by how rare they are in the corpus: needs no model, and finds what shares words."""
+    """TF-IDF vectors: finds passages that share words with the query, rare words counting more; needs no model."""
 
     def __init__(self, corpus: Sequence[str]) -> None:
         documents = Counter(word for text in corpus for word in set(_words(text)))
         self._columns = {word: i for i, word in enumerate(sorted(documents))}
         counts = np.array([documents[word] for word in self._columns], dtype=np.float32)
-        self._rareness = np.log((1 + len(corpus)) / (1 + counts)) + 1
+        self._idf = np.log((1 + len(corpus)) / (1 + counts)) + 1
 
     def passages(self, texts: Sequence[str]) -> Float32s:
         """[n, words] vectors."""
@@ -67,7 +70,7 @@ class WordEncoder:
         for i, text in enumerate(texts):
             for word, count in Counter(_words(text)).items():
                 if word in self._columns:
-                    vectors[i, self._columns[word]] = count * self._rareness[self._columns[word]]
+                    vectors[i, self._columns[word]] = count * self._idf[self._columns[word]]
         vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
         return vectors
 
@@ -83,27 +86,27 @@ class NumpyIndex:
         self._vectors = vectors
 
     def search(self, queries: Float32s, topk: int) -> tuple[Float32s, Int64s]:
-        """The nearest; equally near ones in the order of the corpus."""
+        """As `Index.search`; equal scores in the order of the corpus."""
         scores = queries @ self._vectors.T
         nearest = np.argsort(-scores, axis=1, kind="stable")[:, :topk]
         return np.take_along_axis(scores, nearest, axis=1), nearest
 
 
 def flat_index(vectors: Float32s) -> Index:
-    """An exact index over the vectors: FAISS's where it is installed (the extra `search`), else numpy's."""
+    """An exact index: FAISS's where it is installed (the extra `search`), else numpy's."""
     try:
         faiss = import_module("faiss")
     except ImportError:
         return NumpyIndex(vectors)
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(np.ascontiguousarray(vectors))
-    found: Index = index
-    return found
+    flat: Index = index
+    return flat
 
 
 @dataclass(frozen=True, slots=True)
 class Retriever:
-    """A corpus that can be asked."""
+    """A corpus with its encoder and index."""
 
     passages: Sequence[Passage]
     encoder: Encoder
@@ -111,29 +114,31 @@ class Retriever:
 
     @staticmethod
     def of(passages: Sequence[Passage], encoder: Encoder, embeddings: Path | None = None) -> Retriever:
-        """Encode the corpus, or read its vectors from `embeddings` (.npy), which is written where it is missing.
+        """Encode the corpus, or read its vectors from the file `embeddings` (.npy), which is written if missing.
 
         Raises:
-            UserError: the file holds no vectors, or not those of this corpus and encoder.
+            UserError: the file holds no vectors, or vectors of another corpus or encoder.
         """
         if embeddings is not None and embeddings.is_file():
-            vectors = _kept(embeddings, (len(passages), encoder.queries(["width"]).shape[1]))
+            vectors = _load_vectors(embeddings, (len(passages), encoder.queries(["width"]).shape[1]))
         else:
             vectors = encoder.passages([passage.contents for passage in passages])
             if embeddings is not None:
-                _keep(vectors, embeddings)
+                # An open file, because np.save appends .npy to a name without it.
+                with atomic_file(embeddings) as partial, partial.open("wb") as file:
+                    np.save(file, vectors)
         return Retriever(passages, encoder, flat_index(vectors))
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """The `topk` nearest passages of each query, nearest first."""
         scores, numbers = self.index.search(self.encoder.queries(queries), min(topk, len(self.passages)))
         return [
-            [Found(self.passages[number], score) for score, number in zip(row, nearest, strict=True)]
+            [Hit(self.passages[number], score) for score, number in zip(row, nearest, strict=True)]
             for row, nearest in zip(scores.tolist(), numbers.tolist(), strict=True)
         ]
 
 
-def _kept(path: Path, shape: tuple[int, int]) -> Float32s:
+def _load_vectors(path: Path, shape: tuple[int, int]) -> Float32s:
     try:
         vectors: Float32s = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -144,22 +149,35 @@ def _kept(path: Path, shape: tuple[int, int]) -> Float32s:
     return vectors
 
 
-def _keep(vectors: Float32s, path: Path) -> None:
-    """Write them to another name first: who starts next finds the whole file or none."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+def open_retriever(config: RetrievalConfig, device: str) -> Retriever:
+    """Read the corpus, and encode it unless its vectors are in a file.
+
+    Raises:
+        UserError: a file is missing or malformed, or the encoder cannot run on `device`.
+    """
+    passages = load_corpus(config.corpus or CORPUS)
+    return Retriever.of(passages, _encoder(config, device, passages), config.embeddings)
+
+
+def _encoder(config: RetrievalConfig, device: str, passages: Sequence[Passage]) -> Encoder:
+    if config.encoder is None:
+        return WordEncoder([passage.contents for passage in passages])
+    import torch  # a server without an encoder starts faster without torch
+
+    from service.rollout.retrieval.dense import DenseEncoder
+
     try:
-        with unfinished.open("wb") as file:  # an open file, as np.save gives a name without .npy another one
-            np.save(file, vectors)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError where torch was built without the device
+        raise UserError(f"the encoder cannot run on {device!r}: {error}; give cpu") from error
+    return DenseEncoder(config.encoder, torch.device(device), config.query_prefix, config.passage_prefix)
 
 
 def load_corpus(path: Path) -> list[Passage]:
-    """A JSONL file with `id` and `contents` in each row.
+    """The passages of a JSONL file with `id` and `contents` in each row.
 
     Raises:
-        UserError: it is missing, empty or malformed; the message names file and row.
+        UserError: the file is missing, empty or malformed; the message names file and row.
     """
     if not path.is_file():
         raise UserError(f"corpus: there is no file {path}")
