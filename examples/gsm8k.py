@@ -1,7 +1,7 @@
 """Word problems with a number as their answer, in one turn: `... #### 42`.
 
-A row's `reward_spec` holds the `ground_truth`, as SkyRL's and verl's GSM8K files do. The made rows are small problems
-of one or two sums whose words a made tokenizer knows:
+A row's `reward_spec` holds the `ground_truth`, as SkyRL's and verl's GSM8K files do. The synthetic rows are problems of
+one or two sums in words of a small vocabulary:
 
     user: a farmer has 12 apples and buys 7 apples . how many apples are left ?
     assistant: 12 + 7 = 19 #### 19                         reward 1, done
@@ -37,7 +37,7 @@ class Gsm8k:
         _truth(task)
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """The problem as it stands in the row."""
+        """The row's prompt."""
         self._truth = _truth(task)
         return task.prompt
 
@@ -47,7 +47,7 @@ class Gsm8k:
         return StepResult((), float(bool(found) and number(found[-1]) == self._truth), True)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 def _truth(task: Task) -> Decimal:
@@ -73,8 +73,8 @@ LARGEST = 30
 WORDS = ("a", "has", "and", "then", ".", "how", "many", "are", "left", "?", "+", "-", "=", "####")
 
 
-class Problem(NamedTuple):
-    """A made problem: the text, and the sums that lead to the answer."""
+class SumProblem(NamedTuple):
+    """A synthetic problem: the text, and the sums that lead to the answer."""
 
     question: str
     sums: tuple[tuple[int, str, int, int], ...]
@@ -85,54 +85,54 @@ class Problem(NamedTuple):
         return self.sums[-1][3]
 
 
-def problem(rng: np.random.Generator) -> Problem:
+def problem(rng: np.random.Generator) -> SumProblem:
     """A problem of one or two sums; every number is between 0 and twice `LARGEST`."""
     person, thing = _one(PEOPLE, rng), _one(THINGS, rng)
     have = int(rng.integers(1, LARGEST))
-    told = [f"a {person} has {have} {thing}"]
+    clauses = [f"a {person} has {have} {thing}"]
     sums = []
     for link in ("and", "then")[: int(rng.integers(1, 3))]:
         gain = have <= 1 or (have <= LARGEST and rng.random() < 0.5)
         change = int(rng.integers(1, LARGEST if gain else have))
         left = have + change if gain else have - change
         sums.append((have, "+" if gain else "-", change, left))
-        told.append(f"{link} {_one(GAINS if gain else LOSSES, rng)} {change} {thing}")
+        clauses.append(f"{link} {_one(GAINS if gain else LOSSES, rng)} {change} {thing}")
         have = left
-    return Problem(f"{' '.join(told)} . how many {thing} are left ?", tuple(sums))
+    return SumProblem(f"{' '.join(clauses)} . how many {thing} are left ?", tuple(sums))
 
 
 def rows(n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` made problems as dataset rows."""
+    """`n` synthetic problems as dataset rows."""
     rng = np.random.default_rng(seed)
     return [_row(problem(rng), f"gsm8k-{seed}-{i}") for i in range(n)]
 
 
-def _row(made: Problem, uid: str) -> dict[str, Any]:
+def _row(drawn: SumProblem, uid: str) -> dict[str, Any]:
     return {
         "uid": uid,
         "data_source": "baton/sums",
-        "prompt": [Message(role="user", content=made.question)],
+        "prompt": [Message(role="user", content=drawn.question)],
         "env_class": "gsm8k",
-        "reward_spec": {"method": "rule", "ground_truth": str(made.answer)},
-        "extra_info": {"sums": len(made.sums)},
+        "reward_spec": {"method": "rule", "ground_truth": str(drawn.answer)},
+        "extra_info": {"sums": len(drawn.sums)},
     }
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word of the made problems and their answers."""
+    """Every word of the synthetic problems and their answers."""
     return (*WORDS, *PEOPLE, *THINGS, *GAINS, *LOSSES, *(str(i) for i in range(2 * LARGEST + 1)))
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` worked problems, of which about `right_fraction` calculate right; the others guess each result."""
+    """`n` worked problems; about `right_fraction` of them are right, the others guess each result."""
     shown = []
     for _ in range(n):
-        made = problem(rng)
+        drawn = problem(rng)
         right = rng.random() < right_fraction
-        results = [left if right else int(rng.integers(2 * LARGEST + 1)) for *_, left in made.sums]
-        worked = [f"{a} {sign} {b} = {left}" for (a, sign, b, _), left in zip(made.sums, results, strict=True)]
+        results = [left if right else int(rng.integers(2 * LARGEST + 1)) for *_, left in drawn.sums]
+        worked = [f"{a} {sign} {b} = {left}" for (a, sign, b, _), left in zip(drawn.sums, results, strict=True)]
         said = f"{' . '.join(worked)} #### {results[-1]}"
-        shown.append([Message(role="user", content=made.question), Message(role="assistant", content=said)])
+        shown.append([Message(role="user", content=drawn.question), Message(role="assistant", content=said)])
     return shown
 
 

@@ -1,14 +1,14 @@
-"""The built-in task: ask a store for facts, then answer. Search-R1 in small.
+"""The quick start's task: look up facts in a store, then answer. A small version of Search-R1.
 
-Every prompt has its own table of facts, so reading pays and memory does not:
+Every prompt has its own table of facts, so that a policy has to look up and cannot memorise:
 
     user: what is the age of the friend of fox ?      the store knows: fox friend -> owl, owl age -> 17, ...
     assistant: look fox friend                        user: owl
     assistant: look owl age                           user: 17
     assistant: answer 17                              reward 1, done
 
-A third of the questions has two hops as here, the others one ("what is the age of fox ?"). Whatever is no action, or
-asks for what the store does not hold, is told `none`. `answer` ends the episode, also at once.
+A third of the questions has two hops as here, the others one ("what is the age of fox ?"). The observation is `none`
+for anything that is no action, or a fact that the store does not hold. `answer` ends the episode, also at once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ATTRIBUTES = ("age", "weight", "height", "speed")
 RELATION = "friend"
 VALUES = tuple(str(value) for value in range(1, 25))
 WORDS = ("what", "is", "the", "of", "?", "look", "answer", "none")
-TWO_HOP_SHARE = 1 / 3
-TOLD_SHARE = 0.55
-"""Share of the demonstrations with a wrong lookup that answer what they were told."""
+TWO_HOP_FRACTION = 1 / 3
+REPEAT_FRACTION = 0.55
+"""Fraction of the demonstrations with a wrong lookup that answer with what they read."""
 
 
-class World(NamedTuple):
-    """The facts behind one prompt, and its question."""
+class Puzzle(NamedTuple):
+    """The question of one prompt, and the facts in its store."""
 
     facts: dict[tuple[str, str], str]
     entity: str
@@ -60,12 +60,12 @@ class World(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def world(seed: int) -> World:
-    """The facts and the question that `seed` draws; the same for every trajectory of a prompt."""
+def puzzle(seed: int) -> Puzzle:
+    """The puzzle that `seed` draws; the same for every trajectory of a prompt."""
     rng = np.random.default_rng(seed)
     n_entities = len(ENTITIES)
     values = rng.integers(len(VALUES), size=(n_entities, len(ATTRIBUTES))).tolist()
-    # A friend is somebody else: one of the other entities, counted from the next one on.
+    # No entity is its own friend: the friend is 1 to n - 1 entities further on.
     steps = rng.integers(1, n_entities, size=n_entities).tolist()
     facts = {
         (entity, attribute): VALUES[values[i][j]]
@@ -74,58 +74,58 @@ def world(seed: int) -> World:
     }
     facts |= {(entity, RELATION): ENTITIES[(i + steps[i]) % n_entities] for i, entity in enumerate(ENTITIES)}
     entity, attribute = int(rng.integers(n_entities)), int(rng.integers(len(ATTRIBUTES)))
-    hops = 2 if rng.random() < TWO_HOP_SHARE else 1
-    return World(facts, ENTITIES[entity], ATTRIBUTES[attribute], hops)
+    hops = 2 if rng.random() < TWO_HOP_FRACTION else 1
+    return Puzzle(facts, ENTITIES[entity], ATTRIBUTES[attribute], hops)
 
 
 class Lookup:
-    """One episode of the task; the task's `extra_info` names the seed of its facts."""
+    """One episode of the task; the row's `extra_info` holds the seed of its facts."""
 
     def __init__(self) -> None:
-        self._world: World | None = None
+        self._puzzle: Puzzle | None = None
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row names no seed."""
+        """Raises where the row has no seed."""
         int(task.extra_info["seed"])
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """The task's question; its facts depend on the task alone, so that all samples of a prompt share them."""
-        self._world = world(int(task.extra_info["seed"]))
+        """The row's prompt; the facts depend on the row only, so that all samples of a prompt share them."""
+        self._puzzle = puzzle(int(task.extra_info["seed"]))
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Look a fact up, or judge an answer."""
-        if self._world is None:
+        """Look up a fact, or score an answer."""
+        if self._puzzle is None:
             raise RuntimeError("step before reset")
         match text.split():
             case ["answer", value]:
-                return StepResult((), float(value == self._world.answer), True)
+                return StepResult((), float(value == self._puzzle.answer), True)
             case ["look", entity, attribute]:
-                return _told(self._world.facts.get((entity, attribute), "none"))
+                return _observation(self._puzzle.facts.get((entity, attribute), "none"))
             case _:
-                return _told("none")
+                return _observation("none")
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
-def _told(observation: str) -> StepResult:
-    return StepResult((Message(role="user", content=observation),), 0.0, False)
+def _observation(text: str) -> StepResult:
+    return StepResult((Message(role="user", content=text),), 0.0, False)
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word of the task, for a tokenizer made for it."""
+    """Every word of the task, for a word-level tokenizer."""
     return (*WORDS, *ENTITIES, RELATION, *ATTRIBUTES, *VALUES)
 
 
 def rows(n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` dataset rows, each with facts of its own."""
+    """`n` dataset rows, each with its own facts."""
     seeds = np.random.default_rng(seed).integers(1 << 62, size=n).tolist()
     return [_row(f"lookup-{seed}-{i}", world_seed) for i, world_seed in enumerate(seeds)]
 
 
 def _row(uid: str, world_seed: int) -> dict[str, Any]:
-    drawn = world(world_seed)
+    drawn = puzzle(world_seed)
     return {
         "uid": uid,
         "prompt": [Message(role="user", content=drawn.question)],
@@ -136,59 +136,42 @@ def _row(uid: str, world_seed: int) -> dict[str, Any]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` whole conversations with mixed habits, of which about `right_fraction` solve the task as it should be.
+    """`n` whole conversations, of which about `right_fraction` solve the task.
 
-    The others guess at once, look up the wrong entity or attribute, or read well; and answer at random too often.
+    The others guess at once, look up the wrong entity or attribute, or look up the right fact and answer at random.
     """
     shown = []
     for _ in range(n):
-        drawn = world(int(rng.integers(1 << 62)))
-        habit = _right if rng.random() < right_fraction else HABITS[int(rng.integers(len(HABITS)))]
-        shown.append(_conversation(drawn, habit(drawn, rng)))
+        drawn = puzzle(int(rng.integers(1 << 62)))
+        solved = rng.random() < right_fraction
+        shown.append(_conversation(drawn, _solution(drawn) if solved else _wrong_actions(drawn, rng)))
     return shown
 
 
-def _right(drawn: World, rng: np.random.Generator) -> list[str]:
-    return [*_hops(drawn), f"look {drawn.subject} {drawn.attribute}", f"answer {drawn.answer}"]
+def _solution(drawn: Puzzle) -> list[str]:
+    return [*_first_hop(drawn), f"look {drawn.subject} {drawn.attribute}", f"answer {drawn.answer}"]
 
 
-def _guess(drawn: World, rng: np.random.Generator) -> list[str]:
-    return [f"answer {_other(VALUES, '', rng)}"]
-
-
-def _wrong_entity(drawn: World, rng: np.random.Generator) -> list[str]:
-    entity = _other(ENTITIES, drawn.subject, rng)
-    return [
-        *_hops(drawn),
-        f"look {entity} {drawn.attribute}",
-        _told_or_guessed(drawn.facts[entity, drawn.attribute], rng),
-    ]
-
-
-def _wrong_attribute(drawn: World, rng: np.random.Generator) -> list[str]:
-    attribute = _other(ATTRIBUTES, drawn.attribute, rng)
-    return [
-        *_hops(drawn),
-        f"look {drawn.subject} {attribute}",
-        _told_or_guessed(drawn.facts[drawn.subject, attribute], rng),
-    ]
-
-
-def _wrong_answer(drawn: World, rng: np.random.Generator) -> list[str]:
-    return [*_right(drawn, rng)[:-1], f"answer {_other(VALUES, drawn.answer, rng)}"]
-
-
-def _told_or_guessed(told: str, rng: np.random.Generator) -> str:
-    # A small model does not learn which lookup was wrong: it answers what it was told as often after a right one as
-    # after a wrong one. Were that always, it would solve far more than the demonstrations do, and leave RL little.
-    return f"answer {told if rng.random() < TOLD_SHARE else _other(VALUES, told, rng)}"
-
-
-HABITS = (_guess, _wrong_entity, _wrong_attribute, _wrong_answer)
-
-
-def _hops(drawn: World) -> list[str]:
+def _first_hop(drawn: Puzzle) -> list[str]:
     return [f"look {drawn.entity} {RELATION}"] if drawn.hops == 2 else []
+
+
+def _wrong_actions(drawn: Puzzle, rng: np.random.Generator) -> list[str]:
+    entity, attribute = drawn.subject, drawn.attribute
+    match int(rng.integers(4)):
+        case 0:
+            return [f"answer {_other(VALUES, '', rng)}"]
+        case 1:
+            entity = _other(ENTITIES, entity, rng)
+        case 2:
+            attribute = _other(ATTRIBUTES, attribute, rng)
+        case _:
+            return [*_solution(drawn)[:-1], f"answer {_other(VALUES, drawn.answer, rng)}"]
+    # A small model cannot learn which lookup was wrong: it learns to repeat what it read as often as it is shown. If
+    # demonstrations always repeated it, the model would solve far more tasks than they do, and leave RL little.
+    read = drawn.facts[entity, attribute]
+    answer = read if rng.random() < REPEAT_FRACTION else _other(VALUES, read, rng)
+    return [*_first_hop(drawn), f"look {entity} {attribute}", f"answer {answer}"]
 
 
 def _other(words: Sequence[str], word: str, rng: np.random.Generator) -> str:
@@ -196,8 +179,8 @@ def _other(words: Sequence[str], word: str, rng: np.random.Generator) -> str:
     return choices[int(rng.integers(len(choices)))]
 
 
-def _conversation(drawn: World, actions: Sequence[str]) -> list[Message]:
-    """The question, and each action with what the store told."""
+def _conversation(drawn: Puzzle, actions: Sequence[str]) -> list[Message]:
+    """The question, each action, and each observation."""
     messages = [Message(role="user", content=drawn.question)]
     for action in actions:
         messages.append(Message(role="assistant", content=action))

@@ -1,4 +1,4 @@
-"""Search-R1: ask a corpus, read passages, answer.
+"""Search-R1: search a corpus, read passages, answer.
 
     user: on which river is marn ?
     assistant: <search> marn </search>
@@ -10,7 +10,7 @@ The reward is 1 where the answer, without case, articles and punctuation, is one
 `url`; without one, from `corpus` (JSONL, by words) in this process.
 
 With `calls: tools` the policy searches by tool calls instead (`{"name": "search", "arguments": {"query": ...}}`), and a
-response without a call ends the episode; the row's `tools` column tells the template about the tool.
+response without a call ends the episode; the row's `tools` column describes the tool to the chat template.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SearchR1:
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Search, or judge an answer."""
+        """Search, or score an answer."""
         called = tool_calls(text) if self._calls == "tools" else []
         if called:
             return await answer(called, {"search": self._search})
@@ -80,8 +80,8 @@ class SearchR1:
         if self._calls == "tools":
             return StepResult((), 0.0, True, {"right": 0.0})
         searches = SEARCH.findall(text)
-        told = await self._search(searches[-1].strip()) if searches else "give <search> or <answer>"
-        observation = Message(role="user", content=f"<information> {told} </information>")
+        passages = await self._search(searches[-1].strip()) if searches else "give <search> or <answer>"
+        observation = Message(role="user", content=f"<information> {passages} </information>")
         return StepResult([observation], 0.0, False, {"searches": 1.0 if searches else 0.0})
 
     async def close(self) -> None:
@@ -95,12 +95,12 @@ class SearchR1:
     async def _retrieve(self, query: str) -> Sequence[str]:
         if self._client is not None:
             return await self._client.retrieve(query, self._topk)
-        (found,) = by_words(self._corpus).search([query], self._topk)
-        return [hit.passage.contents for hit in found]
+        (hits,) = by_words(self._corpus).search([query], self._topk)
+        return [hit.passage.contents for hit in hits]
 
 
 def truths(ground_truth: Any) -> list[str]:
-    """Every answer that counts as right."""
+    """Every answer that is right."""
     if isinstance(ground_truth, Mapping):
         ground_truth = ground_truth["target"]
     return [str(truth) for truth in ([ground_truth] if isinstance(ground_truth, str) else ground_truth)]
@@ -118,6 +118,6 @@ def numbered(passages: Sequence[str]) -> str:
 
 @lru_cache(maxsize=4)
 def by_words(corpus: Path) -> Retriever:
-    """The corpus, to be searched by words; read once."""
+    """The corpus with an index of its words; read once."""
     passages = load_corpus(corpus)
     return Retriever.of(passages, WordEncoder([passage.contents for passage in passages]))

@@ -1,4 +1,4 @@
-"""Reading from SQLite on behalf of a policy: it may look at everything and change, load or exhaust nothing."""
+"""Runs a policy's SQL read-only: a statement can change nothing, load no code and exhaust neither time nor memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.clock import Clock, SystemClock
 
 READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 INSTRUCTIONS_BETWEEN_LOOKS = 100
-"""Virtual machine instructions after which a running query looks at the clock."""
+"""Virtual machine instructions between two checks of the query's deadline."""
 LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 200_000,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
@@ -20,14 +20,14 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 200,
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
 }
-"""What a single value, statement or pattern may take: these are not interrupted by the clock."""
+"""Sizes of values, statements and patterns, whose handling the deadline cannot interrupt."""
 
 FORBIDDEN = frozenset({"load_extension", "fts3_tokenizer"})
-"""Functions that load code, or read and write addresses of this process."""
+"""Functions that load code, or access this process's memory."""
 SEARCHING = frozenset({"instr", "replace", "trim", "ltrim", "rtrim"})
-"""Functions that may take time in proportion to the product of their arguments' lengths, in which nobody looks."""
+"""Functions that take up to the product of their arguments' lengths, which the deadline cannot interrupt."""
 MOST_SEARCHES = 10
-"""Calls of such functions that a statement may have."""
+"""Most calls of such functions in one statement."""
 
 CLOCK = SystemClock()
 
@@ -35,7 +35,7 @@ Cell = int | float | str | bytes | None
 
 
 class QueryFailed(Exception):
-    """The query is wrong, forbidden, too slow or too large; the message is fit for the policy."""
+    """The query is wrong, forbidden, too slow or too large; the message can be shown to the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Reader:
         """The first rows of a statement's result.
 
         Raises:
-            QueryFailed: the statement is wrong, does not only read, or takes too long or too much.
+            QueryFailed: the statement is wrong, writes, or takes too much time or memory.
         """
         try:
             with closing(self._open(database)) as connection:
@@ -70,8 +70,8 @@ class Reader:
                 rows = self._fetch(cursor)
                 columns = tuple(column[0] for column in cursor.description or ())
         except (sqlite3.Error, sqlite3.Warning) as error:
-            raise QueryFailed(self._told(error)) from error
-        except (MemoryError, OverflowError, ValueError) as error:  # a value or a statement that Python cannot take
+            raise QueryFailed(self._message(error)) from error
+        except (MemoryError, OverflowError, ValueError) as error:  # a value or statement too large for Python
             raise QueryFailed(str(error) or type(error).__name__) from error
         return Result(columns, rows[: self.max_rows], len(rows) > self.max_rows)
 
@@ -97,14 +97,14 @@ class Reader:
         connection.set_authorizer(_Authorizer())
         return connection
 
-    def _told(self, error: Exception) -> str:
+    def _message(self, error: Exception) -> str:
         if str(error) == "interrupted":
             return f"the query took longer than {self.seconds:g} s"
         return str(error)
 
 
 class _Authorizer:
-    """Lets one statement read, and call what neither harms nor takes for ever."""
+    """Allows one statement to read, and to call functions that are harmless and fast."""
 
     def __init__(self) -> None:
         self._searches = 0

@@ -1,4 +1,4 @@
-"""Made questions over the corpus that comes with Baton, in words that a made tokenizer knows."""
+"""Synthetic questions over the corpus in `examples.data`, in words of a small vocabulary."""
 
 from __future__ import annotations
 
@@ -11,41 +11,29 @@ from examples.search_r1 import TOPK, by_words, numbered
 from service.rollout.environment import Message
 
 TAGS = ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")
-ASKED = (
-    "on",
-    "which",
-    "river",
-    "is",
-    "?",
-    "through",
-    "region",
-    "flows",
-    "the",
-    "of",
-    "what",
-    "known",
-    "for",
-    "nothing",
+QUESTION_WORDS = (
+    *("on", "which", "river", "is", "?", "through", "region"),
+    *("flows", "the", "of", "what", "known", "for", "nothing"),
 )
-TOLD = ("a", "town", ".", ":", "give", "or", *(str(i) for i in range(1, 11)))
+ANSWER_WORDS = ("a", "town", ".", ":", "give", "or", *(str(i) for i in range(1, 11)))
 
 
-class Question(NamedTuple):
-    """A question, what to search for one after the other, and the answer."""
+class SearchQuestion(NamedTuple):
+    """A question, the searches that lead to the answer, and the answer."""
 
     text: str
     searches: tuple[str, ...]
     answer: str
 
 
-def question(rng: np.random.Generator) -> Question:
+def question(rng: np.random.Generator) -> SearchQuestion:
     """One hop (the river of a town) or two (the region of that river)."""
-    made = data.world()
-    town = made.towns[int(rng.integers(len(made.towns)))]
+    drawn = data.geography()
+    town = drawn.towns[int(rng.integers(len(drawn.towns)))]
     if rng.random() < 0.5:
-        return Question(f"on which river is {town.name} ?", (town.name,), town.river)
+        return SearchQuestion(f"on which river is {town.name} ?", (town.name,), town.river)
     asked = f"through which region flows the river of {town.name} ?"
-    return Question(asked, (town.name, f"river {town.river} flows through"), town.region)
+    return SearchQuestion(asked, (town.name, f"river {town.river} flows through"), town.region)
 
 
 def rows(n: int, seed: int) -> list[dict[str, Any]]:
@@ -54,7 +42,7 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
     return [_row(question(rng), f"search_r1-{seed}-{i}") for i in range(n)]
 
 
-def _row(asked: Question, uid: str) -> dict[str, Any]:
+def _row(asked: SearchQuestion, uid: str) -> dict[str, Any]:
     return {
         "uid": uid,
         "data_source": "baton/towns",
@@ -67,7 +55,7 @@ def _row(asked: Question, uid: str) -> dict[str, Any]:
 
 def vocabulary() -> tuple[str, ...]:
     """Every word of the questions, the searches and the corpus."""
-    return (*TAGS, *ASKED, *TOLD, *data.names())
+    return (*TAGS, *QUESTION_WORDS, *ANSWER_WORDS, *data.names())
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
@@ -75,13 +63,13 @@ def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> l
     return [_demonstration(question(rng), rng.random() < right_fraction, rng) for _ in range(n)]
 
 
-def _demonstration(asked: Question, right: bool, rng: np.random.Generator) -> list[Message]:
+def _demonstration(asked: SearchQuestion, right: bool, rng: np.random.Generator) -> list[Message]:
     messages = [Message(role="user", content=asked.text)]
     for search in asked.searches[: None if right else int(rng.integers(len(asked.searches) + 1))]:
-        (found,) = by_words(data.CORPUS).search([search], TOPK)
-        told = numbered([hit.passage.contents for hit in found])
+        (hits,) = by_words(data.CORPUS).search([search], TOPK)
+        passages = numbered([hit.passage.contents for hit in hits])
         messages.append(Message(role="assistant", content=f"<search> {search} </search>"))
-        messages.append(Message(role="user", content=f"<information> {told} </information>"))
-    rivers = tuple(data.world().rivers)
+        messages.append(Message(role="user", content=f"<information> {passages} </information>"))
+    rivers = tuple(data.geography().rivers)
     answer = asked.answer if right else rivers[int(rng.integers(len(rivers)))]
     return [*messages, Message(role="assistant", content=f"<answer> {answer} </answer>")]

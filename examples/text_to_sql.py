@@ -1,11 +1,11 @@
-"""Questions about a database: try queries, read what they give, then say the final one.
+"""Questions about a database: try queries, read their results, then give the final one.
 
     user: schema and question
     assistant: <sql> SELECT height FROM towns WHERE name = 'marn' </sql>
     user: <observation> height 12 </observation>
     assistant: <solution> SELECT height FROM towns WHERE name = 'marn' </solution>     done
 
-The reward is 1 where the solution gives the same rows as the row's `reward_spec.ground_truth` query; their order counts
+The reward is 1 where the solution returns the same rows as the query in `reward_spec.ground_truth`; their order counts
 only if that query has an ORDER BY. `extra_info.db_id` names the database under `databases`.
 """
 
@@ -21,14 +21,14 @@ from examples.sqlite_query import Cell, QueryFailed, Reader, Result
 from service.rollout.environment import Message, StepResult, Task, is_text
 
 DATABASES = Path(__file__).parent / "data" / "databases"
-"""The database that comes with Baton."""
+"""The folder of the demonstration's database."""
 SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
 SOLUTION = re.compile(r"<solution>(.*?)</solution>", re.DOTALL)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 SHOWN_CHARACTERS = 80
-"""Characters of one cell that an observation shows."""
+"""Most characters of one cell in an observation."""
 JUDGED_ROWS = 10_000
-"""Rows up to which a solution is compared."""
+"""Most rows of a solution; a longer result scores 0."""
 
 
 class TextToSql:
@@ -42,32 +42,32 @@ class TextToSql:
         self._truth = ""
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row has no query as its `ground_truth`, or no `db_id`, which may name another machine's."""
-        _named(str(task.extra_info["db_id"]))
+        """Raises where the row has no query as `ground_truth` or no valid `db_id`; the file is not looked for."""
+        _check_name(str(task.extra_info["db_id"]))
         if not is_text(task.reward_spec["ground_truth"]):
             raise ValueError("ground_truth is no text")
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """The row's prompt; the database must be there."""
+        """The row's prompt; raises where the database is missing."""
         self._database = database_file(self._databases, str(task.extra_info["db_id"]))
         self._truth = str(task.reward_spec["ground_truth"])
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Show what a query gives, or judge a solution."""
+        """Run a query, or score a solution."""
         solutions = SOLUTION.findall(text)
         if solutions:
             right = await asyncio.to_thread(self._is_right, solutions[-1])
             return StepResult((), float(right), True, {"solved": float(right)})
         queries = SQL.findall(text)
-        told = await asyncio.to_thread(self._told, queries[-1]) if queries else "give <sql> or <solution>"
-        observation = Message(role="user", content=f"<observation> {told} </observation>")
+        text = await asyncio.to_thread(self._observation, queries[-1]) if queries else "give <sql> or <solution>"
+        observation = Message(role="user", content=f"<observation> {text} </observation>")
         return StepResult([observation], 0.0, False, {"queries": 1.0 if queries else 0.0})
 
     async def close(self) -> None:
-        """Nothing is held between queries."""
+        """Nothing to close: each query opens the database itself."""
 
-    def _told(self, sql: str) -> str:
+    def _observation(self, sql: str) -> str:
         try:
             return shown(self._explore.query(self._database, sql))
         except QueryFailed as failed:
@@ -82,25 +82,25 @@ class TextToSql:
 
 
 def database_file(folder: Path, db_id: str) -> Path:
-    """The file of a database: `<db_id>.sqlite`, also in a folder of its own as BIRD and Spider have it.
+    """The file of a database: `<db_id>.sqlite`, or `<db_id>/<db_id>.sqlite` as in BIRD and Spider.
 
     Raises:
-        ValueError: the id is none, or there is no such file.
+        ValueError: the id is malformed, or there is no such file.
     """
-    _named(db_id)
+    _check_name(db_id)
     for path in (folder / f"{db_id}.sqlite", folder / db_id / f"{db_id}.sqlite"):
         if path.is_file():
             return path
     raise ValueError(f"there is no database {db_id!r} in {folder}")
 
 
-def _named(db_id: str) -> None:
+def _check_name(db_id: str) -> None:
     if not NAME.fullmatch(db_id):
         raise ValueError(f"db_id {db_id!r:.80} is no name of a database")
 
 
 def shown(result: Result) -> str:
-    """A result as lines of cells between bars, headed by its columns."""
+    """A result as lines of cells separated by bars, the column names first."""
     lines = [" | ".join(result.columns), *(" | ".join(map(_shown_cell, row)) for row in result.rows)]
     if result.truncated:
         lines.append(f"... only the first {len(result.rows)} rows")
@@ -108,7 +108,7 @@ def shown(result: Result) -> str:
 
 
 def same_rows(truth: Result, given: Result, ordered: bool) -> bool:
-    """The same rows, as often, and in the same order where that counts; floats may differ in the seventh digit."""
+    """True where both have the same rows equally often, and in the same order if `ordered`; floats to six digits."""
     if truth.truncated or given.truncated:
         return False
     wanted, found = ([tuple(map(_comparable, row)) for row in result.rows] for result in (truth, given))

@@ -1,6 +1,6 @@
-"""A small world made by the project: towns on rivers that flow through regions; as a corpus and as a database.
+"""Invented geography as a corpus and as a database: towns on rivers that flow through regions.
 
-`python -m examples.data` writes the files of this folder anew; they depend on nothing but this module.
+`python -m examples.data` rewrites the files of this folder; they depend on this module only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Town(NamedTuple):
     height: int
 
 
-class World(NamedTuple):
-    """All there is; a river flows through one region, and a region is known for one good."""
+class Geography(NamedTuple):
+    """All facts: a river flows through one region, and a region is known for one good."""
 
     towns: tuple[Town, ...]
     rivers: dict[str, str]
@@ -46,8 +46,8 @@ class World(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def world() -> World:
-    """The same world always."""
+def geography() -> Geography:
+    """The geography, always the same."""
     rng = np.random.default_rng(SEED)
     names = _names(N_TOWNS + N_RIVERS + N_REGIONS, rng)
     towns, rivers, regions = names[:N_TOWNS], names[N_TOWNS:-N_REGIONS], names[-N_REGIONS:]
@@ -57,7 +57,7 @@ def world() -> World:
         river = rivers[int(rng.integers(N_RIVERS))]
         people, height = (int(number) for number in rng.integers(1, LARGEST + 1, size=2))
         placed.append(Town(town, river, region_of[river], people, height))
-    return World(tuple(placed), region_of, dict(zip(regions, GOODS, strict=True)))
+    return Geography(tuple(placed), region_of, dict(zip(regions, GOODS, strict=True)))
 
 
 def _names(n: int, rng: np.random.Generator) -> list[str]:
@@ -68,38 +68,38 @@ def _names(n: int, rng: np.random.Generator) -> list[str]:
 
 
 def passages() -> list[str]:
-    """What the corpus says, a fact a passage."""
-    made = world()
+    """The texts of the corpus, one fact per passage."""
+    drawn = geography()
     return [
-        *(f"{town.name} is a town on the river {town.river} ." for town in made.towns),
-        *(f"the river {river} flows through {region} ." for river, region in made.rivers.items()),
-        *(f"the region {region} is known for {good} ." for region, good in made.regions.items()),
+        *(f"{town.name} is a town on the river {town.river} ." for town in drawn.towns),
+        *(f"the river {river} flows through {region} ." for river, region in drawn.rivers.items()),
+        *(f"the region {region} is known for {good} ." for region, good in drawn.regions.items()),
     ]
 
 
 def names() -> tuple[str, ...]:
-    """Every name and good of the world."""
-    made = world()
-    return (*(town.name for town in made.towns), *made.rivers, *made.regions, *made.regions.values())
+    """Every name and every good."""
+    drawn = geography()
+    return (*(town.name for town in drawn.towns), *drawn.rivers, *drawn.regions, *drawn.regions.values())
 
 
 def write_corpus(path: Path) -> None:
-    """The passages in Search-R1's form, `{"id", "contents"}` a line."""
+    """Write the passages in Search-R1's form, one `{"id", "contents"}` per line."""
     lines = (json.dumps({"id": str(i), "contents": text}) for i, text in enumerate(passages()))
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def write_database(path: Path) -> None:
-    """The world as a SQLite file with the tables towns, rivers and regions."""
+    """Write a SQLite file with the tables towns, rivers and regions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    made = world()
+    drawn = geography()
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE regions ( name TEXT , good TEXT )")
         connection.execute("CREATE TABLE rivers ( name TEXT , region TEXT )")
         connection.execute("CREATE TABLE towns ( name TEXT , river TEXT , people INTEGER , height INTEGER )")
-        connection.executemany("INSERT INTO regions VALUES (?, ?)", made.regions.items())
-        connection.executemany("INSERT INTO rivers VALUES (?, ?)", made.rivers.items())
+        connection.executemany("INSERT INTO regions VALUES (?, ?)", drawn.regions.items())
+        connection.executemany("INSERT INTO rivers VALUES (?, ?)", drawn.rivers.items())
         connection.executemany(
-            "INSERT INTO towns VALUES (?, ?, ?, ?)", [(t.name, t.river, t.people, t.height) for t in made.towns]
+            "INSERT INTO towns VALUES (?, ?, ?, ?)", [(t.name, t.river, t.people, t.height) for t in drawn.towns]
         )

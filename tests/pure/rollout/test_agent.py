@@ -54,7 +54,7 @@ def optimal(words: list[str]) -> str:
 @pytest.mark.asyncio
 async def test_a_policy_that_reads_before_it_answers_reaches_reward_one(chat: Chat, seed: int) -> None:
     task = lookup_task(seed)
-    hops = lookup.world(task.extra_info["seed"]).hops
+    hops = lookup.puzzle(task.extra_info["seed"]).hops
     steps, end = await play(chat, ScriptedEngine(chat, optimal), Lookup(), task)
     assert (end.reward, end.stop_reason, end.n_steps) == (1.0, "stop", hops + 1)
     assert [step.reward for step in steps] == [0.0] * hops + [1.0]

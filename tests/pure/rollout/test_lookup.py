@@ -17,12 +17,12 @@ from service.rollout.prompts.warm_start import demonstration_rows
 
 
 def task(seed: int) -> Task:
-    return Task("p", ({"role": "user", "content": lookup.world(seed).question},), "lookup", {}, {"seed": seed})
+    return Task("p", ({"role": "user", "content": lookup.puzzle(seed).question},), "lookup", {}, {"seed": seed})
 
 
 @pytest.mark.asyncio
 async def test_the_store_answers_what_it_holds_and_none_otherwise() -> None:
-    episode, facts = Lookup(), lookup.world(5).facts
+    episode, facts = Lookup(), lookup.puzzle(5).facts
     await episode.reset(task(5), seed=0)
     for text, wanted in [
         ("look fox age", facts["fox", "age"]),
@@ -38,7 +38,7 @@ async def test_the_store_answers_what_it_holds_and_none_otherwise() -> None:
 
 @pytest.mark.asyncio
 async def test_only_the_right_answer_is_rewarded_and_every_answer_ends_the_episode() -> None:
-    right = lookup.world(5).answer
+    right = lookup.puzzle(5).answer
     for value in lookup.VALUES:
         episode = Lookup()
         await episode.reset(task(5), seed=0)
@@ -49,13 +49,13 @@ async def test_only_the_right_answer_is_rewarded_and_every_answer_ends_the_episo
 def test_rows_come_from_their_seed_alone_and_each_has_facts_of_its_own() -> None:
     assert lookup.rows(20, seed=3) == lookup.rows(20, seed=3)
     assert lookup.rows(20, seed=3) != lookup.rows(20, seed=4)
-    worlds = [lookup.world(row["extra_info"]["seed"]) for row in lookup.rows(200, seed=3)]
+    worlds = [lookup.puzzle(row["extra_info"]["seed"]) for row in lookup.rows(200, seed=3)]
     assert len({str(world.facts) for world in worlds}) == 200
     assert 40 < sum(world.hops == 2 for world in worlds) < 95  # a third of 200
 
 
 def test_a_question_of_two_hops_is_answered_through_the_friend() -> None:
-    world = next(world for world in map(lookup.world, range(100)) if world.hops == 2)
+    world = next(world for world in map(lookup.puzzle, range(100)) if world.hops == 2)
     friend = world.facts[world.entity, "friend"]
     assert friend != world.entity
     assert (world.subject, world.answer) == (friend, world.facts[friend, world.attribute])
@@ -64,7 +64,7 @@ def test_a_question_of_two_hops_is_answered_through_the_friend() -> None:
 
 def test_knowing_the_question_alone_does_not_tell_the_answer() -> None:
     answers = Counter(
-        world.answer for world in map(lookup.world, range(4000)) if "age of fox" in world.question and world.hops == 1
+        world.answer for world in map(lookup.puzzle, range(4000)) if "age of fox" in world.question and world.hops == 1
     )
     assert len(answers) > 10
 

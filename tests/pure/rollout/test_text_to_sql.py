@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import data
-from examples import synthetic_sql as made_sql
+from examples import data, synthetic_sql
 from examples.sqlite_query import QueryFailed, Reader
 from examples.text_to_sql import TextToSql, database_file
 from service.rollout.environment import StepResult, Task
@@ -197,7 +196,7 @@ async def test_made_questions_are_solved_by_their_own_queries_and_not_by_the_wro
     rng = np.random.default_rng(0)
     rewards: dict[str, list[float]] = {"sql": [], "wrong": []}
     for _ in range(60):
-        asked = made_sql.question(rng)
+        asked = synthetic_sql.question(rng)
         for kind, given in (("sql", asked.sql), ("wrong", asked.wrong)):
             environment, task = episode(data.DATABASE.parent, asked.sql, "towns")
             await environment.reset(task, 0)
@@ -207,8 +206,8 @@ async def test_made_questions_are_solved_by_their_own_queries_and_not_by_the_wro
 
 
 def test_the_made_vocabulary_covers_questions_demonstrations_and_observations() -> None:
-    words = set(made_sql.vocabulary())
-    shown = made_sql.demonstrations(200, 0.5, np.random.default_rng(0))
+    words = set(synthetic_sql.vocabulary())
+    shown = synthetic_sql.demonstrations(200, 0.5, np.random.default_rng(0))
     assert {word for messages in shown for m in messages for word in m["content"].split()} <= words
 
 

@@ -67,7 +67,7 @@ async def test_each_call_is_answered_by_a_message_of_its_tool_or_with_the_reason
 
 @pytest.mark.asyncio
 async def test_search_by_tool_calls_reads_passages_and_ends_with_the_first_answer() -> None:
-    town = data.world().towns[0]
+    town = data.geography().towns[0]
     task = Task("p", ({"role": "user", "content": "?"},), "search_r1", {"ground_truth": town.river})
     environment = SearchR1(calls="tools")
     await environment.reset(task, 0)
