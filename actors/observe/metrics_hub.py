@@ -122,14 +122,6 @@ class MetricsHub:
         if self._runner is None and not self._refused:
             await self.start()
 
-    async def forget(self, source: str) -> None:
-        """Remove an actor that was stopped on purpose."""
-        self._hub.forget(source)
-
-    async def status(self) -> dict[str, Any]:
-        """The `/status` document."""
-        return self._hub.status()
-
     async def stop(self) -> None:
         """Close the port."""
         if self._runner is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from service.clock import Clock
 from service.observe.metrics_table import BY_NAME, TABLE
-from service.observe.status import Status, status_document
+from service.observe.status import PARTS, Status, status_document
 
 SILENT_SECONDS = 10.0
 """An actor that has pushed nothing for this long counts as down; the hub no longer serves its gauges."""
@@ -35,7 +35,7 @@ HISTORY_KEYS = (
 MAX_SNAPSHOT_BYTES = 4 << 20
 
 MAX_SOURCES = 4096
-"""Actors, and parts of the status, that the hub keeps; a sender of made-up names cannot fill its memory."""
+"""Actors that the hub keeps; a sender of made-up names cannot fill its memory."""
 
 _SOURCE = re.compile(r"[\w.-]{1,64}(/[\w.-]{1,64})?", re.ASCII)
 
@@ -75,19 +75,22 @@ class Hub:
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
 
     def push(self, source: str, snapshot: bytes) -> None:
-        """Store the metrics of `role/ident` in place of its previous ones."""
-        _check_name(source, self._sources)
+        """Store the metrics of `role/ident` in place of the previous ones.
+
+        Raises:
+            ValueError: the name is malformed or one too many, or the snapshot is too large or not of the table.
+        """
+        if not _SOURCE.fullmatch(source):
+            raise ValueError(f"{source[:80]!r} is no name of an actor")
+        if source not in self._sources and len(self._sources) >= MAX_SOURCES:
+            raise ValueError(f"{MAX_SOURCES} names are known already; {source} is one too many")
         role, _, ident = source.partition("/")
         self._sources[source] = _Pushed(role, ident or role, self._clock.monotonic(), _families(snapshot))
 
-    def forget(self, source: str) -> None:
-        """Remove an actor that was stopped on purpose."""
-        self._sources.pop(source, None)
-        self._parts.pop(source, None)
-
     def put_status(self, part: str, report: Mapping[str, Any]) -> None:
-        """Store the report of a part: `run`, `buffer`, `step`, or an actor's `role/ident`."""
-        _check_name(part, self._parts)
+        """Store the report of a part: `run`, `buffer` or `step`."""
+        if part not in PARTS:
+            raise ValueError(f"{part[:80]!r} is no part of the status")
         self._parts[part] = dict(report)
         if part == "buffer" and "accepted_tokens" in report:
             self._accepted.append((self._clock.monotonic(), report["accepted_tokens"]))
@@ -128,9 +131,8 @@ class Hub:
                 "ident": pushed.ident,
                 "state": "up" if pushed.is_up(now) else "silent",
                 "age_seconds": round(pushed.age(now), 3),
-                **self._parts.get(source, {}),
             }
-            for source, pushed in sorted(self._sources.items())
+            for _, pushed in sorted(self._sources.items())
         ]
         return status_document(self._parts, actors, self._clock.wall())
 
@@ -146,14 +148,6 @@ class Hub:
         """The actors that have pushed nothing for too long."""
         now = self._clock.monotonic()
         return sorted(source for source, pushed in self._sources.items() if not pushed.is_up(now))
-
-
-def _check_name(name: str, known: Mapping[str, object]) -> None:
-    """Raise ValueError for a name that cannot be a label, or that is one too many to keep."""
-    if not _SOURCE.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is no name of an actor")
-    if name not in known and len(known) >= MAX_SOURCES:
-        raise ValueError(f"{MAX_SOURCES} names are known already; {name} is one too many")
 
 
 def _families(snapshot: bytes) -> dict[str, bytes]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # `baton status` loads neither pydantic nor NumPy
 
 SCHEMA = 1
 
+PARTS = ("run", "buffer", "step")
+"""The parts that report: the driver's `run` and last `step`, and the `buffer`."""
+
 Status = dict[str, Any]
 
 
