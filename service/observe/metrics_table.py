@@ -34,7 +34,7 @@ LENGTH, TURNS, STALENESS, SECONDS = "length", "turns", "staleness", "seconds"
 LENGTHS_AND_PADDING = (
     histogram(
         "baton_batch_padded_sequence_length_tokens",
-        "Padded length of a mini-batch, were it padded to its longest row.",
+        "Padded length of a mini-batch; with the packed layout, the length that padding would give.",
         key="generate/batch_padded_seq_len",
         buckets=LENGTH,
     ),
