@@ -102,7 +102,16 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
     assert missing == []
 
 
-def test_every_file_that_the_readme_names_exists() -> None:
-    named = re.findall(r"`((?:service|actors|configs|docs|tests|deploy)/[\w/.-]+)`", README)
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
+FOLDERS = "service|actors|examples|configs|scripts|docs|deploy|requirements|benchmarks|tests"
+
+
+OWN_PAGES = [page for page in [*PAGES, ROOT / "SECURITY.md"] if page.name != "comparison.md"]
+"""Without the page that names files of other projects."""
+
+
+@pytest.mark.parametrize("page", OWN_PAGES, ids=lambda page: page.name)
+def test_every_file_and_every_test_that_a_page_names_exists(page: Path) -> None:
+    named = re.findall(rf"`((?:{FOLDERS})/[\w/.-]*)(?:::(\w+))?`", page.read_text())
+    missing = [path for path, _ in named if not (ROOT / path).exists()]
+    assert missing == []
+    assert [test for path, test in named if test and f"def {test}(" not in (ROOT / path).read_text()] == []
