@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from actors.driver.commands import VLLM_ON_CPU
 from service.cli.parser import main
 from service.config import load
 from service.config.checks import problems
@@ -98,6 +99,8 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         assert main([*words[1:], *(["--steps", "2"] if simulates else [])]) == (0 if simulates else 2)
         said = capsys.readouterr().err
         assert simulates or re.search(r"hangman\.yaml|mine\.yaml|quickstart|RUN", said), said
+    elif words[:2] == ["pip", "install"]:
+        assert command == VLLM_ON_CPU or "baton_rl-" in command
     elif words[0] in SERVERS:
         named = [word.rpartition("=")[2] for word in words if "deploy/" in word]
         assert named and [name for name in named if not (ROOT / name).exists()] == []
@@ -137,3 +140,11 @@ def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: 
         assert asyncio.run(play(["x", "y"])) == (0.0, True, "")
     finally:
         sys.modules.pop("own_envs", None)
+
+
+def test_the_design_page_names_every_folder_of_the_code() -> None:
+    text = (DOCS / "design.md").read_text()
+    folders = [path.name for path in (ROOT / "service").iterdir() if (path / "__init__.py").is_file()]
+    parts = [path.name for path in (ROOT / "actors").iterdir() if (path / "__init__.py").is_file()]
+    assert [name for name in folders if f"`service/{name}/`" not in text] == []
+    assert [name for name in parts if f"`{name}`" not in text] == []
