@@ -33,7 +33,8 @@ from service.config import Config, load
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.journal.replay import Recorded, recorded
 from service.handoff.prefixes.merge import whole_prompts
-from service.handoff.steps.tables import end_objects, step_objects, steps_table
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import end_objects, step_objects
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Task
 from service.rollout.environments.factory import Environments

@@ -17,7 +17,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from service.errors import RunFailed, Starved
-from service.handoff.steps.tables import StepColumns
+from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.wire import MAX_HEADER_BYTES, encode
 from service.handoff.verbs import Receipt
 from service.types import Refusal, RefusalReason, Sender, StepGroup, Steps, TrajectoryEnd, TrajectoryId

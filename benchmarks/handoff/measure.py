@@ -18,7 +18,7 @@ from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_min
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import check_chain, share_prefixes
-from service.handoff.steps.tables import step_group, steps_table
+from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.validate import Limits, refusal
 from service.handoff.steps.wire import decode, encode
 from service.interop.skyrl import steps_from_generator_output

@@ -14,8 +14,8 @@ from math import comb
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from service.handoff.steps.builder import StepColumns, StepSink
 from service.handoff.steps.stop_reason import FAILURES
-from service.handoff.steps.tables import StepColumns, StepSink
 from service.rollout.environment import Task
 from service.types import TrajectoryEnd, TrajectoryId
 

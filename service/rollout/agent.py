@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from service.handoff.steps.tables import StepSink
+from service.handoff.steps.builder import StepSink
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import conversation
 from service.rollout.engine import Engine

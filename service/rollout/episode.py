@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from service.handoff.prefixes.tree import digest
-from service.handoff.steps.tables import StepSink
+from service.handoff.steps.builder import StepSink
 from service.rollout.chat.conversation import Prompt
 from service.rollout.end_token import Response
 from service.rollout.engine import Generation

@@ -13,7 +13,7 @@ import xxhash
 from service.config import Config
 from service.errors import UserError
 from service.evaluation.scores import EvalShard, EvalTrajectory, play_eval_set
-from service.handoff.steps.tables import StepSink
+from service.handoff.steps.builder import StepSink
 from service.rollout.agent import AgentLimits, Observed, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine

@@ -34,7 +34,7 @@ from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.lifecycle import USED
 from service.handoff.prefixes.tree import digest
-from service.handoff.steps.tables import append_step
+from service.handoff.steps.builder import append_step
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason

@@ -8,7 +8,8 @@ import numpy as np
 
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.prefixes.merge import check_whole
-from service.handoff.steps.tables import ends_table, steps_table
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import ends_table
 from service.types import Step, TrajectoryEnd, TrajectoryId
 
 

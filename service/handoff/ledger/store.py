@@ -16,7 +16,8 @@ from service.columns import select
 from service.handoff.group_bytes import table_bytes
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain
-from service.handoff.steps.tables import concat_steps, ends_table, steps_table
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import concat_steps, ends_table
 from service.types import Ends, StepGroup, Steps, TrajectoryEnd
 
 

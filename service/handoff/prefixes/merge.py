@@ -24,7 +24,8 @@ from service.handoff.prefixes.branches import Drift, Mode, Rule, branching_rows,
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import check_chain
 from service.handoff.prefixes.step_equality import in_order
-from service.handoff.steps.tables import name_of, row_objects, steps_table, total_lengths, with_token_rewards
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import name_of, row_objects, total_lengths, with_token_rewards
 from service.types import Bools, Int64s, Row, Rows, Step, Steps
 
 

@@ -91,7 +91,7 @@ def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
 
     A step that shares no prefix with an earlier one stays in full form.
 
-    >>> from service.handoff.steps.tables import steps_table
+    >>> from service.handoff.steps.builder import steps_table
     >>> from service.types import Step
     >>> def step(index, prompt, response):
     ...     ids = np.array(response, np.int32)

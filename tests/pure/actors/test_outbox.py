@@ -11,7 +11,7 @@ from actors.generator import outbox as outbox_module
 from actors.generator.outbox import Outbox, Unreachable
 from service.config import Config
 from service.errors import RunFailed, Starved
-from service.handoff.steps.tables import append_step
+from service.handoff.steps.builder import append_step
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode
 from service.handoff.verbs import Receipt

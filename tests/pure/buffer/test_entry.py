@@ -20,7 +20,8 @@ from service.handoff.group_bytes import bytes_per_token
 from service.handoff.ledger.state import MESSAGES_REMEMBERED, Member
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.tree import digest
-from service.handoff.steps.tables import row_objects, steps_table
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import row_objects
 from service.handoff.verbs import Receipt
 from service.types import Extension, Int32s, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, config

@@ -22,7 +22,7 @@ from service.handoff.group_bytes import (
     worst_step_bytes,
     worst_trajectory_bytes,
 )
-from service.handoff.steps.tables import steps_table
+from service.handoff.steps.builder import steps_table
 from service.handoff.verbs import Assignment, Receipt
 from service.types import PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, config

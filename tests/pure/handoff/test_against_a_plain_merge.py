@@ -14,7 +14,8 @@ from service.handoff.prefixes.merge import merge, whole_prompts
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.prefixes.tree import digest
-from service.handoff.steps.tables import row_objects, step_objects, steps_table, with_token_rewards
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import row_objects, step_objects, with_token_rewards
 from service.types import Extension, Row, Step, TrajectoryId
 from tests.pure.handoff.test_properties import DRIFTS, MODES, SLOW_MACHINE, TOKENS
 from tests.pure.handoff.worlds import step

@@ -11,7 +11,8 @@ from service.handoff.batches.filters import filtered
 from service.handoff.batches.pack import Layout, place
 from service.handoff.ledger.events import Filtered
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.tables import ends_table, steps_table
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, step

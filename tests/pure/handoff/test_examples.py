@@ -21,7 +21,7 @@ SHAPES = (
     "prefixes.branches",
     "prefixes.sharing",
     "prefixes.tree",
-    "steps.tables",
+    "steps.builder",
 )
 """Modules that change the shape of data."""
 

@@ -22,7 +22,8 @@ from service.handoff import (
     form_mini_batch,
     merge_steps,
 )
-from service.handoff.steps.tables import ends_table, steps_table
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import ends_table
 from service.types import PolicyVersion, Step, TrajectoryId
 from tests.pure.handoff.worlds import end, step
 

@@ -10,7 +10,8 @@ from service.handoff import merge_steps
 from service.handoff.prefixes.merge import merge, whole_prompts
 from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import share_prefixes
-from service.handoff.steps.tables import row_objects, step_objects, steps_table
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import row_objects, step_objects
 from service.types import NO_VERSION, ROUTE_NATIVELY, Extension, Row, TrajectoryId
 from tests.pure.handoff.worlds import episode, ids, shared, step
 

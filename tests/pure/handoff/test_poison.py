@@ -14,7 +14,8 @@ import xxhash
 
 from service.columns import select
 from service.handoff.prefixes.tree import digest
-from service.handoff.steps.tables import ends_table, step_group, steps_table
+from service.handoff.steps.builder import step_group, steps_table
+from service.handoff.steps.tables import ends_table
 from service.handoff.steps.validate import Routing, refusal, trajectory_refusal
 from service.handoff.steps.wire import PREFIX, VERSION, decode, encode
 from service.types import (

@@ -16,15 +16,8 @@ from service.handoff.batches.pack import partition, place
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge, whole_prompts
 from service.handoff.prefixes.sharing import share_prefixes
-from service.handoff.steps.tables import (
-    concat_steps,
-    ends_table,
-    row_objects,
-    step_group,
-    step_objects,
-    steps_table,
-    with_token_rewards,
-)
+from service.handoff.steps.builder import step_group, steps_table
+from service.handoff.steps.tables import concat_steps, ends_table, row_objects, step_objects, with_token_rewards
 from service.handoff.steps.validate import refusal
 from service.handoff.steps.wire import decode, encode
 from service.types import Row, Step, StepGroup, TrajectoryId

@@ -10,7 +10,8 @@ import pytest
 from service.errors import UserError
 from service.handoff import advantages
 from service.handoff.batches.score import ESTIMATORS, NotScored, estimator, returns
-from service.handoff.steps.tables import ends_table, steps_table
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import ends_table
 from service.types import Float64s, Int64s, TrajectoryId
 from tests.pure.handoff.worlds import end, step
 

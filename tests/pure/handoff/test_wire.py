@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from service.handoff.steps.tables import end_objects, step_group
+from service.handoff.steps.builder import step_group
+from service.handoff.steps.tables import end_objects
 from service.handoff.steps.validate import refusal, trajectory_refusal
 from service.handoff.steps.wire import MAX_HEADER_BYTES, PREFIX, VERSION, decode, encode
 from service.types import Refusal, RefusalReason, StepGroup, TrajectoryId

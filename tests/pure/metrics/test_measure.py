@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observe.reporting import Reporter
 from service.config import Config
-from service.handoff.steps.tables import steps_table
+from service.handoff.steps.builder import steps_table
 from service.observe.measure import (
     LeasedBatches,
     measure_buffer,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from examples import lookup
-from service.handoff.steps.tables import StepColumns, step_objects
+from service.handoff.steps.builder import StepColumns
+from service.handoff.steps.tables import step_objects
 from service.rollout.agent import AgentLimits, Observed, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer

@@ -10,7 +10,7 @@ import pytest
 from examples.lookup import Lookup
 from service.evaluation.report import table
 from service.evaluation.scores import EvalShard, EvalTrajectory, pass_at, play_eval_set, summarize
-from service.handoff.steps.tables import StepSink
+from service.handoff.steps.builder import StepSink
 from service.rollout.agent import run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Task

@@ -19,7 +19,8 @@ from service.config import Config
 from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
 from service.config.tree import RunConfig
 from service.evaluation.scores import EvalShard, summarize
-from service.handoff.steps.tables import StepColumns, step_objects
+from service.handoff.steps.builder import StepColumns
+from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Message, StepResult, Task

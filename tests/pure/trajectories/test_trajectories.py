@@ -14,7 +14,8 @@ from service.config import Config, load_config
 from service.errors import UserError
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.tables import ends_table, steps_table
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import ends_table
 from service.observe.trajectories import (
     describe_ends,
     find_record,
