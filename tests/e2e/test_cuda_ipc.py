@@ -14,7 +14,7 @@ from torch.storage import TypedStorage
 from actors.trainer.actor import TrainerRank
 from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, TensorSpec, checksum_of
 from actors.weights.cuda_ipc import Handle, handle_of, ipc_update_info, rebuild_arguments
-from service.config import Config
+from service.config import Config, WeightsConfig
 
 pytestmark = pytest.mark.slow
 
@@ -53,8 +53,69 @@ def test_a_handle_that_travelled_as_plain_values_rebuilds_what_torch_would() -> 
         )
 
 
+class GatheringLearner:
+    """A learner whose weights are gathered without a GPU."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def weights(self, everywhere: bool = False) -> dict[str, torch.Tensor]:
+        self.events.append(f"gather everywhere={everywhere}")
+        return WEIGHTS
+
+
+class Gpu:
+    uuid = GPU
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Torch's calls on a GPU, replaced and recorded in order."""
+    events: list[str] = []
+    numbers = {tensor.data_ptr(): number for number, tensor in enumerate(WEIGHTS.values())}
+
+    def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        number = numbers[tensor.data_ptr()]
+        events.append(f"handle {number}")
+        return rebuild_cuda_tensor, arguments(tensor, number)
+
+    monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: events.append("free what no engine has open"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait for the GPU"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu())
+    return events
+
+
+def gathered(events: list[str], version: int) -> TrainerRank:
+    """A rank that published this version by CUDA IPC."""
+    config = Config().model_copy(update={"weights": WeightsConfig(transport="ipc")})
+    rank = TrainerRank(config.model_dump_json(), 0)
+    rank._learner = GatheringLearner(events)  # type: ignore[assignment]
+    data, checksum = rank.weights(version)
+    assert (len(data), checksum) == (0, EMPTY_CHECKSUM), "nothing is published before an engine asks for handles"
+    return rank
+
+
+def test_a_rank_shares_the_weights_that_it_gathered_on_its_gpu_with_new_handles_for_each_update(gpu: list[str]) -> None:
+    rank = gathered(gpu, 7)
+    assert gpu == ["free what no engine has open", "gather everywhere=True"]
+    for _ in range(2):
+        gpu.clear()
+        data, checksum = rank.ipc_handles(7)
+        assert gpu == ["wait for the GPU", "handle 0", "handle 1"]
+        assert (bytes(data), checksum) == message()
+    gpu.clear()
+    rank.weights(8)
+    replaced, checksum = rank.ipc_handles(7)
+    assert (len(replaced), checksum) == (0, EMPTY_CHECKSUM)
+    assert gpu == ["free what no engine has open", "gather everywhere=True"], "no handle of weights that were replaced"
+    assert rank.ipc_handles(8)[1] == message()[1]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports for its models
-def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_handle_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_rank_named(
+    gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.distributed.weight_transfer import ipc_engine
 
     from actors.weights.worker_extension import IpcUpdateInfo, IpcWeightEngine
@@ -70,20 +131,16 @@ def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_handle_names(m
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
             self.loaded = dict(weights)
 
-    class Gpu:
-        uuid = GPU
-
     monkeypatch.setattr(ipc_engine, "rebuild_cuda_tensor", open_memory)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu())
     engine = IpcWeightEngine.__new__(IpcWeightEngine)
     engine.model, engine.device, engine.packed = Model(), torch.device("cuda", 0), False
-    info, n_bytes = ipc_update_info(*message(), PolicySize(16, tied=False))
+    info, n_bytes = ipc_update_info(*gathered(gpu, 7).ipc_handles(7), PolicySize(16, tied=False))
     engine.receive_weights(IpcUpdateInfo(**json.loads(json.dumps(info))))
     assert n_bytes == 32
     assert engine.model.loaded == WEIGHTS
     assert opened == [arguments(tensor, number) for number, tensor in enumerate(WEIGHTS.values())]
 
-    Gpu.uuid = "another"
+    monkeypatch.setattr(Gpu, "uuid", "another")
     with pytest.raises(ValueError, match="not found for GPU UUID another"):
         engine.receive_weights(IpcUpdateInfo(**info))
 
