@@ -34,11 +34,11 @@ from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_min
 from service.handoff.journal.replay import Recorded, recorded
 from service.handoff.prefixes.merge import whole_prompts
 from service.handoff.steps.builder import steps_table
+from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import end_objects, step_objects
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Task
 from service.rollout.environments.factory import Environments
-from service.rollout.limits import StopReason
 from service.rollout.prompts.dataset import load_tasks
 from service.types import NO_VERSION, Int32s, Step
 

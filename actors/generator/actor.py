@@ -29,11 +29,11 @@ from actors.weights.nccl_broadcast import MeetingPoint
 from service.config import Config
 from service.errors import RunFailed, Starved
 from service.evaluation.scores import EvalShard, EvalTrajectory
+from service.handoff.steps.stop_reason import StopReason
 from service.handoff.verbs import Assignment
 from service.observe.measure import measure_ended, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
-from service.rollout.limits import StopReason
 from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks
 from service.types import PolicyVersion, Steps, TrajectoryId

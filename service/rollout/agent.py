@@ -28,10 +28,8 @@ from service.rollout.env_guard import (
 )
 from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.episode import Episode
-from service.rollout.limits import AgentLimits, StopReason
+from service.rollout.limits import AgentLimits
 from service.types import TrajectoryEnd, TrajectoryId
-
-__all__ = ["AgentLimits", "Observed", "StopReason", "run_trajectory"]
 
 log = logging.getLogger(__name__)
 

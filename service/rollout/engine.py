@@ -1,4 +1,4 @@
-"""What the agent loop needs of an inference engine: token ids in, token ids out."""
+"""The inference engine as the agent loop uses it: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.types import Float32s, Int16s, Int32s, Int64s
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one turn is sampled."""
+    """Sampling parameters of one turn."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -23,11 +23,11 @@ class Sampling:
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a turn; they are part of the response."""
+    """Token ids that end a turn and are part of the response."""
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """The configured sampling; one token of `max_generate_length` stays free for an appended end."""
+        """The configured parameters; `max_generate_length` leaves one token for an appended end."""
         return Sampling(
             max_tokens=config.max_generate_length - 1,
             temperature=config.temperature,
@@ -44,24 +44,24 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """What the engine sampled for one turn."""
+    """The tokens that the engine sampled for one turn."""
 
     token_ids: Int32s
-    """[T] exactly the sampled ids, the end-of-sequence token included where it was sampled."""
+    """[T] exactly the sampled ids, including a sampled end token."""
     logprobs: Float32s
-    """[T] of the sampling distribution."""
+    """[T] log-probabilities under the sampling distribution."""
     versions: Int64s
     """[T] packed `PolicyVersion` that sampled each token."""
     stop_reason: str
     """`stop`, `length` or `abort`."""
     sampled_end: bool
-    """The last token is a sampled end of the turn."""
+    """True where the last token is a sampled end token."""
     routed_experts: Int16s | None = None
-    """[at most P + T, layers, topk] from the first prompt token on; None when nobody recorded them."""
+    """[at most P + T, layers, topk] from the first prompt token on; None where the engine records none."""
 
 
 class Engine(Protocol):
-    """An engine that continues token ids."""
+    """Continues token ids."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
         """Sample one turn; cancelling the call aborts the request."""

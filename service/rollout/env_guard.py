@@ -11,10 +11,11 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import MessagesRefused
 from service.rollout.engine import Engine, Generation
 from service.rollout.environment import Environment, Message, OversizedOutput, StepResult
-from service.rollout.limits import AgentLimits, StopReason
+from service.rollout.limits import AgentLimits
 from service.rollout.traceback import describe_error
 from service.rollout.validate_generation import validate_generation
 from service.types import Int32s, TrajectoryId

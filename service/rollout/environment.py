@@ -1,9 +1,9 @@
-"""What an environment is: text in, messages and reward out.
+"""The protocol of environments: text in, messages and reward out.
 
     reset(task, seed) -> first messages     step(text) -> StepResult(messages, reward, done)     close()
 
-An environment never sees token ids. One instance serves one trajectory. Whatever it raises, and however long it
-takes, costs that trajectory only.
+An environment gets text, never token ids. One instance serves one trajectory. An error or a timeout loses only that
+trajectory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 
 def is_text(value: Any) -> bool:
-    """A text that can be written as UTF-8, which half of a surrogate pair cannot."""
+    """True for a text that can be encoded as UTF-8, which half of a surrogate pair cannot."""
     if not isinstance(value, str):
         return False
     try:
@@ -33,17 +33,17 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row of the dataset, as environments see it."""
+    """One row of the dataset."""
 
     uid: str
     prompt: tuple[Message, ...]
     env_class: str
     reward_spec: Mapping[str, Any] = field(default_factory=dict)
-    """How the answer is judged, such as `{"method": "rule", "ground_truth": "42"}`."""
+    """How the answer is scored, such as `{"method": "rule", "ground_truth": "42"}`."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the environment needs; every further column of the row is here too."""
+    """Further data for the environment; all other columns of the row are included."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas of the tools that the chat template tells the policy about."""
+    """JSON schemas of the tools, which the chat template describes to the policy."""
     temperature: float | None = None
     """The prompt's own sampling temperature; None: the configured one."""
 
@@ -52,17 +52,17 @@ class StepResult(NamedTuple):
     """The environment's answer to one turn."""
 
     messages: Sequence[Message]
-    """What the policy reads next; ignored when `done`."""
+    """The observation, which the policy reads next; ignored when `done`."""
     reward: float
     done: bool
     info: Mapping[str, float] = {}
-    """Facts to be measured per trajectory, such as `{"searches": 1}`; they are summed over its steps."""
+    """Numbers to be measured per trajectory, such as `{"searches": 1}`; they are summed over its steps."""
     history: Sequence[Message] | None = None
-    """The whole conversation as the policy reads it from now on, where the environment rewrites it; None: it grows."""
+    """The whole conversation that replaces the history; None: `messages` are appended to the history."""
 
 
 class OversizedOutput(Exception):
-    """The environment said more than may be read; counted as such instead of as an error."""
+    """The environment's output is too large; counted as such instead of as an error."""
 
 
 class Environment(Protocol):
@@ -75,4 +75,4 @@ class Environment(Protocol):
         """Answer one turn of the policy."""
 
     async def close(self) -> None:
-        """Free what the episode holds; called once, also after a failure."""
+        """Free the episode's resources; called once, also after a failure."""

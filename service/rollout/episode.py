@@ -11,11 +11,12 @@ import numpy as np
 
 from service.handoff.prefixes.tree import digest
 from service.handoff.steps.builder import StepSink
+from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.conversation import Prompt
 from service.rollout.end_token import Response
 from service.rollout.engine import Generation
 from service.rollout.environment import Task
-from service.rollout.limits import AgentLimits, StopReason
+from service.rollout.limits import AgentLimits
 from service.types import ROUTE_NATIVELY, Extension, Int16s, Int32s, TrajectoryEnd, TrajectoryId
 
 

@@ -1,37 +1,34 @@
-"""What a trajectory may use, and why one ends."""
+"""Limits of a trajectory, and the parameters of its turns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from service.config.tree import Config
-from service.handoff.steps.stop_reason import FAILURES, StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Sampling
 
-__all__ = ["FAILURES", "AgentLimits", "StopReason"]
-
 
 @dataclass(frozen=True, slots=True)
 class AgentLimits:
-    """What a trajectory may use, and how its turns are sampled."""
+    """Limits of a trajectory, and how its turns are sampled."""
 
     max_turns: int
     max_input_length: int
-    """Tokens of a turn's prompt."""
+    """Most tokens of a turn's prompt."""
     step_deadline: float
-    """Seconds of one call of the environment."""
+    """Seconds for one call of the environment."""
     request_deadline: float
-    """Seconds of one turn in the engine."""
+    """Seconds for one turn in the engine."""
     sampling: Sampling
     max_observation_characters: int = 1 << 20
-    """Characters of one observation."""
+    """Most characters of one observation."""
     conversation: Mode = "append"
 
     @property
     def max_length(self) -> int:
-        """Tokens of a turn's prompt and response together, an appended end included."""
+        """Most tokens of a turn's prompt and response together, including an appended end."""
         return self.max_input_length + self.sampling.max_tokens + 1
 
     def at(self, temperature: float | None) -> AgentLimits:

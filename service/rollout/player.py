@@ -14,12 +14,13 @@ from service.config import Config
 from service.errors import UserError
 from service.evaluation.scores import EvalShard, EvalTrajectory, play_eval_set
 from service.handoff.steps.builder import StepSink
-from service.rollout.agent import AgentLimits, Observed, run_trajectory
+from service.rollout.agent import Observed, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine
 from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.environments.factory import Environments
+from service.rollout.limits import AgentLimits
 from service.rollout.prompts.dataset import load_tasks
 from service.types import TrajectoryEnd, TrajectoryId
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.validate import LOGPROB_TOLERANCE
 from service.rollout.engine import Generation
-from service.rollout.limits import StopReason
 
 ENDS = (StopReason.STOP, StopReason.LENGTH)
 

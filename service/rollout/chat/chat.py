@@ -1,6 +1,6 @@
-"""From messages to token ids, append-only: a turn adds tokens and never touches earlier ones.
+"""Messages to token ids, append-only: a turn adds tokens and never changes earlier ones.
 
-The model's own chat template says what stands between two turns. With a template of the `<|im_start|>` kind and the
+The model's own chat template gives the tokens between two turns. With a template of the `<|im_start|>` kind and the
 response `look fox age <|im_end|>`, the observation `17` becomes
 
     template of [user, assistant, user 17] + generation prompt, from the end of the assistant's content on:
@@ -10,8 +10,8 @@ response `look fox age <|im_end|>`, the observation `17` becomes
 
 so the next prompt is exactly prompt + response + delta, and the history is neither rendered nor tokenised again.
 
-Only the template writes special tokens. What a message says is text, `<|im_end|>` too: the template renders a mark in
-its place, and it is tokenised as the characters it consists of. So nobody opens or closes a turn by writing so.
+Only the template writes special tokens. A special token in a message, such as `<|im_end|>`, is plain text: the template
+renders a placeholder for it, which is then tokenised as ordinary characters. So no message can open or close a turn.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from service.rollout.environment import Message, is_text
 from service.types import Int32s
 
 MARK = "baton-marks-the-response"
-"""Stands for a response when the template is asked what follows one."""
-CACHED_MESSAGES = 4096
+"""Placeholder for a response, to find the template's text after it."""
+CACHED_PROMPTS = 4096
 CACHED_CHARACTERS = 4096
-"""Longer texts are not cached, so the cache stays small."""
+"""Longer messages are not cached, so that the cache stays small."""
 
 OPEN, CLOSE = "\ue000", "\ue001"
-"""Characters for private use: between them stands the number of a text that the template does not see."""
+"""Private-use characters around the number of a text that is hidden from the template."""
 HIDDEN = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
@@ -49,7 +49,7 @@ Tool = Mapping[str, Any]
 
 
 class MessagesRefused(UserError):
-    """The chat template or the tokenizer does not take these messages."""
+    """The chat template or the tokenizer refuses these messages."""
 
 
 class Chat:
@@ -69,22 +69,22 @@ class Chat:
         longest_first = sorted(specials, key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, [*longest_first, OPEN])))
         self._special_ids = frozenset(specials.values()) - {tokenizer.unk_token_id}
-        self._prompts: OrderedDict[Key, Int32s] = OrderedDict()
-        self._deltas: OrderedDict[Key, Int32s] = OrderedDict()
+        self._prompts = _Cache(lambda messages: self._ids(*self._render(messages)))
+        self._deltas = _Cache(lambda messages: self._ids(*self._after_mark(messages)))
         self.end_id = self._find_end()
-        """The token that ends a turn; the loop appends it where the model stopped without one."""
+        """The token that ends a turn; `end_token` appends it where the policy stopped without one."""
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
         """All tokens at which the engine should stop."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
-        """The token ids of a whole prompt, with the generation prompt at its end."""
+        """[P] ids of a whole prompt, ending in the template's opening of the assistant's turn."""
         if tools:
             return self._ids(*self._render(messages, tools))
-        return _cached(self._prompts, messages, lambda: self._ids(*self._render(messages)))
+        return self._prompts(messages)
 
     def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
-        """The token ids that follow a response whose last token is `last_id`."""
-        delta = _cached(self._deltas, messages, lambda: self._ids(*self._after_mark(messages)))
+        """[D] ids that follow a response whose last token is `last_id`, up to the opening of the next turn."""
+        delta = self._deltas(messages)
         return delta[1:] if len(delta) and delta[0] == last_id else delta
 
     def text(self, response_ids: Int32s) -> str:
@@ -92,29 +92,29 @@ class Chat:
         return str(self._backend.decode(response_ids.tolist(), skip_special_tokens=True))
 
     def encode(self, text: str) -> Int32s:
-        """The token ids of a template's text, in which special tokens count as such.
+        """The ids of a text that the template rendered; special tokens in it are special.
 
         Raises:
-            MessagesRefused: it holds half of a surrogate pair, which no tokenizer takes.
+            MessagesRefused: the text holds half of a surrogate pair, which no tokenizer takes.
         """
         if not is_text(text):
             raise MessagesRefused("a message holds half a surrogate pair, which is no text")
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def plain(self, text: str) -> Int32s:
-        """The token ids of text that anybody may have written, in which nothing counts as a special token."""
+        """The ids of a text from a policy, an environment or a dataset; special tokens in it are ordinary text."""
         self._backend.encode_special_tokens = True
         try:
             token_ids = self.encode(text)
             if not self._special_ids.isdisjoint(token_ids.tolist()):
-                # A vocabulary may hold a special token among its ordinary words; such a word is cut in two.
+                # A vocabulary may have a special token among its ordinary words; such a word is cut in two.
                 token_ids = self.encode(self._special_text.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text))
         finally:
             self._backend.encode_special_tokens = False
         return token_ids
 
     def _ids(self, text: str, hidden: Sequence[str]) -> Int32s:
-        """The token ids of what the template rendered, with what it did not see."""
+        """The ids of a rendered text with its hidden texts put back."""
         if not hidden:
             return self.encode(text)
         parts = enumerate(HIDDEN.split(text))
@@ -128,27 +128,27 @@ class Chat:
         return after, hidden
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[str, list[str]]:
-        """The template's text, in which special tokens that the messages hold are numbers; and what they stand for."""
+        """The rendered text, in which special tokens of the messages are replaced by numbers; and those tokens."""
         hidden: list[str] = []
 
         def hide(found: re.Match[str]) -> str:
             hidden.append(found[0])
             return f"{OPEN}{len(hidden) - 1}{CLOSE}"
 
-        seen = [
+        visible = [
             {key: self._special_text.sub(hide, value) if isinstance(value, str) else value for key, value in of.items()}
             for of in messages
         ]
         try:
             text = self._tokenizer.apply_chat_template(
-                seen, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **self._template_options
+                visible, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **self._template_options
             )
-        except Exception as error:  # a template is a program that came with the model: anything can come out of it
+        except Exception as error:  # a template is a program of the model: it may raise anything
             raise MessagesRefused(f"the chat template refuses: {type(error).__name__}: {error}") from error
         return str(text), hidden
 
     def _find_end(self) -> int:
-        """The special token with which the template closes an assistant's message, or else the tokenizer's own end."""
+        """The special token with which the template closes an assistant's message; else the end of sequence."""
         following = self._ids(*self._after_mark([Message(role="user", content="?")]))
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         if len(following) and int(following[0]) in special:
@@ -161,18 +161,24 @@ def load_chat(folder: Path, config: GeneratorConfig) -> Chat:
     return Chat(load_tokenizer(folder), config.chat_template_options)
 
 
-def _cached(cache: OrderedDict[Key, Int32s], messages: Sequence[Message], make: Callable[[], Int32s]) -> Int32s:
-    if any(len(message) != 2 for message in messages):  # a template may look at whatever else it holds
-        return make()
-    key = tuple((message["role"], message["content"]) for message in messages)
-    found = cache.get(key)
-    if found is not None:
-        cache.move_to_end(key)
-        return found
-    made = make()
-    made.setflags(write=False)
-    if sum(len(content) for _, content in key) <= CACHED_CHARACTERS:
-        cache[key] = made
-        if len(cache) > CACHED_MESSAGES:
-            cache.popitem(last=False)
-    return made
+class _Cache:
+    """The ids of the newest short message lists, by role and content."""
+
+    def __init__(self, make: Callable[[Sequence[Message]], Int32s]) -> None:
+        self._make = make
+        self._ids: OrderedDict[Key, Int32s] = OrderedDict()
+
+    def __call__(self, messages: Sequence[Message]) -> Int32s:
+        if any(len(message) != 2 for message in messages):  # a template may use further fields
+            return self._make(messages)
+        key = tuple((message["role"], message["content"]) for message in messages)
+        if key in self._ids:
+            self._ids.move_to_end(key)
+            return self._ids[key]
+        ids = self._make(messages)
+        ids.setflags(write=False)
+        if sum(len(content) for _, content in key) <= CACHED_CHARACTERS:
+            self._ids[key] = ids
+            if len(self._ids) > CACHED_PROMPTS:
+                self._ids.popitem(last=False)
+        return ids

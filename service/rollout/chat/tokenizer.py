@@ -1,4 +1,4 @@
-"""Tokenizers: a real one read from a Hugging Face folder, and a small one that the project makes itself."""
+"""Tokenizers: read from a Hugging Face folder, or made from a small vocabulary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> None:
-    """Write a word-level tokenizer with a chat template as a Hugging Face folder; ids: specials, roles, words."""
+    """Write a word-level tokenizer with a chat template to a folder; ids in the order special tokens, roles, words."""
     words = list(dict.fromkeys((*SPECIALS, *ROLES, *vocabulary)))
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()

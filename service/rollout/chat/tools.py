@@ -1,10 +1,10 @@
-"""Tool calls in a response, as Qwen's, Hermes' and many other templates have the policy write them.
+"""Tool calls in a response, in the format of Qwen's, Hermes' and many other chat templates.
 
     <tool_call>
     {"name": "search", "arguments": {"query": "marn"}}
     </tool_call>
 
-Every call is answered by one message of the role `tool`. A response without a call is the final answer.
+One message of the role `tool` answers each call. A response without a call is the final answer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ToolCall(NamedTuple):
 
 
 class BadCall(NamedTuple):
-    """What looks like a call and is none; the reason is fit for the policy."""
+    """A malformed call; the reason can be shown to the policy."""
 
     reason: str
 
 
 def tool_calls(text: str) -> list[ToolCall | BadCall]:
-    """Every call in a response, in its order."""
+    """Every call in a response, in order."""
     return [_call(written) for written in CALL.findall(text)]
 
 
@@ -54,13 +54,13 @@ def _call(written: str) -> ToolCall | BadCall:
 
 
 async def answer(calls: Sequence[ToolCall | BadCall], tools: Mapping[str, Tool]) -> StepResult:
-    """What the tools say to the calls; a call that cannot be made is answered with the reason."""
-    told = [Message(role="tool", content=await _told(call, tools)) for call in calls]
-    bad = sum(message["content"].startswith("error: ") for message in told)
-    return StepResult(told, 0.0, False, {"tool_calls": float(len(calls)), "bad_tool_calls": float(bad)})
+    """The tools' answers to the calls; a call that cannot be made is answered with the reason."""
+    answers = [Message(role="tool", content=await _answer(call, tools)) for call in calls]
+    bad = sum(message["content"].startswith("error: ") for message in answers)
+    return StepResult(answers, 0.0, False, {"tool_calls": float(len(calls)), "bad_tool_calls": float(bad)})
 
 
-async def _told(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> str:
+async def _answer(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> str:
     if isinstance(call, BadCall):
         return f"error: {call.reason}"
     if call.name not in tools:

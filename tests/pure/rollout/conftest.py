@@ -11,11 +11,12 @@ import pytest
 from examples import lookup
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
-from service.rollout.agent import AgentLimits, Observed, run_trajectory
+from service.rollout.agent import Observed, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Environment, Message, StepResult, Task
+from service.rollout.limits import AgentLimits
 from service.types import Int32s, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 VERSION = PolicyVersion(1, 5).pack()

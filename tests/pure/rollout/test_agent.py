@@ -13,11 +13,11 @@ from examples.lookup import Lookup
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config
 from service.handoff.prefixes.tree import digest
-from service.rollout.agent import AgentLimits
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
+from service.rollout.limits import AgentLimits
 from service.types import NO_VERSION, ROUTE_NATIVELY
 from tests.pure.rollout.conftest import (
     QUESTION,
