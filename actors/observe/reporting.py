@@ -14,7 +14,7 @@ from ray.util.metrics import Gauge
 
 from service.config import Config
 from service.observe.measure import measure_process
-from service.observe.metrics import Boundaries, Metrics
+from service.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Reporter:
     def __init__(
         self, role: str, ident: str, config: Config, hub: Any, refresh: Callable[[Metrics], None] | None = None
     ) -> None:
-        self.metrics = Metrics(role, ident, Boundaries.of(config))
+        self.metrics = Metrics(role, ident, config)
         self._source = f"{role}/{ident}"
         self._hub = hub
         self._refresh = refresh

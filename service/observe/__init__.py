@@ -1,1 +1,10 @@
-"""What people and programs see of a run: metrics, status, trajectories, trackers, plots."""
+"""Observing a run: metrics, status, progress, trajectories.
+
+metrics       an event -> `measure` -> the recorder of `metrics`, with the names of `metrics_table` -> each second
+              `actors.observe.reporting` pushes a snapshot -> `hub` merges the actors' snapshots -> `/metrics`
+status        reports of the driver and the buffer -> `hub` -> the document of `status` -> `/status`; shown by
+              `status_page.html` in a browser, by `status_client` and `status_view` in a terminal (`baton status`)
+progress      a line per optimizer step -> `metrics.jsonl`, `trackers`, the curve of `plot`; `summary` at the end
+trajectories  `trajectories` samples and reads the records, `trajectory_views` shows them
+alerts        `alert_thresholds` are gauges, with which `deploy/prometheus/rules.yaml` compares
+"""

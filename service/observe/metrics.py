@@ -1,6 +1,6 @@
 """The metrics of one actor: a recorder over the one table, and its snapshot as Prometheus text.
 
-metrics = Metrics("trainer", "trainer-0", Boundaries.of(config))
+metrics = Metrics("trainer", "trainer-0", config)
 metrics.set("baton_policy_version", 12)
 metrics.observe("baton_row_length_tokens", lengths_R)        # a whole array at once
 hub.push("trainer/trainer-0", metrics.snapshot())
@@ -9,7 +9,6 @@ hub.push("trainer/trainer-0", metrics.snapshot())
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from threading import Lock
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from service.config import Config
 from service.observe.alert_thresholds import long_batch_tokens
-from service.observe.metrics_table import BY_NAME, Kind, Metric
+from service.observe.metrics_table import BY_NAME, LENGTH, SECONDS, STALENESS, TURNS, Kind, Metric
 from service.types import Float64s, Int64s
 
 SOURCE_LABELS = ("role", "ident")
@@ -37,27 +36,19 @@ Key = tuple[str, ...]
 Series = TypeVar("Series")
 
 
-@dataclass(frozen=True)
-class Boundaries:
-    """The upper bounds of the histograms' buckets; the same in every actor of a run, so that they add up."""
+def bucket_bounds(config: Config) -> dict[str, tuple[float, ...]]:
+    """The upper bounds of the histograms' buckets, by the table's name; equal in all actors of a run.
 
-    length: tuple[float, ...]
-    turns: tuple[float, ...]
-    staleness: tuple[float, ...]
-    seconds: tuple[float, ...] = tuple(base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5))
-    """1 ms to 5000 s."""
-
-    @staticmethod
-    def of(config: Config) -> Boundaries:
-        """Lengths: sixteen even steps up to the longest row, and the alert threshold."""
-        longest = config.generator.max_input_length + config.generator.max_generate_length
-        even = {float(longest * step // 16) for step in range(1, 17)}
-        bound = config.buffer.max_staleness
-        return Boundaries(
-            length=tuple(sorted(even | {float(long_batch_tokens(config))})),
-            turns=tuple(float(n) for n in sorted({*range(1, 9), 12, 16, 24, 32, 48, 64, config.env.max_turns})),
-            staleness=tuple(float(n) for n in sorted({*range(9), bound, bound + 1, 2 * bound, 16, 32, 64})),
-        )
+    Lengths have sixteen even steps up to the longest row, and the alert threshold; seconds go from 1 ms to 5000 s.
+    """
+    longest = config.generator.max_input_length + config.generator.max_generate_length
+    lengths = {*(longest * step // 16 for step in range(1, 17)), long_batch_tokens(config)}
+    turns = {*range(1, 9), 12, 16, 24, 32, 48, 64, config.env.max_turns}
+    bound = config.buffer.max_staleness
+    staleness = {*range(9), bound, bound + 1, 2 * bound, 16, 32, 64}
+    seconds = {base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5)}
+    bounds: dict[str, set[int] | set[float]] = {LENGTH: lengths, TURNS: turns, STALENESS: staleness, SECONDS: seconds}
+    return {name: tuple(sorted(float(value) for value in values)) for name, values in bounds.items()}
 
 
 class Metrics(Collector):
@@ -66,9 +57,9 @@ class Metrics(Collector):
     A metric that is not in the table, or is used with another kind or other labels, raises ValueError.
     """
 
-    def __init__(self, role: str, ident: str, boundaries: Boundaries) -> None:
+    def __init__(self, role: str, ident: str, config: Config) -> None:
         self._source = (role, ident)
-        self._boundaries = boundaries
+        self._bounds = bucket_bounds(config)
         self._numbers: dict[str, dict[Key, float]] = {}
         self._histograms: dict[str, dict[Key, _Histogram]] = {}
         self._lock = Lock()
@@ -108,7 +99,7 @@ class Metrics(Collector):
         with self._lock:
             series, key = _series(self._histograms, metric, labels)
             if key not in series:
-                series[key] = _Histogram(getattr(self._boundaries, metric.buckets))
+                series[key] = _Histogram(self._bounds[metric.buckets])
             series[key].observe(np.atleast_1d(np.asarray(values, dtype=np.float64)), weights)
 
     def snapshot(self) -> bytes:

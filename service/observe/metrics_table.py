@@ -22,7 +22,7 @@ class Metric(NamedTuple):
     key: str = ""
     """The same quantity in `metrics.jsonl`, from which it is recorded; empty if there is none."""
     buckets: str = ""
-    """Of a histogram: the field of `service.observe.metrics.Boundaries`."""
+    """Of a histogram: the name of its bounds in `service.observe.metrics.bucket_bounds`."""
     in_ray: bool = False
     """Of a gauge: Ray's metrics endpoints also serve it, as `ray_<name>`."""
 

@@ -1,7 +1,8 @@
 """Records of trajectories for people: `trajectories.jsonl` holds a bounded sample of every mini-batch.
 
     {"id": "group=812/sample=3/attempt=0", "prompt_uid": "7", "optimizer_step": 37, "trained_at": "1.36",
-     "return": 1.0, "advantage": 0.93, "stop_reason": "stop", "fate": "trained", "loss_tokens": 11, "stale_tokens": 0,
+     "reward": 1.0, "return": 1.0, "advantage": 0.93, "stop_reason": "stop", "fate": "trained", "loss_tokens": 11,
+     "sampled_tokens": 11, "rows": 1,
      "steps": [{"index": 0, "prompt_ids": [..], "response_ids": [..], "logprobs": [..], "loss_mask": [1, 1, 0],
                 "versions": [[2, "1.35"], [1, null]], "reward": 0.0, "stop_reason": "stop", "row": 0}, ..]}
 

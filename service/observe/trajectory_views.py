@@ -14,6 +14,8 @@ from rich.text import Text
 
 from service.observe.trajectories import Record
 
+PAGE = Path(__file__).with_name("trajectories_page.html")
+
 Words = Callable[[Sequence[int]], list[str]]
 """From token ids to the text that each of them adds."""
 
@@ -147,9 +149,6 @@ def step_line(step: Record) -> str:
     reward = step["reward"] if isinstance(step["reward"], int | float) else sum(step["reward"])
     versions = ", ".join(dict.fromkeys(version for _, version in step["versions"] if version)) or "none"
     return f"row {step['row']}, policy {versions}, reward {reward:g}, {step['stop_reason']}"
-
-
-PAGE = Path(__file__).with_name("trajectories_page.html")
 
 
 def html_page(title: str, records: Sequence[Record], max_staleness: int, words: Words) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from actors.observe.metrics_hub import MetricsHub
 from service.config import Config, load_config
-from service.observe.metrics import Boundaries, Metrics
+from service.observe.metrics import Metrics
 from tests.browser.browser import CHROMIUM, REASON, SIZES, Browser, browser
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=REASON)]
@@ -48,7 +48,7 @@ async def run_under_way(steps: int) -> AsyncIterator[tuple[str, MetricsHub]]:
 
 
 async def push(hub: MetricsHub, source: str, *reports: tuple[str, dict[str, Any]]) -> None:
-    await hub.push(source, Metrics(*source.split("/"), Boundaries.of(Config())).snapshot(), reports)
+    await hub.push(source, Metrics(*source.split("/"), Config()).snapshot(), reports)
 
 
 def a_step(step: int) -> dict[str, float]:

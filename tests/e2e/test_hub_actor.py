@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow]
 
 
 class DyingHub(MetricsHub):
-    """Dies when it is first told to serve, as by kill -9."""
+    """Dies at its first start, as by kill -9."""
 
     def __init__(self, config_json: str, died: str) -> None:
         super().__init__(config_json)
@@ -29,7 +29,7 @@ class DyingHub(MetricsHub):
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_a_hub_that_dies_while_the_run_starts_is_told_again_to_serve(tmp_path: Path) -> None:
+def test_a_hub_that_dies_while_the_run_starts_is_started_again(tmp_path: Path) -> None:
     import ray
 
     config = with_free_port(Config.model_validate({"metrics": {"port": 0}}))

@@ -21,13 +21,13 @@ from service.observe.measure import (
     measure_step,
     measure_steps,
 )
-from service.observe.metrics import MAX_SERIES, Boundaries, Metrics
+from service.observe.metrics import MAX_SERIES, Metrics
 from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd, TrajectoryId
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("r", "i", Boundaries.of(Config()))
+    return Metrics("r", "i", Config())
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:

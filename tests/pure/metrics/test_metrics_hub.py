@@ -9,7 +9,7 @@ import pytest
 from actors.observe.metrics_hub import MetricsHub, prefers_html, with_free_port
 from service.config import Config, load_config
 from service.errors import UserError
-from service.observe.metrics import Boundaries, Metrics
+from service.observe.metrics import Metrics
 from service.observe.status_client import fetch_status
 
 
@@ -30,7 +30,7 @@ def test_metrics_status_and_health_are_served_on_one_port() -> None:
         hub = hub_on(0)
         url = await hub.start()
         assert await hub.start() == url
-        metrics = Metrics("trainer", "trainer-0", Boundaries.of(Config()))
+        metrics = Metrics("trainer", "trainer-0", Config())
         metrics.set("baton_policy_version", 3)
         await hub.push("trainer/trainer-0", metrics.snapshot(), [("run", {"name": "r", "state": "training"})])
         kind, page = await get(f"{url}/metrics")
@@ -63,7 +63,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
 def test_a_start_and_pushes_at_the_same_time_open_the_port_once() -> None:
     async def scenario() -> None:
         hub = hub_on(0)
-        snapshot = Metrics("trainer", "t", Boundaries.of(Config())).snapshot()
+        snapshot = Metrics("trainer", "t", Config()).snapshot()
         url, *_ = await asyncio.gather(hub.start(), *(hub.push("trainer/t", snapshot) for _ in range(5)))
         second = hub_on(int(url.rpartition(":")[2]))
         with pytest.raises(UserError):
@@ -86,7 +86,7 @@ def test_a_restarted_hub_serves_again_with_the_next_push() -> None:
         port = int((await first.start()).rpartition(":")[2])
         await first.stop()
         second = hub_on(port)
-        await second.push("trainer/t", Metrics("trainer", "t", Boundaries.of(Config())).snapshot())
+        await second.push("trainer/t", Metrics("trainer", "t", Config()).snapshot())
         _, page = await get(f"http://127.0.0.1:{port}/metrics")
         assert b"baton_actor_up" in page
         await second.stop()
@@ -98,7 +98,7 @@ def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:
     async def scenario() -> None:
         config = with_free_port(load_config([], ["metrics.port=0"]))
         assert config.metrics.port != 0 and with_free_port(config) == config
-        snapshot = Metrics("trainer", "t", Boundaries.of(Config())).snapshot()
+        snapshot = Metrics("trainer", "t", Config()).snapshot()
         for _ in range(2):
             hub = MetricsHub(config.model_dump_json())
             await hub.push("trainer/t", snapshot, [("run", {"name": "r", "state": "training"})])

@@ -110,7 +110,7 @@ def test_as_many_are_kept_as_the_configuration_says(per_step: int, kept: int) ->
     assert len({record["id"] for record in records(config)}) == kept
 
 
-def test_a_prompt_that_was_too_long_is_told_from_a_trajectory_that_grew_too_long() -> None:
+def test_a_prompt_that_was_too_long_is_counted_apart_from_a_trajectory_that_grew_too_long() -> None:
     grown, too_long = {"stop_reason": "length", "steps": [{}]}, {"stop_reason": "length", "steps": []}
     assert describe_ends([too_long, grown, too_long]) == "2 length before the first turn, 1 length"
     assert describe_ends([]) == ""
