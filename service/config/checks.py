@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from service.config import checks_learn, checks_rollout
-from service.config.section import Problem, Rule
+from service.config.problem import Problem, Rule
 from service.config.source import Source
 from service.config.tree import Config
 from service.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from service.config.section import Problem, Rule
+from service.config.problem import Problem, Rule
 from service.config.tree import Config
 from service.interop.user_functions import malformed_name
 

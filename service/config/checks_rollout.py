@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from service.config.problem import Problem, Rule
 from service.config.rollout import MADE_SET
-from service.config.section import Problem, Rule
 from service.config.tree import Config
 
 

@@ -91,7 +91,7 @@ def test_a_mixture_of_datasets_becomes_the_file_of_prompts(model: Path, tmp_path
 def test_a_run_that_is_refused_leaves_no_folder(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError):
-        run(pointed_at(model, f"run.dir={tmp_path / 'runs'}"))
+        run(pointed_at(model, f"run.dir={tmp_path / 'runs'}", "metrics.port=0"))
     assert list((tmp_path / "runs").iterdir()) == []
 
 
