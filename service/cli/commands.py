@@ -1,4 +1,7 @@
-"""What each command of `baton` does with its parsed words and its settings."""
+"""The functions of the commands of `baton`; each takes the parsed arguments and the settings, returns the exit code.
+
+A function imports what it needs: `baton status`, which is typed often, loads neither NumPy nor pydantic.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,19 @@ from pathlib import Path
 
 from service.errors import UserError
 
-# What a command needs is imported by it alone: `baton status`, which is typed often, loads neither NumPy nor pydantic.
-
 PIPED_WIDTH = 120
-"""Columns of a table when nothing says how wide the terminal is."""
+"""Columns of a table that is not written to a terminal."""
 
 
 def in_ray(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Run, evaluate or submit: what needs Ray is beyond this door, the only one from `service` to `actors`."""
+    """Dispatch to the commands that import Ray; the only import of `actors` in `service`."""
     from actors.driver.commands import COMMANDS
 
-    return COMMANDS[arguments.in_ray](arguments, overrides)
+    return COMMANDS[arguments.name](arguments, overrides)
 
 
 def init(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Write a folder to begin a task of one's own."""
+    """Write a folder to begin a task."""
     from service.cli.init import run
 
     return run(arguments)
@@ -43,7 +44,7 @@ def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Check a configuration, and what it names; what is not on this machine is a note."""
+    """Check a configuration and the files that it names; a missing file, which may be another machine's, is a note."""
     from service.cli.configuration import checked_config
     from service.config.paths import elsewhere
 
@@ -85,14 +86,14 @@ def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def replay(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Form a mini-batch again."""
+    """Form a mini-batch of a run again."""
     from service.cli.replay import run
 
     return run(arguments)
 
 
 def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Show what a run does now, or how it ended."""
+    """Print what a run is doing now, or how it ended."""
     from service.observe.status_client import run_status
     from service.observe.status_view import status_lines
 
@@ -131,7 +132,7 @@ def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> in
 
 
 def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Write a page of trajectories."""
+    """Write trajectories as an HTML page."""
     from service.observe.trajectories import find_recorded_run, load_records
     from service.observe.trajectory_views import html_page
 
@@ -144,7 +145,7 @@ def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> 
 
 
 def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
-    """The staleness bound of a run, and its tokenizer's words."""
+    """A run's staleness bound, and a function from token ids to the text of each token."""
     from service.config import load
     from service.config.model_folder import TOKENIZER, read_tokenizer
     from service.observe.trajectory_views import pieces

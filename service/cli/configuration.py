@@ -1,4 +1,4 @@
-"""The configuration that a command line names, for every command that needs one."""
+"""The configuration that a command line names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from service.errors import UserError
 
 
 def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Config:
-    """The checked configuration of a command line.
+    """The configuration of a command line, checked.
 
     Raises:
-        UserError: there is none, it is wrong, or words are left over.
+        UserError: no configuration is given, it is wrong, or a word is neither an argument nor a setting.
     """
     no_more_words(arguments)
     if not arguments.config:
@@ -23,7 +23,7 @@ def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Confi
 
 
 def no_more_words(arguments: argparse.Namespace) -> None:
-    """UserError where a word is left over that is no setting."""
+    """Raises `UserError` where a word is neither an argument nor a setting."""
     if arguments.overrides:
         word = arguments.overrides[0]
         hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""

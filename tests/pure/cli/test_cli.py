@@ -143,7 +143,7 @@ def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.Captu
     assert len(examples) >= 6
     for words in examples:
         split, _ = split_overrides(words[1:])
-        assert split[0] in ("run", "submit", "eval", "config", "status", "trajectories")
+        assert split[0] in COMMANDS
 
 
 def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_run_that_has_just_begun_has_a_status_too() -> None:
     assert lines[0] == "run: starting, step 0, policy 0.0" and any("GENERATORS" in line for line in lines)
 
 
-COMMANDS = ("run", "submit", "eval", "config", "status", "simulate", "replay", "trajectories")
+COMMANDS = ("init", "run", "submit", "eval", "config", "status", "simulate", "replay", "trajectories")
 ACTIONS = (("config", ("show", "validate", "schema")), ("trajectories", ("list", "show", "export-html")))
 
 
