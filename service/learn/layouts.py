@@ -6,11 +6,12 @@ Two rows, `1 2 3` and `4 5`:
     padded   token_ids_RW 1 2 3          attended_RW 1 1 1      slot_N  0 1 2 4 5
                           0 4 5                      0 1 1
 
-`slot_N` is the place of each packed token among the `rows * width` slots of padded lines.
+`slot_N` is the place of each packed token among the `rows * width` slots of padded lines. Axis `B`: a bucket's tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +38,8 @@ def positions_in_rows(lengths_R: Int64s) -> Int64s:
     return np.arange(lengths_R.sum()) - np.repeat(starts_R, lengths_R)
 
 
-class Bucket(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Bucket:
     """Rows of similar length, which one call of the attention kernel computes as padded lines."""
 
     rows: int
@@ -59,7 +61,8 @@ class Bucket(NamedTuple):
         return Bucket(len(rows), width, None if in_order else to_device(token_B, device), to_device(slot_B, device))
 
 
-class Packing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Packing:
     """The packed layout: where each row lies on the token axis, and how attention computes the rows.
 
     The variable-length kernel takes the bounds. Other kernels take buckets of padded lines:

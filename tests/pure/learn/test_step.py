@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from service.errors import RunFailed
 from service.handoff import batch_of_rank
 from service.learn.learner import Learner
-from service.learn.model.policy import Policy
 from service.learn.supervised import SupervisedSteps
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
@@ -108,23 +106,6 @@ def test_in_bfloat16_steps_too_small_for_it_add_up_in_float32_masters(model_fold
         assert bool((norm != 1).any()) is changed
 
 
-def test_supervised_steps_learn_what_the_mask_names(model_folder: Path) -> None:
-    learner = Learner(settings(), model_folder, CPU, 0, 1)
-    rows = [(row.token_ids, row.loss_mask) for row in made_rows(6, seed=10)]
-    supervised = SupervisedSteps(settings(), learner.policy)
-    losses = [supervised.step(rows, lr=5e-3) for _ in range(30)]
-    assert losses[-1] < 0.6 * losses[0]
-    assert learner.step(mini_batch([[made_rows(6, seed=10)]], trajectories=6)).applied
-
-
-def test_supervised_rows_beyond_the_token_budget_make_the_same_step(model_folder: Path) -> None:
-    rows = [(row.token_ids, row.loss_mask) for row in made_rows(6, seed=11)]
-    configs = (settings(), settings(trainer={"max_tokens_per_micro_batch": 40}))
-    whole, cut = (SupervisedSteps(config, Policy(config, model_folder, CPU, 0, 1)) for config in configs)
-    for _ in range(3):
-        assert cut.step(rows, 1e-3) == pytest.approx(whole.step(rows, 1e-3), rel=1e-5)
-
-
 def test_an_exported_folder_loads_like_the_folder_it_came_from(model_folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -148,14 +129,6 @@ def test_an_exported_folder_loads_like_the_folder_it_came_from(model_folder: Pat
     assert mine is not None and mine.keys() == again.keys()
     assert "lm_head.weight" not in mine
     assert all(torch.equal(mine[name], again[name]) for name in mine)
-
-
-def test_a_supervised_loss_that_is_not_finite_ends_the_run(model_folder: Path) -> None:
-    learner = Learner(settings(), model_folder, CPU, 0, 1)
-    learner.policy.master_weights.tensors["model.norm.weight"].fill_(float("nan"))
-    with pytest.raises(RunFailed, match=r"lower model\.warm_start\.lr"):
-        rows = [(row.token_ids, row.loss_mask) for row in made_rows(2, seed=13)]
-        SupervisedSteps(settings(), learner.policy).step(rows, lr=1e-3)
 
 
 def test_a_mini_batch_for_more_ranks_than_there_are_is_not_trained_in_part(model_folder: Path) -> None:
