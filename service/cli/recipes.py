@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import resources
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -16,10 +16,7 @@ def recipes() -> Path:
 
 def new_task() -> Path:
     """The folder that a new task is copied from."""
-    spec = find_spec("examples")
-    if spec is None or spec.submodule_search_locations is None:
-        raise FileNotFoundError("the package `examples` of Baton is not installed")
-    return Path(spec.submodule_search_locations[0]) / "new_task"
+    return Path(str(resources.files("examples") / "new_task"))
 
 
 def config_file(word: str) -> Path:

@@ -7,13 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, resources
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from examples.data import CORPUS
 from service.config.rollout import RetrievalConfig
 from service.errors import UserError
 from service.files import atomic_file
@@ -155,7 +154,7 @@ def open_retriever(config: RetrievalConfig, device: str) -> Retriever:
     Raises:
         UserError: a file is missing or malformed, or the encoder cannot run on `device`.
     """
-    passages = load_corpus(config.corpus or CORPUS)
+    passages = load_corpus(config.corpus or Path(str(resources.files("examples.data") / "corpus.jsonl")))
     return Retriever.of(passages, _encoder(config, device, passages), config.embeddings)
 
 
