@@ -263,7 +263,7 @@ class Coordinator:
                 return answer
             _accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
-            self._failures.look(await self._generator_pool.statuses())
+            self._failures.check(await self._generator_pool.statuses())
             if time.monotonic() - start > self._config.run.stall_deadline:
                 raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")
         return None

@@ -1,4 +1,4 @@
-"""What must lie on disk before a run starts: the prompts and the policy."""
+"""Prepares a run or an evaluation: makes or reads the prompts and the model, and checks them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import initial_model
 
 TRAINING_BYTES = 16
-"""Bytes of a parameter while it is trained: master weight, gradient and two moments, in float32."""
+"""Bytes of one parameter in training: master weight, gradient and two moments, in float32."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Prepared:
     model_folder: Path
     vocab_size: int
     routing: Routing
-    """Which routed experts the model can replay."""
+    """The routed experts of the model, which the trainer can replay."""
     eval_files: Mapping[str, Path] = field(default_factory=dict)
     """Evaluation sets by name."""
 
 
 def prepare(config: Config, folder: Path) -> Prepared:
-    """Make what the configuration says to make, under `folder`; read and check the rest.
+    """Make under `folder` the data and the model that the configuration says to make; read and check the others.
 
     Raises:
-        UserError: a file or folder is missing or malformed; the message names it.
+        UserError: a file or folder is missing or malformed, or the model does not fit the configuration.
     """
     tasks_file = train_file(config.data, config.env, folder / "data", config.run.seed)
     tasks = load_tasks(tasks_file)
@@ -69,7 +69,7 @@ def prepare(config: Config, folder: Path) -> Prepared:
 
 
 def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """What a model folder describes; its weights have been compared with that, of which only headers are read."""
+    """The configuration and tokenizer of a model folder, checked against the headers of its weights."""
     hf_config = read_config(folder)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(folder, len(tokenizer), hf_config.vocab_size)
@@ -78,10 +78,10 @@ def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerB
 
 
 def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
-    """The checkpoint whose weights are to be evaluated; None: they lie in a Hugging Face folder.
+    """Check the weights to evaluate; returns the manifest of their checkpoint, None for a Hugging Face folder.
 
     Raises:
-        UserError: model, tokenizer or checkpoint are missing, damaged, or do not belong together.
+        UserError: the model, tokenizer or checkpoint is missing or damaged, or they do not belong together.
     """
     if target.model is not None:
         try:
@@ -97,10 +97,10 @@ def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
 
 
 def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:
-    """The files of the evaluation sets, read once to see that they can be played.
+    """The files of the evaluation sets by name; every row and its environment are checked.
 
     Raises:
-        UserError: one is missing or malformed, or needs an environment that cannot be made.
+        UserError: a set is missing or malformed, or needs an environment that cannot be made.
     """
     files = eval_files(config.data, config.env, folder / "data", config.run.seed)
     for path in files.values():
@@ -109,7 +109,7 @@ def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:
 
 
 def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
-    """Tokenised demonstrations of the environment for the warm start, with True on the tokens to learn."""
+    """The environment's demonstrations for the warm start as token ids, with True on the tokens to learn."""
     warm_start = config.model.warm_start
     if warm_start is None:
         return []
@@ -120,7 +120,7 @@ def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
 
 
 def _make_policy(config: Config, folder: Path) -> Path:
-    """Write a small untrained model with a tokenizer for the environment's words, unless a resumed run has it."""
+    """Write a small random model, with a tokenizer for the environment's words, unless a resumed run has it already."""
     if is_model_folder(folder):
         return folder
     if config.model.make is None:
@@ -128,7 +128,7 @@ def _make_policy(config: Config, folder: Path) -> Path:
     synthetic = synthetic_data(config.env.name, config.env.options, config.env.trusted_modules, "vocabulary")
     make_tokenizer(folder, synthetic.vocabulary())
     tokenizer = load_tokenizer(folder)
-    _has_room(config.model.make, len(tokenizer))
+    _check_memory(config.model.make, len(tokenizer))
     make_model(
         folder,
         config.model.make,
@@ -140,8 +140,8 @@ def _make_policy(config: Config, folder: Path) -> Path:
     return folder
 
 
-def _has_room(shape: MakeModelConfig, vocab_size: int) -> None:
-    """Raises `UserError` where the model's training state alone exceeds the free memory."""
+def _check_memory(shape: MakeModelConfig, vocab_size: int) -> None:
+    """Raises `UserError` if the training state of the model alone exceeds the free memory."""
     needed = count_parameters(shape, vocab_size) * TRAINING_BYTES
     free = psutil.virtual_memory().available
     if needed > free:

@@ -11,29 +11,29 @@ from service.handoff.steps.stop_reason import FAILURES
 
 
 class FailureWatch:
-    """Counts how trajectories ended since the last optimizer step, from what the generators say about themselves."""
+    """Counts how trajectories ended since the last optimizer step, from the statuses of the generators."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._before: Counter[str] = Counter()
         self._now: Counter[str] = Counter()
 
     def progressed(self) -> None:
-        """An optimizer step was taken: earlier failures are forgiven."""
+        """An optimizer step was applied: count from here."""
         self._before = self._now
 
-    def look(self, statuses: Sequence[Mapping[str, Any]]) -> None:
-        """See whether the run goes on for nothing.
+    def check(self, statuses: Sequence[Mapping[str, Any]]) -> None:
+        """Check that not every trajectory fails.
 
         Raises:
-            RunFailed: `most` trajectories or more ended since the last step, and every one of them failed.
+            RunFailed: `limit` trajectories or more ended since the last step, and every one of them failed.
         """
         self._now = Counter()
         for status in statuses:
             self._now.update({name: n for name, n in status["counts"].items() if name.startswith("end_")})
-        # A generator that started again counts from 0; what it counted before is left out.
+        # A generator that was restarted counts from 0; a negative difference counts as none.
         ended = self._now - self._before
-        if ended.total() < self._most or any(name.removeprefix("end_") not in FAILURES for name in ended):
+        if ended.total() < self._limit or any(name.removeprefix("end_") not in FAILURES for name in ended):
             return
         reasons = ", ".join(f"{n} {name.removeprefix('end_')}" for name, n in ended.most_common())
         details = {status["last_failure"] for status in statuses if status["last_failure"]}

@@ -15,11 +15,11 @@ from service.observe.trackers import Tracker, open_trackers
 from service.run.folder import ADDRESS, CONFIG, EVALUATIONS, LOGS, METRICS, SUMMARY, TRAJECTORIES, read_lines
 
 TRAJECTORIES_BYTES = 64 << 20
-"""Where `trajectories.jsonl` stops growing."""
+"""Size at which `trajectories.jsonl` stops growing."""
 
 
 class RunWriter:
-    """Writes the files of one run; whole files are replaced at once, lines are appended and flushed."""
+    """Writes the files of one run: files are replaced at once, lines are appended and flushed."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -32,21 +32,21 @@ class RunWriter:
         """The optimizer step that was logged last."""
 
     def forget_end(self) -> None:
-        """How the run ended before, and where it was served, are no longer true: it goes on."""
+        """Delete the summary and the address of an earlier part of the run, which now continues."""
         for name in (SUMMARY, ADDRESS):
             (self.path / name).unlink(missing_ok=True)
 
     def write_config(self, config: Config) -> None:
-        """Keep the resolved configuration; `baton run --config <it>` repeats the run."""
+        """Write the resolved configuration; `baton run --config` with that file repeats the run."""
         self._config = config
         write_atomic(self.path / CONFIG, resolved_yaml(config))
 
     def write_address(self, url: str) -> None:
-        """Where /metrics and /status are served while the run goes on."""
+        """Write the address at which /metrics and /status are served."""
         write_atomic(self.path / ADDRESS, json.dumps({"url": url}) + "\n")
 
     def log_step(self, numbers: Mapping[str, float]) -> None:
-        """One line of `metrics.jsonl`, and one point per curve in TensorBoard and the other trackers.
+        """Append a line to `metrics.jsonl`, and a point per curve in TensorBoard and the other trackers.
 
         Raises:
             ValueError: `trainer/global_step` is missing.
@@ -64,7 +64,7 @@ class RunWriter:
             tracker.log(self.step, numbers)
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
-        """Drop the lines of steps after `step`, which a trainer that went back will take again; returns the others."""
+        """Delete the lines of steps after `step`, which the trainer will repeat; returns the other metrics."""
         self.step = step
         _cut(self.path / EVALUATIONS, "step", step)
         metrics, key = self.path / METRICS, "trainer/global_step"
@@ -73,12 +73,12 @@ class RunWriter:
         return _cut(metrics, key, step)
 
     def append_evaluations(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """One line for each set that was evaluated after an optimizer step."""
+        """Append a line for each set that was evaluated after an optimizer step."""
         with (self.path / EVALUATIONS).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records)
 
     def append_trajectories(self, trajectories: Sequence[Mapping[str, Any]]) -> int:
-        """Append completed trajectories, a line each, until the file is full; returns how many were kept."""
+        """Append trajectories, a line each, until the file is full; returns how many were written."""
         if self._trajectories_full or not trajectories:
             return 0
         kept = 0
@@ -92,17 +92,17 @@ class RunWriter:
         return kept
 
     def plot(self) -> None:
-        """Draw `learning_curve.png` from what was logged so far."""
+        """Draw `learning_curve.png` from `metrics.jsonl`."""
         lines = list(read_lines(self.path / METRICS))
         with atomic_file(self.path / "learning_curve.png") as partial:
             draw_learning_curve(lines, partial, title=self.path.name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """How the run ended, as one JSON object."""
+        """Write how the run ended, as one JSON object."""
         write_atomic(self.path / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
 
     def close(self) -> None:
-        """Close the open files; nothing that was logged is lost without it."""
+        """Close the open files; they are flushed after every line."""
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -111,17 +111,17 @@ class RunWriter:
         self._trackers = []
 
 
-def _cut(path: Path, key: str, most: int) -> list[dict[str, Any]]:
-    """Keep the lines of a file whose `key` is at most `most`; returns them."""
+def _cut(path: Path, key: str, limit: int) -> list[dict[str, Any]]:
+    """Keep the lines of a JSONL file in which `key` is at most `limit`; returns them."""
     lines = list(read_lines(path))
-    kept = [line for line in lines if line[key] <= most]
+    kept = [line for line in lines if line[key] <= limit]
     if len(kept) < len(lines):
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 
 def _number(value: float) -> float | int | None:
-    """JSON has no NaN; a number that is not finite becomes null."""
+    """A number as JSON can hold it: NaN and infinities become null."""
     if isinstance(value, bool | int):
         return int(value)
     number = float(value)

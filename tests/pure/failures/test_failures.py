@@ -20,26 +20,26 @@ ERROR = StopReason.ENVIRONMENT_ERROR
 
 def test_when_all_fail_the_last_failure_is_the_reason() -> None:
     watch = FailureWatch(8)
-    watch.look([said("KeyError: 'ground_truth'", **{ERROR: 4}), said(**{ERROR: 3})])
+    watch.check([said("KeyError: 'ground_truth'", **{ERROR: 4}), said(**{ERROR: 3})])
     with pytest.raises(RunFailed, match=r"8 environment_error\): KeyError: 'ground_truth'"):
-        watch.look([said("KeyError: 'ground_truth'", **{ERROR: 4}), said(**{ERROR: 4})])
+        watch.check([said("KeyError: 'ground_truth'", **{ERROR: 4}), said(**{ERROR: 4})])
 
 
 def test_one_that_ends_well_is_hope() -> None:
-    FailureWatch(8).look([said("boom", **{ERROR: 500, "stop": 1})])
+    FailureWatch(8).check([said("boom", **{ERROR: 500, "stop": 1})])
 
 
 def test_a_step_forgives_what_was_before_it() -> None:
     watch = FailureWatch(8)
-    watch.look([said("boom", **{ERROR: 7, "stop": 3})])
+    watch.check([said("boom", **{ERROR: 7, "stop": 3})])
     watch.progressed()
-    watch.look([said("boom", **{ERROR: 14, "stop": 3})])
+    watch.check([said("boom", **{ERROR: 14, "stop": 3})])
     with pytest.raises(RunFailed, match="8 environment_error"):
-        watch.look([said("boom", **{ERROR: 15, "stop": 3})])
+        watch.check([said("boom", **{ERROR: 15, "stop": 3})])
 
 
 def test_a_generator_that_started_again_counts_from_nothing() -> None:
     watch = FailureWatch(8)
-    watch.look([said("boom", **{ERROR: 500, "stop": 500})])
+    watch.check([said("boom", **{ERROR: 500, "stop": 500})])
     watch.progressed()
-    watch.look([said("boom", **{ERROR: 20})])
+    watch.check([said("boom", **{ERROR: 20})])

@@ -115,4 +115,4 @@ async def test_an_engine_that_always_answers_wrongly_ends_the_run_with_what_it_a
         counts[f"end_{end.stop_reason}"] = counts.get(f"end_{end.stop_reason}", 0) + 1
     status: dict[str, Any] = {"counts": counts, "last_failure": seen[-1].failure}
     with pytest.raises(RunFailed, match=f"4 {StopReason.ENGINE_OUTPUT}.*{why}"):
-        FailureWatch(4).look([status])
+        FailureWatch(4).check([status])
