@@ -35,8 +35,6 @@ class Episode:
         self._extends: Extension | None = None
         self._reward = 0.0
         self.n_steps = 0
-        self.n_forks = 0
-        """Prompts that do not begin with the whole history."""
         self.stop_reason = StopReason.STOP
 
     def next_prompt(self, prompt: Prompt) -> Int32s | None:
@@ -91,7 +89,6 @@ class Episode:
             return prompt.token_ids
         if np.array_equal(prompt.token_ids[: self._length], self._history[: self._length]):
             return prompt.token_ids[self._length :]
-        self.n_forks += 1
         self._length, self._extends = 0, None
         return prompt.token_ids
 

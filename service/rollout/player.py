@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,10 @@ from service.config import Config
 from service.errors import UserError
 from service.evaluation.scores import EvalShard, EvalTrajectory, play_eval_set
 from service.handoff.steps.builder import StepSink
-from service.rollout.agent import Observed, run_trajectory
+from service.rollout.agent import Played, lost_trajectory, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine
-from service.rollout.environment import Environment, Message, StepResult, Task
+from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.environments.factory import Environments
 from service.rollout.limits import AgentLimits
@@ -42,8 +41,10 @@ class Player:
     async def play(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
         """Play one trajectory for training; its steps and its end go to `sink`."""
         # All samples of a group share the environment's seed, so that only the policy differs.
-        seed = f"{self._config.run.seed}/{trajectory.group_id}"
-        return await self._play(trajectory, task, sink, seed, self._observe)
+        played = await self._play(trajectory, task, sink, f"{self._config.run.seed}/{trajectory.group_id}")
+        if not played.failure:
+            self.env_metrics.add(task.env_class or self._config.env.name, played.info)
+        return played.end
 
     async def evaluate(
         self, name: str, tasks_file: Path, n_samples: int, shard: EvalShard, concurrency: int
@@ -54,7 +55,7 @@ class Player:
         async def play(trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
             sampled = task if temperature is None else replace(task, temperature=temperature)
             seed = f"{self._config.run.seed}/eval/{name}/{task.uid}"
-            return await self._play(trajectory, sampled, sink, seed, self._failed)
+            return (await self._play(trajectory, sampled, sink, seed)).end
 
         tasks = await asyncio.to_thread(load_tasks, tasks_file)
         return await play_eval_set(tasks, n_samples, play, concurrency, shard)
@@ -63,51 +64,22 @@ class Player:
         """End the processes of the environments."""
         await self._environments.close()
 
-    async def _play(
-        self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str, observe: Callable[[Observed], None]
-    ) -> TrajectoryEnd:
+    async def _play(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> Played:
         async with self._environments.room():
-            return await run_trajectory(
-                trajectory,
-                deepcopy(task),  # an environment may change its row, which other trajectories share
-                self._environment(task),
-                self._engine,
-                self._chat,
-                self._limits,
-                xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF,
-                sink,
-                observe,
-            )
-
-    def _environment(self, task: Task) -> Environment:
-        """The task's environment; a constructor that fails (it worked at the start) loses only this trajectory."""
-        try:
-            return self._environments.make(task)
-        except UserError as error:
-            return _FailedEnvironment(error)
-
-    def _observe(self, played: Observed) -> None:
-        self._failed(played)
-        if not played.failure:
-            self.env_metrics.add(played.env_class or self._config.env.name, played.info)
-
-    def _failed(self, played: Observed) -> None:
+            try:
+                environment = self._environments.make(task)
+            except UserError as error:  # the same constructor worked at the start
+                played = lost_trajectory(trajectory, task, error, sink)
+            else:
+                played = await run_trajectory(
+                    trajectory,
+                    deepcopy(task),  # an environment may change its row, which other trajectories share
+                    environment,
+                    self._engine,
+                    self._chat,
+                    self._limits,
+                    xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF,
+                    sink,
+                )
         self.last_failure = played.failure or self.last_failure
-
-
-class _FailedEnvironment:
-    """Takes the place of an environment whose constructor raised."""
-
-    def __init__(self, error: UserError) -> None:
-        self._error = error
-
-    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Raise the constructor's error."""
-        raise self._error
-
-    async def step(self, text: str) -> StepResult:
-        """Raise the constructor's error."""
-        raise self._error
-
-    async def close(self) -> None:
-        """Nothing to close."""
+        return played

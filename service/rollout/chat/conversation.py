@@ -11,7 +11,7 @@ inline     all turns form one assistant message; the observation's plain text fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.end_token import Response, as_sampled, with_end
@@ -30,39 +30,26 @@ class Prompt(NamedTuple):
     """True: the whole prompt. False: only the tokens after the previous prompt and response."""
 
 
-class Conversation(Protocol):
-    """Turns the messages of one trajectory into token ids."""
-
-    def begin(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """The first prompt, or a new whole prompt where the environment rewrote the history."""
-
-    def close(self, generation: Generation, last: bool) -> Response:
-        """The response, with an end token appended where the mode needs one and the policy sampled none."""
-
-    def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """The prompt after the response and the environment's messages."""
-
-
-class AppendOnly:
-    """Every turn is a message; the history never changes."""
+class Conversation:
+    """Renders the messages of one trajectory as prompts; mode `append`."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """The first prompt."""
+        """The first prompt, or a new whole prompt where the environment rewrote the history."""
         return Prompt(self._chat.prompt(messages, tools), whole=True)
 
     def close(self, generation: Generation, last: bool) -> Response:
-        """The response with its end token."""
+        """The response, with an end token appended where the mode needs one and the policy sampled none."""
         return with_end(generation, self._chat.end_id)
 
     def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """The tokens between the response and the next response."""
+        """The prompt after the response and the environment's messages: the tokens between two responses."""
         return Prompt(self._chat.delta(messages, int(response_ids[-1])), whole=False)
 
 
-class Rerendered(AppendOnly):
+class Rerendered(Conversation):
     """Every prompt renders the whole conversation; where the template rewrites an earlier turn, a new row begins."""
 
     def __init__(self, chat: Chat) -> None:
@@ -81,7 +68,7 @@ class Rerendered(AppendOnly):
         return super().begin(self._messages, self._tools)
 
 
-class Inline(AppendOnly):
+class Inline(Conversation):
     """One assistant message, which holds all responses and the observations between them."""
 
     def close(self, generation: Generation, last: bool) -> Response:
@@ -99,7 +86,7 @@ def conversation(mode: Mode, chat: Chat) -> Conversation:
     """A new conversation of this mode, for one trajectory."""
     match mode:
         case "append":
-            return AppendOnly(chat)
+            return Conversation(chat)
         case "rerender":
             return Rerendered(chat)
         case "inline":

@@ -12,15 +12,12 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from service.errors import UserError
 from service.rollout.environment import Message, StepResult, Task
-
-T = TypeVar("T")
 
 
 class SkyRLGym:
@@ -51,22 +48,22 @@ class SkyRLGym:
             "reward_spec": dict(task.reward_spec),
             "extra_info": dict(task.extra_info),
         }
-        self._env = await _in_thread(self._gym.make, self._env_id, env_config=self._config, extras=extras)
-        messages, _ = await _in_thread(self._env.init, [dict(message) for message in task.prompt])
+        self._env = await asyncio.to_thread(self._gym.make, self._env_id, env_config=self._config, extras=extras)
+        messages, _ = await asyncio.to_thread(self._env.init, [dict(message) for message in task.prompt])
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 
     async def step(self, text: str) -> StepResult:
         """One action; the environment's own metrics become the `info` of the last step."""
-        result = await _in_thread(self._env.step, text)
+        result = await asyncio.to_thread(self._env.step, text)
         done = bool(result["done"])
-        metrics = await _in_thread(self._env.get_metrics) if done else {}
+        metrics = await asyncio.to_thread(self._env.get_metrics) if done else {}
         rewritten = {"rewritten_actions": 1.0} if result.get("postprocessed_action") not in (None, text) else {}
         return StepResult(result["observations"], result["reward"], done, {**_numbers(metrics), **rewritten})
 
     async def close(self) -> None:
         """Close the environment."""
         if self._env is not None:
-            await _in_thread(self._env.close)
+            await asyncio.to_thread(self._env.close)
 
 
 def env_config(entry_point: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
@@ -81,10 +78,6 @@ def env_config(entry_point: str | Callable[..., Any], options: Mapping[str, Any]
         if inspect.isclass(candidate) and is_dataclass(candidate):
             return candidate(**options)
     return SimpleNamespace(**options)
-
-
-async def _in_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    return await asyncio.to_thread(partial(call, *arguments, **named))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

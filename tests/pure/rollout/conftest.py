@@ -11,7 +11,7 @@ import pytest
 from examples import lookup
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
-from service.rollout.agent import Observed, run_trajectory
+from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
@@ -103,17 +103,19 @@ async def play(
     engine: ScriptedEngine,
     environment: Environment,
     task: Task = QUESTION,
-    observe: Callable[[Observed], None] | None = None,
+    observe: Callable[[Played], None] | None = None,
     **changed: object,
 ) -> tuple[list[Step], TrajectoryEnd]:
     """One whole trajectory: its steps and its end."""
     allowed = limits(chat, **changed)
     columns = StepColumns()
     of = TrajectoryId(3, 1)
-    end = await run_trajectory(of, task, environment, engine, chat, allowed, 0, columns, observe)
-    if columns.ends != [end]:
+    played = await run_trajectory(of, task, environment, engine, chat, allowed, 0, columns)
+    if columns.ends != [played.end]:
         raise AssertionError(f"one end: {columns.ends}")
-    return step_objects(columns.steps()), end
+    if observe is not None:
+        observe(played)
+    return step_objects(columns.steps()), played.end
 
 
 def whole_prompts(steps: Sequence[Step]) -> list[list[int]]:

@@ -10,7 +10,7 @@ import pytest
 
 from examples import lookup
 from service.config.rollout import GeneratorConfig
-from service.rollout.agent import Observed
+from service.rollout.agent import Played
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Message, StepResult
@@ -76,15 +76,14 @@ async def test_a_message_that_an_environment_uses_again_stays_in_the_history_as_
 async def test_a_history_that_the_template_rewrites_forks_with_its_whole_prompt(stripping_chat: Chat) -> None:
     engine = ScriptedEngine(stripping_chat, lambda words: "what is none look fox age")
     environment = ScriptedEnvironment([told("17"), told("24"), told("x", 1.0, True)])
-    seen: list[Observed] = []
-    steps, end = await play(stripping_chat, engine, environment, observe=seen.append, conversation="rerender")
+    steps, end = await play(stripping_chat, engine, environment, conversation="rerender")
     assert [step.extends for step in steps] == [None, None, None]
     assert whole_prompts(steps) == engine.prompts
     assert stripping_chat.text(steps[2].prompt_ids) == (
         "user what is the age of fox ? assistant look fox age user 17 assistant look fox age user 24 assistant"
     )
     assert environment.heard == ["what is none look fox age"] * 3
-    assert (end.n_steps, end.reward, seen[0].n_forks) == (3, 1.0, 2)
+    assert (end.n_steps, end.reward) == (3, 1.0)
 
 
 @pytest.mark.asyncio
@@ -202,18 +201,13 @@ async def test_options_of_the_chat_template_reach_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_finished_trajectory_can_be_observed_in_words_and_numbers(chat: Chat) -> None:
+async def test_a_finished_trajectory_has_the_sums_of_what_its_environment_returned_as_info(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: "look fox age")
     first = StepResult([Message(role="user", content="17")], 0.25, False, {"searches": 1})
     last = StepResult([], 1.0, True, {"searches": 2, "right": 1})
-    seen: list[Observed] = []
-    _, end = await play(chat, engine, ScriptedEnvironment([first, last]), observe=seen.append)
-    (observed,) = seen
-    assert observed.end == end
-    assert [message["content"] for message in observed.messages] == [
-        "what is the age of fox ?",
-        "look fox age",
-        "17",
-        "look fox age",
-    ]
-    assert (observed.rewards, observed.info, observed.n_forks) == ([0.25, 1.0], {"searches": 3, "right": 1}, 0)
+    seen: list[Played] = []
+    steps, end = await play(chat, engine, ScriptedEnvironment([first, last]), observe=seen.append)
+    assert seen == [Played(end, {"searches": 3, "right": 1}, "")]
+    tokens = np.concatenate([part for step in steps for part in (step.prompt_ids, step.response_ids)])
+    assert chat.text(tokens) == "user what is the age of fox ? assistant look fox age user 17 assistant look fox age"
+    assert [(step.reward, step.extends is None) for step in steps] == [(0.25, True), (1.0, False)]

@@ -65,9 +65,9 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
         running += 1
         most = max(most, running)
         await asyncio.sleep(0)
-        end = await run_trajectory(trajectory, task, Lookup(), engine, chat, limits(chat), 0, sink)
+        played = await run_trajectory(trajectory, task, Lookup(), engine, chat, limits(chat), 0, sink)
         running -= 1
-        return end
+        return played.end
 
     tasks = [lookup_task(seed) for seed in range(5)]
     found = summarize("dev", await play_eval_set(tasks, n_samples=3, play=play, concurrency=4))

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.rollout.agent import Observed
+from service.rollout.agent import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
 from service.rollout.isolation import EnvironmentDied, IsolatedEnvironment, Processes, task_as_json
@@ -150,7 +150,7 @@ async def test_an_environment_that_forks_itself_answers_once(chat: Chat) -> None
 async def test_an_answer_to_an_earlier_request_is_never_taken_for_one_to_the_latest(chat: Chat) -> None:
     async with started() as processes:
         engine = ScriptedEngine(chat, lambda words: "look fox age")
-        seen: list[Observed] = []
+        seen: list[Played] = []
         environment = isolated(processes, "Scribbles")
         steps, end = await play(chat, engine, environment, step_deadline=240.0, observe=seen.append)
         assert (steps, end.stop_reason) == ([], "environment_error")

@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import RunFailed
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.agent import Observed
+from service.rollout.agent import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation
@@ -69,7 +69,7 @@ async def test_an_answer_that_cannot_be_one_costs_its_own_trajectory_and_says_wh
     turns = iter(["look fox age", answer])
     engine = ScriptedEngine(chat, lambda words: next(turns))  # type: ignore[arg-type]
     environment = ScriptedEnvironment([told("17", 0.5), told("never", 1.0)])
-    seen: list[Observed] = []
+    seen: list[Played] = []
     steps, end = await play(chat, engine, environment, observe=seen.append, conversation=mode)
     assert (len(steps), end.n_steps, end.stop_reason) == (1, 1, "engine_output")
     assert (len(environment.heard), environment.closed) == (1, 1)
@@ -108,7 +108,7 @@ async def test_the_vocabulary_is_the_tokenizers(chat: Chat) -> None:
 async def test_an_engine_that_always_answers_wrongly_ends_the_run_with_what_it_answered(chat: Chat) -> None:
     answer, why = WRONG["one log-probability too few"]
     counts: dict[str, int] = {}
-    seen: list[Observed] = []
+    seen: list[Played] = []
     for _ in range(4):
         engine = ScriptedEngine(chat, lambda words: answer)
         _, end = await play(chat, engine, ScriptedEnvironment([]), QUESTION, observe=seen.append)
