@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.handoff import merge_steps
-from service.interop.skyrl import SkyRLTrajectoryId, rows_to_generator_output, steps_from_generator_output
+from service.interop.skyrl import (
+    SkyRLTrajectoryId,
+    merge_generator_output,
+    rows_to_generator_output,
+    steps_from_generator_output,
+)
+from service.interop.skyrl.checks import NOT_MERGED
 from service.types import ROUTE_NATIVELY
 
 
@@ -139,3 +148,126 @@ def test_lists_of_different_lengths_are_refused() -> None:
         steps_from_generator_output(output(rewards=[0.0, 0.0, 0.0]))
     with pytest.raises(ValueError, match=r"loss_mask|axis"):
         steps_from_generator_output(output(loss_masks=[[1], [1, 0], [1], [1, 1]]))
+
+
+def plain_merge(made: dict[str, Any]) -> dict[str, Any]:
+    """What a merged output holds, a token at a time: the independent reference."""
+    with_logprobs, per_token = made["rollout_logprobs"] is not None, isinstance(made["rewards"][0], list)
+    prompts: list[list[int]] = []
+    cells: list[list[tuple[int, int, float, float]]] = []
+    """Of each row its tokens with mask, log-probability and reward."""
+    lasts: list[int] = []
+    for k, prompt in enumerate(made["prompt_token_ids"]):
+        so_far = prompts[-1] + [cell[0] for cell in cells[-1]] if prompts else []
+        if k == 0 or made["is_last_step"][k - 1] or prompt[: len(so_far)] != so_far:
+            prompts.append(prompt)
+            cells.append([])
+            lasts.append(k)
+            so_far = prompt
+        cells[-1] += [(token, 0, 0.0, 0.0) for token in prompt[len(so_far) :]]
+        for t, token in enumerate(made["response_ids"][k]):
+            logprob = made["rollout_logprobs"][k][t] if with_logprobs else 0.0
+            reward = made["rewards"][k][t] if per_token else 0.0
+            cells[-1].append((token, made["loss_masks"][k][t], logprob, reward))
+        lasts[-1] = k
+    columns = [[[cell[c] for cell in row] for row in cells] for c in range(4)]
+    found = {name: made[name] and [made[name][k] for k in lasts] for name in ("rewards", "stop_reasons")}
+    found |= {name: [made[name][k] for k in lasts] for name in ("trajectory_ids", "is_last_step")}
+    found |= {"prompt_token_ids": prompts, "response_ids": columns[0], "loss_masks": columns[1]}
+    found |= {"rollout_logprobs": columns[2] if with_logprobs else None, "trajectory_generation_times": None}
+    return found | ({"rewards": columns[3]} if per_token else {})
+
+
+@st.composite
+def outputs(draw: st.DrawFn) -> dict[str, Any]:
+    """Trajectories of few tokens, so that prefixes hold by chance too; some prompts leave out what came before."""
+    per_token, tokens = draw(st.booleans()), st.lists(st.integers(0, 2), max_size=4)
+    numbers = st.floats(-2, 2, allow_nan=False)
+    made: dict[str, Any] = {name: [] for name in output()} | {"rollout_metrics": {"old": 1}, "env_metrics": []}
+    for sample in range(draw(st.integers(1, 3))):
+        history, n_steps = draw(tokens), draw(st.integers(1, 5))
+        for step in range(n_steps):
+            response = draw(tokens)
+            made["prompt_token_ids"].append(list(history))
+            made["response_ids"].append(response)
+            made["loss_masks"].append(draw(st.lists(st.integers(0, 1), min_size=len(response), max_size=len(response))))
+            logprobs = draw(st.lists(numbers, min_size=len(response), max_size=len(response)))
+            made["rollout_logprobs"].append(logprobs)
+            made["rewards"].append([-number for number in logprobs] if per_token else draw(numbers))
+            made["stop_reasons"].append(draw(st.sampled_from(["stop", "length"])))
+            made["trajectory_ids"].append(PeerId("q", sample))
+            made["is_last_step"].append(step == n_steps - 1)
+            made["env_metrics"].append({})
+            history = draw(st.sampled_from([history + response, history + response, history[1:], response]))
+            history = history + draw(tokens)
+    absent = draw(st.sets(st.sampled_from(["rollout_logprobs", "stop_reasons", "env_metrics"])))
+    return made | dict.fromkeys(["rollout_expert_indices", *absent])
+
+
+@given(outputs())
+def test_merging_lists_equals_a_plain_merge_and_leaves_the_input_alone(made: dict[str, Any]) -> None:
+    before = copy.deepcopy(made)
+    found = merge_generator_output(made)
+    assert made == before
+    assert {name: value for name, value in found.items() if name != "rollout_metrics"} == plain_merge(made)
+    for name in ("prompt_token_ids", "response_ids", "loss_masks"):
+        for row in found[name]:
+            row.append(7)
+    assert made == before, "the rows are lists of their own"
+
+
+def test_merging_lists_equals_merging_steps() -> None:
+    found, over_steps = merge_generator_output(output()), merged()
+    assert found["trajectory_ids"] == [PeerId("q", 0), PeerId("q", 1), PeerId("q", 1)]
+    same = set(over_steps) - {"trajectory_ids", "rollout_metrics", "rollout_expert_indices"}
+    assert {name: found[name] for name in same} == {name: over_steps[name] for name in same}
+
+
+def test_merging_again_changes_nothing() -> None:
+    once = merge_generator_output(output())
+    assert merge_generator_output(once) == once
+
+
+def test_the_metrics_of_merged_rows_have_skyrls_names() -> None:
+    found = merge_generator_output(output())["rollout_metrics"]
+    assert found["generate/max_num_tokens"] == 6 and found["generate/avg_num_tokens"] == 3
+    assert found["generate/avg_assistant_tokens"] == 2 and found["generate/max_assistant_tokens"] == 3
+    assert found["generate/avg_tokens_non_zero_rewards"] == 4 and found["generate/avg_tokens_zero_rewards"] == 1
+    assert found["generate/tokens_per_turn_mean"] == 1.5 and found["generate/tokens_per_turn_max"] == 2
+    masked = merge_generator_output(output(loss_masks=[[0, 0], [0, 0], [0], [0, 0]]))["rollout_metrics"]
+    assert masked["generate/avg_assistant_tokens"] == 0 and "generate/tokens_per_turn_mean" not in masked
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"trajectory_ids": None}, "trajectory_ids is missing"),
+        ({"is_last_step": None}, "is_last_step is missing"),
+        ({"rewards": [0.0] * 3}, "rewards has 3 entries; response_ids has 4"),
+        ({name: [] for name in output() if name not in NOT_MERGED | {"rollout_metrics": ""}}, "response_ids is empty"),
+        ({"rollout_expert_indices": [[[[1]]]] * 4}, "rollout_expert_indices cannot be merged"),
+        ({"pixel_values": [None] * 4}, "pixel_values cannot be merged: .* images"),
+        ({"image_grid_thw": [None] * 4}, "image_grid_thw cannot be merged"),
+        ({"rollout_sample_support": [None] * 4}, "rollout_sample_support cannot be merged"),
+        ({"response_ids": [[40, 50], (80, 90), [3], [4, 5]]}, r"response_ids\[1\] is of type tuple"),
+        ({"prompt_token_ids": [[1], [2], np.ones(2), [3]]}, r"prompt_token_ids\[2\] is of type ndarray"),
+        ({"loss_masks": [[1, 1], [1], [1], [1, 1]]}, r"loss_masks\[1\] has 1 elements; response_ids\[1\] has 2 tokens"),
+        ({"loss_masks": [[1, 1], [1, 0], [1], [1, 2]]}, r"loss_masks\[3\] holds a value that is neither 0 nor 1"),
+        ({"loss_masks": [[1, 1], [1, 0], [None], [1, 1]]}, r"loss_masks\[2\] holds a value"),
+        ({"rollout_logprobs": [[-1.0] * 2, None, [-1.0], [-1.0] * 2]}, r"rollout_logprobs\[1\] is of type NoneType"),
+        ({"rollout_logprobs": [[-1.0] * 2] * 4}, r"rollout_logprobs\[2\] has 2 elements; response_ids\[2\] has 1"),
+        ({"rewards": [0.0, [0.0, 1.0], 0.0, 0.0]}, r"rewards\[1\] is \[0.0, 1.0\]; it must be a number"),
+        ({"rewards": [[0.0, 1.0], 1.0, [0.0], [0.0, 0.0]]}, r"rewards\[1\] is of type float; it must be a list"),
+        ({"rewards": [[0.0, 1.0], [0.0], [0.0], [0.0, 0.0]]}, r"rewards\[1\] has 1 elements"),
+        ({"rewards": [0.0, 0.0, None, 0.0]}, r"rewards\[2\] is None; it must be a number"),
+        ({"is_last_step": [False, 1, False, True]}, r"is_last_step\[1\] is 1; it must be True or False"),
+        ({"is_last_step": [False, True, False, False]}, r"is_last_step\[3\] is False: .* has no last step"),
+        ({"is_last_step": [False, False, False, True]}, r"trajectory_ids\[2\] is .* is_last_step\[1\] is False"),
+        ({"is_last_step": [True] * 4}, r"trajectory_ids\[1\] is .* whose last step came before it"),
+        ({"trajectory_ids": [("q", 0), ("q", 1)] * 2}, r"trajectory_ids\[1\] is \('q', 1\), but trajectory \('q', 0\)"),
+        ({"trajectory_ids": ["q"] * 4}, r"trajectory_ids\[1\] is 'q'; it must be a pair"),
+    ],
+)
+def test_an_output_that_cannot_be_merged_is_refused_with_field_and_entry(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        merge_generator_output(output(**changes))

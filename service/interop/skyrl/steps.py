@@ -10,10 +10,11 @@ Rows know no wall-clock times, so `trajectory_generation_times` is None in what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from service.interop.skyrl.fields import SkyRLTrajectoryId, check_lengths, identity
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
@@ -28,17 +29,6 @@ from service.types import (
 )
 
 
-class SkyRLTrajectoryId(NamedTuple):
-    """SkyRL's identity of a trajectory."""
-
-    instance_id: str
-    repetition_id: int
-
-    def to_string(self) -> str:
-        """As SkyRL prints it."""
-        return f"{self.instance_id}_{self.repetition_id}"
-
-
 def steps_from_generator_output(
     output: Mapping[str, Any], version: int = 0, uids: Sequence[str] | None = None, first_group_id: int = 0
 ) -> list[Step]:
@@ -51,10 +41,7 @@ def steps_from_generator_output(
         ValueError: lists of different lengths, an identity that is none, a trajectory that goes on after its last step
             or never comes to it.
     """
-    count = len(output["response_ids"])
-    for name in _PER_ENTRY:
-        if output.get(name) is not None and len(output[name]) != count:
-            raise ValueError(f"{name} has {len(output[name])} entries; response_ids has {count}")
+    check_lengths(output)
     identities = _identities(output, uids)
     _check_last_steps(identities, output.get("is_last_step"))
     group_ids: dict[str, int] = {}
@@ -97,19 +84,13 @@ def rows_to_generator_output(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-_PER_ENTRY = (
-    "prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs", "trajectory_ids",
-    "rollout_expert_indices", "is_last_step",
-)  # fmt: skip
-
-
 def _identities(output: Mapping[str, Any], uids: Sequence[str] | None) -> list[tuple[str, int]]:
     """Of each entry its prompt, and which of that prompt's trajectories it belongs to."""
     trajectory_ids, count = output.get("trajectory_ids"), len(output["response_ids"])
     if trajectory_ids is not None:
         if uids is not None:
             raise ValueError("trajectory_ids name the prompts already; leave uids out")
-        return [_identity(identity, k) for k, identity in enumerate(trajectory_ids)]
+        return [identity(trajectory_id, k) for k, trajectory_id in enumerate(trajectory_ids)]
     if uids is None:
         return [(str(k), 0) for k in range(count)]
     if len(uids) != count:
@@ -122,30 +103,18 @@ def _identities(output: Mapping[str, Any], uids: Sequence[str] | None) -> list[t
     return identities
 
 
-def _identity(identity: Any, k: int) -> tuple[str, int]:
-    if hasattr(identity, "instance_id"):
-        return str(identity.instance_id), int(identity.repetition_id)
-    if isinstance(identity, str) or not isinstance(identity, Sequence) or len(identity) != 2:
-        raise ValueError(
-            f"trajectory_ids[{k}] is {identity!r}; it must be a pair (instance_id, repetition_id), or an object with "
-            "these attributes"
-        )
-    instance_id, repetition_id = identity
-    return str(instance_id), int(repetition_id)
-
-
 def _check_last_steps(identities: Sequence[tuple[str, int]], is_last_step: Sequence[Any] | None) -> None:
     """ValueError where the flags and the identities disagree about where trajectories end."""
     if is_last_step is None:
         return
     ended: dict[tuple[str, int], bool] = {}
-    for k, (identity, last) in enumerate(zip(identities, is_last_step, strict=True)):
-        if ended.get(identity):
-            raise ValueError(f"entry {k} goes on with trajectory {identity}, whose last step came before it")
-        ended[identity] = bool(last)
-    for identity, done in ended.items():
+    for k, (key, last) in enumerate(zip(identities, is_last_step, strict=True)):
+        if ended.get(key):
+            raise ValueError(f"entry {k} goes on with trajectory {key}, whose last step came before it")
+        ended[key] = bool(last)
+    for key, done in ended.items():
         if not done:
-            raise ValueError(f"trajectory {identity} has no last step: is_last_step is False for all of its entries")
+            raise ValueError(f"trajectory {key} has no last step: is_last_step is False for all of its entries")
 
 
 def _token_ids(name: str, values: Any) -> Int32s:
