@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.simulate.host import Host
 from service.simulate.loop import Loop
-from service.simulate.messages import Tokens, message
+from service.simulate.messages import SimulatedTrajectory
 from service.simulate.network import Call, Network
 from service.simulate.scenario import Scenario
 from service.simulate.witness import Witness
-from service.types import Int64s, PolicyVersion, Refusal, RefusalReason, Sender, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Int64s, PolicyVersion, Refusal, RefusalReason, Sender, TrajectoryEnd, TrajectoryId
 
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 8.0
-
-
-class Item(NamedTuple):
-    """A finished step on its way."""
-
-    of: TrajectoryId
-    step: int
-    steps: Steps
-    end: TrajectoryEnd | None
 
 
 class SimulatedGenerator:
@@ -60,7 +53,9 @@ class SimulatedGenerator:
         self._frozen_until = 0.0
         self._incarnation = 0
         self._sequence = self._request_id = 0
-        self._outbox: list[Item] = []
+        self._outbox = StepColumns()
+        self._unsent: list[tuple[TrajectoryId, int]] = []
+        """(trajectory, step index) of the steps in the outbox."""
         self._served_from: list[float] = [0.0]
         self._served: list[int] = [PolicyVersion(0, 0).pack()]
 
@@ -90,7 +85,8 @@ class SimulatedGenerator:
             self._host.look_soon()
 
     def _joined(self, incarnation: int) -> None:
-        self._incarnation, self._sequence, self._outbox = incarnation, 0, []
+        self._incarnation, self._sequence = incarnation, 0
+        self._outbox, self._unsent = StepColumns(), []
         for _ in range(self.slots):
             self._claim(self._loop.now)
 
@@ -129,13 +125,13 @@ class SimulatedGenerator:
 
         lengths = np.minimum(self._scenario.lengths(self._rng, left), self._scenario.turns * self._longest_turn)
         for sample, attempt, length in zip(work.samples, work.attempts, lengths.tolist(), strict=True):
-            tokens = Tokens(TrajectoryId(work.group_id, sample, attempt), work.prompt_uid)
-            self._witness.began(tokens.of, length)
-            self._play(tokens, length, ended)
+            trajectory = SimulatedTrajectory(TrajectoryId(work.group_id, sample, attempt), work.prompt_uid)
+            self._witness.began(trajectory.of, length)
+            self._play(trajectory, length, ended)
 
-    def _play(self, tokens: Tokens, left: int, ended: Callable[[], None]) -> None:
+    def _play(self, trajectory: SimulatedTrajectory, left: int, ended: Callable[[], None]) -> None:
         """One turn; the trajectory's tokens spread evenly over its turns."""
-        turns_left = self._scenario.turns - tokens.steps
+        turns_left = self._scenario.turns - trajectory.n_steps
         count = max(left // turns_left, 1)
         began = self._loop.now
         if self._rng.random() < self._scenario.faults.silent and self._loop.now < self._scenario.faults.until:
@@ -144,16 +140,16 @@ class SimulatedGenerator:
 
         def finished() -> None:
             reward = float(self._rng.random() < self._scenario.success)
-            steps = tokens.step(self._versions(began, count), reward)
+            trajectory.append_step(self._outbox, self._versions(began, count), reward)
             if turns_left > 1:
-                self._put(Item(tokens.of, tokens.steps - 1, steps, None))
-                self._play(tokens, left - count, ended)
+                self._put(trajectory.of, trajectory.n_steps - 1)
+                self._play(trajectory, left - count, ended)
             else:
                 failing = self._scenario.faults.failing
                 failed = failing > 0 and self._rng.random() < failing
                 reason = StopReason.ENVIRONMENT_ERROR if failed else StopReason.STOP
-                end = TrajectoryEnd(tokens.of, tokens.uid, tokens.steps, str(reason), reward)
-                self._put(Item(tokens.of, tokens.steps - 1, steps, end))
+                self._outbox.end(TrajectoryEnd(trajectory.of, trajectory.uid, trajectory.n_steps, str(reason), reward))
+                self._put(trajectory.of, trajectory.n_steps - 1)
                 ended()
 
         self._later(count * self._scenario.token_seconds, finished)
@@ -164,26 +160,26 @@ class SimulatedGenerator:
         place_T = np.searchsorted(self._served_from, at_T, side="right") - 1
         return np.array(self._served, np.int64)[place_T]
 
-    def _put(self, item: Item) -> None:
-        """Send a step, together with what else finishes soon."""
-        self._outbox.append(item)
-        if len(self._outbox) == 1:
+    def _put(self, of: TrajectoryId, step: int) -> None:
+        """Send a step that is in the outbox, together with the steps that finish soon."""
+        self._unsent.append((of, step))
+        if len(self._unsent) == 1:
             self._later(self._scenario.linger_seconds, self._send)
 
     def _send(self) -> None:
-        items, self._outbox = self._outbox, []
+        steps, self._unsent = self._unsent, []
+        outbox, self._outbox = self._outbox, StepColumns()
         sender = Sender(self.name, self._incarnation, self._sequence)
         self._sequence += 1
-        ends = [item.end for item in items if item.end is not None]
-        data = message(sender, [item.steps for item in items], ends)
+        data = encode(outbox.step_group(sender))
 
         def answered(answer: Receipt | Refusal) -> None:
             if isinstance(answer, Refusal):
                 self._refused(answer)
                 return
-            for item in items:
-                if item.of.group_id not in answer.superseded:
-                    self._witness.acknowledged(item.of, item.step)
+            for of, step in steps:
+                if of.group_id not in answer.superseded:
+                    self._witness.acknowledged(of, step)
 
         self._call(lambda reply: self._host.ask(lambda buffer: buffer.submit(data), reply), answered)
 
