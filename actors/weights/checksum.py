@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +19,13 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.config.model_folder import model_config
+from service.config.model_folder import model_config, open_weights
 
 WeightBytes = bytes | memoryview | NDArray[np.uint8]
 """Bytes of weights, or about them; an array passes Ray's object store without a copy."""
 
 TIED_HEAD = "lm_head.weight"
 """With tied embeddings some folders store this tensor beside the embedding, others do not."""
-
-METADATA = "__metadata__"
-"""An entry of a safetensors header that is not a tensor."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +88,11 @@ class PolicySize(NamedTuple):
     @staticmethod
     def of_folder(model_folder: Path) -> PolicySize:
         """Of the model in a Hugging Face folder; reads headers only."""
-        config = model_config(model_folder)
-        size = PolicySize(0, bool(config.get("tie_word_embeddings", False)))
+        size = PolicySize(0, bool(model_config(model_folder).get("tie_word_embeddings", False)))
         for path in sorted(model_folder.glob("*.safetensors")):
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            size = size._replace(elements=size.elements + size.count(header_shapes(header)))
+            with open_weights(path, "numpy") as weights:
+                found = size.count((name, weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+            size = size._replace(elements=size.elements + found)
         return size
 
     def count(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
@@ -119,8 +114,3 @@ class PolicySize(NamedTuple):
         found = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
         self.check((spec.name, spec.shape) for spec in found)
         return found
-
-
-def header_shapes(header: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
-    """Names and shapes of the tensors in a safetensors header."""
-    return [(name, tensor["shape"]) for name, tensor in header.items() if name != METADATA]

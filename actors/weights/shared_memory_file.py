@@ -9,7 +9,7 @@ import json
 import os
 from typing import Any
 
-from actors.weights.checksum import METADATA, PolicySize, WeightBytes, header_shapes, verify
+from actors.weights.checksum import PolicySize, WeightBytes, verify
 from service.errors import WeightsGone
 
 
@@ -23,7 +23,7 @@ def write_shared_memory_file(data: WeightBytes, checksum: int, size: PolicySize)
     """
     view = verify(data, checksum)
     try:
-        shapes = header_shapes(_header(view))
+        shapes = _shapes(view)
         size.count(shapes)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"weights of {len(view)} bytes are not a safetensors file") from error
@@ -51,11 +51,11 @@ def open_shared_memory_file(path: str) -> int:
         raise WeightsGone(f"the weights at {path} are gone ({error.strerror})") from error
 
 
-def _header(view: memoryview) -> dict[str, Any]:
-    """The file's header; `ValueError` where the data do not end where the header says."""
+def _shapes(view: memoryview) -> list[tuple[str, list[int]]]:
+    """Names and shapes in the file's header; `ValueError` where the data do not end where the header says."""
     length = int.from_bytes(view[:8], "little")
     header: dict[str, Any] = json.loads(bytes(view[8 : 8 + length]))
-    ends = [end for name, tensor in header.items() if name != METADATA for end in tensor["data_offsets"]]
-    if 8 + length + max(ends, default=0) != len(view):
+    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    if 8 + length + max((end for tensor in tensors.values() for end in tensor["data_offsets"]), default=0) != len(view):
         raise ValueError("data were cut off")
-    return header
+    return [(name, tensor["shape"]) for name, tensor in tensors.items()]

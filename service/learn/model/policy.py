@@ -12,13 +12,12 @@ from torch import Tensor
 from service.config.tree import Config
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.experts import split_experts
-from service.learn.model.full_state_dict import full_state_dict
 from service.learn.model.hf_checkpoint import load_weights, write_folder
 from service.learn.model.hf_config import read_config
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.master_weights import MasterWeights
 from service.learn.model.policy_model import allocate, empty_model
-from service.learn.model.sharding import reshard, shard
+from service.learn.model.sharding import full_state_dict, reshard, shard
 from service.types import MicroBatch
 
 

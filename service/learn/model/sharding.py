@@ -6,11 +6,13 @@ averaged; and a mini-batch of several micro-batches reduces once, at the last on
 Shards are chunks of dimension 0, all of one size but the last:
 
     5 rows on 2 ranks       rank 0 holds rows 0 1 2      rank 1 holds rows 3 4
+
+`full_state_dict` gathers the whole weights again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -76,3 +78,27 @@ def shard_rows(parameter: Tensor) -> slice:
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, on the same storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def full_state_dict(
+    parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, rank: int, everywhere: bool = False
+) -> dict[str, Tensor] | None:
+    """Copies of all whole parameters, in this type; every rank must call.
+
+    Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
+    Shards are cast before they are sent, from this device.
+    """
+    target = device if everywhere else torch.device("cpu")
+    whole: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        tensor = parameter.detach()
+        if isinstance(tensor, DTensor):
+            cast = tensor.to_local().to(device, dtype)
+            mesh, placements = tensor.device_mesh, tensor.placements
+            tensor = DTensor.from_local(
+                cast, mesh, placements, shape=tensor.shape, stride=tensor.stride()
+            ).full_tensor()
+        if everywhere or rank == 0:
+            whole[name] = tensor.to(target, dtype, copy=True)
+    return whole if everywhere or rank == 0 else None
