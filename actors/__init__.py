@@ -11,9 +11,9 @@ RAY_ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment of a Ray that a run starts itself, and of everything under it."""
+"""Environment of the Ray that a run starts, and of its workers."""
 
 if not os.environ.get("RAY_ADDRESS"):
-    # Ray reads its settings once, when it is imported, and no module of this package is imported without it.
+    # Ray reads its settings when it is imported, and every module of this package imports Ray after this one.
     for key, value in RAY_ENV.items():
         os.environ.setdefault(key, value)

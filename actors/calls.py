@@ -1,4 +1,4 @@
-"""Calling actors: errors come out as what they are."""
+"""Calls to actors, with a deadline; errors of Baton are raised as themselves."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import ray.exceptions
 
 from service.errors import BatonError, Starved
 
-MOST_CHARACTERS = 200
+MAX_CHARACTERS = 200
 CALL_SECONDS = 300.0
-"""Seconds that an ordinary answer may take; a buffer that starts again reads its journal first."""
+"""Deadline of a call in seconds; a buffer that restarts reads its journal before it answers."""
 
 
 def resolve_actor(actor: Any) -> Any:
-    """The actor behind a name; a handle is itself.
+    """The handle of an actor, given by name or as a handle.
 
-    An actor that may be restarted is given names: Ray warns that a handle among its arguments may be gone by then.
+    An actor that Ray may restart is given names: a handle among its arguments may be invalid by then.
     """
     return ray.get_actor(actor) if isinstance(actor, str) else actor
 
 
 async def call(method: Any, *arguments: Any, who: str, within: float | None = CALL_SECONDS) -> Any:
-    """Call an actor's method and wait for the answer; an error that Baton raised there is raised here as itself.
+    """Call an actor's method and wait for the answer; an error of Baton that the method raised is raised here.
 
     Raises:
-        Starved: `who` did not answer within so many seconds, as a frozen process does not.
+        Starved: `who` did not answer within `within` seconds.
     """
     waiting = asyncio.timeout(within)
     try:
@@ -44,8 +44,8 @@ async def call(method: Any, *arguments: Any, who: str, within: float | None = CA
 
 
 def in_a_line(error: BaseException) -> str:
-    """What went wrong, without the way there."""
+    """The error in one line, without its traceback."""
     if isinstance(error, ray.exceptions.RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0][:MOST_CHARACTERS]
+        return f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0][:MAX_CHARACTERS]
     lines = str(error).strip().splitlines()
-    return lines[-1].strip()[:MOST_CHARACTERS] if lines else type(error).__name__
+    return lines[-1].strip()[:MAX_CHARACTERS] if lines else type(error).__name__

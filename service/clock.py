@@ -5,10 +5,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What the service may know about time."""
+    """A source of time."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back; every deadline is measured in these."""
+        """Seconds that never decrease; deadlines are measured in these."""
 
     def wall(self) -> float:
         """Unix time in seconds; for logs and metrics only."""

@@ -1,20 +1,20 @@
-"""What can go wrong, and who has to act.
+"""The exceptions that Baton raises on purpose.
 
 BatonError
 ├── UserError          wrong input: one clear line, exit code 2, no traceback
 │   └── ConfigError    a configuration that cannot be right
-├── JournalError       the disk or the journal on it; names file and position
-├── Starved            a wait ran past its deadline; says who waited for what, since when
-├── WeightsGone        the process that held new weights for its node died; they are asked for again
-└── RunFailed          progress is impossible; the run ends with a reason, exit code 1
+├── JournalError       the journal cannot be written or read; names file and position
+├── Starved            a wait exceeded its deadline; says who waited for what, since when
+├── WeightsGone        the process that held a node's file of new weights died; retry with the next file
+└── RunFailed          the run cannot make progress; it ends with a reason, exit code 1
 
-Bad *data* is none of these: it becomes a `service.types.Refusal`, a value with a reason.
-A bug raises whatever Python raises (ValueError, AssertionError, ...), and nothing catches it.
+Bad *data* raises none of these: it becomes a `service.types.Refusal`, a value with a reason.
+A bug raises an exception of Python (ValueError, TypeError, ...), which nothing catches.
 """
 
 
 class BatonError(Exception):
-    """The root of everything that Baton raises on purpose."""
+    """The base class of the exceptions that Baton raises on purpose."""
 
     exit_code = 1
 
@@ -34,11 +34,11 @@ class JournalError(BatonError):
 
 
 class Starved(BatonError):
-    """A wait ran past its deadline; the message says who waited for what, since when."""
+    """A wait exceeded its deadline; the message says who waited for what, since when."""
 
 
 class WeightsGone(BatonError):
-    """The file that weights were to be read from is gone, with the process that held it; the next one will do."""
+    """The weights file is gone, because the process that held it died; retry with the next weights file."""
 
 
 class RunFailed(BatonError):

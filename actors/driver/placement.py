@@ -1,4 +1,4 @@
-"""Where the trainer's ranks run: on nodes with their accelerator, and on as few nodes as they fit on."""
+"""Places the trainer's ranks and the engines on nodes: ranks on nodes with their accelerator, on as few as possible."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from service.config import Config
 
 ACCELERATOR_SHARE = 0.001
-"""What a rank takes of `accelerator_type:H100`, a resource of which every node with such GPUs has 1."""
+"""Amount of the resource `accelerator_type:H100` for a rank; every node with such GPUs has 1."""
 
 SHARED_GPU = 0.5
-"""What Ray counts of a GPU for a rank, and for the engine that shares it."""
+"""GPUs of a rank, and of an engine, that share one."""
 
 
 def cpus_each(gpus: int) -> float:
-    """CPUs of a rank or an engine for Ray's placement: without GPUs half of one, so that two cores hold a small run."""
+    """CPUs of a rank or an engine; half a CPU without GPUs, so that a small run fits on two cores."""
     return 1.0 if gpus else 0.5
 
 
 def rank_bundle(config: Config, gpus: int) -> dict[str, float]:
-    """What one rank needs of a node."""
+    """The resources of one rank."""
     bundle = {"CPU": cpus_each(gpus)}
     if gpus:
         bundle["GPU"] = float(gpus)
@@ -33,9 +33,9 @@ def rank_bundle(config: Config, gpus: int) -> dict[str, float]:
 
 
 def place_ranks(config: Config, gpus: int) -> PlacementGroup:
-    """Room for all ranks at once, which they keep when they start again; nodes are filled one after the other.
+    """A placement group with a bundle for each rank, which the ranks keep when they restart; it fills nodes in turn.
 
-    Where weights go by CUDA IPC, there is room for an engine beside each rank.
+    With CUDA IPC, each bundle has room for an engine too.
     """
     bundle = rank_bundle(config, gpus)
     if config.weights.transport == "ipc":
@@ -44,7 +44,7 @@ def place_ranks(config: Config, gpus: int) -> PlacementGroup:
 
 
 def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Options of the actor of one rank."""
+    """Actor options of one rank."""
     bundle = rank_bundle(config, gpus)
     if gpus and config.weights.transport == "ipc":
         bundle["GPU"] = SHARED_GPU
@@ -59,7 +59,7 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
 
 
 def beside_rank(config: Config, room: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Options of an engine's actor, on the same GPU as a rank where weights go by CUDA IPC, else anywhere."""
+    """Actor options of an engine: with CUDA IPC on the GPU of a rank, else anywhere."""
     if config.weights.transport != "ipc":
         return {}
     here = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank)
@@ -67,7 +67,7 @@ def beside_rank(config: Config, room: PlacementGroup, rank: int) -> dict[str, An
 
 
 def missing_resources(config: Config, gpus: int) -> str:
-    """What all ranks and engines need beyond what the cluster has now, in words; empty where it has enough."""
+    """Resources that the ranks and engines need and the cluster does not have, in words; empty if it has enough."""
     has = ray.cluster_resources()
     needs: dict[str, float] = {}
     for name, amount in rank_bundle(config, gpus).items():

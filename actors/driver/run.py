@@ -1,4 +1,4 @@
-"""One run from its configuration to its summary: prepare, place the actors, train, stop."""
+"""`baton run`: prepares data and model, starts Ray and the actors, and trains to the end or to a stop signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from service.run.prepare import Prepared, prepare
 from service.run.writer import RunWriter
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable that Ray sets for the entry point of a job."""
+"""Environment variable that Ray sets for the entry point of a Ray job."""
 
 
 def run(config: Config, resume: Path | None = None) -> int:
@@ -74,7 +74,7 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None, is_new: b
 
 
 def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
-    """What the run reads; where that is refused, a new run leaves no folder behind."""
+    """The checked data and model; if they are refused, the folder of a new run is deleted."""
     try:
         return prepare(config, path)
     except UserError:
@@ -103,16 +103,16 @@ def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest:
 
 
 def _keep_failure(folder: RunWriter, error: BatonError) -> None:
-    """Say in the run folder too how the run ended, unless it is the disk that failed."""
+    """Write the failure into the run's summary, if the disk allows it."""
     with contextlib.suppress(OSError):
         folder.write_summary({"state": "failed", "reason": str(error), "exit_code": error.exit_code})
 
 
 def newest_checkpoint(config: Config, path: Path) -> Manifest:
-    """The checkpoint that a run goes on from; what it had half written when it was killed is removed.
+    """The checkpoint from which a run resumes; files that a killed writer left unfinished are deleted.
 
     Raises:
-        UserError: there is none, or the run has nothing left to do.
+        UserError: there is no whole checkpoint, or the run has taken all its steps.
     """
     checkpoints = Checkpoints(path / CHECKPOINTS, config.trainer.keep_checkpoints)
     checkpoints.drop_unfinished()
@@ -121,12 +121,12 @@ def newest_checkpoint(config: Config, path: Path) -> Manifest:
     if manifest is None:
         raise UserError(f"{path}: no whole checkpoint to resume from (was trainer.checkpoint_every 0?)")
     if manifest.step >= config.run.max_steps:
-        raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to go on")
+        raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to continue")
     return manifest
 
 
 def runs_folder(config: Config) -> Path:
-    """Where run folders go; a Ray job works in a temporary copy, so there a relative path starts at home."""
+    """The folder of run folders. A Ray job works in a temporary copy, so there a relative path starts at home."""
     return Path.home() / config.run.dir if IN_RAY_JOB in os.environ else config.run.dir
 
 

@@ -1,4 +1,4 @@
-"""`baton submit`: a run as a Ray job, with the retries and settings that `ray job submit` leaves to its user."""
+"""`baton submit`: runs `baton run` as a Ray job; retries while the cluster starts and sets the environment."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from service.errors import RunFailed, UserError
 from service.observe.phases import phase, say
 
 START_SECONDS = 60.0
-"""Ray refuses jobs for some seconds after its head has started; this long one tries again."""
+"""Seconds in which a submission is retried: Ray refuses jobs for some seconds after its head has started."""
 
 RETRY_SECONDS = 1.0
 
 STARTING = ("No available agent", "Failed to connect to Ray")
 
 REFUSALS = (OSError, RuntimeError, ValueError, ray.exceptions.RayError, aiohttp.ClientError)
-"""What Ray's client raises for wrong addresses, wrong tokens, and clusters that refuse."""
+"""Errors of Ray's client for a wrong address, a wrong token, and a cluster that refuses."""
 
 ADDRESS = "RAY_API_SERVER_ADDRESS"
 
 LEFT_OUT = [".git", ".venv", "runs", "build", "dist", "tests", "benchmarks", "docs", "**/__pycache__"]
-"""What of the working directory the job does not need."""
+"""Parts of the working directory that the job does not need."""
 
 
 def submit_run(
@@ -42,7 +42,7 @@ def submit_run(
     """Submit `baton run` with these files and settings from the current folder; returns the exit code.
 
     Raises:
-        UserError: a file lies outside the folder, or the cluster refuses the job or everybody may command it.
+        UserError: a file lies outside the folder, the cluster refuses the job, or it has no authentication.
     """
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private({**os.environ, "RAY_ADDRESS": "of a cluster"}, Path.home())
@@ -56,13 +56,13 @@ def entrypoint(files: Sequence[Path], overrides: Sequence[str], folder: Path) ->
     'python -m service run --config configs/quickstart.yaml run.seed=1'
 
     Raises:
-        UserError: a file lies outside the folder, so the job would not have it.
+        UserError: a file lies outside the folder.
     """
     words = ["python", "-m", "service", "run"]
     for file in files:
         path = (folder / file).resolve()
         if not path.is_relative_to(folder.resolve()):
-            raise UserError(f"{file}: not inside {folder}, which is what the job gets a copy of")
+            raise UserError(f"{file}: not inside {folder}, the folder that is copied for the job; move the file there")
         words += ["--config", str(path.relative_to(folder.resolve()))]
     return shlex.join([*words, *overrides])
 
@@ -70,16 +70,16 @@ def entrypoint(files: Sequence[Path], overrides: Sequence[str], folder: Path) ->
 def submit(
     command: str, address: str | None, follow: bool, connect: Callable[[str | None], Any] = JobSubmissionClient
 ) -> int:
-    """Submit the command; follow its output to the end, unless told not to. Returns the exit code.
+    """Submit the command and, if asked to, print its output to the end. Returns the exit code.
 
     Raises:
         UserError: no cluster answers at the address, or it refuses the job.
-        RunFailed: the cluster is gone while the output is followed.
+        RunFailed: the cluster stopped answering.
     """
-    # What Ray says of its packing is about files that nobody misses; what goes wrong is raised.
+    # Ray logs the files that it packs; errors are raised.
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address is not None:
-        # Ray itself would prefer what the environment says to what was asked for.
+        # Ray would prefer the address in the environment.
         os.environ[ADDRESS] = address
     client, job = _submitted(command, address, connect)
     to_job = f"--address {address} {job}" if address else job
@@ -90,10 +90,10 @@ def submit(
         asyncio.run(_follow(client, job))
         status = client.get_job_status(job)
     except KeyboardInterrupt:
-        say(f"{job} goes on; see it with: ray job logs --follow {to_job}")
+        say(f"{job} goes on; show its output with: ray job logs --follow {to_job}")
         return 130
     except REFUSALS as error:
-        raise RunFailed(f"the cluster does not answer any more ({_reason(error)}); {job} may go on") from error
+        raise RunFailed(f"the cluster stopped answering ({_reason(error)}); {job} may still run") from error
     say(f"{job}: {status}")
     return 0 if status == JobStatus.SUCCEEDED else 1
 
@@ -112,12 +112,12 @@ def _submitted(command: str, address: str | None, connect: Callable[[str | None]
                 reason = _reason(error)
                 if not any(sign in str(error) for sign in STARTING) or time.monotonic() > deadline:
                     raise UserError(f"--address: the cluster at {where}: {reason}") from None
-                refused = f"a cluster that may still be starting: {reason}"
+                refused = f"the cluster, which may still be starting: {reason}"
                 time.sleep(RETRY_SECONDS)
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in a line that names what to do."""
+    """The error in one line, with what to do."""
     if isinstance(error, ray.exceptions.AuthenticationError):
         found = "there is no token" if "couldn't find" in str(error) else "the cluster refuses the token"
         return f"{found}; ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN must hold the cluster's"

@@ -1,9 +1,9 @@
-"""The watchdog owns a run's processes: when the driver dies, however it dies, it ends all of them.
+"""The watchdog: a process that waits for the driver's death and then ends every process of the run.
 
-Ray ends actors and workers when their driver dies, but its own agents can linger for over a minute, and an engine whose
-actor was killed can outlive it. Every process of a run inherits the run's mark in its environment; the watchdog waits
-for the driver's death and then kills whatever carries the mark. It runs as a script of its own with the standard
-library only, in its own process session, so that a signal to the driver's group does not take it along.
+Ray ends actors and workers when their driver dies, but Ray's agents can remain for over a minute, and an engine can
+outlive its killed actor. Every process of a run inherits the run's mark in its environment; the watchdog kills the
+processes with the mark. It is a script that needs only the standard library, in a process session of its own, so that
+a signal to the driver's process group does not end the watchdog.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import time
 from pathlib import Path
 
 MARK = "BATON_RUN_MARK"
-"""Environment variable that names the run a process belongs to."""
+"""Environment variable with the mark of the run to which a process belongs."""
 
 GRACE = 2.0
-"""Seconds between asking the processes to end and ending them."""
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at the run's processes while it lives."""
+"""Seconds between SIGTERM and SIGKILL."""
+SCAN_SECONDS = 1.0
+"""Seconds between two scans of the processes while the driver lives."""
 QUIET = 0.5
-"""Seconds without any marked process after which all have ended."""
+"""Seconds without a marked process after which all have ended."""
 DEADLINE = 15.0
 """Seconds after which the watchdog gives up on a process that cannot be killed."""
 
@@ -34,26 +34,26 @@ DEADLINE = 15.0
 def start_watchdog(mark: str, ray_folder: Path | None = None, logs: Path | None = None) -> None:
     """Start the watchdog of this process.
 
-    After its death, what carries `mark` is ended, the workers' logs of the Ray that lived in `ray_folder` are kept in
-    `logs`, and `ray_folder` is deleted.
+    When this process has died, the watchdog ends the processes with `mark`, copies the workers' logs of the Ray in
+    `ray_folder` to `logs`, and deletes `ray_folder`.
     """
     folders = [str(folder) for folder in (ray_folder, logs) if folder is not None]
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *folders]
     environment = {key: value for key, value in os.environ.items() if key != MARK}
-    # The first child exits at once, so that the watchdog is nobody's child and a stop of the driver's tree misses it.
+    # The first child exits at once: the watchdog is then no descendant of the driver, and ending those spares it.
     subprocess.run(command, check=True, timeout=30, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Ids of the living processes whose environment carries the mark, and of all that descend from one."""
+    """Ids of the living processes with the mark in their environment, and of their descendants."""
     return [process for process, _ in _marked(mark, set())]
 
 
 def _marked(mark: str, known: set[tuple[int, str]]) -> set[tuple[int, str]]:
-    """(id, start time) of what carries the mark, of the known ones that still live, and of all their descendants.
+    """(id, start time) of the living processes that have the mark or are known, and of their descendants.
 
-    A process that renames itself overwrites the start of its environment: Ray's agents lose their mark that way, but
-    the process that started them keeps its own.
+    A process that renames itself overwrites the start of its environment. Ray's agents lose their mark that way; their
+    parent keeps its mark.
     """
     needle = f"{MARK}={mark}".encode()
     living: dict[int, tuple[int, str]] = {}
@@ -74,9 +74,9 @@ def _marked(mark: str, known: set[tuple[int, str]]) -> set[tuple[int, str]]:
 
 
 def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
-    """Ask the marked and the known processes to end, then kill what is left, until none remains or time is up.
+    """End the marked and the known processes, by SIGTERM, then by SIGKILL, until none is left or `DEADLINE` is over.
 
-    A process shows its mark only once it has replaced its parent's image, so none may be seen for a while.
+    A new process has the mark only after exec, so a scan can miss it: all have ended after `QUIET` seconds without any.
     """
     start = seen = now = time.monotonic()
     left = known
@@ -94,7 +94,7 @@ def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
 
 
 def keep_logs(ray_folder: Path, logs: Path) -> None:
-    """Copy what the workers of a Ray printed."""
+    """Copy the logs of Ray's workers that are not empty."""
     for source in ray_folder.glob("session_2*/logs/worker-*.*"):
         with contextlib.suppress(OSError):  # a full disk must not keep the rest from being cleaned up
             if source.stat().st_size:
@@ -102,9 +102,9 @@ def keep_logs(ray_folder: Path, logs: Path) -> None:
 
 
 def wait_for_death(process: int, mark: str) -> set[tuple[int, str]]:
-    """Block until the process is gone; returns the marked processes and their descendants that were seen meanwhile.
+    """Wait until a process has died; returns the marked processes and their descendants at the last scan.
 
-    One that has lost its mark and then its parent can be told to belong to the run only because it was seen before.
+    A process that loses its mark and then its parent can only be found by an earlier scan.
     """
     known: set[tuple[int, str]] = set()
     try:
@@ -113,13 +113,13 @@ def wait_for_death(process: int, mark: str) -> set[tuple[int, str]]:
         return known
     poll = select.poll()
     poll.register(handle, select.POLLIN)
-    while not poll.poll(LOOK_SECONDS * 1000):
+    while not poll.poll(SCAN_SECONDS * 1000):
         known = _marked(mark, known)
     return known
 
 
 def main() -> None:
-    """Guard the process named on the command line."""
+    """Wait for the death of the process named on the command line, then clean up."""
     owner, mark, folders = int(sys.argv[1]), sys.argv[2], [Path(folder) for folder in sys.argv[3:]]
     if os.fork():
         os._exit(0)

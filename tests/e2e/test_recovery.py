@@ -52,7 +52,7 @@ def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> Non
     run = drive(ENDLESS)
     until_checkpoint(run)
     kill(run, "ray::TrainerRank")
-    again = step_in(run.until("the trainer starts again from step"))
+    again = step_in(run.until("the trainer restarts from step"))
     assert again >= EVERY and again % EVERY == 0
     run.until_step(again + 3)
     kill(run, "ray::Generator")
@@ -87,7 +87,7 @@ def test_a_part_that_freezes_is_started_again_like_one_that_died(drive: Drive) -
     run = drive([*ENDLESS, *deadlines])
     until_checkpoint(run)
     kill(run, "ray::TrainerRank", signal.SIGSTOP)
-    run.until_step(step_in(run.until("the trainer starts again from step")) + 3)
+    run.until_step(step_in(run.until("the trainer restarts from step")) + 3)
     kill(run, "ray::Generator", signal.SIGSTOP)
     run.until("no answer of generator-0 for 10 s")
     run.until("generator-0 is back")

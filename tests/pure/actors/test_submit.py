@@ -133,7 +133,7 @@ def test_it_says_at_once_what_it_does_and_then_what_it_waits_for(
 
     assert submit("x", "http://head:1", follow=False, connect=Slow(0)) == 0
     assert said.startswith("submitting the job to the cluster at http://head:1 ...\n")
-    assert "waiting for a cluster that may still be starting: Request failed with status code 500" in said
+    assert "waiting for the cluster, which may still be starting: Request failed with status code 500" in said
     assert capsys.readouterr().out.endswith("stop it with: ray job stop --address http://head:1 job-1\n")
 
 
@@ -143,7 +143,7 @@ def test_a_cluster_that_goes_away_while_its_job_is_followed_is_one_clear_error()
             yield "step 1\n"
             raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
 
-    with pytest.raises(RunFailed, match=r"does not answer any more .*close code 1006\); job-1 may go on"):
+    with pytest.raises(RunFailed, match=r"stopped answering .*close code 1006\); job-1 may still run"):
         submit("x", None, follow=True, connect=Gone(0))
 
 
@@ -154,7 +154,7 @@ def test_an_interrupt_stops_the_following_and_says_that_the_job_goes_on(capsys: 
             raise KeyboardInterrupt
 
     assert submit("x", None, follow=True, connect=Interrupted(0)) == 130
-    assert capsys.readouterr().out.endswith("job-1 goes on; see it with: ray job logs --follow job-1\n")
+    assert capsys.readouterr().out.endswith("job-1 goes on; show its output with: ray job logs --follow job-1\n")
 
 
 def test_a_refused_job_is_not_tried_again() -> None:
@@ -179,4 +179,4 @@ def test_an_open_ray_is_refused_unless_that_is_meant(
         refuse_open_ray({"RAY_AUTH_MODE": "disabled"}, insecure_local=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert main(["submit", "--config", "configs/quickstart.yaml"]) == 2
-    assert "whoever reaches this machine's ports" in capsys.readouterr().err
+    assert "anybody who reaches this machine's ports" in capsys.readouterr().err
