@@ -14,9 +14,11 @@ from pydantic.fields import FieldInfo
 
 from scripts.dashboards import DASHBOARDS
 from scripts.dashboards.grafana import dashboards_page, grafana_json
+from service.columns import columns_of
 from service.config.load import section_of
 from service.config.tree import Config
 from service.observe.metrics_table import TABLE, Metric
+from service.types import Steps
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,6 +124,23 @@ def _schema_type(schema: dict[str, Any]) -> str:
     return f"{schema.get('type', 'value')} {bounds}".strip()
 
 
+COLUMNS_BEGIN = "<!-- columns of a step, made from service/types.py by `python -m scripts.docs` -->\n"
+COLUMNS_END = "<!-- end of the columns -->\n"
+
+
+def formats_page() -> str:
+    """`docs/formats.md` with the table of a step's columns; the rest of the page is written by hand."""
+    before, _, rest = (ROOT / "docs/formats.md").read_text(encoding="utf-8").partition(COLUMNS_BEGIN)
+    after = rest.partition(COLUMNS_END)[2]
+    lines = "".join(
+        f"| `{column.name}` | {column.dtype} | {'-' if (fill := column.about.fill) is None else f'{fill:g}'} | "
+        f"{column.about.meaning}{'; optional' if column.optional else ''} |\n"
+        for column in columns_of(Steps).all
+    )
+    head = "| column | type | fill | meaning |\n|---|---|---|---|\n"
+    return f"{before}{COLUMNS_BEGIN}\n{head}{lines}\n{COLUMNS_END}{after}"
+
+
 def prometheus_rule() -> str:
     """The alert rules as the Prometheus operator wants them."""
     rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text(encoding="utf-8"))
@@ -139,6 +158,7 @@ def prometheus_rule() -> str:
 FILES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
     "docs/configuration.md": configuration_page,
+    "docs/formats.md": formats_page,
     "docs/dashboards.md": dashboards_page,
     "deploy/kuberay/base/prometheusrule.yaml": prometheus_rule,
     **{f"deploy/grafana/dashboards/{d.uid}.json": partial(grafana_json, d) for d in DASHBOARDS},

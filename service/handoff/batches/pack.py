@@ -12,12 +12,12 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from service.columns import select
-from service.types import Int32s, Int64s, MicroBatch, Rows
+from service.columns import columns_of, filled, select
+from service.types import Int32s, Int64s, MicroBatch, Rows, TrainedTokens
 
 Layout = Literal["packed", "padded"]
 
@@ -188,29 +188,25 @@ def _micro_batch(packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, start:
     if start == stop:
         return _dummy(packed)
     first, last = int(packed.offsets_R[start]), int(packed.offsets_R[stop])
-    experts_N = packed.routed_experts_N
+    arrays = {column.name: getattr(packed, column.name) for column in columns_of(TrainedTokens).tokens}
+    tokens: dict[str, Any] = {name: None if array is None else array[first:last] for name, array in arrays.items()}
     return MicroBatch(
-        token_ids_N=packed.token_ids_N[first:last],
         offsets_R=packed.offsets_R[start : stop + 1] - first,
-        loss_mask_N=packed.loss_mask_N[first:last],
-        logprobs_N=packed.logprobs_N[first:last],
         staleness_N=staleness_N[first:last],
         temperature_R=packed.temperature_R[start:stop],
         trajectory_of_row_R=trajectory_R[start:stop],
-        routed_experts_N=None if experts_N is None else experts_N[first:last],
+        **tokens,
     )
 
 
 def _dummy(rows: Rows) -> MicroBatch:
     """Two tokens that carry no loss, so that every rank makes as many forward passes."""
-    experts_N = rows.routed_experts_N
+    columns = [column for column in columns_of(TrainedTokens).tokens if getattr(rows, column.name) is not None]
+    tokens: dict[str, Any] = {c.name: filled(c, 2, getattr(rows, c.name).shape[1:]) for c in columns}
     return MicroBatch(
-        token_ids_N=np.zeros(2, np.int32),
         offsets_R=np.array([0, 2], np.int64),
-        loss_mask_N=np.zeros(2, np.bool_),
-        logprobs_N=np.zeros(2, np.float32),
         staleness_N=np.full(2, -1, np.int32),
         temperature_R=np.ones(1, np.float32),
         trajectory_of_row_R=np.full(1, -1, np.int32),
-        routed_experts_N=None if experts_N is None else np.full((2, *experts_N.shape[1:]), -1, np.int16),
+        **tokens,
     )

@@ -219,7 +219,7 @@ def _token_ids(name: str, ids: ArrayLike) -> Int32s:
 
 def _checked(name: str, values: NDArray[Any], prompt: int, response: int) -> NDArray[Any]:
     """The values of a token column; ValueError unless there is such a column and they fit the step's tokens."""
-    if (column := _TOKEN_COLUMNS.get(name)) is None:
+    if (column := _TOKEN_COLUMNS.get(name)) is None or column.about.fill is None:  # ids come as prompt and response
         raise ValueError(f"{name} is no token column of a step")
     length = response + (prompt if column.about.on_prompt else 0)
     if len(values) != length:

@@ -1,0 +1,131 @@
+"""The fields of `Steps` are the only definition of its columns: one more line is a column that goes all the way."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import service
+from service.columns import concat, select
+from service.handoff.steps.builder import StepColumns, steps_table
+from service.handoff.steps.tables import ends_table
+from service.types import TrajectoryId
+from tests.pure.handoff.worlds import FIRST, end, episode
+
+NEW_COLUMN = """
+    entropy_N: Annotated[Float32s | None, About("entropy of the sampling distribution", fill=0)] = None
+"""
+
+USE_OF_IT = """
+import numpy as np
+from service.handoff import BatchSettings, CompleteGroup, VersionHistory, form_mini_batch
+from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.sharing import share_prefixes
+from service.handoff.prefixes.step_equality import contradiction
+from service.handoff.steps.builder import StepColumns
+from service.handoff.steps.tables import concat_steps
+from service.handoff.steps.validate import Limits, refusal
+from service.handoff.steps.wire import decode, decode_mini_batch, encode, encode_mini_batch
+from service.types import Sender, TrajectoryEnd, TrajectoryId
+
+def columns(*steps):
+    made = StepColumns()
+    for index, prompt, response, entropy in steps:
+        sampled = np.ones(len(response), np.bool_)
+        made.append(
+            TrajectoryId(0, 0), "a", index, prompt, response,
+            logprobs=-sampled.astype(np.float32), loss_mask=sampled, versions=np.zeros(len(response), np.int64),
+            entropy=entropy,
+        )
+    made.end(TrajectoryEnd(TrajectoryId(0, 0), "a", len(steps), "stop", 1.0))
+    return made
+
+sent = columns((0, [1, 2], [3, 4], [0.25, 0.5]), (1, [1, 2, 3, 4, 5], [6], [0.75]), (2, [1, 2, 3, 9], [7], [1.0]))
+limits = Limits(100, 50, 50, 9, 1, 1, 1 << 20)
+group = decode(encode(sent.step_group(Sender("g", 1, 0))), limits)
+assert refusal(group, limits) is None
+assert group.steps.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0, 0, 0, 0, 0.75, 0, 0, 0, 0, 1]
+
+shared = share_prefixes(group.steps)
+assert shared.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0.75, 0, 1]
+
+assert contradiction(concat_steps([group.steps, shared])) is None
+other = columns((0, [1, 2], [3, 4], [0.25, 0.625])).steps()
+assert "step=0 came twice" in contradiction(concat_steps([shared, other]))
+without = columns((0, [1, 2], [3, 4], None)).steps()
+assert without.entropy_N is None and "step=0 came twice" in contradiction(concat_steps([shared, without]))
+
+rows = merge(shared).rows
+assert rows.token_ids_N.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 7]
+assert rows.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0.75, 0, 0, 0, 0, 1]
+
+settings = BatchSettings(ranks=2, token_budget=16, estimator="reinforce++")
+batch = form_mini_batch(1, [CompleteGroup(0, "a", shared, group.ends)], VersionHistory(), settings)
+[packed], [dummy] = decode_mini_batch(encode_mini_batch(batch)).ranks
+assert sorted(packed.entropy_N.tolist()) == sorted(rows.entropy_N.tolist())
+assert packed.entropy_N[packed.token_ids_N == 6].tolist() == [0.75] and dummy.entropy_N.tolist() == [0, 0]
+"""
+
+
+def test_one_line_more_is_a_token_column_from_the_generator_to_the_trainer(tmp_path: Path) -> None:
+    shutil.copytree(Path(service.__file__).parent, tmp_path / "service", ignore=shutil.ignore_patterns("__pycache__"))
+    types = tmp_path / "service" / "types.py"
+    text = types.read_text()
+    assert text.count("ndim=3)\n    ] = None\n") == 1
+    types.write_text(text.replace("ndim=3)\n    ] = None\n", "ndim=3)\n    ] = None" + NEW_COLUMN))
+    done = subprocess.run(
+        [sys.executable, "-c", USE_OF_IT], env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_column_that_only_some_tables_have_is_filled_up() -> None:
+    with_experts = [
+        replace(s, routed_experts=np.ones((len(s.prompt_ids) + len(s.response_ids), 2, 4), np.int16))
+        for s in episode(np.random.default_rng(0), 2)
+    ]
+    without = episode(np.random.default_rng(0), 2, TrajectoryId(0, 1))
+    joined = concat([steps_table(with_experts), steps_table(without)])
+    assert joined.routed_experts_N is not None and joined.routed_experts_N.shape == (len(joined.token_ids_N), 2, 4)
+    assert (joined.routed_experts_N[: joined.offsets_K[2]] == 1).all()
+    assert (joined.routed_experts_N[joined.offsets_K[2] :] == -1).all()
+
+
+def test_selected_items_bring_only_the_uids_that_they_use() -> None:
+    ends = ends_table([end(), end(TrajectoryId(1, 0), uid="b"), end(TrajectoryId(2, 0), uid="c")])
+    chosen = select(ends, np.array([2, 0]))
+    assert [chosen.uids[code] for code in chosen.uid_E] == ["c", "a"] and chosen.group_id_E.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"logprobs": [0.0]}, "logprobs has 1 items; its axis has 2"),
+        ({"routed_experts": np.zeros((2, 1, 1))}, "routed_experts has 2 items; its axis has 3"),
+        ({"token_ids": [1, 2, 3]}, "token_ids is no token column"),
+        ({"entropy": [0.0, 0.0]}, "entropy is no token column"),
+        ({"reward": np.zeros(3, np.float32)}, "token_rewards has 3 items; its axis has 2"),
+    ],
+)
+def test_what_does_not_fit_a_step_is_not_appended(wrong: dict[str, object], said: str) -> None:
+    columns = StepColumns()
+    with pytest.raises(ValueError, match=said):
+        columns.append(FIRST, "a", 0, [1], [2, 3], **wrong)  # type: ignore[arg-type]
+    assert len(columns) == 0 and columns.n_bytes == 0
+
+
+def test_what_was_appended_is_counted_and_can_be_sent_by_trajectory() -> None:
+    columns = StepColumns()
+    for sample in (1, 0, 1):
+        columns.append(TrajectoryId(0, sample), "a", len(columns), [1], [2, 3], loss_mask=[True, True], versions=[0, 0])
+    columns.end(end(TrajectoryId(0, 0)))
+    assert len(columns) == 4 and columns.n_bytes == 9 * (4 + 4 + 1 + 8)
+    parts = {of.sample: (len(part.steps()), len(part.ends)) for of, part in columns.by_trajectory().items()}
+    assert parts == {1: (2, 0), 0: (1, 1)}
