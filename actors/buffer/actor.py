@@ -16,7 +16,7 @@ from service.config import Config
 from service.errors import RunFailed
 from service.files import lock_folder
 from service.handoff.batches.batch import CompleteGroup, batch_of_rank
-from service.handoff.batches.form import Forming
+from service.handoff.batches.form import BatchJob
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.steps.validate import Routing
@@ -142,7 +142,7 @@ class BufferActor:
         The mini-batch is formed and encoded in a thread, while the actor goes on to accept steps.
         """
         answer = await self._poll(lambda: self._buffer.begin_lease(trainer_incarnation), wait_seconds)
-        if isinstance(answer, Forming):
+        if isinstance(answer, BatchJob):
             made = await asyncio.to_thread(answer.run)
             answer = self._buffer.finish_lease(answer, made)
             await self._settled()

@@ -19,7 +19,7 @@ from service.handoff.admission import Admission
 from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.batches.filters import end_filtered
-from service.handoff.batches.form import Formed, Former, Forming, Unscored
+from service.handoff.batches.form import BatchFormer, BatchJob, FormedBatch, Unscored
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
@@ -63,7 +63,7 @@ class Buffer:
         self._record = Record(opened, self._limits, journal, clock)
         self.ledger = self._record.ledger
         self._attempts = Attempts(config, self._record)
-        self._former = Former(config, self._record)
+        self._batches = BatchFormer(config, self._record)
         self._waits = Waits(config, self._record, clock)
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
@@ -132,32 +132,32 @@ class Buffer:
     def lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal:
         """The next mini-batch; the same one again while its lease is open."""
         answer = self.begin_lease(trainer_incarnation)
-        return self.finish_lease(answer, answer.run()) if isinstance(answer, Forming) else answer
+        return self.finish_lease(answer, answer.run()) if isinstance(answer, BatchJob) else answer
 
-    def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | Forming:
-        """As `lease`, but forming a new mini-batch, which takes long, is left to the caller: `finish_lease` follows."""
+    def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | BatchJob:
+        """As `lease`, but the caller runs the job that forms a new mini-batch, then calls `finish_lease`."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         for lease in self.ledger.state.leases:
-            return self._former.again(lease)
+            return self._batches.again(lease)
         if (why := self._waits.lease_wait()) is not None:
             return self._waits.begin("trainer", *why)
-        return self._former.begin(self._next_groups(), trainer_incarnation)
+        return self._batches.begin(self._next_groups(), trainer_incarnation)
 
-    def finish_lease(self, forming: Forming, formed: Formed | Unscored) -> MiniBatch | Wait | Refusal:
-        """Give out what was formed; forms anew when the trainer or its version changed meanwhile.
+    def finish_lease(self, job: BatchJob, formed: FormedBatch | Unscored) -> MiniBatch | Wait | Refusal:
+        """Lease what was formed; forms another mini-batch when the trainer, its version or a group changed meanwhile.
 
-        A group to which the estimator gives no finite advantage is refused here, once and for all, not the mini-batch.
+        A group to which the estimator gave no finite advantage is refused for good; the other groups are formed again.
         """
         if isinstance(formed, Unscored):
             groups = self.ledger.state.groups
             for group_id in formed.group_ids:
                 if group_id in groups and groups[group_id].state is GroupState.COMPLETE:
                     self._record.add(events.Refused(group_id, str(RefusalReason.ADVANTAGE)))
-            return self.lease(forming.trainer_incarnation)
-        batch = self._former.finish(forming, formed)
+            return self.lease(job.trainer_incarnation)
+        batch = self._batches.finish(job, formed)
         if batch is None:
-            return self.lease(forming.trainer_incarnation)
+            return self.lease(job.trainer_incarnation)
         self._lookahead.trainer_waited(self._waits.end("trainer"))
         return batch
 

@@ -102,7 +102,7 @@ def estimator_named(setting: str) -> Estimator:
     Raises:
         ConfigError: the module cannot be imported, or nothing is registered under that name.
     """
-    return registered("algorithm.estimator", "estimator", setting, ESTIMATORS)
+    return ESTIMATORS.get(setting) or registered("algorithm.estimator", "estimator", setting, ESTIMATORS)
 
 
 def returns(steps: Steps, ends: Ends, rule: ReturnRule) -> Float64s:

@@ -1,4 +1,4 @@
-"""A recorded run's mini-batches, formed again bit by bit from its journal."""
+"""Replaying a recorded run: its mini-batches, formed again bit by bit from its journal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 from service.clock import SystemClock
 from service.config.tree import Config
 from service.errors import UserError
-from service.handoff.batches.batch import BatchSettings, CompleteGroup
-from service.handoff.batches.form import formed
+from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.batches.form import with_filtered
 from service.handoff.journal.disk import LocalDisk
 from service.handoff.journal.frames import Frame, Segment, frames
 from service.handoff.journal.journal import KEPT
@@ -28,7 +28,7 @@ ANY_VOCABULARY = 1 << 31
 
 
 class _Leased(NamedTuple):
-    """What the buffer knew when it leased a mini-batch."""
+    """The state of the buffer when it leased a mini-batch."""
 
     lease: int
     group_ids: tuple[int, ...]
@@ -48,13 +48,14 @@ class Recorded(NamedTuple):
 
 
 def replayed(config: Config, folder: Path, step: int) -> MiniBatch:
-    """The mini-batch of optimizer step `step`; of the last try when a trainer had gone back.
+    """The mini-batch of optimizer step `step`, or of its last try if a trainer had gone back.
 
     Raises:
         UserError: the journal does not hold that step, or not from the beginning.
     """
     found = recorded(config, folder, step)
-    return formed(found.lease, found.groups, found.history, BatchSettings.of(config), found.filtered)
+    batch = form_mini_batch(found.lease, found.groups, found.history, BatchSettings.of(config))
+    return with_filtered(batch, found.groups, found.filtered)
 
 
 def recorded(config: Config, folder: Path, step: int) -> Recorded:
@@ -77,20 +78,20 @@ def recorded(config: Config, folder: Path, step: int) -> Recorded:
 
 
 def _find(applied: Applied, folder: Path, step: int) -> _Leased | None:
-    """What was leased for the step that was committed last under that number."""
+    """The lease of the optimizer step that was committed last under that number."""
     open_leases: dict[int, _Leased] = {}
     found = None
     for frame in _recorded(folder):
         event = events.decode(frame.payload) if frame.kind == events.EVENT else None
         if isinstance(event, events.Leased):
-            open_leases = {event.lease: _seen(applied, event)}
+            open_leases = {event.lease: _leased(applied, event)}
         elif isinstance(event, events.Committed) and event.version.step == step:
             found = open_leases[event.lease]
         applied.apply_frame(frame)
     return found
 
 
-def _seen(applied: Applied, event: events.Leased) -> _Leased:
+def _leased(applied: Applied, event: events.Leased) -> _Leased:
     state = applied.ledger.state
     groups = [state.groups[group_id] for group_id in event.group_ids]
     return _Leased(
@@ -104,7 +105,7 @@ def _seen(applied: Applied, event: events.Leased) -> _Leased:
 
 
 def _recorded(folder: Path) -> Iterator[Frame]:
-    """All frames of a run that was recorded from its beginning, without changing anything."""
+    """All frames of a run that was recorded from its beginning; no file is changed."""
     kept = folder / KEPT
     found = [*(kept.glob("*.journal") if kept.is_dir() else ()), *folder.glob("*.journal")]
     position = 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from service.errors import RunFailed
-from service.handoff.batches.form import Forming
+from service.handoff.batches.form import BatchJob
 from service.handoff.batches.score import ESTIMATORS
 from service.handoff.group_bytes import worst_group_bytes
 from service.handoff.ledger.invariant import violations
@@ -395,10 +395,10 @@ def test_a_lease_is_given_again_until_it_is_committed_and_a_commit_counts_once(w
 def test_steps_are_accepted_while_a_mini_batch_is_being_formed(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
-    forming = world.buffer.begin_lease(world.trainer_incarnation)
-    assert isinstance(forming, Forming)
+    job = world.buffer.begin_lease(world.trainer_incarnation)
+    assert isinstance(job, BatchJob)
     world.generator.finish(world.generator.claimed())
-    batch = world.buffer.finish_lease(forming, forming.run())
+    batch = world.buffer.finish_lease(job, job.run())
     assert isinstance(batch, MiniBatch) and batch.groups == (0, 1)
     assert world.batch() is batch
 
@@ -408,11 +408,11 @@ def test_what_filters_remove_while_a_mini_batch_is_formed_counts_in_its_metrics(
     works = [world.generator.claimed() for _ in range(3)]
     for work in works[:2]:
         world.generator.finish(work)
-    forming = world.buffer.begin_lease(world.trainer_incarnation)
-    assert isinstance(forming, Forming)
-    formed = forming.run()
+    job = world.buffer.begin_lease(world.trainer_incarnation)
+    assert isinstance(job, BatchJob)
+    formed = job.run()
     world.generator.finish(works[2], rewards=(1.0, 1.0))
-    batch = world.buffer.finish_lease(forming, formed)
+    batch = world.buffer.finish_lease(job, formed)
     assert isinstance(batch, MiniBatch) and batch.metrics["generate/filtered_groups"] == 1
     world.crash()
     assert world.batch().metrics == batch.metrics
@@ -421,20 +421,20 @@ def test_what_filters_remove_while_a_mini_batch_is_formed_counts_in_its_metrics(
 def test_a_mini_batch_that_was_formed_for_a_trainer_that_is_gone_is_not_given_out(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
-    forming = world.buffer.begin_lease(world.trainer_incarnation)
-    assert isinstance(forming, Forming)
+    job = world.buffer.begin_lease(world.trainer_incarnation)
+    assert isinstance(job, BatchJob)
     world.trainer_incarnation = world.buffer.join("trainer", "trainer")
-    assert refused(world.buffer.finish_lease(forming, forming.run())) is RefusalReason.FENCED
+    assert refused(world.buffer.finish_lease(job, job.run())) is RefusalReason.FENCED
     assert world.batch().groups == (0, 1)
 
 
 def test_groups_that_expired_while_a_mini_batch_was_formed_are_not_trained(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         world.generator.finish(work)
-    forming = world.buffer.begin_lease(world.trainer_incarnation)
-    assert isinstance(forming, Forming)
+    job = world.buffer.begin_lease(world.trainer_incarnation)
+    assert isinstance(job, BatchJob)
     world.buffer.end()
-    assert waits(world.buffer.finish_lease(forming, forming.run())) is WaitReason.DRAINED
+    assert waits(world.buffer.finish_lease(job, job.run())) is WaitReason.DRAINED
 
 
 def test_a_commit_must_make_the_next_version(world: World) -> None:
