@@ -112,25 +112,25 @@ def _lines(runs: Sequence[tuple[Report, Report]], config: Config) -> list[str]:
     """The findings of runs and of the same runs on-policy."""
     reports, bases = [run for run, _ in runs], [base for _, base in runs]
 
-    def said(values: Sequence[float], form: str) -> str:
+    def formatted(values: Sequence[float], form: str) -> str:
         mean, error = mean_and_error(values)
         return f"{mean:{form}}" + (f" ± {error:{form}}" if len(values) > 1 else "")
 
-    def share(waits: Sequence[float], on_policy: Sequence[float]) -> str:
-        return f"{said(waits, '.1%')}   (on-policy {said(on_policy, '.1%')})"
+    def fraction(waits: Sequence[float], on_policy: Sequence[float]) -> str:
+        return f"{formatted(waits, '.1%')}   (on-policy {formatted(on_policy, '.1%')})"
 
-    waits = share([r.trainer_wait for r in reports], [b.trainer_wait for b in bases])
-    idle = share([r.generator_wait for r in reports], [b.generator_wait for b in bases])
-    beyond = said([r.beyond for r in reports], ".2%")
+    waits = fraction([r.trainer_wait for r in reports], [b.trainer_wait for b in bases])
+    idle = fraction([r.generator_wait for r in reports], [b.generator_wait for b in bases])
+    beyond = formatted([r.beyond for r in reports], ".2%")
     return [
-        f"speed over on-policy    {said([r.steps_per_second / b.steps_per_second for r, b in runs], '.2f')} x",
-        f"trained tokens          {said([r.tokens_per_second for r in reports], '.0f')} /s",
+        f"speed over on-policy    {formatted([r.steps_per_second / b.steps_per_second for r, b in runs], '.2f')} x",
+        f"trained tokens          {formatted([r.tokens_per_second for r in reports], '.0f')} /s",
         f"trainer waits           {waits}",
         f"generator slots idle    {idle}",
-        f"token staleness         mean {said([r.staleness_mean for r in reports], '.2f')}, "
+        f"token staleness         mean {formatted([r.staleness_mean for r in reports], '.2f')}, "
         f"p99 {max(r.staleness_p99 for r in reports)}, max {max(r.staleness_max for r in reports)} versions",
         f"tokens beyond {config.buffer.max_staleness:<3}       {beyond} carried no loss",
-        f"length distance         {said([r.length_distance for r in reports], '.3f')}   "
+        f"length distance         {formatted([r.length_distance for r in reports], '.3f')}   "
         "(generated against trained, 0 is none)",
     ]
 

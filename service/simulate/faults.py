@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from service.simulate.generator import SimulatedGenerator
+from service.simulate.host import Host
+from service.simulate.network import Network
 from service.simulate.scenario import Faults
-
-if TYPE_CHECKING:
-    from service.simulate.world import World
+from service.simulate.trainer import SimulatedTrainer
 
 RESTART_SECONDS = 2.0
 FREEZE_SECONDS = 15.0
@@ -17,13 +18,26 @@ FULL_SECONDS = 8.0
 NOTICE_SECONDS = 3.0
 
 
-class FaultPlan:
-    """Independent streams of faults until `Faults.until`; everything that died comes back."""
+class FaultInjector:
+    """Independent streams of faults until `Faults.until`; every process that died starts again."""
 
-    def __init__(self, world: World, faults: Faults) -> None:
-        self._world = world
+    def __init__(
+        self,
+        faults: Faults,
+        host: Host,
+        network: Network,
+        generators: Sequence[SimulatedGenerator],
+        trainer: SimulatedTrainer,
+        rng: np.random.Generator,
+    ) -> None:
         self._faults = faults
-        self._rng = world.rng
+        self._host = host
+        self._loop = host.loop
+        self._disk = host.disk
+        self._network = network
+        self._generators = generators
+        self._trainer = trainer
+        self._rng = rng
         self._streams: tuple[tuple[float, Callable[[], None]], ...] = (
             (faults.buffer_deaths, self._kill_buffer),
             (faults.generator_deaths, self._kill_generator),
@@ -37,19 +51,19 @@ class FaultPlan:
 
     def begin(self) -> None:
         """Schedule every stream, and the end of all faults."""
-        self._world.host.on_death = lambda: self._soon(RESTART_SECONDS, self._restart_buffer)
+        self._host.on_death = lambda: self._soon(RESTART_SECONDS, self._restart_buffer)
         for rate, fault in self._streams:
             if rate:
                 self._next(rate, fault)
-        self._world.loop.after(self._faults.until, self._heal)
+        self._loop.after(self._faults.until, self._heal)
 
     def over(self) -> bool:
-        """Whether nothing fails any more and the buffer is back."""
-        return self._world.loop.now >= self._faults.until and self._world.host.alive and not self._world.host.doom
+        """Whether no more faults come and the buffer runs."""
+        return self._loop.now >= self._faults.until and self._host.alive and not self._host.doom
 
     def _next(self, rate: float, fault: Callable[[], None]) -> None:
         def strike() -> None:
-            if self._world.loop.now < self._faults.until:
+            if self._loop.now < self._faults.until:
                 self.count += 1
                 fault()
                 self._next(rate, fault)
@@ -57,26 +71,26 @@ class FaultPlan:
         self._soon(1.0 / rate, strike)
 
     def _soon(self, seconds: float, callback: Callable[[], None]) -> None:
-        self._world.loop.after(float(self._rng.exponential(seconds)), callback)
+        self._loop.after(float(self._rng.exponential(seconds)), callback)
 
     def _heal(self) -> None:
-        self._world.network.heal()
-        self._world.disk.room = 1 << 40
-        self._world.host.doom = None
+        self._network.heal()
+        self._disk.room = 1 << 40
+        self._host.doom = None
 
     def _kill_buffer(self) -> None:
-        """Now, or at the next passes of a named seam."""
-        if not self._world.host.alive:
+        """Kill the buffer now, or when it next comes to a named seam."""
+        if not self._host.alive:
             return
         seam = self._rng.integers(3)
         if seam == 0:
-            self._world.host.die()
+            self._host.die()
         else:
-            self._world.host.doom = ("before_sync" if seam == 1 else "after_sync", int(self._rng.integers(8)))
+            self._host.doom = ("before_sync" if seam == 1 else "after_sync", int(self._rng.integers(8)))
 
     def _restart_buffer(self) -> None:
-        if not self._world.host.alive:
-            self._world.host.start()
+        if not self._host.alive:
+            self._host.start()
 
     def _kill_generator(self) -> None:
         generator = self._generator()
@@ -90,25 +104,24 @@ class FaultPlan:
         self._notice(generator.name)
 
     def _notice(self, name: str) -> None:
-        """A supervisor notices every other time; else only the deadlines do."""
+        """Every other time a supervisor notices the death; otherwise only deadlines do."""
 
         def leave() -> None:
-            host = self._world.host
-            if host.alive and (member := host.buffer.ledger.state.generators.get(name)) is not None:
-                host.buffer.leave(name, member.incarnation, "no heartbeat")
+            if self._host.alive and (member := self._host.buffer.ledger.state.generators.get(name)) is not None:
+                self._host.buffer.leave(name, member.incarnation, "no heartbeat")
 
         if self._rng.random() < 0.5:
             self._soon(NOTICE_SECONDS, leave)
 
     def _generator(self) -> SimulatedGenerator:
-        return self._world.generators[int(self._rng.integers(len(self._world.generators)))]
+        return self._generators[int(self._rng.integers(len(self._generators)))]
 
     def _kill_trainer(self) -> None:
-        self._world.trainer.die()
-        self._soon(RESTART_SECONDS, self._world.trainer.start)
+        self._trainer.die()
+        self._soon(RESTART_SECONDS, self._trainer.start)
 
     def _fill_disk(self) -> None:
-        disk = self._world.disk
+        disk = self._disk
         disk.room = disk.used() + int(self._rng.integers(4096))
 
         def empty() -> None:
@@ -117,4 +130,4 @@ class FaultPlan:
         self._soon(FULL_SECONDS, empty)
 
     def _jump_clock(self) -> None:
-        self._world.host.clock.wall_error += float(self._rng.choice([-86400.0, -3600.0, 3600.0]))
+        self._host.clock.wall_error += float(self._rng.choice([-86400.0, -3600.0, 3600.0]))

@@ -1,4 +1,4 @@
-"""A simulated generator: claims groups, plays their trajectories token by token in time, streams the steps."""
+"""A simulated generator: claims groups, plays their trajectories in virtual time, sends the steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SimulatedGenerator:
         self._witness = witness
         self._rng = rng
         self._life = 0
-        """Counts deaths and rejoins; what an earlier life scheduled is void."""
+        """Counts deaths and rejoins; callbacks of an earlier life are ignored."""
         self._frozen_until = 0.0
         self._incarnation = 0
         self._sequence = self._request_id = 0
@@ -74,7 +74,7 @@ class SimulatedGenerator:
         self._life += 1
 
     def freeze(self, seconds: float) -> None:
-        """Stand still, as by SIGSTOP, and go on afterwards as if nothing had been."""
+        """Stand still, as by SIGSTOP, and go on afterwards."""
         self._frozen_until = max(self._frozen_until, self._loop.now + seconds)
 
     def update(self, version: PolicyVersion) -> None:
@@ -184,7 +184,7 @@ class SimulatedGenerator:
         self._call(lambda reply: self._host.ask(lambda buffer: buffer.submit(data), reply), answered)
 
     def _refused(self, refusal: Refusal) -> None:
-        """An old incarnation begins a new one; whatever else is refused, the buffer hands to another attempt."""
+        """A fenced generator joins anew; for any other refusal the buffer begins another attempt."""
         if refusal.reason is RefusalReason.FENCED:
             self.start()
         else:

@@ -33,7 +33,7 @@ class Poll(NamedTuple):
 
 
 class Host:
-    """Answers requests with `Buffer`; an answer leaves only when the journal is synced."""
+    """Answers requests with `Buffer`; an answer is sent only when the journal is synced."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Host:
         self.on_death: Callable[[], None] = lambda: None
         self.on_restart: Callable[[], None] = lambda: None
         self.doom: tuple[str, int] | None = None
-        """Where to die, `before_sync` or `after_sync`, and after how many more times there."""
+        """The seam at which to die, `before_sync` or `after_sync`, and how many passes of it to survive first."""
         self._config = config
         self._prompt_uids = prompt_uids
         self._rng = rng
@@ -66,7 +66,7 @@ class Host:
         self.start()
 
     def start(self) -> None:
-        """Begin a new process on what the disk has; its monotonic clock starts anywhere."""
+        """Start a new process on the disk's files; its monotonic clock starts at a random time."""
         self.clock = VirtualClock(self.loop, float(self._rng.uniform(0, 1e6)))
         self.journal = Journal(FOLDER, self.clock, self.disk, self._segment_bytes)
         seed = self._config.run.seed
@@ -78,7 +78,7 @@ class Host:
         self._tick(self.incarnation)
 
     def die(self) -> None:
-        """End as by kill -9 and loss of power: what was not synced is gone, no answer leaves any more."""
+        """End as by kill -9 and loss of power: unsynced bytes are lost and no more answers are sent."""
         self.alive = False
         self._unsynced, self._polls, self._sync_is_due = [], [], False
         self.disk.lose_power(self._rng)
@@ -98,7 +98,8 @@ class Host:
     ) -> None:
         """Serve a request as soon as its answer is not a Wait, or with that Wait after `patience` seconds.
 
-        A claim says what its engine serves: where one has to wait, those that serve nothing newer do too.
+        `serving`: of a claim, the version that its engine serves. If a claim has to wait, claims of engines that serve
+        nothing newer have to wait too.
         """
         if not self.alive:
             return
@@ -109,7 +110,7 @@ class Host:
         self._polls.append(Poll(self.loop.now + patience, request, reply, serving))
 
     def look_soon(self) -> None:
-        """Something changed outside: look at the waiting requests again."""
+        """Something changed outside the buffer: serve the waiting requests again."""
         if not self._look_is_due:
             self._look_is_due = True
             self.loop.after(0.0, self._look_again)
@@ -133,7 +134,7 @@ class Host:
             self.loop.after(self._config.buffer.sync_interval, lambda: self._sync(incarnation))
 
     def _sync(self, incarnation: int) -> None:
-        """Group commit; then the answers that it covers leave, and waiting requests are looked at again."""
+        """Group commit; then send the answers that it covers, and serve the waiting requests again."""
         if not self.alive or incarnation != self.incarnation:
             return
         self._sync_is_due = False

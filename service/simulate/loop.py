@@ -36,7 +36,7 @@ class Loop:
 
 
 class VirtualClock:
-    """What one process sees of virtual time; its wall clock may be wrong and jump."""
+    """The clock of one process; its wall time may be wrong and jump."""
 
     def __init__(self, loop: Loop, start: float = 0.0) -> None:
         self._loop = loop

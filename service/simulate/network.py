@@ -20,9 +20,9 @@ class Network:
     delay: float = 0.0
     """Mean seconds of one way; 0: messages arrive at once, in order."""
     lost: float = 0.0
-    """Share of messages that never arrive."""
+    """Fraction of messages that never arrive."""
     doubled: float = 0.0
-    """Share of messages that arrive twice."""
+    """Fraction of messages that arrive twice."""
 
     def send(self, deliver: Callable[[], None]) -> None:
         """Deliver a message some time, or twice, or never."""
@@ -40,7 +40,7 @@ class Network:
 
 
 class Call:
-    """A request that is repeated until its answer comes or nobody waits for it any more."""
+    """A request that is repeated until its answer comes or its caller gives up."""
 
     def __init__(self, network: Network, request: Callable[[Callable[[Any], None]], None], patience: float) -> None:
         self._network = network

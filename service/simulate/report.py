@@ -1,4 +1,4 @@
-"""What a simulated run says about throughput, waiting and staleness."""
+"""Throughput, waiting and staleness of a simulated run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from service.simulate.world import World
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Measures of one run, its beginning included."""
+    """Measures of one run from its first second."""
 
     steps_per_second: float
     tokens_per_second: float
     """Sampled tokens of trained mini-batches."""
     trainer_wait: float
-    """Share of the time in which the trainer waited for a mini-batch."""
+    """Fraction of the time in which the trainer waited for a mini-batch."""
     generator_wait: float
-    """Share of the slots' time without work."""
+    """Fraction of the slots' time without work."""
     staleness_mean: float
     """Versions, over all sampled tokens of trained mini-batches."""
     staleness_p99: int
     staleness_max: int
     beyond: float
-    """Share of those tokens that were staler than `max_staleness`, and carried no loss."""
+    """Fraction of those tokens that were staler than `max_staleness`, and carried no loss."""
     length_distance: float
     """Largest difference between the distributions of generated and trained lengths, 0 to 1."""
 
@@ -61,5 +61,5 @@ def simulated(config: Config, scenario: Scenario, seed: int) -> Report:
 def distance(a: np.typing.NDArray[np.int64], b: np.typing.NDArray[np.int64]) -> float:
     """The largest difference between two samples' distribution functions (Kolmogorov-Smirnov)."""
     both = np.sort(np.concatenate((a, b)))
-    shares = [np.searchsorted(np.sort(x), both, side="right") / len(x) for x in (a, b)]
-    return float(np.abs(shares[0] - shares[1]).max())
+    below = [np.searchsorted(np.sort(x), both, side="right") / len(x) for x in (a, b)]
+    return float(np.abs(below[0] - below[1]).max())

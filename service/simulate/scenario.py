@@ -1,4 +1,4 @@
-"""What a simulation is told: the work's shape, the machines, the faults."""
+"""The inputs of a simulation: shape of the work, machines, faults."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Faults:
     disk_full: float = 0.0
     clock_jumps: float = 0.0
     silent: float = 0.0
-    """Share of turns that never end."""
+    """Fraction of turns that never end."""
     failing: float = 0.0
-    """Share of trajectories whose environment fails at last."""
+    """Fraction of trajectories whose environment fails at last."""
     bad_steps: float = 0.0
-    """Share of optimizer steps that are not applied."""
+    """Fraction of optimizer steps that are not applied."""
     delay: float = 0.0
     """Mean seconds that a message travels; 0: no network between the processes."""
     lost: float = 0.0
@@ -34,25 +34,25 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The world around the buffer; what the buffer itself is told stands in the configuration."""
+    """The world around the buffer; the buffer's own settings are in the configuration."""
 
     generators: int = 4
     turns: int = 1
     """Turns of a trajectory."""
     median_tokens: float = 64.0
-    """Of a trajectory's length, all turns together."""
+    """Median tokens of a trajectory, over all its turns."""
     sigma: float = 0.5
-    """Of the lognormal distribution of lengths."""
+    """Sigma of the lognormal distribution of lengths."""
     token_seconds: float = 0.02
     """Seconds that an engine takes for one token of one trajectory."""
     trainer_seconds: float | None = None
     """Seconds of one optimizer step; None: as long as the generators take for a mini-batch (balanced)."""
     linger_seconds: float = 0.05
-    """Seconds that a finished step waits for company in its message."""
+    """Seconds that a finished step waits for others to share its message."""
     sync_seconds: float = 0.0
     """Seconds from an optimizer step to engines that serve its weights; the trainer does not wait for it."""
     success: float = 0.5
-    """Share of trajectories with reward 1."""
+    """Fraction of trajectories with reward 1."""
     steps: int = 60
     """Optimizer steps to simulate."""
     faults: Faults = field(default_factory=Faults)

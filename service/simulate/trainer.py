@@ -1,4 +1,4 @@
-"""A simulated trainer: leases, takes its time, commits, publishes, checkpoints; it may die at any point."""
+"""A simulated trainer: leases, trains for some seconds, commits, publishes, checkpoints; it may die at any point."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SimulatedTrainer:
     ) -> None:
         self.version = PolicyVersion(0, 0)
         self.drained = False
-        """Whether the buffer said that no mini-batch can come any more."""
+        """Whether the buffer answered that no more mini-batches can come."""
         self._config = config
         self._scenario = scenario
         self._seconds = seconds
@@ -68,7 +68,7 @@ class SimulatedTrainer:
         self._life += 1
 
     def save(self) -> None:
-        """Write a checkpoint: from now on it is durable, and the buffer learns of it."""
+        """Write a checkpoint, which is durable at once, and report it to the buffer."""
         self._checkpoint = self.version.step
         self._call(
             lambda reply: self._host.ask(lambda buffer: buffer.covered(self._checkpoint), reply), lambda answer: None

@@ -1,4 +1,4 @@
-"""Sees everything from outside the buffer and says what went wrong: the promises, and the measures."""
+"""Checks the promises from outside the buffer, and measures the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REASONS = {
     "refused/max_attempts",
     "refused/max_lease_attempts",
 }
-"""Why a group may end. None is for being slow: attempts end by death, failure and silence only."""
+"""Why a group may end; no group ends for being slow, because attempts end only by death, failure and silence."""
 
 
 class Broken(Exception):
@@ -29,13 +29,13 @@ class Broken(Exception):
 
 
 class Witness:
-    """Notes what generators and the trainer saw, and compares it with what the buffer says."""
+    """Records what generators and the trainer received, and compares it with the buffer's state."""
 
     def __init__(self, config: Config, loop: Loop) -> None:
         self.committed_at: list[float] = []
-        """When each optimizer step was committed, in the order of commits."""
+        """Time of each commit, in order."""
         self.wait_seconds: list[float] = []
-        """How long the trainer waited for each mini-batch."""
+        """Seconds that the trainer waited for each mini-batch."""
         self.staleness: Counter[int] = Counter()
         """Sampled tokens of trained mini-batches by staleness."""
         self.generated: dict[TrajectoryId, int] = {}
@@ -48,11 +48,11 @@ class Witness:
         self._trained: dict[int, int] = {}
         """On the committed history, the optimizer step that used each group_id."""
         self._undone = 0
-        """Optimizer steps that trainers lost; tokens of the abandoned history count from the common checkpoint."""
+        """Optimizer steps that were undone; tokens of the abandoned history count from the common checkpoint."""
 
     @property
     def trained(self) -> set[int]:
-        """Ordinals that were used on the committed history."""
+        """Groups that were trained on the committed history."""
         return set(self._trained)
 
     def began(self, of: TrajectoryId, tokens: int) -> None:
@@ -60,7 +60,7 @@ class Witness:
         self.generated[of] = tokens
 
     def acknowledged(self, of: TrajectoryId, index: int) -> None:
-        """A generator read the receipt of a step."""
+        """A generator received the receipt of a step."""
         self._acknowledged.setdefault(of.group_id, set()).add((of.sample, of.attempt, index))
 
     def refused(self, refusal: Refusal) -> None:
@@ -68,7 +68,7 @@ class Witness:
         self.refusals[str(refusal.reason)] += 1
 
     def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
-        """The trainer has a mini-batch to train on top of `version`."""
+        """The trainer received a mini-batch to train on top of `version`."""
         self.wait_seconds.append(waited)
         again = [group_id for group_id in batch.groups if group_id in self._trained]
         if again:
@@ -90,7 +90,7 @@ class Witness:
                 )
 
     def committed(self, version: PolicyVersion, batch: MiniBatch) -> None:
-        """The trainer read that its step was committed."""
+        """The trainer received the answer that its step is committed."""
         self.committed_at.append(self._loop.now)
         self._trained.update(dict.fromkeys(batch.groups, version.step))
 
@@ -101,7 +101,7 @@ class Witness:
         self._trained = {group_id: used for group_id, used in self._trained.items() if used <= step}
 
     def look(self, host: Host) -> None:
-        """Compare with the buffer: nothing acknowledged is missing, and the ledger is consistent."""
+        """Raise Broken if an acknowledged step is missing or the ledger is inconsistent."""
         ledger = host.buffer.ledger
         if found := violations(ledger):
             raise Broken("; ".join(found))
@@ -122,7 +122,7 @@ class Witness:
                     )
 
     def check_the_end(self, host: Host) -> None:
-        """After everything was drained: every group that was issued ended, with a reason, and the tokens add up."""
+        """After the drain: raise Broken unless every issued group ended with a reason and the tokens add up."""
         status = host.buffer.status()
         if sum(status.ended.values()) != status.issued or status.frontier != status.issued:
             raise Broken(f"{status.issued} groups were issued, ended are {status.ended}")

@@ -1,4 +1,4 @@
-"""One simulated run from a seed: the work, the faults, the drain, and the promises checked on the way."""
+"""One simulated run from a seed: work, faults, drain, and a check of the promises throughout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from service.config import Config
 from service.simulate.disk import MemoryDisk
-from service.simulate.faults import FaultPlan
+from service.simulate.faults import FaultInjector
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
 from service.simulate.loop import Loop
@@ -20,7 +20,7 @@ from service.simulate.witness import Broken, Witness
 PROMPTS = 1000
 LOOK_SECONDS = 7.0
 PATIENCE_SECONDS = 600.0
-"""Simulated seconds without an optimizer step, once nothing fails any more, after which the world hangs."""
+"""Simulated seconds without an optimizer step, after the last fault, that count as a hang."""
 
 
 class World:
@@ -30,7 +30,6 @@ class World:
         self.config, self.scenario, self.seed = config, scenario, seed
         rngs = [np.random.default_rng((seed, part)) for part in range(5)]
         faults = scenario.faults
-        self.rng = rngs[0]
         self.loop = Loop()
         self.disk = MemoryDisk()
         uids = [f"prompt-{row}" for row in range(PROMPTS)]
@@ -49,14 +48,14 @@ class World:
         self.trainer = SimulatedTrainer(
             config, scenario, seconds, self.host, self.network, self.generators, self.witness, rngs[4]
         )
-        self.faults = FaultPlan(self, scenario.faults)
+        self.faults = FaultInjector(faults, self.host, self.network, self.generators, self.trainer, rngs[0])
         self.host.on_restart = lambda: self.witness.look(self.host)
 
     def run(self) -> None:
-        """Train as many steps as wanted, heal everything, drain, and check.
+        """Train the scenario's steps, end all faults, drain, and check the promises.
 
         Raises:
-            Broken: a promise was broken. This and whatever else is raised carries the seed as a note.
+            Broken: a promise was broken. Every exception carries the seed as a note.
         """
         try:
             self._run()
@@ -82,7 +81,7 @@ class World:
         self.witness.check_the_end(self.host)
 
     def _until(self, done: Callable[[], bool]) -> None:
-        """Let time pass until `done()`; long without an optimizer step, while nothing fails, is a hang."""
+        """Let time pass until `done()`; raise Broken when the world hangs."""
         begun = self.loop.now
 
         def stuck() -> bool:
