@@ -10,6 +10,7 @@ column; the wire format, the comparison of steps, the merge and the table in doc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -263,6 +264,17 @@ def _changes(columns: Sequence[NDArray[Any]]) -> Bools:
     for column in columns:
         changes |= column[1:] != column[:-1]
     return new
+
+
+def bytes_per_token(table: Table) -> int:
+    """Bytes of one token over the token columns that a table has."""
+    arrays = [getattr(table, column.name) for column in columns_of(type(table)).tokens]
+    return sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays if array is not None)
+
+
+def token_bytes(token_ids: Int32s) -> memoryview:
+    """Token ids as little-endian int32 bytes; a view where they already lie like that in memory."""
+    return np.ascontiguousarray(token_ids, "<i4").data.cast("B")
 
 
 def codes_of(strings: Sequence[str]) -> tuple[tuple[str, ...], Int32s]:

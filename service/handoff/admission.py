@@ -8,17 +8,14 @@ belongs to mini-batch floor(s / B), and is admitted once the claiming engine ser
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.group_bytes import EVENT_BYTES, worst_trajectory_bytes
 from service.handoff.journal.journal import Journal
-from service.handoff.ledger.events import Fresh
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import WaitReason
-from service.types import PolicyVersion, Refusal, RefusalReason, TrajectoryId
+from service.types import PolicyVersion
 
 
 class Admission:
@@ -46,15 +43,6 @@ class Admission:
     def reserved(self, ledger: Ledger, stored_bytes: int) -> int:
         """Bytes of the stored steps, and at worst of the steps that open trajectories may still bring."""
         return stored_bytes + self._unfinished(ledger) * self._worst_bytes
-
-    def too_large(self, ledger: Ledger, additions: Iterable[Fresh]) -> Refusal | None:
-        """Refuse what makes a trajectory larger than its reservation."""
-        for new in additions:
-            trajectory = ledger.state.groups[new.group_id].trajectories[new.sample]
-            if (n_bytes := trajectory.n_bytes + new.n_bytes) > self._worst_bytes:
-                name = TrajectoryId(new.group_id, new.sample, trajectory.attempt)
-                return Refusal(RefusalReason.TOO_LARGE, f"{name}: buffer.max_group_bytes", n_bytes)
-        return None
 
     def _worst_journal_bytes(self, ledger: Ledger) -> int:
         """Bytes that the journal may grow by at worst when the next group is issued too."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from service.config.tree import Config
 from service.handoff.batches.filters import end_filtered
 from service.handoff.ledger import events
-from service.handoff.ledger.accept import failed
 from service.handoff.ledger.lifecycle import UNFINISHED
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.state import Group
@@ -32,15 +31,7 @@ class Attempts:
         else:
             self._record.add(events.Restarted(group_id, samples, reason))
 
-    def lose_failed(self, message: StepGroup) -> int:
-        """Attempts that the message says have failed start anew; returns the position that says so, 0 without any."""
-        position = 0
-        for group_id, sample, reason in failed(self._record.ledger, message):
-            self._lose(group_id, sample, reason)
-            position = self._record.journal.position
-        return position
-
-    def _lose(self, group_id: int, sample: int, reason: str) -> None:
+    def lose(self, group_id: int, sample: int, reason: str) -> None:
         """A failed trajectory gets a new attempt; when none is left, the group goes on without the trajectory."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]

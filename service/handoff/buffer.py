@@ -20,12 +20,13 @@ from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.batches.filters import end_filtered
 from service.handoff.batches.form import BatchFormer, BatchJob, FormedBatch, Unscored
-from service.handoff.group_bytes import JOURNAL_SEGMENTS
+from service.handoff.group_bytes import JOURNAL_SEGMENTS, worst_trajectory_bytes
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
-from service.handoff.ledger.accept import Plan, kept, plan, with_shared_prefixes
+from service.handoff.ledger.accept import failed_attempts, new_content, with_shared_prefixes
 from service.handoff.ledger.lifecycle import USED, GroupState
-from service.handoff.ledger.record import OnEnd, Record
+from service.handoff.ledger.record import OnEnd
+from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.ledger.state import Lengths
 from service.handoff.lookahead import Lookahead
 from service.handoff.prompts import Prompts
@@ -34,7 +35,7 @@ from service.handoff.steps.validate import Limits, Routing, refusal
 from service.handoff.steps.wire import decode, encode
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.handoff.waits import Waits
-from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason
+from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, StepGroup
 
 
 class Buffer:
@@ -56,11 +57,15 @@ class Buffer:
         self._limits = Limits.of(config, vocab_size, routing)
         self._prompts = Prompts(prompt_uids, seed, config.data.shuffle)
         self._lookahead = Lookahead(config, clock)
-        self._admission = Admission(config, self._lookahead, routing.experts_per_token if routing else 0)
+        experts_per_token = routing.experts_per_token if routing else 0
+        self._max_trajectory_bytes = worst_trajectory_bytes(config, experts_per_token)
+        self._admission = Admission(config, self._lookahead, experts_per_token)
         journal.configure(config.buffer.max_journal_bytes // JOURNAL_SEGMENTS, config.buffer.record)
-        n_samples = config.algorithm.n_samples_per_prompt
-        opened = events.Opened(seed, self._prompts.digest(), n_samples, config.trainer.mini_batch_size)
-        self._record = Record(opened, self._limits, journal, clock)
+        algorithm = config.algorithm
+        opened = events.Opened(
+            seed, self._prompts.digest(), algorithm.n_samples_per_prompt, config.trainer.mini_batch_size
+        )
+        self._record = opened_record(opened, self._limits, journal, clock)
         self.ledger = self._record.ledger
         self._attempts = Attempts(config, self._record)
         self._batches = BatchFormer(config, self._record)
@@ -68,6 +73,7 @@ class Buffer:
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
+        self._filters = algorithm.filter_zero_variance or algorithm.filter_over_long is not None
         end_filtered(
             self._record,
             self._config.algorithm,
@@ -106,28 +112,40 @@ class Buffer:
         sender = message.sender
         if (fenced := self._fenced(sender.generator, sender.incarnation)) is not None:
             return fenced
-        member = self.ledger.state.generators[sender.generator]
-        refused = refusal(message, self._limits)
-        if refused is None and member.has(sender.sequence):
-            self._duplicates += 1
-            return Receipt(max(member.position, self._attempts.lose_failed(message)), duplicate=True)
-        entering = message if refused else with_shared_prefixes(self.ledger, self._record.store, message)
-        made = refused or plan(self.ledger, self._record.store, entering)
-        made = (isinstance(made, Plan) and self._admission.too_large(self.ledger, made.fresh)) or made
-        if isinstance(made, Refusal):
-            self._attempts.restart_refused(message, made)
-            return self._refuse(made)
-        self._late += bool(made.superseded)
-        if not made.fresh:
-            if lost := self._attempts.lose_failed(message):
-                return Receipt(lost, superseded=made.superseded)
-            self._duplicates += not made.superseded
-            return Receipt(member.position, not made.superseded, made.superseded)
-        if entering is not message or made.leaves_out(message):
-            data = encode(kept(entering, made))
-        position = self._record.accept(data, entering, made)
-        end_filtered(self._record, self._config.algorithm, made.parts)
-        return Receipt(max(position, self._attempts.lose_failed(message)), superseded=made.superseded)
+        answer = refusal(message, self._limits) or self._accept(data, message)
+        if isinstance(answer, Refusal):
+            self._attempts.restart_refused(message, answer)
+            return self._refuse(answer)
+        self._duplicates += answer.duplicate
+        return answer
+
+    def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
+        """Journal and apply what is new in a valid message; then attempts that failed start anew."""
+        member = self.ledger.state.generators[message.sender.generator]
+        if member.has(message.sender.sequence):
+            return Receipt(max(member.position, self._restart_failed(message)), duplicate=True)
+        shared = with_shared_prefixes(self.ledger, self._record.store, message)
+        new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes)
+        if isinstance(new, Refusal):
+            return new
+        self._late += bool(new.superseded)
+        if not new.additions:
+            failed = self._restart_failed(message)
+            return Receipt(failed or member.position, not (failed or new.superseded), new.superseded)
+        if shared is not message or not new.is_whole(message):
+            data = encode(new.only(shared))
+        position = self._record.accept(data, shared, new.additions)
+        if self._filters:
+            end_filtered(self._record, self._config.algorithm, {addition.group_id for addition in new.additions})
+        return Receipt(max(position, self._restart_failed(message)), superseded=new.superseded)
+
+    def _restart_failed(self, message: StepGroup) -> int:
+        """Restart attempts that failed; returns the journal's position afterwards, 0 if none did."""
+        position = 0
+        for group_id, sample, reason in failed_attempts(self.ledger, message):
+            self._attempts.lose(group_id, sample, reason)
+            position = self._record.journal.position
+        return position
 
     def lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal:
         """The next mini-batch; the same one again while its lease is open."""
@@ -292,7 +310,7 @@ class Buffer:
 
     def complete_group(self, group_id: int) -> CompleteGroup:
         """The steps and ends of a group that is complete or leased."""
-        return self._record.complete_group(group_id)
+        return complete_group(self._record, group_id)
 
     def digest(self) -> str:
         """A fingerprint of the ledger."""

@@ -12,10 +12,9 @@ Every step and end is counted as if it came in a message of its own, and as if n
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from service.columns import columns_of
+from service.columns import bytes_per_token, columns_of
 from service.types import Steps
 
 if TYPE_CHECKING:  # the configuration's checks import this module
@@ -33,12 +32,6 @@ EVENT_BYTES = 1 << 20
 """Room in the journal for events, so that leases go on when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8
 """Segments of a full journal; the oldest one stays until nothing in it is needed any more."""
-
-
-def bytes_per_token(steps: Steps) -> int:
-    """Bytes of one token over the token columns that a table has."""
-    arrays = [getattr(steps, column.name) for column in columns_of(Steps).tokens]
-    return sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays if array is not None)
 
 
 def table_bytes(steps: Steps) -> int:

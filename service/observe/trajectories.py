@@ -27,7 +27,7 @@ from service.config import Config
 from service.errors import UserError
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.ledger.events import GroupEnd
-from service.handoff.ledger.store import Store
+from service.handoff.ledger.record import Store
 from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.tables import end_objects, step_objects
 from service.run.folder import RUNS, TRAJECTORIES, read_lines, run_folder

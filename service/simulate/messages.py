@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from service.handoff.prefixes.tree import token_bytes
+from service.columns import token_bytes
 from service.handoff.steps.builder import StepSink
 from service.types import Extension, Float32s, Int32s, Int64s, TrajectoryId
 

@@ -10,8 +10,7 @@ from service.errors import JournalError
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.record import Record
-from service.handoff.ledger.store import Store
+from service.handoff.ledger.record import Record, Store
 from service.simulate.host import Host
 from service.simulate.witness import Broken
 from service.simulate.worlds import fault_world

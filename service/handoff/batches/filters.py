@@ -18,6 +18,7 @@ from service.handoff.batches.score import returns
 from service.handoff.ledger.events import Filtered
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
+from service.handoff.ledger.replaying import complete_group
 
 AT_LENGTH_LIMIT = "length"
 """The stop reason of a trajectory that had no room for another token."""
@@ -48,5 +49,5 @@ def end_filtered(record: Record, algorithm: AlgorithmConfig, group_ids: Iterable
     if not algorithm.filter_zero_variance and algorithm.filter_over_long is None:
         return
     for group_id in [o for o in group_ids if groups[o].state is GroupState.COMPLETE]:
-        if (ended := filtered(record.complete_group(group_id), algorithm)) is not None:
+        if (ended := filtered(complete_group(record, group_id), algorithm)) is not None:
             record.add(ended)

@@ -14,12 +14,11 @@ from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_min
 from service.handoff.batches.form import with_filtered
 from service.handoff.journal.disk import LocalDisk
 from service.handoff.journal.frames import Frame, Segment, frames
-from service.handoff.journal.journal import KEPT
+from service.handoff.journal.journal import KEPT, Journal
 from service.handoff.ledger import events
-from service.handoff.ledger.applied import Applied
-from service.handoff.ledger.record import fetch
+from service.handoff.ledger.record import Record, Store
+from service.handoff.ledger.replaying import apply_frame, fetch
 from service.handoff.ledger.state import FilteredStats
-from service.handoff.ledger.store import Store
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.validate import Limits
 from service.types import MiniBatch
@@ -65,7 +64,9 @@ def recorded(config: Config, folder: Path, step: int) -> Recorded:
         UserError: the journal does not hold that step, or not from the beginning.
     """
     limits = Limits.of(config, ANY_VOCABULARY)
-    leased = _find(Applied(config.algorithm.n_samples_per_prompt, limits, SystemClock()), folder, step)
+    clock = SystemClock()
+    record = Record(config.algorithm.n_samples_per_prompt, limits, Journal(folder, clock), clock)
+    leased = _find(record, folder, step)
     if leased is None:
         raise UserError(f"{folder} holds no optimizer step {step}")
     store = Store()
@@ -77,22 +78,22 @@ def recorded(config: Config, folder: Path, step: int) -> Recorded:
     return Recorded(leased.lease, groups, leased.history, leased.filtered)
 
 
-def _find(applied: Applied, folder: Path, step: int) -> _Leased | None:
+def _find(record: Record, folder: Path, step: int) -> _Leased | None:
     """The lease of the optimizer step that was committed last under that number."""
     open_leases: dict[int, _Leased] = {}
     found = None
     for frame in _recorded(folder):
         event = events.decode(frame.payload) if frame.kind == events.EVENT else None
         if isinstance(event, events.Leased):
-            open_leases = {event.lease: _leased(applied, event)}
+            open_leases = {event.lease: _leased(record, event)}
         elif isinstance(event, events.Committed) and event.version.step == step:
             found = open_leases[event.lease]
-        applied.apply_frame(frame)
+        apply_frame(record, frame)
     return found
 
 
-def _leased(applied: Applied, event: events.Leased) -> _Leased:
-    state = applied.ledger.state
+def _leased(record: Record, event: events.Leased) -> _Leased:
+    state = record.ledger.state
     groups = [state.groups[group_id] for group_id in event.group_ids]
     return _Leased(
         event.lease,
@@ -100,7 +101,7 @@ def _leased(applied: Applied, event: events.Leased) -> _Leased:
         tuple(group.uid for group in groups),
         {group_id: group.current_attempts for group_id, group in zip(event.group_ids, groups, strict=True)},
         copy.copy(state.filtered),
-        copy.deepcopy(applied.ledger.history),
+        copy.deepcopy(record.ledger.history),
     )
 
 

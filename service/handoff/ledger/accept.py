@@ -1,6 +1,9 @@
-"""What the buffer knows and a message alone does not: identity, attempts, versions, duplicates, whole trajectories.
+"""What is new in a message, given what was accepted before: identity, attempts, versions, repetitions, completeness.
 
-`plan` only looks; it changes nothing. Everything that concerns single tokens is done once for the whole message.
+    accepted   group=7/sample=0: steps 0 and 1
+    message    group=7/sample=0: steps 1 and 2 and the end     ->     one Addition: step 2 and the end
+
+Nothing is changed here. Columns are read once for the whole message.
 """
 
 from __future__ import annotations
@@ -12,23 +15,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.columns import select
-from service.handoff.group_bytes import bytes_per_token, item_bytes
-from service.handoff.ledger.events import Fresh
+from service.columns import bytes_per_token, select, token_bytes
+from service.handoff.group_bytes import ITEM_BYTES
+from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.record import Store
 from service.handoff.ledger.state import Group, Trajectory
-from service.handoff.ledger.store import Store
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import index_of_steps, same_step
-from service.handoff.prefixes.tree import token_bytes
 from service.handoff.steps.stop_reason import FAILURES
-from service.handoff.steps.tables import concat_steps, end_objects, ends_table, routing_of, trajectory_ids
+from service.handoff.steps.tables import concat_steps, ends_table, trajectory_ids
 from service.handoff.steps.validate import MAX_SHARE_NOT_FINITE, trajectory_refusal
 from service.types import (
     Bools,
     Extension,
     Int64s,
+    PolicyVersion,
     Refusal,
     RefusalReason,
     StepGroup,
@@ -38,61 +41,52 @@ from service.types import (
 )
 
 
-class Part(NamedTuple):
-    """What a message brings for one trajectory."""
+class NewContent(NamedTuple):
+    """What accepting a message would add."""
 
-    steps: list[int]
-    """Items of the message's steps."""
-    ends: list[TrajectoryEnd]
-
-
-class Plan(NamedTuple):
-    """What accepting a message would change."""
-
-    fresh: list[Fresh]
-    parts: dict[int, Part]
-    """What to keep, by group_id."""
-    chains: dict[tuple[int, int], Chain | None]
-    """The trajectories' chains afterwards; None: it has none any more."""
+    additions: list[Addition]
     superseded: tuple[int, ...]
-    """Ordinals for which the message came too late."""
+    """Groups for which the message came too late."""
 
-    def leaves_out(self, message: StepGroup) -> bool:
-        """Whether the message has items that are not kept: repetitions, ends of failed attempts, what came too late.
+    def is_whole(self, message: StepGroup) -> bool:
+        """Whether every step and end of the message is new.
 
-        Those were not checked, so a journal that held them would bring them back.
+        Repetitions, ends of failed attempts and late items were not checked, so the journal must not hold them.
         """
-        n_kept = sum(len(part.steps) + len(part.ends) for part in self.parts.values())
-        return n_kept < len(message.steps) + len(message.ends)
+        n_new = sum(len(new.items) + (new.end is not None) for new in self.additions)
+        return n_new == len(message.steps) + len(message.ends)
+
+    def only(self, message: StepGroup) -> StepGroup:
+        """The message without everything that is not new."""
+        items = sorted(k for new in self.additions for k in new.items)
+        ends = [new.end for new in self.additions if new.end is not None]
+        return StepGroup(message.sender, select(message.steps, np.array(items, np.int64)), ends_table(ends))
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """A message's step columns as lists, and what was counted about each step's tokens."""
+    """A message's step columns as lists, with counts of each step's tokens."""
 
     index: list[int]
     uid: list[int]
     offsets: list[int]
-    extends: list[int]
-    extends_length: list[int]
-    extends_digest: list[int]
+    extends: list[Extension]
     sampled: list[int]
     """Tokens that the policy sampled."""
     bad: list[int]
-    """Of those, the ones whose log-probability is not a finite number."""
+    """Sampled tokens whose log-probability is not a finite number."""
     tokens: memoryview
     """All token ids as bytes."""
     bytes_per_token: int
 
     @staticmethod
     def of(steps: Steps) -> _Columns:
+        extends = (steps.extends_K.tolist(), steps.extends_length_K.tolist(), steps.extends_digest_K.tolist())
         return _Columns(
             steps.index_K.tolist(),
             steps.uid_K.tolist(),
             steps.offsets_K.tolist(),
-            steps.extends_K.tolist(),
-            steps.extends_length_K.tolist(),
-            steps.extends_digest_K.tolist(),
+            [Extension(*extension) for extension in zip(*extends, strict=True)],
             _per_step(steps, steps.loss_mask_N),
             _per_step(steps, steps.loss_mask_N & ~np.isfinite(steps.logprobs_N)),
             token_bytes(steps.token_ids_N),
@@ -100,11 +94,13 @@ class _Columns:
         )
 
 
-class _Case(NamedTuple):
-    """One trajectory of a message, as the buffer stands."""
+class _Received(NamedTuple):
+    """What a message holds of one trajectory, and what was accepted of it before."""
 
     id: TrajectoryId
-    part: Part
+    items: list[int]
+    """Positions of its steps in the message."""
+    ends: list[TrajectoryEnd]
     trajectory: Trajectory
     message: StepGroup
     columns: _Columns
@@ -112,9 +108,9 @@ class _Case(NamedTuple):
 
 
 def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> StepGroup:
-    """The same message, in which full prompts carry only what no earlier step of their trajectory has.
+    """The same message, in which full prompts carry only tokens that no earlier step of their trajectory has.
 
-    A step that is there already stays as it came: it will be dropped as a duplicate, or refused.
+    A step that was accepted before stays as it came: it is a repetition, or it is refused.
     """
     steps = message.steps
     wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
@@ -131,7 +127,7 @@ def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> St
 
 
 def _known(ledger: Ledger, steps: Steps, asked_K: Bools) -> Bools:
-    """[K] which of the steps asked about were accepted before, or came too late."""
+    """[K] which of these steps were accepted before, or came too late."""
     known_K = np.zeros(len(steps), np.bool_)
     ids, indices = trajectory_ids(steps), steps.index_K.tolist()
     for k in np.flatnonzero(asked_K).tolist():
@@ -144,58 +140,73 @@ def _known(ledger: Ledger, steps: Steps, asked_K: Bools) -> Bools:
     return known_K
 
 
-def plan(ledger: Ledger, store: Store, message: StepGroup) -> Plan | Refusal:
-    """What accepting a message would change, or why it cannot be accepted as a whole."""
-    routing = routing_of(message.steps)
-    if None not in (routing, ledger.state.routing) and routing != ledger.state.routing:
-        return Refusal(RefusalReason.LENGTH_MISMATCH, f"routed_experts_N: {routing}, not {ledger.state.routing}")
-    made = Plan([], {}, {}, ())
+def new_content(
+    ledger: Ledger, store: Store, message: StepGroup, max_trajectory_bytes: int | None = None
+) -> NewContent | Refusal:
+    """What accepting a message would add, or why the whole message is refused.
+
+    `max_trajectory_bytes`: bytes that are reserved for each trajectory; None on a replay, which reserves nothing.
+    """
+    experts_N = message.steps.routed_experts_N
+    if experts_N is not None and len(message.steps) and ledger.state.routing not in (None, experts_N.shape[1:]):
+        path = f"routed_experts_N: {experts_N.shape[1:]}, not {ledger.state.routing}"
+        return Refusal(RefusalReason.LENGTH_MISMATCH, path)
+    additions: list[Addition] = []
     columns = _Columns.of(message.steps)
     late: dict[int, None] = {}
     current: list[tuple[list[int], Group]] = []
-    for trajectory_id, part in parts(message).items():
-        group = _group(ledger, message, trajectory_id, part, columns)
+    for of, (items, ends) in items_by_trajectory(message).items():
+        uids = {message.steps.uids[columns.uid[k]] for k in items} | {end.prompt_uid for end in ends}
+        group = _group(ledger, message, of, uids)
         if isinstance(group, Refusal):
             return group
         if group is None:
-            late[trajectory_id.group_id] = None
+            late[of.group_id] = None
             continue
-        current.append((part.steps, group))
-        case = _Case(trajectory_id, part, group.trajectories[trajectory_id.sample], message, columns, store)
-        if (refused := _add(made, case)) is not None:
-            return refused
-    return _version_refusal(ledger, message.steps, current) or made._replace(superseded=tuple(late))
+        current.append((items, group))
+        received = _Received(of, items, ends, group.trajectories[of.sample], message, columns, store)
+        addition = _addition(received)
+        if isinstance(addition, Refusal):
+            return addition
+        if addition is not None:
+            n_bytes = received.trajectory.n_bytes + addition.n_bytes
+            if max_trajectory_bytes is not None and n_bytes > max_trajectory_bytes:
+                return Refusal(RefusalReason.TOO_LARGE, f"{of}: buffer.max_group_bytes", n_bytes)
+            additions.append(addition)
+    return _version_refusal(ledger, message.steps, current) or NewContent(additions, tuple(late))
 
 
-def kept(message: StepGroup, made: Plan) -> StepGroup:
-    """Only what a plan keeps of a message: the same plan follows from it."""
-    items = sorted(k for part in made.parts.values() for k in part.steps)
-    ends = [end for part in made.parts.values() for end in part.ends]
-    return StepGroup(message.sender, select(message.steps, np.array(items, np.int64)), ends_table(ends))
-
-
-def parts(message: StepGroup) -> dict[TrajectoryId, Part]:
-    """The message's items by trajectory; they may interleave."""
-    parts: dict[TrajectoryId, Part] = {}
+def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]]:
+    """Each trajectory's steps (their positions) and ends in a message; trajectories may interleave."""
+    found: dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]] = {}
     steps, ends = message.steps, message.ends
     ids = zip(steps.group_id_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist(), strict=True)
     for k, identity in enumerate(ids):
-        parts.setdefault(TrajectoryId(*identity), Part([], [])).steps.append(k)
-    ids = zip(ends.group_id_E.tolist(), ends.sample_E.tolist(), ends.attempt_E.tolist(), strict=True)
-    facts = zip(
-        ids, ends.uid_E.tolist(), ends.n_steps_E.tolist(), ends.stop_reason_E, ends.reward_E.tolist(), strict=True
-    )
-    for identity, uid, n_steps, stop_reason, reward in facts:
-        of = TrajectoryId(*identity)
+        found.setdefault(TrajectoryId(*identity), ([], []))[0].append(k)
+    columns = (ends.group_id_E, ends.sample_E, ends.attempt_E, ends.uid_E, ends.n_steps_E, ends.stop_reason_E)
+    rows = zip(*(column.tolist() for column in columns), ends.reward_E.tolist(), strict=True)
+    for group_id, sample, attempt, uid, n_steps, stop_reason, reward in rows:
+        of = TrajectoryId(group_id, sample, attempt)
         end = TrajectoryEnd(of, ends.uids[uid], n_steps, ends.stop_reasons[stop_reason], reward)
-        parts.setdefault(of, Part([], [])).ends.append(end)
-    return parts
+        found.setdefault(of, ([], []))[1].append(end)
+    return found
 
 
-def _group(
-    ledger: Ledger, message: StepGroup, of: TrajectoryId, part: Part, columns: _Columns
-) -> Group | Refusal | None:
-    """The group that the items belong to; None when they came too late: it ended, or was used before."""
+def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[tuple[int, int, str]]:
+    """(group_id, sample, stop reason) of current attempts whose ends in the message report a failure; lazily."""
+    if FAILURES.isdisjoint(message.ends.stop_reasons):
+        return
+    held = ledger.held[message.sender.generator]
+    for (group_id, sample, attempt), (_, ends) in items_by_trajectory(message).items():
+        for end in ends:
+            if end.stop_reason in FAILURES and (group_id, sample) in held:
+                trajectory = ledger.state.groups[group_id].trajectories[sample]
+                if (trajectory.attempt, trajectory.incarnation) == (attempt, message.sender.incarnation):
+                    yield group_id, sample, end.stop_reason
+
+
+def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str]) -> Group | Refusal | None:
+    """The group of a trajectory; None if the message came too late: the group ended or was used."""
     if not 0 <= of.group_id < ledger.state.next_group_id:
         return Refusal(RefusalReason.UNKNOWN_GROUP, str(of), of.group_id)
     if not 0 <= of.sample < ledger.state.n_samples:
@@ -203,8 +214,7 @@ def _group(
     group = ledger.state.groups.get(of.group_id)
     if group is None or not group.trajectories:
         return None
-    uids, codes = message.steps.uids, columns.uid
-    if any(uids[codes[k]] != group.uid for k in part.steps) or any(end.prompt_uid != group.uid for end in part.ends):
+    if uids != {group.uid}:
         return Refusal(RefusalReason.IDENTITY, f"{of}/prompt_uid")
     trajectory = group.trajectories[of.sample]
     if trajectory.given_up or of.attempt < trajectory.attempt:
@@ -215,151 +225,134 @@ def _group(
     return group
 
 
-def _add(made: Plan, case: _Case) -> Refusal | None:
-    """Add what is new for one trajectory to the plan."""
-    end = _new_end(case)
-    steps = _new_steps(case)
-    if isinstance(end, Refusal) or isinstance(steps, Refusal):
-        return end if isinstance(end, Refusal) else steps  # type: ignore[return-value]
-    if end is None and not steps:
+def _addition(received: _Received) -> Addition | Refusal | None:
+    """What is new of one trajectory; None if nothing is."""
+    end = _new_end(received)
+    items = _new_steps(received)
+    if isinstance(end, Refusal) or isinstance(items, Refusal):
+        return end if isinstance(end, Refusal) else items  # type: ignore[return-value]
+    if end is None and not items:
         return None
-    columns, known = case.columns, case.trajectory
-    indices = tuple(columns.index[k] for k in steps)
+    columns, known = received.columns, received.trajectory
+    indices = tuple(columns.index[k] for k in items)
     n_steps = known.n_steps if end is None else end.n_steps
     highest = max((*indices, *known.indices), default=-1)
     if n_steps is not None and highest >= n_steps:
-        return Refusal(RefusalReason.STEP_ORDER, f"{case.id}/step={highest}", n_steps)
-    n_tokens = sum(columns.offsets[k + 1] - columns.offsets[k] for k in steps)
-    fresh = Fresh(
-        case.id.group_id,
-        case.id.sample,
+        return Refusal(RefusalReason.STEP_ORDER, f"{received.id}/step={highest}", n_steps)
+    n_tokens = sum(columns.offsets[k + 1] - columns.offsets[k] for k in items)
+    addition = Addition(
+        received.id.group_id,
+        received.id.sample,
+        tuple(items),
         indices,
-        tokens=sum(columns.sampled[k] for k in steps),
-        bad_tokens=sum(columns.bad[k] for k in steps),
-        n_bytes=item_bytes(n_tokens, columns.bytes_per_token, len(steps) + (end is not None)),
-        n_steps=None if end is None else end.n_steps,
+        tokens=sum(columns.sampled[k] for k in items),
+        bad_tokens=sum(columns.bad[k] for k in items),
+        n_bytes=n_tokens * columns.bytes_per_token + ITEM_BYTES * (len(items) + (end is not None)),
+        end=end,
+        chain=_extended_chain(received, items),
     )
-    chain = _extended(case, steps)
-    if n_steps == len(indices) + len(known.indices):
-        refused = _whole_refusal(case, steps, end, fresh, chain)
-        if refused is not None:
-            return refused
-        chain = None
-    made.fresh.append(fresh)
-    made.chains[case.id.group_id, case.id.sample] = chain
-    kept = made.parts.setdefault(case.id.group_id, Part([], []))
-    kept.steps.extend(steps)
-    kept.ends.extend([end] if end is not None else [])
-    return None
+    if n_steps != len(indices) + len(known.indices):
+        return addition
+    return _whole_refusal(received, addition) or addition._replace(chain=None)
 
 
-def failed(ledger: Ledger, message: StepGroup) -> Iterator[tuple[int, int, str]]:
-    """(group_id, sample, stop reason) of current attempts that the message says have failed; looks when it is asked."""
-    if FAILURES.isdisjoint(message.ends.stop_reasons):
-        return
-    held = ledger.held[message.sender.generator]
-    for end in end_objects(message.ends):
-        group_id, sample, attempt = end.trajectory
-        if end.stop_reason in FAILURES and (group_id, sample) in held:
-            trajectory = ledger.state.groups[group_id].trajectories[sample]
-            if (trajectory.attempt, trajectory.incarnation) == (attempt, message.sender.incarnation):
-                yield group_id, sample, end.stop_reason
-
-
-def _new_end(case: _Case) -> TrajectoryEnd | Refusal | None:
-    """The trajectory's end when it is new; an identical repetition is none, nor is the end of a failed attempt."""
-    known = case.store.end_of(case.id.group_id, case.id.sample)
+def _new_end(received: _Received) -> TrajectoryEnd | Refusal | None:
+    """The trajectory's end if it is new; neither a repetition nor the end of a failed attempt is."""
+    known = received.store.end_of(received.id.group_id, received.id.sample)
     new = None
-    for end in case.part.ends:
+    for end in received.ends:
         if end.stop_reason in FAILURES:
             continue
         if known is not None and end != known:
-            return Refusal(RefusalReason.CONFLICT, f"{case.id}/end", end.n_steps)
+            return Refusal(RefusalReason.CONFLICT, f"{received.id}/end", end.n_steps)
         if known is None:
             new = known = end
     return new
 
 
-def _new_steps(case: _Case) -> list[int] | Refusal:
-    """The items of steps that are new, by index; repetitions that mean the same are not, in whatever form."""
+def _new_steps(received: _Received) -> list[int] | Refusal:
+    """The positions of steps that are new, by index; steps that mean the same as accepted ones are not new."""
     new: dict[int, int] = {}
-    prefixes = cache(lambda: _index(case))
-    for k in case.part.steps:
-        index = case.columns.index[k]
+    by_prefix = cache(lambda: _prefix_index(received))
+    for k in received.items:
+        index = received.columns.index[k]
         known: tuple[Steps, int] | None
         if index in new:
-            known = case.message.steps, new[index]
-        elif index in case.trajectory.indices:
-            known = case.store.step(case.id.group_id, case.id.sample, index)
+            known = received.message.steps, new[index]
+        elif index in received.trajectory.indices:
+            known = received.store.step(received.id.group_id, received.id.sample, index)
         else:
             new[index] = k
             continue
         if known is None:
             continue  # its group was used, and its data is no longer in memory
-        same = same_step(*known, case.message.steps, k, lambda step: prefixes().tokens(step))
+        same = same_step(*known, received.message.steps, k, lambda step: by_prefix().tokens(step))
         if same is None:
-            return Refusal(RefusalReason.PREFIX, f"{case.id}/step={index}: extends unknown steps, twice", index)
+            return Refusal(RefusalReason.PREFIX, f"{received.id}/step={index}: extends unknown steps, twice", index)
         if not same:
-            return Refusal(RefusalReason.CONFLICT, f"{case.id}/step={index}", index)
+            return Refusal(RefusalReason.CONFLICT, f"{received.id}/step={index}", index)
     return [new[index] for index in sorted(new)]
 
 
-def _index(case: _Case) -> PrefixIndex:
-    """The trajectory's steps, those that are kept and those that come now."""
-    kept = case.store.steps_of(case.id.group_id, case.id.sample)
-    table = concat_steps([select(case.message.steps, np.array(case.part.steps, np.int64)), *kept])
+def _prefix_index(received: _Received) -> PrefixIndex:
+    """The trajectory's steps, accepted and received, by their prefixes."""
+    kept = received.store.steps_of(received.id.group_id, received.id.sample)
+    table = concat_steps([select(received.message.steps, np.array(received.items, np.int64)), *kept])
     return index_of_steps(table, np.argsort(table.index_K, kind="stable").tolist())
 
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:
-    """Every sampled token's version was published, and not before its group was admitted."""
+    """Refuse a sampled token whose version was never published, or is older than its group's admission."""
+    sampled_N = steps.versions_N[steps.loss_mask_N]
+    if len(sampled_N) and (sampled_N == sampled_N[0]).all():
+        version = PolicyVersion.unpack(int(sampled_N[0]))
+        if ledger.published(version) and all(group.admitted <= version for _, group in current):
+            return None
     admitted_K = np.full(len(steps), -1, np.int64)
     for items, group in current:
         admitted_K[items] = group.admitted.pack()
-    looked_at_N = steps.loss_mask_N & np.repeat(admitted_K >= 0, np.diff(steps.offsets_K))
-    versions_N = np.where(looked_at_N, steps.versions_N, ledger.history.current.pack())
-    wrong_N = ~ledger.history.known(versions_N) | (versions_N < np.repeat(admitted_K, np.diff(steps.offsets_K)))
+    admitted_N = np.repeat(admitted_K, np.diff(steps.offsets_K))
+    versions_N = np.where(steps.loss_mask_N & (admitted_N >= 0), steps.versions_N, ledger.history.current.pack())
+    wrong_N = ~ledger.history.known(versions_N) | (versions_N < admitted_N)
     if not wrong_N.any():
         return None
     n = int(wrong_N.argmax())
     return Refusal(RefusalReason.VERSION, f"versions_N[{n}]", int(versions_N[n]))
 
 
-def _extended(case: _Case, steps: list[int]) -> Chain | None:
-    """The trajectory's chain with the new steps; None when they are not the next ones, or branch, or do not fit."""
-    columns = case.columns
-    chain = case.store.chain_of(case.id.group_id, case.id.sample)
-    if chain is None and case.trajectory.indices:
+def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
+    """The trajectory's chain with the new steps; None if they are not the next ones, branch, or extend other tokens."""
+    columns = received.columns
+    chain = received.store.chain_of(received.id.group_id, received.id.sample)
+    if chain is None and received.trajectory.indices:
         return None
-    for k in steps:
-        extends = Extension(columns.extends[k], columns.extends_length[k], columns.extends_digest[k])
+    for k in items:
         own = columns.tokens[4 * columns.offsets[k] : 4 * columns.offsets[k + 1]]
-        chain = grown(chain, columns.index[k], extends, own)
+        chain = grown(chain, columns.index[k], columns.extends[k], own)
         if chain is None:
             return None
     return chain
 
 
-def _whole_refusal(
-    case: _Case, steps: list[int], end: TrajectoryEnd | None, fresh: Fresh, chain: Chain | None
-) -> Refusal | None:
-    """Why a trajectory that has its end and all its steps now is refused."""
-    bad, sampled = case.trajectory.bad_tokens + fresh.bad_tokens, case.trajectory.tokens + fresh.tokens
+def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
+    """Why a trajectory is refused that has its end and all its steps with this addition."""
+    known = received.trajectory
+    bad, sampled = known.bad_tokens + addition.bad_tokens, known.tokens + addition.tokens
     if bad > max(1, MAX_SHARE_NOT_FINITE * sampled):
-        return Refusal(RefusalReason.LOGPROB, f"{case.id}/logprobs", bad)
-    if chain is not None:
+        return Refusal(RefusalReason.LOGPROB, f"{received.id}/logprobs", bad)
+    if addition.chain is not None:
         return None
-    tables = case.store.steps_of(case.id.group_id, case.id.sample)
-    if steps:
-        tables = [*tables, select(case.message.steps, np.array(steps, np.int64))]
-    end = end or case.store.end_of(case.id.group_id, case.id.sample)
+    tables = received.store.steps_of(received.id.group_id, received.id.sample)
+    if addition.items:
+        tables = [*tables, select(received.message.steps, np.array(addition.items, np.int64))]
+    end = addition.end or received.store.end_of(received.id.group_id, received.id.sample)
     if not tables or end is None:
         return None
     found = trajectory_refusal(concat_steps(tables), ends_table([end]))
-    return None if found is None else found._replace(path=f"{case.id}/{found.path}")
+    return None if found is None else found._replace(path=f"{received.id}/{found.path}")
 
 
-def _per_step(steps: Steps, mask_N: np.typing.NDArray[np.bool_]) -> list[int]:
+def _per_step(steps: Steps, mask_N: Bools) -> list[int]:
     """Tokens under the mask, by step."""
     before_N: Int64s = np.zeros(len(mask_N) + 1, np.int64)
     np.cumsum(mask_N, out=before_N[1:])

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from service.types import PolicyVersion, Sender
+from service.handoff.prefixes.sharing import Chain
+from service.types import PolicyVersion, Sender, TrajectoryEnd
 
 EVENT = 1
 """Journal kind of an encoded event."""
@@ -156,28 +157,32 @@ class Drained(Event, frozen=True):
     reason: str | None
 
 
-class Fresh(NamedTuple):
+class Addition(NamedTuple):
     """What a message adds to one trajectory."""
 
     group_id: int
     sample: int
+    items: tuple[int, ...]
+    """Positions in the message of the steps that are new, by step index."""
     indices: tuple[int, ...]
-    """Step indices that were not there yet."""
+    """Their step indices."""
     tokens: int
-    """Tokens of those steps that the policy sampled."""
+    """Their tokens that the policy sampled."""
     bad_tokens: int
-    """Of those, the ones whose log-probability is not a finite number."""
+    """Their sampled tokens whose log-probability is not a finite number."""
     n_bytes: int
-    """Bytes that those steps and the end are counted with."""
-    n_steps: int | None
-    """The trajectory's number of steps when the message brings its end, else None."""
+    """Bytes that the steps and the end are counted with."""
+    end: TrajectoryEnd | None
+    """The trajectory's end, if it is new."""
+    chain: Chain | None
+    """The trajectory's chain with the new steps; None if its steps branch or have gaps, or if it is complete."""
 
 
 class StepsAccepted(NamedTuple):
     """A step group was accepted; derived from its wire bytes."""
 
     sender: Sender
-    fresh: Sequence[Fresh]
+    additions: Sequence[Addition]
     position: int
     """The position to which the journal has to be synced."""
     routing: tuple[int, ...] | None = None

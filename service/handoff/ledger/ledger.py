@@ -142,24 +142,24 @@ class Ledger:
     def _accepted(self, event: events.StepsAccepted) -> None:
         self.state.generators[event.sender.generator].note(event.sender.sequence, event.position)
         self.state.routing = self.state.routing or event.routing
-        for fresh in event.fresh:
-            group = self.state.groups[fresh.group_id]
-            trajectory = group.trajectories[fresh.sample]
-            trajectory.indices.update(fresh.indices)
-            trajectory.tokens += fresh.tokens
-            trajectory.bad_tokens += fresh.bad_tokens
-            trajectory.n_bytes += fresh.n_bytes
-            group.tokens += fresh.tokens
-            self.state.accepted += fresh.tokens
-            self.state.fates[Fate.OPEN] += fresh.tokens
-            if fresh.n_steps is not None:
-                trajectory.n_steps = fresh.n_steps
+        for new in event.additions:
+            group = self.state.groups[new.group_id]
+            trajectory = group.trajectories[new.sample]
+            trajectory.indices.update(new.indices)
+            trajectory.tokens += new.tokens
+            trajectory.bad_tokens += new.bad_tokens
+            trajectory.n_bytes += new.n_bytes
+            group.tokens += new.tokens
+            self.state.accepted += new.tokens
+            self.state.fates[Fate.OPEN] += new.tokens
+            if new.end is not None:
+                trajectory.n_steps = new.end.n_steps
             if group.state is GroupState.ISSUED:
                 self._enter(group, GroupState.OPEN)
             if trajectory.complete:
                 self.state.lengths.note_generated(trajectory.tokens)
-                self.held[event.sender.generator].discard((fresh.group_id, fresh.sample))
-                self._complete_when_all_are(fresh.group_id, group)
+                self.held[event.sender.generator].discard((new.group_id, new.sample))
+                self._complete_when_all_are(new.group_id, group)
 
     def _complete_when_all_are(self, group_id: int, group: Group) -> None:
         if all(trajectory.complete for trajectory in group.trajectories):

@@ -1,44 +1,218 @@
-"""Ledger, store and journal as one: the only place where the buffer's state changes.
+"""The record of what happened, on disk and in memory: the only place where the buffer's state changes.
 
-A change is an event: it goes to the journal, then to the ledger, and the store follows. Replaying the journal takes
-the same way without writing.
+A change is an event. It goes to the journal, then to the ledger; the store of accepted steps and the clocks follow:
+
+    Record.add     event    -> Journal, Ledger, Store, clocks
+    Record.accept  message  -> Journal, Ledger, Store, clocks       (the message's bytes are the journal's frame)
+
+A replay of the journal (`service.handoff.ledger.replaying`) takes the same way without the journal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
 
 from service.clock import Clock
-from service.errors import JournalError
-from service.handoff.batches.batch import CompleteGroup
-from service.handoff.journal.frames import Frame
+from service.columns import select
+from service.handoff.group_bytes import ITEM_BYTES, table_bytes
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
-from service.handoff.ledger.accept import Plan, parts
-from service.handoff.ledger.applied import Applied, accepted
+from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.lifecycle import USED, GroupState
-from service.handoff.ledger.store import Store, cut
+from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.sharing import Chain
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import concat_steps, ends_table
 from service.handoff.steps.validate import Limits
-from service.types import PolicyVersion, StepGroup
+from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
+
+
+@dataclass(slots=True)
+class _Held:
+    """One group's accepted data: only of current attempts, in the order of arrival."""
+
+    steps: list[Steps] = field(default_factory=list)
+    ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
+    """By sample."""
+    chains: dict[int, Chain] = field(default_factory=dict)
+    """By sample, while its steps arrive in order."""
+    places: dict[int, dict[int, tuple[Steps, int]]] | None = None
+    """By sample and step index: a step's table and its position there; made when first needed."""
+    indices: dict[int, PrefixIndex] = field(default_factory=dict)
+    """By sample, once a full prompt had to be looked up."""
+    n_bytes: int = 0
+
+    def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
+        """The table and the position of each step of a sample, by index."""
+        if self.places is None:
+            self.places = {}
+            for table in self.steps:
+                self.note(table)
+        return self.places.get(sample, {})
+
+    def note(self, table: Steps) -> None:
+        """Add a table's steps to `places`, if those have been made."""
+        if self.places is not None:
+            for k, (sample, index) in enumerate(zip(table.sample_K.tolist(), table.index_K.tolist(), strict=True)):
+                self.places.setdefault(sample, {})[index] = (table, k)
+
+    def rearrange(self, steps: list[Steps]) -> None:
+        """Replace the tables by others that hold the same steps, or some of them."""
+        self.steps, self.places = steps, None
+        self.indices.clear()
+
+
+class Store:
+    """Accepted steps and ends of the groups that may still be trained.
+
+    A group's steps are cut out of their message at once, so that no group keeps the tokens of another in memory; they
+    become one table when the group is complete.
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        """Bytes that everything here is counted with, see `service.handoff.group_bytes`."""
+        self._held: dict[int, _Held] = {}
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._held
+
+    def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd], n_bytes: int) -> None:
+        """Add accepted steps and ends, which are counted with so many bytes, to a group."""
+        held = self._held.setdefault(group_id, _Held())
+        if steps is not None:
+            held.steps.append(steps)
+            held.note(steps)
+        for end in ends:
+            held.ends[end.trajectory.sample] = end
+        held.n_bytes += n_bytes
+        self.n_bytes += n_bytes
+
+    def add_from(self, message: StepGroup, additions: Sequence[Addition]) -> None:
+        """Add what is new in a message."""
+        by_group: dict[int, list[Addition]] = {}
+        for new in additions:
+            by_group.setdefault(new.group_id, []).append(new)
+        for group_id, of_group in by_group.items():
+            items = sorted(k for new in of_group for k in new.items)
+            ends = [new.end for new in of_group if new.end is not None]
+            self.add(group_id, cut(message.steps, items), ends, sum(new.n_bytes for new in of_group))
+            chains = self._held[group_id].chains
+            for new in of_group:
+                chains.pop(new.sample, None)
+                if new.chain is not None:
+                    chains[new.sample] = new.chain
+
+    def chain_of(self, group_id: int, sample: int) -> Chain | None:
+        """A sample's chain; None if its steps do not make one, so that they are checked when the sample is complete."""
+        held = self._held.get(group_id)
+        return None if held is None else held.chains.get(sample)
+
+    def index_of(self, group_id: int, sample: int) -> PrefixIndex:
+        """The steps of one sample by their prefixes, to look full prompts up."""
+        held = self._held.get(group_id)
+        if held is None:
+            return PrefixIndex()
+        index, places = held.indices.setdefault(sample, PrefixIndex()), held.places_of(sample)
+        for table, k in islice(places.values(), index.count, None):
+            index.arrived(table, k)
+        return index
+
+    def completed(self, group_id: int, sample: int) -> None:
+        """Forget what is kept only to accept more steps of a sample."""
+        if (held := self._held.get(group_id)) is not None:
+            held.chains.pop(sample, None)
+            held.indices.pop(sample, None)
+
+    def drop(self, group_id: int) -> None:
+        """Forget a group."""
+        held = self._held.pop(group_id, None)
+        if held is not None:
+            self.n_bytes -= held.n_bytes
+
+    def drop_samples(self, group_id: int, samples: tuple[int, ...]) -> None:
+        """Forget some samples of a group."""
+        held = self._held.get(group_id)
+        if held is None:
+            return
+        held.chains = {sample: chain for sample, chain in held.chains.items() if sample not in samples}
+        kept = [select(table, np.flatnonzero(~np.isin(table.sample_K, samples))) for table in held.steps]
+        held.rearrange([table for table in kept if len(table)])
+        held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
+        self.n_bytes -= held.n_bytes
+        held.n_bytes = sum(table_bytes(table) for table in held.steps) + ITEM_BYTES * len(held.ends)
+        self.n_bytes += held.n_bytes
+
+    def samples(self, group_id: int) -> list[int]:
+        """The samples of a group of which a step or an end is here."""
+        held = self._held.get(group_id, _Held())
+        return sorted({*held.ends, *(int(sample) for table in held.steps for sample in np.unique(table.sample_K))})
+
+    def steps_of(self, group_id: int, sample: int) -> list[Steps]:
+        """The steps of one sample, as tables of one or more steps."""
+        held = self._held.get(group_id, _Held())
+        return [
+            select(table, index_K) for table in held.steps if len(index_K := np.flatnonzero(table.sample_K == sample))
+        ]
+
+    def step(self, group_id: int, sample: int, index: int) -> tuple[Steps, int] | None:
+        """The table that holds a step, and its position there."""
+        held = self._held.get(group_id)
+        return None if held is None else held.places_of(sample).get(index)
+
+    def end_of(self, group_id: int, sample: int) -> TrajectoryEnd | None:
+        """The end of one sample, if it was accepted."""
+        held = self._held.get(group_id)
+        return None if held is None else held.ends.get(sample)
+
+    def whole(self, group_id: int) -> tuple[Steps, Ends]:
+        """All steps and ends of a complete group; its steps become one table."""
+        held = self._held[group_id]
+        if len(held.steps) > 1:
+            held.rearrange([concat_steps(held.steps)])
+        ends = [held.ends[sample] for sample in sorted(held.ends)]
+        return held.steps[0] if held.steps else steps_table([]), ends_table(ends)
+
+
+def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
+    """The steps at these positions, in order; they share no memory with the table unless they are the whole of it."""
+    if len(items) == len(steps):
+        return steps if items else None
+    return select(steps, np.array(items, np.int64), copy=True) if items else None
+
 
 OnEnd = Callable[[events.GroupEnd, str, Store, PolicyVersion], None]
 """(the event, the prompt's uid, all steps, the newest version)"""
 
 
-class Record(Applied):
-    """What happened, on disk and in memory."""
+class Record:
+    """Journal, ledger, store and clocks, changed together."""
 
-    def __init__(self, opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> None:
-        super().__init__(opened.n_samples, limits, clock)
+    def __init__(self, n_samples: int, limits: Limits, journal: Journal, clock: Clock) -> None:
+        """`service.handoff.ledger.replaying.opened_record` makes one out of a journal's frames."""
         self.journal = journal
+        self.limits = limits
+        self.clock = clock
+        self.ledger = Ledger(n_samples)
+        self.store = Store()
+        self.revision = 0
+        """Events applied so far."""
+        self.last_progress: OrderedDict[tuple[int, int], float] = OrderedDict()
+        """When each trajectory that a generator holds last made progress, longest ago first."""
+        self.leased_at: dict[int, float] = {}
+        self.issued_at: OrderedDict[int, float] = OrderedDict()
+        """When each unfinished group was claimed, longest ago first."""
         self.on_end: OnEnd | None = None
-        """Told of every group that ends without being trained, while its steps are still here; never on a replay."""
-        self._snapshot_end = 0
-        self._replay(opened)
+        """Called before a group ends untrained, while the store still has its steps; never on a replay."""
+        self.snapshot_end = 0
 
     def add(self, event: events.Journalled) -> None:
-        """Let something happen."""
+        """Append an event to the journal and apply it."""
         if self.on_end is not None and isinstance(event, events.GroupEnd):
             uid = self.ledger.state.groups[event.group_id].uid
             self.on_end(event, uid, self.store, self.ledger.history.current)
@@ -46,30 +220,79 @@ class Record(Applied):
         self.apply(event)
         self._rotate()
 
-    def accept(self, data: bytes, message: StepGroup, made: Plan) -> int:
-        """Let a step group in; returns the position up to which the journal must be synced before it counts."""
+    def accept(self, data: bytes, message: StepGroup, additions: Sequence[Addition]) -> int:
+        """Append a step group to the journal and apply it; returns the position to which the journal must be synced."""
         before = self.journal.position
         position = self.journal.append(events.STEPS, data)
-        self.take_in(message, made, before, position)
+        self.apply_steps(message, additions, before, position)
         self._rotate()
         return position
 
-    def complete_group(self, group_id: int) -> CompleteGroup:
-        """A complete group's data; read back from the journal when it had been used and was rolled back."""
-        if group_id not in self.store:
-            self._read_back()
-            if group_id not in self.store:
-                raise JournalError(
-                    f"{self.journal.folder} no longer holds group_id {group_id}, which is to be trained again"
-                )
-        steps, ends = self.store.whole(group_id)
-        return CompleteGroup(group_id, self.ledger.state.groups[group_id].uid, steps, ends)
+    # -- the same without the journal ---------------------------------------------------------------------------------
+
+    def apply(self, event: events.Journalled | events.StepsAccepted) -> None:
+        """Apply an event to ledger, store and clocks."""
+        leased = self.ledger.state.leases.get(event.lease) if isinstance(event, events.Committed) else None
+        self.ledger.apply(event)
+        self.revision += 1
+        now, everyone = self.clock.monotonic(), range(self.ledger.state.n_samples)
+        match event:
+            case events.Issued(group_id=group_id):
+                self.issued_at[group_id] = now
+                self._progress(now, group_id, everyone)
+            case events.Assigned(group_id=group_id, samples=samples):
+                self._progress(now, group_id, samples)
+            case (
+                events.Restarted(group_id=group_id, samples=samples)
+                | events.Truncated(group_id=group_id, samples=samples)
+            ):
+                self.store.drop_samples(group_id, samples)
+                self._no_longer_held(group_id, samples)
+            case (
+                events.Filtered(group_id=group_id)
+                | events.Refused(group_id=group_id)
+                | events.Expired(group_id=group_id)
+            ):
+                self.store.drop(group_id)
+                self._no_longer_held(group_id, everyone)
+            case events.Leased(lease=lease):
+                self.leased_at[lease] = now
+            case events.Committed(lease=lease) | events.Released(lease=lease):
+                self.leased_at.pop(lease, None)
+                for group_id in leased.group_ids if leased is not None else ():
+                    self.store.drop(group_id)
+
+    def apply_steps(self, message: StepGroup, additions: Sequence[Addition], before: int, position: int) -> None:
+        """Apply what is new in a message whose frame lies between two positions of the journal."""
+        groups, held = self.ledger.state.groups, self.ledger.held[message.sender.generator]
+        for new in additions:
+            if groups[new.group_id].first_position is None:
+                groups[new.group_id].first_position = before
+        self.store.add_from(message, additions)
+        experts_N = message.steps.routed_experts_N
+        routing = experts_N.shape[1:] if experts_N is not None and any(new.items for new in additions) else None
+        self.apply(events.StepsAccepted(message.sender, additions, position, routing))
+        now = self.clock.monotonic()
+        for new in additions:
+            self._no_longer_held(new.group_id, (new.sample,))
+            if (new.group_id, new.sample) in held:
+                self._progress(now, new.group_id, (new.sample,))
+            else:
+                self.store.completed(new.group_id, new.sample)
+
+    def _progress(self, now: float, group_id: int, samples: Iterable[int]) -> None:
+        for sample in samples:
+            self.last_progress[group_id, sample] = now
+
+    def _no_longer_held(self, group_id: int, samples: Iterable[int]) -> None:
+        for sample in samples:
+            self.last_progress.pop((group_id, sample), None)
 
     # -- the journal's size -------------------------------------------------------------------------------------------
 
     def compact(self) -> None:
-        """Begin a new segment early when its snapshot lets older ones go."""
-        if self.journal.position > self._snapshot_end and self.journal.freed_below(self._needed_from()):
+        """Begin a new segment early if older ones can be removed then."""
+        if self.journal.position > self.snapshot_end and self.journal.freed_below(self._needed_from()):
             self._begin_segment()
 
     def _rotate(self) -> None:
@@ -77,80 +300,15 @@ class Record(Applied):
             self._begin_segment()
 
     def _begin_segment(self) -> None:
-        """Go on in a new segment that begins with a snapshot.
+        """Begin a new segment with a snapshot.
 
-        What the groups need now is what a replay from this snapshot needs, however many of them end meanwhile.
+        A replay from this snapshot needs the steps that the groups need now, however many of them end meanwhile.
         """
         needed = self._needed_from()
-        self._snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
-        self.journal.reclaim(needed, once=self._snapshot_end)
+        self.snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
+        self.journal.reclaim(needed, once=self.snapshot_end)
 
     def _needed_from(self) -> int:
         """Position of the oldest step that a group still needs."""
-        needed = (
-            group.first_position for group in self.ledger.state.groups.values() if group.first_position is not None
-        )
-        return min(needed, default=self.journal.position)
-
-    # -- from the journal ---------------------------------------------------------------------------------------------
-
-    def _replay(self, opened: events.Opened) -> None:
-        snapshot: Frame | None = None
-        for frame in self.journal.replay():
-            if frame.kind == events.SNAPSHOT:
-                snapshot = frame
-        if snapshot is not None:
-            self._restore(snapshot)
-        elif self.journal.start > 0:
-            raise JournalError(f"{self.journal.folder} begins at position {self.journal.start} and has no snapshot")
-        for frame in self.journal.read(self.journal.start if snapshot is None else snapshot.end):
-            self.apply_frame(frame)
-        if self.ledger.state.opened is None:
-            self.add(opened)
-        elif self.ledger.state.opened != opened:
-            begun = self.ledger.state.opened
-            raise JournalError(f"{self.journal.folder} holds another run: it began with {begun}, this one is {opened}")
-
-    def _restore(self, snapshot: Frame) -> None:
-        self.ledger = Ledger.restored(snapshot.payload)
-        self._snapshot_end = snapshot.end
-        now = self._clock.monotonic()
-        for held in self.ledger.held.values():
-            self.last_progress.update(dict.fromkeys(sorted(held), now))
-        self.leased_at = dict.fromkeys(self.ledger.state.leases, now)
-        self.issued_at.update(dict.fromkeys(sorted(self.ledger.state.groups), now))
-        groups = self.ledger.state.groups
-        self._fetch([group_id for group_id, group in groups.items() if group.state not in USED], snapshot.position)
-
-    def _read_back(self) -> None:
-        """Fetch the steps of all complete or leased groups that had been used and are not in memory."""
-        whole = (GroupState.COMPLETE, GroupState.LEASED)
-        groups = self.ledger.state.groups
-        self.journal.sync()
-        missing = [
-            group_id for group_id, group in groups.items() if group.state in whole and group_id not in self.store
-        ]
-        self._fetch(missing, self.journal.synced)
-
-    def _fetch(self, group_ids: Sequence[int], stop: int) -> None:
-        """Put the current attempts' steps and ends of some groups into the store, from the journal before `stop`."""
-        groups = {group_id: self.ledger.state.groups[group_id] for group_id in group_ids}
-        starts = [group.first_position for group in groups.values() if group.first_position is not None]
-        frames = self.journal.read(min(starts, default=stop), stop)
-        fetch(
-            self.store, {group_id: group.current_attempts for group_id, group in groups.items()}, frames, self._limits
-        )
-
-
-def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[Frame], limits: Limits) -> None:
-    """Put the steps and ends of some groups into a store: of each group_id's samples only these attempts, once."""
-    seen: set[tuple[int, int, int]] = set()
-    for frame in frames:
-        if frame.kind == events.STEPS:
-            message = accepted(frame, limits)
-            for of, part in parts(message).items():
-                if of.group_id in attempts and attempts[of.group_id][of.sample] == of.attempt:
-                    keys = {(of.group_id, of.sample, int(message.steps.index_K[k])): k for k in reversed(part.steps)}
-                    new = [k for key, k in keys.items() if key not in seen]  # the first of each, as when it came
-                    seen |= keys.keys()
-                    store.add(of.group_id, cut(message, new), part.ends)
+        positions = (group.first_position for group in self.ledger.state.groups.values())
+        return min((p for p in positions if p is not None), default=self.journal.position)

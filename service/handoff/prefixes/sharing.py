@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from service.columns import columns_of, offsets_of, segments_of
+from service.columns import columns_of, offsets_of, segments_of, token_bytes
 from service.handoff.prefixes.prefix_index import PROMPT_COLUMNS, PrefixError, PrefixIndex
-from service.handoff.prefixes.tree import digest, token_bytes
+from service.handoff.prefixes.tree import digest
 from service.handoff.steps.tables import (
     NO_EXTENSION,
     extension_of,

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from service.columns import token_bytes
 from service.types import Int32s
 
 
@@ -193,8 +194,3 @@ def digest(token_ids: Int32s) -> int:
     True
     """
     return int(xxhash.xxh3_64_intdigest(token_bytes(token_ids)))
-
-
-def token_bytes(token_ids: Int32s) -> memoryview:
-    """The token ids as little-endian int32 bytes; a view where they already lie like that in memory."""
-    return np.ascontiguousarray(token_ids, "<i4").data.cast("B")

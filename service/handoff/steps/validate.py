@@ -27,7 +27,6 @@ from service.handoff.group_bytes import NAME_BYTES
 from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import check_references
 from service.handoff.prefixes.step_equality import contradiction, in_order
-from service.handoff.steps.tables import total_lengths
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
@@ -209,7 +208,7 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
 def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
     steps = group.steps
     response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
-    prompt_K = total_lengths(steps) - response_K
+    prompt_K = steps.extends_length_K.astype(np.int64) + steps.prompt_length_K  # 0 is extended by a full prompt
     return _first_outside(
         RefusalReason.EMPTY, ("response_length_K", response_K, 1, MAX_GROUP_ID), ("prompt_K", prompt_K, 1, MAX_GROUP_ID)
     ) or _first_outside(
@@ -305,16 +304,15 @@ def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
 def _conflicts(group: StepGroup, limits: Limits) -> Refusal | None:
     """Two different records of one thing; steps after their trajectory's end."""
     steps = group.steps
-    if (path := contradiction(steps)) is not None:
+    indexed = list(zip(_ids(steps.group_id_K, steps.sample_K, steps.attempt_K), steps.index_K.tolist(), strict=True))
+    if len(set(indexed)) < len(indexed) and (path := contradiction(steps)) is not None:
         return Refusal(RefusalReason.CONFLICT, path)
     ends, records = group.ends, dict[tuple[int, ...], tuple[Any, ...]]()
     columns_E = (ends.n_steps_E, ends.reward_E, ends.uid_E, ends.stop_reason_E)
     for identity, record in zip(_ids(ends.group_id_E, ends.sample_E, ends.attempt_E), _ids(*columns_E), strict=True):
         if records.setdefault(identity, record) != record:
             return Refusal(RefusalReason.CONFLICT, f"{TrajectoryId(*identity)}: two ends")
-    for identity, index in zip(
-        _ids(steps.group_id_K, steps.sample_K, steps.attempt_K), steps.index_K.tolist(), strict=True
-    ):
+    for identity, index in indexed:
         if identity in records and index >= records[identity][0]:
             path = f"{TrajectoryId(*identity)}/step={index}: after the end"
             return Refusal(RefusalReason.STEP_ORDER, path, records[identity][0])

@@ -143,7 +143,7 @@ def test_worst_case_bytes_are_reserved_at_the_claim(tmp_path: Path) -> None:
     first, second = world.generator.claimed(), world.generator.claimed()
     answer = world.generator.claim()
     assert waits(answer) is WaitReason.BYTES
-    world.generator.finish(first)
+    world.generator.finish(first, turns=1)
     assert isinstance(world.generator.claim(), Assignment), "a finished group holds only what it really takes"
     world.generator.finish(second)
     assert world.buffer.status().reserved_bytes <= 2 * worst + worst // 2

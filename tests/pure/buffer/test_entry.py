@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.handoff.group_bytes import bytes_per_token
+from service.columns import bytes_per_token
 from service.handoff.ledger.state import MESSAGES_REMEMBERED, Member
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.tree import digest

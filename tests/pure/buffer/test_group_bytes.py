@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.columns import bytes_per_token
 from service.config import Config
 from service.config.checks import check_bytes, problems
 from service.errors import ConfigError
 from service.handoff.group_bytes import (
     ITEM_BYTES,
-    bytes_per_token,
     worst_group_bytes,
     worst_journal_bytes,
     worst_step_bytes,

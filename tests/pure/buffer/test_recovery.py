@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from service.errors import JournalError, RunFailed
-from service.handoff.attempts import Attempts
+from service.handoff.buffer import Buffer
 from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import LocalFile
 from service.handoff.ledger.invariant import violations
@@ -283,7 +283,7 @@ def test_the_end_of_a_failed_attempt_is_not_its_end_when_a_crash_took_away_what_
     work = world.generator.claimed()
     of = TrajectoryId(work.group_id, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempts, "lose_failed", lambda self, message: 0)
+        patch.setattr(Buffer, "_restart_failed", lambda self, message: 0)
         world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "abort", 0.0)])
     world.crash()
     answer = world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
