@@ -1,6 +1,6 @@
-"""The buffer without Ray: five verbs over the record.
+"""The buffer without Ray: the five verbs.
 
-Decisions are made here and nowhere else; what was decided goes to the record as an event.
+A verb decides, and every decision goes to the record as an event:
 
     claim -> Issued(7) ; submit -> steps and ends of 7, which is then complete ; lease -> Leased(1, (7, ..)) ;
     commit -> Committed(1, version 0.1)
@@ -20,6 +20,7 @@ from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.batches.filters import end_filtered
 from service.handoff.batches.form import BatchFormer, BatchJob, FormedBatch, Unscored
+from service.handoff.claims import Claims
 from service.handoff.group_bytes import JOURNAL_SEGMENTS, worst_trajectory_bytes
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
@@ -55,21 +56,20 @@ class Buffer:
         self._config = config
         self._clock = clock
         self._limits = Limits.of(config, vocab_size, routing)
-        self._prompts = Prompts(prompt_uids, seed, config.data.shuffle)
+        prompts = Prompts(prompt_uids, seed, config.data.shuffle)
         self._lookahead = Lookahead(config, clock)
         experts_per_token = routing.experts_per_token if routing else 0
         self._max_trajectory_bytes = worst_trajectory_bytes(config, experts_per_token)
         self._admission = Admission(config, self._lookahead, experts_per_token)
         journal.configure(config.buffer.max_journal_bytes // JOURNAL_SEGMENTS, config.buffer.record)
         algorithm = config.algorithm
-        opened = events.Opened(
-            seed, self._prompts.digest(), algorithm.n_samples_per_prompt, config.trainer.mini_batch_size
-        )
+        opened = events.Opened(seed, prompts.digest(), algorithm.n_samples_per_prompt, config.trainer.mini_batch_size)
         self._record = opened_record(opened, self._limits, journal, clock)
         self.ledger = self._record.ledger
         self._attempts = Attempts(config, self._record)
         self._batches = BatchFormer(config, self._record)
         self._waits = Waits(config, self._record, clock)
+        self._claims = Claims(self._record, prompts, self._admission, self._waits, clock)
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
@@ -85,24 +85,13 @@ class Buffer:
     def claim(self, claim: Claim) -> Assignment | Wait | Refusal:
         """A group for a generator: restarted trajectories first, then the next prompt if it is admitted.
 
-        A numbered claim that is asked again, because its answer was lost, gets what is left of the same work.
+        A claim that is repeated because its answer was lost gets what is left of the same work.
         """
         if (fenced := self._fenced(claim.generator, claim.incarnation)) is not None:
             return fenced
         if not self.ledger.published(claim.serving):
             return self._refuse(Refusal(RefusalReason.VERSION, "serving", claim.serving.step))
-        if claim.request_id in self.ledger.state.generators[claim.generator].given:
-            return self._given_before(claim)
-        who = f"generator {claim.generator}"
-        if (draining := self.ledger.state.draining) is not None:
-            return self._waits.begin(who, WaitReason.DRAINED, f"no more prompts are issued: {draining}")
-        assignment = self._restarted_work(claim)
-        if assignment is None:
-            if (why := self._not_admitted(claim.serving)) is not None:
-                return self._waits.begin(who, *why)
-            assignment = self._issue(claim)
-        self._waits.end(who)
-        return assignment
+        return self._claims.answer(claim)
 
     def submit(self, data: bytes) -> Receipt | Refusal:
         """Accept a step group; the receipt holds once the journal is synced up to its position."""
@@ -180,7 +169,7 @@ class Buffer:
         return batch
 
     def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
-        """The lease's optimizer step was applied and made `version`; saying it twice is saying it once."""
+        """The lease's optimizer step was applied and made `version`. Idempotent."""
         state, current = self.ledger.state, self.ledger.history.current
         if trainer_incarnation != state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
@@ -195,10 +184,7 @@ class Buffer:
         return None
 
     def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
-        """Give a lease back; its groups wait again, or are refused when they have no life left.
-
-        Saying it twice is saying it once.
-        """
+        """Give a lease back: its groups wait again, or are refused after `buffer.max_lease_attempts`. Idempotent."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         state = self.ledger.state
@@ -211,16 +197,16 @@ class Buffer:
     # -- around them --------------------------------------------------------------------------------------------------
 
     def join(self, role: Literal["generator", "trainer"], name: str, step: int | None = None) -> int:
-        """Admit a new incarnation; the older one is fenced, and what it held goes to others.
+        """Admit a new incarnation; the older one is fenced, and its work is given to others.
 
-        A trainer goes on from `step`, or from the newest; what was trained after it is given out again, and its
-        versions are (the incarnation returned here, steps).
+        A trainer goes on from `step`, or from the newest; groups that were trained after it are leased again, and its
+        versions are (the incarnation that is returned, steps).
         """
         state = self.ledger.state
         if role == "trainer":
             if step is not None and not 0 <= step <= state.step:
                 raise RunFailed(
-                    f"a trainer wants to go on from step {step}, but the journal knows the steps 0 to {state.step}: "
+                    f"a trainer wants to go on from step {step}, but the journal holds the steps 0 to {state.step}: "
                     "go on from a checkpoint of this run"
                 )
             if step is not None and step != state.step and not self._config.trainer.checkpoint_every:
@@ -240,7 +226,7 @@ class Buffer:
         return incarnation
 
     def leave(self, generator: str, incarnation: int, reason: str) -> None:
-        """A generator is gone: its unfinished trajectories start anew as their next attempts."""
+        """A generator ended: its unfinished trajectories start anew as their next attempts."""
         member = self.ledger.state.generators.get(generator)
         if member is None or member.incarnation != incarnation or not member.alive:
             return
@@ -253,23 +239,23 @@ class Buffer:
             self._attempts.restart(group_id, tuple(samples), "generator_left")
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
-        """A durable checkpoint covers `step`; nobody will go back further than to `oldest_kept`, or to `step`."""
+        """A durable checkpoint covers `step`; no trainer goes back further than to `oldest_kept`, by default `step`."""
         self._record.add(events.Covered(step, step if oldest_kept is None else oldest_kept))
 
     def drain(self, reason: str) -> None:
-        """Issue nothing more; a group that waits for a new attempt can no longer become whole and ends as `run_end`."""
+        """Issue no more prompts; groups that wait for a new attempt end as `run_end`."""
         if self.ledger.state.draining is None:
             self._record.add(events.Drained(reason))
             for group_id in list(self.ledger.unassigned):
                 self._record.add(events.Expired(group_id, RUN_END))
 
     def resume(self) -> None:
-        """A run that had come to its end goes on: prompts are issued again."""
+        """Issue prompts again after a drain."""
         if self.ledger.state.draining is not None:
             self._record.add(events.Drained(None))
 
     def end(self) -> None:
-        """The run is over: what no optimizer step used expires as `run_end`."""
+        """End the run: groups that no optimizer step used expire as `run_end`."""
         self.drain(RUN_END)
         for lease in list(self.ledger.state.leases):
             self._record.add(events.Released(lease, RUN_END))
@@ -277,7 +263,7 @@ class Buffer:
             self._record.add(events.Expired(group_id, RUN_END))
 
     def tick(self) -> None:
-        """Act on deadlines that have passed."""
+        """Apply deadlines that have passed."""
         now, settings = self._clock.monotonic(), self._config.buffer
         self._attempts.restart_silent(now)
         for lease, since in list(self._record.leased_at.items()):
@@ -296,7 +282,7 @@ class Buffer:
 
     @property
     def revision(self) -> int:
-        """Events applied so far; when it has not changed, neither has any answer, deadlines apart."""
+        """Events applied so far; while it does not change, no answer changes except by a deadline."""
         return self._record.revision
 
     @property
@@ -305,7 +291,7 @@ class Buffer:
         return self.ledger.history.current
 
     def watch_ends(self, on_end: OnEnd) -> None:
-        """Tell of every group that ends without being trained."""
+        """Call `on_end` before every end of a group that was not trained."""
         self._record.on_end = on_end
 
     def complete_group(self, group_id: int) -> CompleteGroup:
@@ -354,52 +340,6 @@ class Buffer:
         if member is None or member.incarnation != incarnation or not member.alive:
             return self._refuse(Refusal(RefusalReason.FENCED, "incarnation", incarnation))
         return None
-
-    def _given_before(self, claim: Claim) -> Assignment | Wait:
-        """What a claim got when it was first asked, as far as its generator still holds it."""
-        group_id, attempts = self.ledger.state.generators[claim.generator].given[claim.request_id]
-        held, groups = self.ledger.held[claim.generator], self.ledger.state.groups
-        samples = tuple(
-            sample
-            for sample, attempt in attempts.items()
-            if (group_id, sample) in held and groups[group_id].trajectories[sample].attempt == attempt
-        )
-        if not samples:
-            detail = f"claim {claim.request_id} was answered before and its work went on; the next claim is a new one"
-            return Wait(WaitReason.ANSWERED, detail, self._clock.monotonic())
-        return self._assignment(group_id, samples)
-
-    def _assignment(self, group_id: int, samples: tuple[int, ...]) -> Assignment:
-        group = self.ledger.state.groups[group_id]
-        attempts = tuple(group.trajectories[sample].attempt for sample in samples)
-        return Assignment(group_id, group.uid, group.row, samples, attempts)
-
-    def _restarted_work(self, claim: Claim) -> Assignment | None:
-        """Samples that start anew, for an engine that serves at least what their group was admitted with."""
-        for group_id in sorted(self.ledger.unassigned):
-            group = self.ledger.state.groups[group_id]
-            if group.admitted <= claim.serving:
-                samples = tuple(sorted(self.ledger.unassigned[group_id]))
-                self._record.add(
-                    events.Assigned(group_id, samples, claim.generator, claim.incarnation, claim.request_id)
-                )
-                return self._assignment(group_id, samples)
-        return None
-
-    def _not_admitted(self, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        waits = self._admission.wait(self.ledger, serving, self._record.store.n_bytes)
-        if waits is None and (waits := self._admission.disk_wait(self.ledger, self._record.journal)) is not None:
-            self._record.compact()
-        return waits
-
-    def _issue(self, claim: Claim) -> Assignment:
-        group_id = self.ledger.state.next_group_id
-        row = self._prompts.row(group_id)
-        uid = self._prompts.uid(row)
-        self._record.add(
-            events.Issued(group_id, row, uid, claim.generator, claim.incarnation, claim.serving, claim.request_id)
-        )
-        return self._assignment(group_id, tuple(range(self.ledger.state.n_samples)))
 
     def _next_groups(self) -> tuple[int, ...]:
         """The groups of the next mini-batch, in the configured order."""

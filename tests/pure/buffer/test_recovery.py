@@ -293,7 +293,7 @@ def test_the_end_of_a_failed_attempt_is_not_its_end_when_a_crash_took_away_what_
 def test_a_trainer_cannot_go_on_from_a_step_that_the_journal_does_not_know(tmp_path: Path) -> None:
     world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
     for unknown in (-1, 1):
-        with pytest.raises(RunFailed, match=f"step {unknown}, but the journal knows the steps 0 to 0"):
+        with pytest.raises(RunFailed, match=f"step {unknown}, but the journal holds the steps 0 to 0"):
             world.buffer.join("trainer", "trainer", step=unknown)
     before = world.buffer.digest()
     assert world.crash().digest() == before
