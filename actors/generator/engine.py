@@ -15,6 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -274,17 +275,9 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
 def _sampling_params(sampling: Sampling) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    fields = asdict(sampling) | {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
     return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
+        **fields,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),

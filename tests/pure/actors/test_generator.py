@@ -8,18 +8,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 
 import actors.generator.actor
 from actors.generator.actor import Generator, Joined
+from actors.generator.claims import Claimer
 from actors.generator.engine import WeightUpdate
+from actors.generator.outbox import Outbox
 from examples import lookup
 from service.config import Config
 from service.errors import RunFailed, WeightsGone
+from service.handoff.steps.tables import end_objects, trajectory_ids
+from service.handoff.steps.validate import Limits
+from service.handoff.steps.wire import decode
+from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
+from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
+from service.rollout.engine import Generation, Sampling
+from service.rollout.player import Player
 from service.rollout.prompts.dataset import write_rows
-from service.types import PolicyVersion
+from service.types import NO_VERSION, Int32s, PolicyVersion, StepGroup, TrajectoryId
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,6 +51,37 @@ class FakeEngine:
             raise self.error
         self.taken.append((version, data, checksum))
         return WeightUpdate(version.pack(), 10, 0.1, 0.25, 1)
+
+
+class AnsweringEngine(FakeEngine):
+    """Answers every prompt at once with an end token."""
+
+    def __init__(self, end_id: int) -> None:
+        super().__init__()
+        self.end_id = end_id
+        self.serving, self.running, self.load = PolicyVersion(1, 2), 0, None
+        self.counts = {"cached_tokens": 0, "generated_tokens": 0}
+
+    async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
+        ids, logprobs = np.array([self.end_id], np.int32), np.array([-0.5], np.float32)
+        return Generation(ids, logprobs, np.array([self.serving.pack()]), "stop", sampled_end=True)
+
+
+class FakeBuffer:
+    """Gives out the assignments, then is drained; keeps the messages."""
+
+    def __init__(self, *assignments: Assignment) -> None:
+        self.answers = [*assignments, Wait(WaitReason.DRAINED, "", 0.0)]
+        self.groups: list[StepGroup] = []
+
+    async def claim(self, claim: Claim, seconds: float) -> Assignment | Wait:
+        return self.answers.pop(0)
+
+    async def submit(self, data: bytes) -> Receipt:
+        group = decode(data, Limits.of(Config(), vocab_size=1000))
+        assert isinstance(group, StepGroup)
+        self.groups.append(group)
+        return Receipt(0)
 
 
 @pytest.fixture
@@ -66,6 +107,32 @@ def engine_of(generator: Generator) -> FakeEngine:
     return generator._engine
 
 
+async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted(
+    generator: Generator, tmp_path: Path
+) -> None:
+    config, max_turns = Config(), Config().env.max_turns
+    engine = AnsweringEngine(load_chat(tmp_path, config.generator).end_id)
+    generator._engine = engine  # type: ignore[assignment]
+    generator._player = Player(config, tmp_path, engine)
+    buffer = FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 4)) for g in range(2)))
+    outbox = Outbox("g", 1, buffer.submit, 60.0, generator._close, generator._cancel, generator._on_sent)
+    generator._joined = Joined(1, Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
+    async with asyncio.timeout(120):
+        await generator.run()
+    steps = [identity for group in buffer.groups for identity in trajectory_ids(group.steps)]
+    expected = [TrajectoryId(g, sample, attempt) for g in range(2) for sample, attempt in ((0, 0), (1, 0), (2, 4))]
+    assert sorted(steps) == sorted(expected * max_turns)
+    assert sorted(end.trajectory for group in buffer.groups for end in end_objects(group.ends)) == expected
+    versions = {version for group in buffer.groups for version in group.steps.versions_N.tolist()}
+    assert versions == {engine.serving.pack(), NO_VERSION}
+    status = await generator.status()
+    assert (status["counts"]["end_max_turns"], status["outbox"]["steps"], status["groups"]) == (6, 6 * max_turns, 0)
+    assert status["environments"] == {"lookup": {"trajectories": 6.0}}
+    generator._measure_now(generator._metrics)
+    counted = f'baton_generated_tokens_total{{ident="g",role="generator"}} {6 * max_turns}.0'
+    assert counted.encode() in generator._metrics.snapshot()
+
+
 async def test_held_weights_can_be_opened_until_they_are_released(generator: Generator) -> None:
     first, second = [await generator.hold_weights(data, 0) for data in (b"first", b"second")]
     assert (Path(first).read_bytes(), Path(second).read_bytes()) == (b"first", b"second")
@@ -79,9 +146,9 @@ async def test_held_weights_can_be_opened_until_they_are_released(generator: Gen
 
 async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: Generator, exits: list[int]) -> None:
     looked: list[bool] = []
-    work: Any = SimpleNamespace(look_again=lambda: looked.append(True))
+    claimer: Any = SimpleNamespace(look_again=lambda: looked.append(True))
     outbox: Any = SimpleNamespace()
-    generator._joined = Joined(1, work, outbox)
+    generator._joined = Joined(1, claimer, outbox)
     checksum = xxhash.xxh3_64_intdigest(b"weights")
     update = await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", checksum)
     assert engine_of(generator).taken == [(PolicyVersion(2, 3), "/path", checksum)]
