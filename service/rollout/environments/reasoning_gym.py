@@ -79,7 +79,7 @@ class SyntheticReasoningGym:
 
     def vocabulary(self) -> tuple[str, ...]:
         """Raises `UserError`: the questions are free text."""
-        raise UserError("model.make: a made tokenizer does not know reasoning-gym's words; give model.path")
+        raise UserError("model.make: no small vocabulary has all words of reasoning-gym; give model.path")
 
     def demonstrations(self, n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
         """Raises `UserError`: reasoning-gym has no worked solutions."""

@@ -54,14 +54,14 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m service.rollout.retrieval", description="a retrieval server")
-    parser.add_argument("--corpus", type=Path, help="JSONL with id and contents; default: Baton's own")
-    parser.add_argument("--encoder", type=Path, help="Hugging Face folder of a dense encoder; default: by words")
-    parser.add_argument("--embeddings", type=Path, help="the corpus's vectors (.npy); written where missing")
-    parser.add_argument("--query-prefix", default="", help="before each question, such as 'query: ' for E5")
-    parser.add_argument("--passage-prefix", default="", help="before each passage, such as 'passage: ' for E5")
-    parser.add_argument("--device", default="cpu", help="where the encoder runs")
+    parser.add_argument("--corpus", type=Path, help="JSONL with id and contents; default: the demonstration's corpus")
+    parser.add_argument("--encoder", type=Path, help="Hugging Face folder of a dense encoder; default: TF-IDF of words")
+    parser.add_argument("--embeddings", type=Path, help="file of the corpus's vectors (.npy), written if missing")
+    parser.add_argument("--query-prefix", default="", help="text before each query, such as 'query: ' for E5")
+    parser.add_argument("--passage-prefix", default="", help="text before each passage, such as 'passage: ' for E5")
+    parser.add_argument("--device", default="cpu", help="device of the encoder, such as cuda")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port")
     return parser
 
 
