@@ -36,7 +36,7 @@ def test_who_waits_for_a_full_disk_shows_and_goes_on_when_there_is_room(
 ) -> None:
     disk = MemoryDisk()
     monkeypatch.setattr(actors.buffer.actor, "Journal", partial(Journal, disk=disk))
-    monkeypatch.setattr(actors.buffer.actor, "locked", lambda folder, seconds: io.StringIO())
+    monkeypatch.setattr(actors.buffer.actor, "lock_journal", lambda folder, seconds: io.StringIO())
     (tmp_path / "tasks.jsonl").write_text('{"uid": "p0", "prompt": "a"}\n')
 
     async def scene() -> None:
