@@ -264,6 +264,13 @@ class Rows(Tokens, Table):
     """The last step's scalar reward; None where rewards came per token."""
 
 
+class SupervisedRow(NamedTuple):
+    """The tokens [T] of a demonstration, or of a part of one; the mask is True on the assistant's tokens and ends."""
+
+    token_ids: Int32s
+    loss_mask: Bools
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MicroBatch(TrainedTokens):
     """Rows of one rank, packed into one forward pass of at most the token budget."""

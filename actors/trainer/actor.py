@@ -24,7 +24,8 @@ from actors.weights.nccl_broadcast import MeetingPoint, NcclSender, encode_annou
 from service.config import Config
 from service.handoff.steps.wire import decode_mini_batch
 from service.learn.learner import Learner, StepReport
-from service.learn.supervised import SupervisedRow, SupervisedSteps
+from service.learn.supervised import SupervisedSteps
+from service.types import SupervisedRow
 
 
 class TrainerRank:

@@ -17,8 +17,7 @@ from actors.weights.checksum import EMPTY_CHECKSUM, PublishedWeights
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved
 from service.learn.learner import StepReport
-from service.learn.supervised import SupervisedRow
-from service.types import PolicyVersion
+from service.types import PolicyVersion, SupervisedRow
 
 RETRY_SECONDS = 0.5
 """Pause before ranks that are not up yet are called again."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from service.learn.layouts import Packing, Padding, positions_in_rows, to_device
 from service.learn.losses.expand_to_tokens import NO_TRAJECTORY, expand_to_tokens, row_of_token
 from service.learn.losses.reduction import row_weights
-from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Int32s, MicroBatch
+from service.types import NO_VERSION, ROUTE_NATIVELY, MicroBatch, SupervisedRow
 
 
 class DeviceSettings(NamedTuple):
@@ -65,7 +65,7 @@ class DeviceBatch(NamedTuple):
             ValueError: the first token of a row carries loss.
         """
         if len(micro.token_ids_N) == 0:
-            micro = unsampled_micro_batch([(np.zeros(1, np.int32), np.zeros(1, bool))])
+            micro = unsampled_micro_batch([SupervisedRow(np.zeros(1, np.int32), np.zeros(1, bool))])
         device = settings.device
         offsets_R = micro.offsets_R.astype(np.int64)
         lengths_R = np.diff(offsets_R)
@@ -116,14 +116,14 @@ class DeviceBatch(NamedTuple):
         return natively.index_copy(0, self.padding.slot_N, self.routed_experts_NLK)
 
 
-def unsampled_micro_batch(rows: Sequence[tuple[Int32s, Bools]]) -> MicroBatch:
-    """Rows of token ids and loss masks, both [T], that no policy sampled: no trajectory, no log-probabilities."""
-    lengths = [len(token_ids) for token_ids, _ in rows]
+def unsampled_micro_batch(rows: Sequence[SupervisedRow]) -> MicroBatch:
+    """Rows that no policy sampled: without trajectories and log-probabilities."""
+    lengths = [len(row.token_ids) for row in rows]
     n_tokens = sum(lengths)
     return MicroBatch(
-        token_ids_N=np.concatenate([np.zeros(0, np.int32), *(token_ids for token_ids, _ in rows)]).astype(np.int32),
+        token_ids_N=np.concatenate([np.zeros(0, np.int32), *(row.token_ids for row in rows)]).astype(np.int32),
         offsets_R=np.cumsum([0, *lengths], dtype=np.int64),
-        loss_mask_N=np.concatenate([np.zeros(0, bool), *(mask for _, mask in rows)]).astype(bool),
+        loss_mask_N=np.concatenate([np.zeros(0, bool), *(row.loss_mask for row in rows)]).astype(bool),
         logprobs_N=np.zeros(n_tokens, np.float32),
         staleness_N=np.full(n_tokens, NO_VERSION, np.int32),
         temperature_R=np.ones(len(rows), np.float32),

@@ -19,10 +19,7 @@ from service.learn.model.policy import Policy
 from service.learn.model.sharding import set_gradient_sync
 from service.learn.optimizer import Optimizer, square_norm
 from service.learn.step_metrics import Sums
-from service.types import Bools, Int32s, MicroBatch
-
-SupervisedRow = tuple[Int32s, Bools]
-"""Token ids and the mask of the tokens to learn, both [T]."""
+from service.types import MicroBatch, SupervisedRow
 
 BETAS = (0.9, 0.999)
 WARM_UP_FRACTION = 0.1
@@ -103,9 +100,9 @@ def _pack(rows: Sequence[SupervisedRow], max_tokens: int) -> list[MicroBatch]:
     packs: list[list[SupervisedRow]] = []
     room = 0
     for row in rows:
-        if not packs or len(row[0]) > room:
+        if not packs or len(row.token_ids) > room:
             packs.append([])
             room = max_tokens
         packs[-1].append(row)
-        room -= len(row[0])
+        room -= len(row.token_ids)
     return [unsampled_micro_batch(pack) for pack in packs]

@@ -29,9 +29,10 @@ from service.rollout.environments.check_inputs import check_environments
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file
-from service.rollout.prompts.warm_start import SupervisedRow, demonstration_rows
+from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import initial_model
+from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
 """Bytes of one parameter in training: master weight, gradient and two moments, in float32."""

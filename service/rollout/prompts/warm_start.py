@@ -11,14 +11,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode, conversation
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
-from service.types import NO_VERSION, Bools, Int32s
-
-
-class SupervisedRow(NamedTuple):
-    """The tokens [T] of a demonstration, or of a part of one; the mask is True on the assistant's tokens and ends."""
-
-    token_ids: Int32s
-    loss_mask: Bools
+from service.types import NO_VERSION, Int32s, SupervisedRow
 
 
 class _Turn(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from service.handoff import batch_of_rank
 from service.learn.learner import Learner
 from service.learn.supervised import SupervisedSteps
+from service.types import SupervisedRow
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
 
@@ -54,7 +55,7 @@ def test_a_step_that_raised_half_way_leaves_no_gradients_to_the_next(model_folde
     twin, learner = (Learner(settings(trainer=trainer, dtype=dtype), model_folder, CPU, 0, 1) for _ in range(2))
     rows = made_rows(4, seed=6)
     batch = mini_batch([[rows[:2], rows[2:]]], trajectories=4)
-    demonstrations = [(row.token_ids, row.loss_mask) for row in rows]
+    demonstrations = [SupervisedRow(row.token_ids, row.loss_mask) for row in rows]
     supervised = {it: SupervisedSteps(settings(trainer=trainer, dtype=dtype), it.policy) for it in (twin, learner)}
     for step in (lambda it: it.step(batch), lambda it: supervised[it].step(demonstrations, 1e-3)):
         calls = iter((False, True))

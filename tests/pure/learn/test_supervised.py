@@ -10,13 +10,14 @@ from service.config.tree import WarmStartConfig
 from service.errors import RunFailed
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
-from service.learn.supervised import SupervisedRow, SupervisedSteps
+from service.learn.supervised import SupervisedSteps
+from service.types import SupervisedRow
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
 
 def test_supervised_steps_learn_what_the_mask_names(model_folder: Path) -> None:
     learner = Learner(settings(), model_folder, CPU, 0, 1)
-    rows = [(row.token_ids, row.loss_mask) for row in made_rows(6, seed=10)]
+    rows = [SupervisedRow(row.token_ids, row.loss_mask) for row in made_rows(6, seed=10)]
     supervised = SupervisedSteps(settings(), learner.policy)
     losses = [supervised.step(rows, lr=5e-3) for _ in range(30)]
     assert losses[-1] < 0.6 * losses[0]
@@ -24,7 +25,7 @@ def test_supervised_steps_learn_what_the_mask_names(model_folder: Path) -> None:
 
 
 def test_supervised_rows_beyond_the_token_budget_make_the_same_step(model_folder: Path) -> None:
-    rows = [(row.token_ids, row.loss_mask) for row in made_rows(6, seed=11)]
+    rows = [SupervisedRow(row.token_ids, row.loss_mask) for row in made_rows(6, seed=11)]
     configs = (settings(), settings(trainer={"max_tokens_per_micro_batch": 40}))
     whole, cut = (SupervisedSteps(config, Policy(config, model_folder, CPU, 0, 1)) for config in configs)
     for _ in range(3):
@@ -35,7 +36,7 @@ def test_a_supervised_loss_that_is_not_finite_ends_the_run(model_folder: Path) -
     learner = Learner(settings(), model_folder, CPU, 0, 1)
     learner.policy.master_weights.tensors["model.norm.weight"].fill_(float("nan"))
     with pytest.raises(RunFailed, match=r"lower model\.warm_start\.lr"):
-        rows = [(row.token_ids, row.loss_mask) for row in made_rows(2, seed=13)]
+        rows = [SupervisedRow(row.token_ids, row.loss_mask) for row in made_rows(2, seed=13)]
         SupervisedSteps(settings(), learner.policy).step(rows, lr=1e-3)
 
 
@@ -52,7 +53,7 @@ def test_the_warm_start_draws_demonstrations_and_its_learning_rate_rises_and_fal
         return float(len(rates))
 
     monkeypatch.setattr(supervised, "step", step)
-    demonstrations = [(np.zeros(length, np.int32), np.ones(length, bool)) for length in range(1, 8)]
+    demonstrations = [SupervisedRow(np.zeros(length, np.int32), np.ones(length, bool)) for length in range(1, 8)]
     assert supervised.warm_start(demonstrations) == 20.0
     assert rates == pytest.approx([1.0, *(2.0 * (1 - step / 20) for step in range(1, 20))])
     assert all(len(set(lengths)) == 3 for lengths in drawn), "a demonstration comes at most once a step"

@@ -12,7 +12,8 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.environment import Message
-from service.rollout.prompts.warm_start import SupervisedRow, demonstration_rows
+from service.rollout.prompts.warm_start import demonstration_rows
+from service.types import SupervisedRow
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, generated, play, told
 
 SAID = ("what is none look fox age", "what is none look owl age", "answer 17")
