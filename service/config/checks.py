@@ -1,4 +1,4 @@
-"""Combinations that would deadlock, lose data or be wrong: refused at start, with the consequence."""
+"""Refuses combinations of settings that would deadlock, lose data or be wrong, and names the consequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From files and overrides to a checked `Config`; every error says where, which path, and what was meant."""
+"""Loads a `Config` from files and overrides; an error names the place, the key and the likely correction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.errors import ConfigError
 
 
 class Loaded(NamedTuple):
-    """A configuration and where its values were set."""
+    """A configuration, and where its values were set."""
 
     config: Config
     source: Source
@@ -30,18 +30,22 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
 
 def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
-    """As `load_config`, with the place of every value."""
+    """As `load_config`, with the place of every value.
+
+    Raises:
+        ConfigError: names every unknown key and every wrong value, a line each.
+    """
     source = read_sources(files, overrides)
     try:
         return Loaded(Config.model_validate(source.values), source)
     except ValidationError as error:
-        # A value that fits no member of a union is reported once for each member; the first says enough.
+        # A value that fits no member of a union is reported once for each member; the first report is kept.
         by_path = {_tree_path(detail, source): detail for detail in reversed(error.errors(include_url=False))}
         raise ConfigError("\n".join(_line(detail, source) for detail in reversed(by_path.values()))) from None
 
 
 def resolved_yaml(config: Config) -> str:
-    """The whole configuration, defaults included, as YAML that reads back to the same configuration."""
+    """The whole configuration as YAML, defaults included; it loads to the same configuration."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text
 
@@ -86,7 +90,7 @@ def _line(detail: ErrorDetails, source: Source) -> str:
 
 
 def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
-    """The path in the tree: without the tags that pydantic adds for members of a union."""
+    """The path of the key, without the tags that pydantic adds for members of a union."""
     path = tuple(str(part) for part in detail["loc"])
     known = {*key_paths(), *source.places}
     while len(path) > 1 and path not in known:

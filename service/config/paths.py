@@ -1,4 +1,4 @@
-"""Files, folders and modules that a configuration names."""
+"""Checks of the files, folders and modules that a configuration names."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from service.errors import UserError
 Kind = Literal["file", "folder"]
 
 
-class _Problem(NamedTuple):
+class _PathProblem(NamedTuple):
     message: str
     is_missing: bool
-    """Nothing lies at the path: it may mean another machine's."""
+    """Nothing lies at the path; it may be a path of another machine."""
 
 
 def check_paths(config: Config) -> None:
-    """Raises `UserError` where a file, folder or module that the configuration names is not there, or is none."""
+    """Raises `UserError` if a file, folder or module that the configuration names is missing or of the wrong kind."""
     _refuse([problem.message for problem in _problems(config)])
 
 
 def elsewhere(config: Config) -> list[str]:
-    """What the configuration names and this machine does not have, a line each; such paths may mean another machine's.
+    """A line for each file, folder or module that this machine does not have; it may lie on another machine.
 
     Raises:
-        UserError: what is here is not what it should be.
+        UserError: a file or folder exists and is of the wrong kind or damaged.
     """
     problems = list(_problems(config))
     _refuse([problem.message for problem in problems if not problem.is_missing])
@@ -39,7 +39,7 @@ def elsewhere(config: Config) -> list[str]:
 
 
 def check_retrieval(config: Config) -> None:
-    """Raises `UserError` where the retrieval server's files are not there, or are none."""
+    """Raises `UserError` if a file of the retrieval server is missing or of the wrong kind."""
     _refuse([problem.message for problem in _retrieval_problems(config)])
 
 
@@ -48,7 +48,7 @@ def _refuse(messages: Sequence[str]) -> None:
         raise UserError("\n".join(messages))
 
 
-def _problems(config: Config) -> Iterator[_Problem]:
+def _problems(config: Config) -> Iterator[_PathProblem]:
     if config.model.path is not None:
         yield from _model_problems(config.model.path, config)
     data = config.data
@@ -59,20 +59,20 @@ def _problems(config: Config) -> Iterator[_Problem]:
     yield from _retrieval_problems(config)
     yield from _module_problems(config)
     if _kind("run.dir", config.run.dir) == "file":
-        yield _Problem(f"run.dir: {config.run.dir} is a file; give a folder", False)
+        yield _PathProblem(f"run.dir: {config.run.dir} is a file; give a folder", False)
 
 
-def _model_problems(folder: Path, config: Config) -> Iterator[_Problem]:
+def _model_problems(folder: Path, config: Config) -> Iterator[_PathProblem]:
     wrong = list(_path_problems("model.path", folder, "model folder", "folder", "give a Hugging Face folder"))
     yield from wrong
     if not wrong:
         try:
             check_model_folder(folder, config.generator.max_input_length + config.generator.max_generate_length)
         except UserError as error:
-            yield _Problem(str(error), False)
+            yield _PathProblem(str(error), False)
 
 
-def _retrieval_problems(config: Config) -> Iterator[_Problem]:
+def _retrieval_problems(config: Config) -> Iterator[_PathProblem]:
     retrieval = config.env.retrieval
     if retrieval is None:
         return
@@ -81,13 +81,13 @@ def _retrieval_problems(config: Config) -> Iterator[_Problem]:
     wrong = list(_path_problems(setting, encoder, "encoder", "folder", hint))
     yield from wrong
     if encoder is not None and not wrong and not is_model_folder(encoder):
-        yield _Problem(f"{setting}: the encoder {encoder} has no config.json; {hint}", False)
+        yield _PathProblem(f"{setting}: the encoder {encoder} has no config.json; {hint}", False)
 
 
-def _module_problems(config: Config) -> Iterator[_Problem]:
+def _module_problems(config: Config) -> Iterator[_PathProblem]:
     if config.metrics.wandb is not None and find_spec("wandb") is None:
         message = "metrics.wandb: the package wandb is not installed; install it, or remove metrics.wandb"
-        yield _Problem(message, False)
+        yield _PathProblem(message, False)
     for name in ("estimator", "loss"):
         package = getattr(config.algorithm, name).rpartition(":")[0].partition(".")[0]
         if package and find_spec(package) is None:
@@ -95,25 +95,25 @@ def _module_problems(config: Config) -> Iterator[_Problem]:
                 f"algorithm.{name}: there is no module {package!r} on this machine; install it, or put its folder on "
                 "PYTHONPATH"
             )
-            yield _Problem(message, False)
+            yield _PathProblem(message, False)
 
 
-def _path_problems(setting: str, path: Path | None, what: str, wanted: Kind, hint: str) -> Iterator[_Problem]:
+def _path_problems(setting: str, path: Path | None, what: str, wanted: Kind, hint: str) -> Iterator[_PathProblem]:
     kind = wanted if path is None else _kind(setting, path)
     if path is not None and kind != wanted:
         found = f"is a {kind}" if kind else f"does not exist{near(path)}"
-        yield _Problem(f"{setting}: the {what} {path} {found}; {hint}", kind is None)
+        yield _PathProblem(f"{setting}: the {what} {path} {found}; {hint}", kind is None)
 
 
 def near(path: Path) -> str:
-    """What lies beside a missing path under nearly its name, in brackets; nothing where nothing does."""
+    """In brackets, the path with the most similar name beside a missing one; empty if there is none."""
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" (there is {path.parent / near[0]})" if near else ""
 
 
 def _kind(setting: str, path: Path) -> Kind | None:
-    """What lies at a path; None: nothing."""
+    """The kind of a path; None: nothing is there."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

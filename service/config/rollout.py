@@ -1,4 +1,4 @@
-"""Settings of what is played: prompts, environments, engines."""
+"""Settings of the rollout: prompts, environments, engines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.config.section import NotNegative, Positive, Seconds, Section, Share
+from service.config.section import Fraction, NotNegative, Positive, Seconds, Section
 
 COLDEST, HOTTEST = 0.01, 100.0
-"""Temperatures of training; vLLM raises one that is lower, up to this, and would sample from another distribution."""
+"""Bounds of the temperature in training; vLLM raises a lower temperature to COLDEST, so the trainer could not recompute
+the sampling distribution."""
 
 MADE_SET = "made"
 """Name of the evaluation set that `data.eval_make_rows` makes."""
@@ -20,84 +21,84 @@ class MixturePart(Section):
     """One dataset of a mixture."""
 
     path: Path
-    """A JSONL or parquet file with a row a prompt."""
+    """A JSONL or parquet file with one prompt a row."""
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
-    """The dataset's share of all prompts is its weight over the sum of weights."""
+    """The dataset's fraction of all prompts is its weight over the sum of weights."""
 
 
 class DataConfig(Section):
-    """Where prompts come from."""
+    """Training prompts and evaluation sets."""
 
     train: Path | None = None
-    """A JSONL or parquet file with a row a prompt."""
+    """A JSONL or parquet file with one prompt a row."""
     make_rows: Positive | None = None
-    """Make this many rows with the environment's own generator instead of reading `train`."""
+    """Make so many synthetic rows with the environment's generator instead of reading `train`."""
     mixture: dict[str, MixturePart] = {}
-    """Several datasets by name, in the proportions of their weights, instead of `train`; an epoch has each row at least
+    """Several datasets by name instead of `train`, mixed in proportion to their weights; an epoch has each row at least
     once."""
     eval: dict[str, Path] = {}
     """Evaluation sets by name: JSONL or parquet files."""
     eval_make_rows: Positive | None = None
-    """Make an evaluation set `made` of this many rows with the environment's own generator."""
+    """Make an evaluation set `made` of so many synthetic rows with the environment's generator."""
     eval_every: NotNegative = 0
     """Optimizer steps between evaluations; 0: none while training."""
     eval_samples: Positive = 1
     """Trajectories of each evaluation prompt."""
     eval_temperature: Annotated[float, Field(ge=0)] | None = None
-    """Sampling temperature of evaluations, 0 for the likeliest tokens; None: the prompt's, as in training."""
+    """Sampling temperature of evaluations, 0 for greedy decoding; None: as in training."""
     eval_deadline: Seconds = 3600.0
-    """Seconds after which an evaluation is given up, and the run goes on without it."""
+    """Seconds after which an evaluation is given up; the run goes on without its results."""
     shuffle: bool = True
     """Shuffle each epoch with the run's seed."""
 
 
 class RetrievalConfig(Section):
-    """A retrieval server, as an actor of the run; `POST /retrieve` as Search-R1's and SkyRL's environments ask it."""
+    """A retrieval server, as an actor of the run, with the `POST /retrieve` of Search-R1's and SkyRL's environments."""
 
     corpus: Path | None = None
-    """JSONL with `id` and `contents` in each row; None: the small corpus that comes with Baton."""
+    """A JSONL file with `id` and `contents` in each row; None: the small corpus that comes with Baton."""
     encoder: Path | None = None
-    """A Hugging Face folder of a dense encoder; None: passages are found by the words that they share."""
+    """A Hugging Face folder of a dense encoder; None: passages are ranked by common words."""
     embeddings: Path | None = None
-    """The corpus's vectors (.npy), written where they are missing; without it they are computed at every start."""
+    """File of the corpus's vectors (.npy), written if missing; None: they are computed at every start."""
     query_prefix: str = ""
-    """Before each question, such as `query: ` for E5."""
+    """Text before each query, such as `query: ` for E5."""
     passage_prefix: str = ""
-    """Before each passage, such as `passage: ` for E5."""
+    """Text before each passage, such as `passage: ` for E5."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs of the encoder, or the share of one; 0: it runs on the CPU."""
+    """GPUs of the encoder, or a fraction of one; 0: it runs on the CPU."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0 takes a free one; a server that dies comes back where the environments look for it only on a fixed one."""
+    """Port of the server; 0 takes a free one. After a restart, environments find the server only on a fixed port."""
     start_deadline: Seconds = 1800.0
-    """Seconds that reading and encoding the corpus may take."""
+    """Seconds in which the corpus must be read and encoded."""
 
 
 class EnvConfig(Section):
-    """The environment that answers the policy."""
+    """The environment."""
 
     name: str = "lookup"
     """Name of the environment, as registered."""
     max_turns: Positive = 4
     step_deadline: Seconds = 60.0
-    """Seconds that one call of the environment may take."""
+    """Seconds in which one call of the environment must return."""
     options: dict[str, str | int | float | bool] = {}
     """Passed to the environment's constructor."""
     class_options: dict[str, dict[str, str | int | float | bool]] = {}
-    """The same for other environments that rows name in `env_class`, by that name."""
+    """Options of other environments that rows name in `env_class`, by that name."""
     trusted_modules: tuple[str, ...] = ()
-    """Modules, with what lies under them, whose classes `name` and `env_class` may mean as `module:Class`."""
+    """Modules, including their submodules, from which `name` and `env_class` may name classes as `module:Class`."""
     isolation: Literal["none", "process"] = "none"
-    """`process`: every open episode has a process of its own, which is ended where it blocks."""
+    """`process`: every open episode has a process of its own, which is killed if it blocks."""
     max_processes: Positive = 256
-    """Processes that one generator has open at once, at most; further episodes wait for one to end."""
+    """Most processes of one generator at once; further episodes wait for one to end."""
     max_observation_characters: Positive = 1 << 20
-    """Characters of one observation; an environment that says more loses its trajectory."""
+    """Most characters of one observation; with a longer one the trajectory fails."""
     retrieval: RetrievalConfig | None = None
-    """Start a retrieval server, whose address becomes the option `url` of the environment `name`."""
+    """Start a retrieval server; its address becomes the option `url` of the environment `name`."""
 
 
 class GeneratorConfig(Section):
-    """vLLM engines and the agent loops beside them."""
+    """vLLM engines and their agent loops."""
 
     engines: Positive = 1
     """Generator actors, one engine each."""
@@ -106,32 +107,33 @@ class GeneratorConfig(Section):
     concurrent_groups: Positive = 32
     """Groups that all engines together generate at once."""
     max_input_length: Positive = 1024
-    """Tokens of a turn's prompt, at most."""
+    """Most tokens of a turn's prompt."""
     max_generate_length: Annotated[int, Field(ge=2)] = 256
-    """Tokens of a turn's response, at most; the last one is kept for an end that the loop appends."""
+    """Most tokens of a turn's response, one of them kept for an end token that the loop appends."""
     temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
-    """Of sampling while training; engines sample at no lower one, and the trainer would not know."""
-    top_p: Share = 1.0
+    """Sampling temperature in training."""
+    top_p: Fraction = 1.0
     top_k: int = -1
-    min_p: Share = 0.0
+    min_p: Fraction = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Stop strings; an end-of-sequence token is appended, with mask 0, where one of them ended the turn."""
+    """Stop strings; if one ended the turn, an end-of-sequence token is appended with mask 0."""
     conversation: Literal["append", "rerender", "inline"] = "append"
-    """How a turn follows another: as messages after an unchanged history, by rendering the whole conversation anew
-    (rows fork where the template rewrites it), or as bare text inside one message of the assistant."""
+    """The prompt of the next turn: new messages after unchanged tokens, the whole conversation rendered again (rows
+    fork where the template changes earlier turns), or plain text inside one message of the assistant."""
     chat_template_options: dict[str, str | int | float | bool] = {}
-    """Passed to the chat template, such as `enable_thinking: false`."""
+    """Options of the chat template, such as `enable_thinking: false`."""
     kv_cache_bytes: Positive | None = None
-    """Bytes of KV cache of one engine; None lets a GPU engine use `gpu_memory_utilization`."""
-    gpu_memory_utilization: Share = 0.85
+    """Bytes of KV cache of one engine; None: a GPU engine uses `gpu_memory_utilization`."""
+    gpu_memory_utilization: Fraction = 0.85
+    """Fraction of a GPU's memory for its engine."""
     enforce_eager: bool = False
     """Skip compilation and CUDA graphs."""
     start_deadline: Seconds = 600.0
-    """Seconds that an engine may take to start."""
+    """Seconds in which an engine must start."""
     request_deadline: Seconds = 300.0
-    """Seconds that one turn may take in the engine."""
+    """Seconds in which the engine must generate one turn."""
     silent_deadline: Seconds = 60.0
-    """Seconds without an answer after which a generator is taken for frozen, and starts again."""
+    """Seconds without an answer after which a generator counts as frozen and is restarted."""

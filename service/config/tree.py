@@ -1,4 +1,4 @@
-"""The one configuration tree: strict, frozen, every field with its meaning and unit."""
+"""The configuration tree: strict and frozen, every field with its meaning and unit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
-from service.config.section import MergeMode, NotNegative, Positive, Seconds, Section, Share
+from service.config.section import Fraction, MergeMode, NotNegative, Positive, Seconds, Section
 
 
 class RunConfig(Section):
@@ -18,27 +18,27 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and of its folder."""
     dir: Path = Path("runs")
-    """Folder that holds the run folders; must outlast the process (a Ray job's working directory does not)."""
+    """Folder of the run folders; it must outlast the process (a Ray job's working directory does not)."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of everything random in the run."""
+    """Seed of all random numbers of the run."""
     max_steps: Positive = 100
     """Optimizer steps after which the run ends."""
     max_restarts: NotNegative = 3
-    """Failures of a generator, or of the trainer, without an optimizer step in between that a run survives."""
+    """Failures of a generator, or of the trainer, that a run survives without an optimizer step in between."""
     trajectories_per_step: NotNegative = 2
-    """Trajectories of each mini-batch, and as many again of groups that ended without being trained, that are kept in
-    `trajectories.jsonl`, until that file is full."""
+    """Trajectories of each mini-batch that are kept in `trajectories.jsonl`, and as many of groups that ended
+    untrained, until the file is full."""
     insecure_local: bool = False
-    """Run on a Ray without authentication; only for a machine that nobody else reaches."""
+    """Run on a Ray without authentication; only for a machine that nobody else can reach."""
     stop_grace: Seconds = 600.0
     """Seconds from a stop signal until the run is ended by force; before that it finishes its optimizer step and writes
     the final weights."""
     stall_deadline: Seconds = 600.0
-    """Seconds without an optimizer step after which the run ends with the reason."""
+    """Seconds without a mini-batch after which the run fails."""
 
 
 class MakeModelConfig(Section):
-    """The shape of a small Qwen3 model that the run makes itself, with a tokenizer for the environment's words."""
+    """The shape of a small random Qwen3 model that the run makes, with a tokenizer for the environment's words."""
 
     hidden_size: Annotated[int, Field(gt=0, le=4096)] = 128
     intermediate_size: Annotated[int, Field(gt=0, le=16384)] = 256
@@ -49,19 +49,19 @@ class MakeModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on the environment's demonstrations before RL begins."""
+    """Supervised training on the environment's demonstrations before RL begins."""
 
     steps: Positive = 300
     batch_size: Positive = 64
     lr: Annotated[float, Field(gt=0)] = 2e-3
-    right_fraction: Share = 0.15
-    """Share of demonstrations that solve the task; the others show bad habits."""
+    right_fraction: Fraction = 0.15
+    """Fraction of the demonstrations that solve the task; the others show mistakes."""
     demonstrations: Positive = 4096
-    """Demonstrations that are made to choose from."""
+    """Demonstrations that are made; batches are drawn from them."""
     probe_prompts: NotNegative = 64
-    """Prompts on which the success after the warm start is measured."""
-    expected_success: tuple[Share, Share] = (0.15, 0.25)
-    """Success between which the warm start must end: above it little is left to learn, below it nothing to build on."""
+    """Prompts on which the success rate after the warm start is measured; 0: it is not measured."""
+    expected_success: tuple[Fraction, Fraction] = (0.15, 0.25)
+    """Expected success rate after the warm start, lowest and highest; the run says whether it was reached."""
 
 
 class ModelConfig(Section):
@@ -73,44 +73,50 @@ class ModelConfig(Section):
     """Make a small model instead of reading `path`."""
     warm_start: WarmStartConfig | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the parameters in forward passes, in engine and trainer."""
+    """Type of the parameters in forward passes of engine and trainer."""
 
 
 class BufferConfig(Section):
     """Admission, staleness, deadlines, bounds."""
 
     lookahead: NotNegative | Literal["auto"] = 2
-    """Mini-batches that may be open beyond the one that the serving version trains; 0 is strictly on-policy;
-    auto: the smallest number that keeps the trainer's waiting under a twentieth, at most `max_staleness`."""
+    """Mini-batches that may be generated ahead of the one that the served version trains; 0: strictly on-policy; auto:
+    the smallest number at which the trainer waits less than 5 % of its time, at most `max_staleness`."""
     max_staleness: NotNegative = 8
-    """Versions after which a token carries no loss."""
+    """Staleness in versions above which a token carries no loss."""
     order: Literal["finished_first", "strict"] = "finished_first"
+    """Groups of a mini-batch: those that finished first, or strictly in the order of admission."""
     step_deadline: Seconds = 300.0
-    """Seconds without progress after which a trajectory starts anew as its next attempt."""
+    """Seconds without progress after which a trajectory is restarted as its next attempt."""
     max_attempts: Positive = 3
-    """Of a trajectory. One that only fails is then lost alone; one whose generators died or fell silent takes its group
-    with it."""
+    """Attempts of a trajectory. If its environment failed each time, the trajectory is lost; if its generators crashed
+    or timed out, its group is refused."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
-    """What becomes of a group at its deadline: its finished trajectories are trained, or none; None: it has none."""
+    """At a group's deadline: train its finished trajectories, or none of them; None: groups have no deadline."""
     group_deadline: Seconds = 3600.0
     """Seconds from a group's claim to its deadline."""
     lease_deadline: Seconds = 1800.0
+    """Seconds after which the lease of a mini-batch ends, and the mini-batch is leased again."""
     max_lease_attempts: Positive = 3
+    """Leases of a group, after which it is refused."""
     max_bytes: Positive = 4 << 30
-    """Bytes of admitted groups at worst, in memory."""
+    """Bytes in memory that admitted groups may need at worst."""
     max_group_bytes: Positive = 256 << 20
+    """Bytes of one group; a larger group is refused."""
     """Bytes of one group, in equal parts for its trajectories; a message beyond its trajectory's part is refused."""
     max_journal_bytes: Positive = 64 << 30
+    """Bytes of the journal on disk."""
     record: bool = False
-    """Keep what the journal no longer needs, so that every mini-batch can be formed again from it."""
+    """Keep old parts of the journal, so that `baton replay` can form every mini-batch again."""
     sync_interval: Seconds = 0.005
-    """Seconds between two syncs of the journal while something is queued."""
+    """Least seconds between two syncs of the journal."""
     merge: MergeMode = "linear"
-    """Which steps share a row: none, those that continue the step before, or those that continue any earlier row."""
+    """Steps that share a row: none, those that continue the previous step, or those that continue any earlier row."""
     drift: Literal["fork", "realign"] = "fork"
-    """A prompt that repeats its row but for a short mismatch: a new row, or the same, without loss on what differs."""
+    """For a prompt that differs from its row in a few tokens: begin a new row, or continue the row without loss on the
+    differing tokens."""
     max_drift_tokens: NotNegative = 16
-    """Tokens of a mismatch that `drift: realign` bridges, at most."""
+    """Longest difference in tokens that `drift: realign` accepts."""
 
 
 class WandbConfig(Section):
@@ -118,22 +124,23 @@ class WandbConfig(Section):
 
     project: str = "baton"
     offline: bool = True
-    """Write to the run folder only; `wandb sync` sends it when you want it to."""
+    """Write to the run folder only; `wandb sync` uploads the data later."""
 
 
 class MetricsConfig(Section):
-    """Where Prometheus finds the run."""
+    """Metrics service and trackers."""
 
     host: str = "127.0.0.1"
+    """Address on which /metrics and /status are served."""
     port: Annotated[int, Field(ge=0, le=65535)] = 9400
     """Port of /metrics and /status; 0 takes a free one."""
     long_batch_tokens: Positive | None = None
-    """Padded length above which the alert counts a mini-batch as long; None: three quarters of the longest row."""
+    """Padded length above which the alert counts a mini-batch as long; None: 75 % of the longest possible row."""
     wandb: WandbConfig | None = None
 
 
 class Config(Section):
-    """Everything a run can be told."""
+    """All settings of a run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -148,5 +155,5 @@ class Config(Section):
 
     @property
     def merge_mode(self) -> MergeMode:
-        """How the steps of a trajectory become rows: as `buffer.merge` says, or all of them one where not step-wise."""
+        """How steps become rows: `buffer.merge`; without `step_wise`, all steps of a trajectory become one row."""
         return self.buffer.merge if self.algorithm.step_wise else "linear"
