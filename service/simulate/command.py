@@ -20,7 +20,7 @@ ABOUT = """\
 Run the real buffer under a virtual clock with simulated generators and a simulated trainer.
 
 Without --worlds: reports throughput, waiting and staleness for a configuration and for lengths, times and costs.
-A run's few longest trajectories decide much of it: --seeds N says the mean of N runs, and how sure it is.
+A run's few longest trajectories have much influence: --seeds N reports the mean of N runs and its standard error.
 With --worlds N: N seeded worlds full of deaths, freezes, lost, doubled and overtaken messages, full disks and jumping
 clocks, each checked against the promises; the seed of a failure is printed, and --worlds 1 --seed S repeats it.
 """
@@ -49,7 +49,7 @@ PRESET = (
     "trainer.max_tokens_per_micro_batch=131072",
 )
 """Settings when no configuration is given: 64 groups of 8 at once, mini-batches of 32 groups, and room for the longest
-trajectories: a limit on the length is a different distribution, whose tail nobody waits for."""
+trajectories: a limit on the length would cut off the tail of the distribution."""
 
 _HELP = {
     "generators": "generator actors that share generator.concurrent_groups",

@@ -25,7 +25,7 @@ REASONS = {
 
 
 class Broken(Exception):
-    """A promise was broken; the message says which."""
+    """A promise was broken; the message names it."""
 
 
 class Witness:

@@ -1,4 +1,4 @@
-"""Whole groups into one mini-batch: merge, score, mask what is stale, pack."""
+"""Forming a mini-batch of whole groups: merge, score, mask stale tokens, pack."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
 
 
 class CompleteGroup(NamedTuple):
-    """A group whose trajectories have all ended: their winning attempts, steps and ends in any order."""
+    """A group whose trajectories have all ended: the steps and ends of their final attempts, in any order."""
 
     group_id: int
     prompt_uid: str
@@ -99,7 +99,7 @@ def mini_batch_boundaries(rows: Sequence[Row], mini_batch_size: int) -> list[tup
 def form_mini_batch(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
 ) -> MiniBatch:
-    """The mini-batch of these groups, in their order, as the trainer's current version would train it.
+    """The mini-batch of these groups, in their order, for a trainer at the history's newest version.
 
     Raises:
         ValueError: no groups; a sampled token without log-probability, or of a version that is not published yet;
@@ -141,7 +141,7 @@ def form_mini_batch(
 
 
 def _refuse_untrainable(steps: Steps, current: PolicyVersion) -> None:
-    """ValueError on sampled tokens whose importance ratio or staleness would be made up."""
+    """ValueError on sampled tokens without an importance ratio or a staleness."""
     if not steps.has_logprobs_K.all():
         lacking_N = steps.loss_mask_N & ~np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
         if lacking_N.any():
@@ -182,9 +182,9 @@ def _trajectory_of_rows(rows: Rows, ends: Ends) -> Int32s:
 def _masked(
     packed: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None
 ) -> tuple[Int32s, Int64s]:
-    """Take the loss from tokens without a finite log-probability and from stale ones, in place.
+    """Mask tokens without a finite log-probability and stale tokens, in place.
 
-    Returns the tokens' staleness, and how many stale ones each trajectory had.
+    Returns the staleness of every token, and the number of stale tokens of each trajectory.
     """
     staleness_N, mask_N = history.staleness(packed.versions_N, history.current), packed.loss_mask_N
     finite_N = np.isfinite(packed.logprobs_N)

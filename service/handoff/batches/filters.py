@@ -1,9 +1,9 @@
-"""Which complete groups end without being trained; each as a counted outcome that vacates the slot.
+"""Filters: complete groups that end untrained, each with a counted reason, and vacate their slot.
 
-| reason          | setting                     | the group                                                            |
-|-----------------|-----------------------------|----------------------------------------------------------------------|
-| `zero_variance` | `filter_zero_variance`      | all returns are equal, so that nothing tells its trajectories apart  |
-| `over_long`     | `filter_over_long` (a share)| more than that share of its trajectories ended at the length limit   |
+| reason          | setting                | the group                                                             |
+|-----------------|------------------------|-----------------------------------------------------------------------|
+| `zero_variance` | `filter_zero_variance` | all returns are equal, so every advantage would be 0                  |
+| `over_long`     | `filter_over_long`     | more than that fraction of its trajectories ended at the length limit |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AT_LENGTH_LIMIT = "length"
 
 
 def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Filtered | None:
-    """How a complete group ends here; None: it may be trained."""
+    """The event that ends a complete group untrained; None if no filter removes it."""
     return_G = returns(group.steps, group.ends, settings.returns)
     reason = None
     if settings.filter_zero_variance and (return_G == return_G[:1]).all():
@@ -38,13 +38,13 @@ def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Filtered | None
 
 
 def over_long_fraction(group: CompleteGroup) -> float:
-    """Share of the group's trajectories that ended at the length limit."""
+    """Fraction of the group's trajectories that ended at the length limit."""
     long = [reason == AT_LENGTH_LIMIT for reason in group.ends.stop_reasons]
     return float(np.mean([long[code] for code in group.ends.stop_reason_E.tolist()] or [False]))
 
 
 def end_filtered(record: Record, algorithm: AlgorithmConfig, group_ids: Iterable[int]) -> None:
-    """Complete groups that a filter takes end here; they vacate their slots."""
+    """End those of the groups that are complete and that a filter removes."""
     groups = record.ledger.state.groups
     if not algorithm.filter_zero_variance and algorithm.filter_over_long is None:
         return

@@ -1,4 +1,4 @@
-"""Steps that did not come through the buffer, as the complete groups that a mini-batch is formed of."""
+"""Complete groups, of which a mini-batch is formed, out of steps that did not come through the buffer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     ('a', [2, 1], [1.0, 0.0])
 
     Raises:
-        ValueError: a trajectory lacks a step, its end, or has other steps than its end says; a group_id or a trajectory
-            has two prompts.
+        ValueError: a trajectory lacks a step or its end, or its end names another number of steps; a group_id or a
+            trajectory has two prompts.
     """
     listed = list(steps)
     last: dict[TrajectoryId, Step] = {}

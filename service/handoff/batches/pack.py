@@ -1,4 +1,4 @@
-"""Rows onto ranks and into micro-batches.
+"""Packing: rows onto ranks and into micro-batches.
 
 All rows of a trajectory go to one rank; every rank gets the same number of micro-batches, each within the token budget
 (a longer row fills one alone); a micro-batch that only evens out the number is a dummy. In the padded layout a
@@ -22,7 +22,7 @@ from service.types import Int32s, Int64s, MicroBatch, Rows, TrainedTokens
 Layout = Literal["packed", "padded"]
 
 BALANCED = 1.005
-"""Heaviest rank over the best possible below which balancing goes no further."""
+"""Ratio of the heaviest rank's cost to the best possible one at which balancing stops."""
 
 
 class Placement(NamedTuple):
@@ -57,7 +57,7 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 def _evened(
     bins: list[list[int]], rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout
 ) -> list[list[int]]:
-    """A rank's rows in exactly `count` bins: spread over all where that works, else with empty ones at the end."""
+    """A rank's rows in exactly `count` bins: spread over all of them if possible, else with empty bins at the end."""
     spread = bins if len(bins) == count else _packed(rows, lengths, budget, count, layout)
     return spread if len(spread) == count else bins + [[] for _ in range(count - len(bins))]
 
@@ -116,7 +116,7 @@ def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
 
 
 def _packed(rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    """Rows in bins that are alike; where that takes more than `count`, as few as either way of packing finds."""
+    """Rows in about equally full bins; if that takes more than `count` bins, the better of both ways of packing."""
     alike = pack_bins(rows, lengths, budget, count, layout)
     return alike if len(alike) <= count else min(alike, best_fit(rows, lengths, budget, layout), key=len)
 
@@ -165,7 +165,7 @@ def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: i
 
 
 def in_packing_order(rows: Rows, placement: Placement) -> tuple[Rows, Int64s]:
-    """The rows in the order in which micro-batches hold them, rank by rank; and which rows those were."""
+    """The rows in the order of the micro-batches, rank by rank; and the index of each."""
     order_R = np.array([row for rank in placement.ranks for chosen in rank for row in chosen], np.int64)
     return select(rows, order_R, copy=True), order_R
 
@@ -200,7 +200,7 @@ def _micro_batch(packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, start:
 
 
 def _dummy(rows: Rows) -> MicroBatch:
-    """Two tokens that carry no loss, so that every rank makes as many forward passes."""
+    """A micro-batch of two tokens without loss, so that every rank makes the same number of forward passes."""
     columns = [column for column in columns_of(TrainedTokens).tokens if getattr(rows, column.name) is not None]
     tokens: dict[str, Any] = {c.name: filled(c, 2, getattr(rows, c.name).shape[1:]) for c in columns}
     return MicroBatch(

@@ -1,4 +1,4 @@
-"""The few things the journal does to a disk, so that a test can put a failing or forgetful one in its place."""
+"""What the journal does to a disk, behind a protocol, so that tests can substitute disks that fail or lose data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol
 Buffer = bytes | bytearray | memoryview
 
 MOST_BUFFERS_PER_WRITE = 512
-"""Well below the kernel's IOV_MAX of 1024."""
+"""Below the kernel's IOV_MAX of 1024."""
 
 
 class File(Protocol):
@@ -25,13 +25,13 @@ class File(Protocol):
         """At most `length` bytes from `offset`; fewer at the end of the file."""
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """Where, from `offset` on, the file may hold anything but zeros: (start, stop) of each stretch."""
+        """The stretches (start, stop) from `offset` on that may hold anything but zeros."""
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
         """Write the buffers one after the other; returns how many bytes the disk took, which may be fewer."""
 
     def allocate(self, size: int) -> None:
-        """Make sure that the file's first `size` bytes have their place on the disk; OSError when it is full."""
+        """Reserve the file's first `size` bytes on the disk; OSError when it is full."""
 
     def truncate(self, size: int) -> None:
         """Cut the file to `size` bytes."""
@@ -64,7 +64,7 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # A journal that refuses to start is dropped with its files open; they go with it.
+        # A journal that refuses to start is garbage-collected with its files open; this closes them.
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def size(self) -> int:

@@ -1,11 +1,11 @@
-"""The append-only journal: what it acknowledged survives kill -9 of everything.
+"""The append-only journal: synced frames survive kill -9 of every process.
 
 Frames (`service.handoff.journal.frames`) lie in segments: files named by the position of their first byte, each but the
 first beginning with a snapshot, so that old ones can be removed.
 
-Only the last segment can have a torn tail: a frame that cannot be read, with nothing valid behind it that says that it
-had been synced. It is cut. Every other frame had been synced when a later segment began, or when the segments before
-its own were removed: one of those that cannot be read is damage, and the journal refuses to start, changing nothing.
+Only the last segment can have a torn tail: a frame that cannot be read, behind which no valid frame states that it had
+been synced. The tail is cut off. Every other frame had been synced when a later segment began, or when earlier segments
+were removed: if one of them cannot be read, the file is damaged, and the journal refuses to start and changes nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ALLOCATION_BYTES = 1 << 20
 PAGE_BYTES = 1 << 12
 LEAST_PIECE_BYTES = 1 << 16
 MOST_PIECES = 256
-"""Into how many pieces reserved space is cut that goes from one file to another on a full disk."""
+"""Pieces in which reserved space is moved from one file to another on a full disk."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 KEPT = "reclaimed"
-"""Folder of segments that nobody needs any more but that are kept for replay."""
+"""Folder of segments that are no longer needed and are kept for `baton replay`."""
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +92,13 @@ class Journal:
         self._ready = False
 
     def configure(self, segment_bytes: int, keep_reclaimed: bool) -> None:
-        """Make segments at most so long; move those that nobody needs any more to a folder instead of removing them."""
+        """Limit the length of segments; `keep_reclaimed`: move unneeded segments to a folder, do not remove them."""
         self._segment_bytes = min(self._segment_bytes, segment_bytes)
         self._keep_reclaimed = keep_reclaimed
 
     @property
     def start(self) -> int:
-        """Position of the oldest frame that is still there."""
+        """Position of the oldest frame that is kept."""
         return self._segments[0].start
 
     @property
@@ -107,7 +107,7 @@ class Journal:
         return self.position - self._segment_position >= self._segment_bytes
 
     def append(self, kind: int, payload: Buffer, begins_segment: bool = False) -> int:
-        """Queue a frame; returns the position that `synced` has to reach before anyone may rely on it."""
+        """Queue a frame; returns the position that `synced` has to reach before the frame may be acknowledged."""
         if not self._ready:
             raise ValueError("the journal takes frames only after its replay")
         end = self.position + HEADER_BYTES + len(payload) + -len(payload) % ALIGNMENT
@@ -134,7 +134,7 @@ class Journal:
             return self.synced
 
     def reserve(self, n_bytes: int) -> bool:
-        """Whether `n_bytes` more have their place on the disk, so that writing them cannot run out of space."""
+        """Reserve `n_bytes` more on the disk; False if the disk is too full."""
         with self._segments_lock:
             active = self._segments[-1]
             wanted = self.position - active.start + n_bytes
@@ -151,17 +151,17 @@ class Journal:
             return False
 
     def freed_below(self, position: int) -> int:
-        """Bytes that `reclaim` of that position would free, if a new segment began now."""
+        """Bytes that `reclaim(below=position)` would free if a new segment began now."""
         ends = [*(segment.start for segment in self._segments[1:]), self.position]
         return max((end for end in ends if end <= position), default=self.start) - self.start
 
     def reclaim(self, below: int, once: int) -> None:
-        """Nothing before position `below` is needed once everything before `once` is synced; `sync` removes it then."""
+        """Let `sync` remove the segments before position `below` once everything before `once` is synced."""
         with self._queue_lock:
             self._reclaims.append((once, below))
 
     def replay(self) -> Iterator[Frame]:
-        """All frames so far, oldest first; cuts a torn tail; the journal takes new frames when this is exhausted."""
+        """All frames so far, oldest first. Cuts a torn tail; the journal takes new frames once this is exhausted."""
         self._open_segments()
         self.position = self.start
         for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
@@ -187,7 +187,7 @@ class Journal:
                     yield frame
 
     def close(self) -> None:
-        """Give unused space back and close the files; what was queued and never synced is lost."""
+        """Give unused space back and close the files; queued frames that were never synced are lost."""
         if self._ready:
             self._segments[-1].file.truncate(self.synced - self._segments[-1].start)
         for segment in self._segments:
@@ -203,7 +203,7 @@ class Journal:
             self._segments.append(Segment(int(path.stem), self._disk.open(path), path))
 
     def _check_end(self, segment: Segment, following: Segment) -> None:
-        """Everything in a segment was synced before the next one began; only its reserved space may still be there."""
+        """Raise unless a segment ends where the next one begins; only reserved space may follow its last frame."""
         offset = self.position - segment.start
         if has_data(segment.file, offset):
             raise self._damaged(segment)
@@ -216,7 +216,7 @@ class Journal:
         )
 
     def _cut_tail(self, segment: Segment) -> None:
-        """Tell an end, a torn tail and damage apart where no further frame of the last segment can be read."""
+        """Tell an end, a torn tail and damage of the last segment apart; cut a torn tail."""
         offset, size = self.position - segment.start, segment.file.size()
         # The segments before the oldest one were removed when its snapshot had been synced.
         if offset == 0 and segment.start == self.start > 0:
@@ -266,7 +266,7 @@ class Journal:
         return True
 
     def _begin_segment(self, start: int) -> None:
-        """Go on in a new file with as much reserved space as the old one has left."""
+        """Begin a new file with as much reserved space as the old one has left."""
         with self._segments_lock:
             active = self._segments[-1]
             if active.start == start:
@@ -296,10 +296,10 @@ class Journal:
 
 
 def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
-    """Cut a file to what it uses, and reserve as much in a new one as it had reserved beyond; returns how much that is.
+    """Move a file's unused reserved space to a new file; returns how many bytes the new file has.
 
-    On a full disk the space goes over piece by piece, but for the page that both files have a part of. What another
-    process takes meanwhile is missing too: what was to be written there waits until the disk has room again.
+    On a full disk the space is moved piece by piece, except for the page that both files share. Another process may
+    take some of it meanwhile; frames that were to be written there wait until the disk has room again.
     """
     wanted = moved = max(allocated - used, 0)
     if not _allocated(new, wanted):
@@ -313,7 +313,7 @@ def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
 
 
 def _grown(file: File, size: int, more: int) -> int:
-    """Reserve `more` bytes after a file's first `size`, or what the disk has of them; returns how many it has then."""
+    """Reserve up to `more` bytes after a file's first `size`; returns how many bytes the file has then."""
     if _allocated(file, size + more):
         return size + more
     while (more := more // 2) >= PAGE_BYTES:
@@ -323,7 +323,7 @@ def _grown(file: File, size: int, more: int) -> int:
 
 
 def _allocated(file: File, size: int) -> bool:
-    """Whether a file's first `size` bytes have their place on the disk now."""
+    """Reserve a file's first `size` bytes on the disk; False if the disk is full."""
     try:
         if size:
             file.allocate(size)

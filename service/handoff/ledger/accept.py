@@ -26,7 +26,7 @@ from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import index_of_steps, same_step
 from service.handoff.steps.stop_reason import FAILURES
 from service.handoff.steps.tables import concat_steps, ends_table, trajectory_ids
-from service.handoff.steps.validate import MAX_SHARE_NOT_FINITE, trajectory_refusal
+from service.handoff.steps.validate import MAX_FRACTION_NOT_FINITE, trajectory_refusal
 from service.types import (
     Bools,
     Extension,
@@ -338,7 +338,7 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
     """Why a trajectory is refused that has its end and all its steps with this addition."""
     known = received.trajectory
     bad, sampled = known.bad_tokens + addition.bad_tokens, known.tokens + addition.tokens
-    if bad > max(1, MAX_SHARE_NOT_FINITE * sampled):
+    if bad > max(1, MAX_FRACTION_NOT_FINITE * sampled):
         return Refusal(RefusalReason.LOGPROB, f"{received.id}/logprobs", bad)
     if addition.chain is not None:
         return None

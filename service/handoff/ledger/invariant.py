@@ -1,4 +1,4 @@
-"""What must hold of the ledger after every event."""
+"""The invariant of the ledger, which holds after every event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.handoff.ledger.state import Group
 
 
 def violations(ledger: Ledger) -> list[str]:
-    """What is wrong with the ledger; empty, always. This is the invariant."""
+    """Violations of the invariant, in words; always empty."""
     state, found = ledger.state, []
     if state.accepted != sum(state.fates.values()):
         found.append(

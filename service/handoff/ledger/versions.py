@@ -1,4 +1,4 @@
-"""Which policy versions exist, and how stale a token is.
+"""Published policy versions, and the staleness of tokens.
 
 published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as incarnation 1
                      \\__ (1,1) (1,2)
@@ -13,7 +13,7 @@ from service.types import Bools, Int32s, Int64s, PolicyVersion
 
 
 class VersionHistory:
-    """Every version that was ever published, and where incarnations branched off."""
+    """Every version that was published, and the steps at which incarnations branched off."""
 
     def __init__(self, start: PolicyVersion | None = None) -> None:
         self._published = [(start or PolicyVersion(0, 0)).pack()]
@@ -26,7 +26,7 @@ class VersionHistory:
         return PolicyVersion.unpack(self._published[-1])
 
     def publish(self, version: PolicyVersion) -> None:
-        """Note a new version; it must follow the current one."""
+        """Add a new version; ValueError unless it follows the current one."""
         if version <= self.current:
             raise ValueError(f"version {version} does not follow {self.current}")
         self._note(version)

@@ -56,8 +56,8 @@ MAX_REWARD = 1e12
 REWARD_TOLERANCE = 1e-4
 """How far a step's reward may be from the sum over its tokens, as a share of those."""
 
-MAX_SHARE_NOT_FINITE = 0.01
-"""Of a trajectory's sampled tokens, the share whose log-probability may be missing."""
+MAX_FRACTION_NOT_FINITE = 0.01
+"""Fraction of a trajectory's sampled tokens whose log-probability may be missing."""
 
 
 class Routing(NamedTuple):
@@ -127,7 +127,7 @@ def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
         return Refusal(RefusalReason.PREFIX, str(error))
     sampled_N = steps.loss_mask_N & np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
     bad = int(np.count_nonzero(sampled_N & ~np.isfinite(steps.logprobs_N)))
-    if bad > max(1, MAX_SHARE_NOT_FINITE * np.count_nonzero(sampled_N)):
+    if bad > max(1, MAX_FRACTION_NOT_FINITE * np.count_nonzero(sampled_N)):
         return Refusal(RefusalReason.LOGPROB, "logprobs_N", bad)
     return None
 
