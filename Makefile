@@ -1,4 +1,4 @@
-# `make help` says what there is. PYTHON=python3.12 names the Python, PROFILE=cpu or cuda the profile.
+# `make help` lists the targets. PYTHON=python3.12 selects the Python, PROFILE=cpu or cuda the profile.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -6,15 +6,15 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# What `make quickstart` is told beyond its configuration, such as SET="run.seed=1 buffer.lookahead=0".
+# Settings of `make quickstart` over its configuration, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
-# cpu or cuda, where the machine's looks are to be overruled.
+# cpu or cuda, to override the detected profile.
 PROFILE :=
 export PYTHON
 BOOTSTRAP := $(if $(PROFILE),BATON_PROFILE=$(PROFILE)) scripts/bootstrap --venv $(VENV)
 
 .PHONY: help
-help: ## what there is
+help: ## list the targets
 	@awk -F ':.*## ' '/^ifneq/ {split($$0, part, /[ )]/); skip = system("test -e " part[3])} /^endif/ {skip = 0} \
 	    /^[a-z-]+:.*## / && !skip {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -30,18 +30,18 @@ quickstart: venv ## train a small model through vLLM, the buffer and FSDP (minut
 	@$(BIN)/baton run --config configs/quickstart.yaml $(SET)
 
 .PHONY: servers test test-fast test-full test-chaos worlds soak
-servers: dev ## Prometheus, Alertmanager and Chromium for the tests, where root has apt-get (BATON_SERVERS=no: never)
+servers: dev ## Prometheus, Alertmanager and Chromium for the tests, as root with apt-get (BATON_SERVERS=no: never)
 	@$(BIN)/python scripts/servers.py
 test: dev servers ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing"
 	@$(PYTEST) --durations=15 -m "not full and not chaos" tests
-test-fast: dev ## only what needs no Ray and no vLLM
+test-fast: dev ## only the tests that need neither Ray nor vLLM
 	@$(PYTEST) -m "not slow and not full" tests/pure
-test-full: dev servers ## everything that runs on CPU, save for test-chaos
+test-full: dev servers ## all tests that run on CPU, except test-chaos
 	@$(PYTEST) --durations=15 -m "not chaos" --hypothesis-profile=fresh tests
 test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (under twenty minutes)
 	@$(BIN)/python -m tests.chaos
-worlds: dev ## five thousand simulated worlds full of faults, on one core (about ten minutes)
+worlds: dev ## five thousand simulated runs with injected faults, on one core (about ten minutes)
 	@$(BIN)/python -m service simulate --worlds 5000
 soak: dev ## the buffer under load for twenty minutes
 	@$(BIN)/python -m benchmarks.soak
@@ -52,27 +52,27 @@ lint: dev ## ruff
 	@$(BIN)/ruff format --check .
 types: dev ## mypy --strict over service/ and actors/
 	@$(BIN)/mypy
-check: lint types test ## what has to pass before a change lands
+check: lint types test ## all checks that a change has to pass
 docs: dev ## the documentation as a site in build/site
 	@$(BIN)/mkdocs build --strict --quiet
 	@echo "baton: the site is in build/site; open build/site/index.html"
 dist: dev ## the package as sdist and wheel in dist/
 	@rm -rf dist
 	@$(BIN)/hatchling build
-format: dev ## let ruff rewrite what it can
+format: dev ## format and fix with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 .PHONY: bench-handoff bench-learn bench-padded
 bench-handoff: dev ## merging and batching against other systems, in one run
 	@$(BIN)/python -m benchmarks.handoff
-bench-padded: dev ## how long padded mini-batches are, for three ways to make rows
+bench-padded: dev ## padded lengths of mini-batches, for three ways to form rows
 	@$(BIN)/python -m benchmarks.padded_lengths
 bench-learn: dev ## packed against padded learning, in one run
 	@$(BIN)/python -m benchmarks.learn
 
 .PHONY: lock clean
-lock: dev ## resolve the dependencies anew and write requirements/*.txt
+lock: dev ## resolve the dependencies again and write requirements/*.txt
 	@$(BIN)/python scripts/lock.py
 clean: ## remove the environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

