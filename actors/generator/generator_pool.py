@@ -209,7 +209,8 @@ class GeneratorPool:
             raise gone
 
     async def _take_shared(self, name: str, version: PolicyVersion) -> None:
-        """Let an engine load what lies on its GPU; where newer weights do, those are about to be published."""
+        """Let an engine load what a trainer rank shares on its GPU; skipped where the rank has newer weights, which are
+        about to be published."""
         handles = await self._trainer.ipc_handles(list(self._generators).index(name), version)
         if handles is not None:
             await self._take(name, version, handles.data, handles.checksum)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from service.config.rollout import GeneratorConfig
@@ -28,18 +28,8 @@ class Sampling:
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
         """The configured parameters; `max_generate_length` leaves one token for an appended end."""
-        return Sampling(
-            max_tokens=config.max_generate_length - 1,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            repetition_penalty=config.repetition_penalty,
-            presence_penalty=config.presence_penalty,
-            frequency_penalty=config.frequency_penalty,
-            stop=config.stop,
-            stop_token_ids=stop_token_ids,
-        )
+        same = {field.name: getattr(config, field.name) for field in fields(Sampling) if hasattr(config, field.name)}
+        return Sampling(max_tokens=config.max_generate_length - 1, stop_token_ids=stop_token_ids, **same)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from threading import Thread
 from typing import IO, Any
 
@@ -182,7 +183,7 @@ class IsolatedEnvironment:
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Take a process and begin the episode in it."""
         self._worker = await self._processes.take()
-        request = {"verb": "reset", "make": self._make, "task": task_as_json(task), "seed": seed}
+        request = {"verb": "reset", "make": self._make, "task": asdict(task), "seed": seed}
         messages: list[Message] = await self._worker.ask(request)
         return messages
 
@@ -204,20 +205,8 @@ class IsolatedEnvironment:
             self._processes.give_back(worker)
 
 
-def task_as_json(task: Task) -> dict[str, Any]:
-    """The task as a JSON object; `_task` is the inverse."""
-    return {
-        "uid": task.uid,
-        "prompt": list(task.prompt),
-        "env_class": task.env_class,
-        "reward_spec": dict(task.reward_spec),
-        "extra_info": dict(task.extra_info),
-        "tools": list(task.tools),
-        "temperature": task.temperature,
-    }
-
-
 def _task(fields: Mapping[str, Any]) -> Task:
+    """The task of a request; JSON has lists for tuples."""
     return Task(**{**fields, "prompt": tuple(fields["prompt"]), "tools": tuple(fields["tools"])})
 
 

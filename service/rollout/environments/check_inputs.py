@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from service.config.rollout import EnvConfig
@@ -13,7 +14,6 @@ from service.errors import UserError
 from service.rollout.environment import Environment, Task
 from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
-from service.rollout.isolation import task_as_json
 from service.rollout.prompts.dataset import load_tasks, tasks_of
 
 SYNTHETIC = Path("made")
@@ -75,7 +75,7 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
 
 def _refuse_no_json(task: Task, row: str) -> None:
     try:
-        json.dumps(task_as_json(task))
+        json.dumps(asdict(task))
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{row}: it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import pytest
 from service.rollout.agent import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
-from service.rollout.isolation import EnvironmentDied, IsolatedEnvironment, Processes, task_as_json
+from service.rollout.isolation import EnvironmentDied, IsolatedEnvironment, Processes
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
 
 HERE = "tests.pure.rollout.misbehaving"
@@ -177,7 +178,7 @@ async def test_what_an_environment_started_ends_when_it_dies(tmp_path: Path) -> 
 @pytest.mark.asyncio
 async def test_what_an_environment_started_ends_when_its_agent_loop_is_gone(tmp_path: Path) -> None:
     make = {"name": f"{HERE}:Abandons", "options": {"suffix": str(tmp_path / "pid")}, "trusted": [HERE]}
-    request = json.dumps({"verb": "reset", "make": make, "task": task_as_json(QUESTION), "seed": 0, "number": 1})
+    request = json.dumps({"verb": "reset", "make": make, "task": asdict(QUESTION), "seed": 0, "number": 1})
     process = subprocess.Popen(
         [sys.executable, "-m", "service.rollout.isolation"],
         stdin=subprocess.PIPE,
