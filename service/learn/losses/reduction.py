@@ -12,6 +12,9 @@ on all ranks, so the loss does not depend on how a trajectory was cut into rows,
 | sequence_mean | 1 / (rows * loss tokens of the row): counts rows, hence not split-invariant |
 
 A trajectory (prompt, row) without loss tokens still counts in these denominators: it contributes 0 to a mean over all.
+
+Sources: token_mean: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.3; trajectory_mean (a mean over outputs, each by
+its length): Shao et al. 2024 (GRPO), arXiv:2402.03300; a constant norm: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
 """
 
 from __future__ import annotations
