@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from benchmarks.handoff import peers
 from benchmarks.handoff.peers import TrajectoryID, compute_prompt_mini_batch_boundaries, ppo_utils
 from service.handoff import advantages, merge_steps, mini_batch_boundaries
-from service.interop.skyrl import rows_to_generator_output, steps_from_generator_output
+from service.interop.skyrl import merge_generator_output, rows_to_generator_output, steps_from_generator_output
 
 TOLERANCE = 1e-5
+OPTIONAL = ("rollout_logprobs", "stop_reasons")
 LISTS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards")
 
 
@@ -22,6 +24,7 @@ def check(rounds: int = 300) -> int:
     for _ in range(rounds):
         output = random_output(rng, per_token=bool(rng.integers(2)))
         check_merge(output)
+        check_drop_in(output | dict.fromkeys(rng.choice(OPTIONAL, rng.integers(len(OPTIONAL) + 1)).tolist()))
         check_scores(rng)
     return rounds
 
@@ -78,6 +81,16 @@ def check_merge(output: dict[str, Any]) -> None:
     count = len(set(uids))
     for size in (size for size in range(1, count + 1) if count % size == 0):
         assert mini_batch_boundaries(rows, size) == compute_prompt_mini_batch_boundaries(uids, size, count, True, 1)
+
+
+def check_drop_in(output: dict[str, Any]) -> None:
+    """The same merged output: every field, in the same order; and the input as it was."""
+    before = copy.deepcopy(output)
+    ours, theirs = merge_generator_output(output), peers.merge(output)
+    assert output == before, "the input was changed"
+    assert list(ours) == list(theirs), (list(ours), list(theirs))
+    for name, theirs_R in theirs.items():
+        assert ours[name] == theirs_R, (name, ours[name], theirs_R)
 
 
 def check_scores(rng: np.random.Generator) -> None:
