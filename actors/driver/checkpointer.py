@@ -58,6 +58,6 @@ class Checkpointer:
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
         self._begun = None
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Give up the checkpoint that was begun: the ranks that were writing it died."""
         self._begun = None

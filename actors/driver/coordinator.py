@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import ray.exceptions
 
@@ -33,6 +34,8 @@ from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0
 """Length of one long poll for a mini-batch; the driver checks for a stop signal between two polls."""
+
+ask_buffer = partial(call, who="the buffer")
 
 
 class Coordinator:
@@ -120,7 +123,7 @@ class Coordinator:
         self._telemetry.start()
         self._telemetry.state("starting")
         with phase("starting the actors", self._say):
-            await call(self._buffer.ready, who="the buffer")
+            await ask_buffer(self._buffer.ready)
         if self._resume_from is not None:
             await self._resume_journal(self._resume_from)
             # Not earlier: settings that the journal refuses must not replace those that it was written with.
@@ -162,9 +165,9 @@ class Coordinator:
         Raises:
             UserError: the journal is another run's, or its end is lost.
         """
-        status = await call(self._buffer.status, who="the buffer")
+        status = await ask_buffer(self._buffer.status)
         manifest.check_journal(status["journal_synced"], self._folder.path / JOURNAL)
-        await call(self._buffer.resume, who="the buffer")
+        await ask_buffer(self._buffer.resume)
 
     async def _start_fresh(self) -> None:
         """Do the warm start, if configured, and measure its success rate; then evaluate the initial weights."""
@@ -190,7 +193,7 @@ class Coordinator:
 
     async def _continue_from(self, step: int) -> None:
         """Join the buffer as a trainer at this step, and publish the weights to the engines."""
-        incarnation = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")
+        incarnation = await ask_buffer(self._buffer.join, "trainer", "trainer", step)
         self._version = PolicyVersion(incarnation, step)
         self._progress.go_on_from(step)
         await self._generator_pool.publish(self._version, await self._trainer.weights(self._version))
@@ -226,9 +229,7 @@ class Coordinator:
         if (why := logprob_mismatch(report.metrics, self._config.weights)) is not None:
             raise RunFailed(why)
         self._version = PolicyVersion(self._version.incarnation, self._version.step + 1)
-        _accepted(
-            await call(self._buffer.commit, self._version.incarnation, leased.lease, self._version, who="the buffer")
-        )
+        _accepted(await ask_buffer(self._buffer.commit, self._version.incarnation, leased.lease, self._version))
         self._bad_steps = self._trainer_failures = 0
         self._generator_pool.progressed()
         self._failures.progressed()
@@ -258,7 +259,7 @@ class Coordinator:
         start = time.monotonic()
         self._waits_for = "a mini-batch"
         while not self._stopping:
-            answer = await call(self._buffer.lease, self._version.incarnation, POLL_SECONDS, who="the buffer")
+            answer = await ask_buffer(self._buffer.lease, self._version.incarnation, POLL_SECONDS)
             if isinstance(answer, Leased):
                 self._progress.waited(time.monotonic() - start)
                 return answer
@@ -273,7 +274,7 @@ class Coordinator:
         self._bad_steps += 1
         self._telemetry.aborted()
         self._say(f"step {self._version.step + 1} was not applied: {reason}")
-        _accepted(await call(self._buffer.release, self._version.incarnation, leased.lease, reason, who="the buffer"))
+        _accepted(await ask_buffer(self._buffer.release, self._version.incarnation, leased.lease, reason))
         if self._bad_steps >= self._config.trainer.max_bad_steps:
             ends = describe_ends(leased.trajectories)
             raise RunFailed(
@@ -290,7 +291,7 @@ class Coordinator:
         if self._trainer_failures > self._config.run.max_restarts:
             raise RunFailed(f"the trainer failed {self._trainer_failures} times; the last time: {error}") from error
         self._say(f"{error}; the trainer restarts from step {manifest.step}")
-        self._checkpoints.forget()
+        self._checkpoints.abandon()
         await self._trainer.restart(self._prepared.model_folder)
         self._generator_pool.trainer_started_again()
         await self._trainer.restore(self._checkpoints.path(manifest.step))
@@ -308,14 +309,14 @@ class Coordinator:
             await self._checkpoints.begin(self._version)
             await self._checkpoints.settle()
         else:
-            await call(self._buffer.covered, self._version.step, self._version.step, who="the buffer")
+            await ask_buffer(self._buffer.covered, self._version.step, self._version.step)
         if not self._stopping:
-            self._folder.append_trajectories(await call(self._buffer.end, who="the buffer"))
+            self._folder.append_trajectories(await ask_buffer(self._buffer.end))
         generators = await self._generator_pool.statuses()
         await self._generator_pool.stop()
         state = "stopped" if self._stopping else "finished"
         self._telemetry.stop(state)
-        self._progress.end(state, await call(self._buffer.status, who="the buffer"), generators)
+        self._progress.end(state, await ask_buffer(self._buffer.status), generators)
 
 
 def _accepted(answer: object) -> None:

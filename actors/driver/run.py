@@ -34,7 +34,7 @@ IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 def run(config: Config, resume: Path | None = None) -> int:
     """Run to the end, to a stop signal or to a failure; returns the exit code.
 
-    `resume` is the folder of a run that goes on from its newest checkpoint. A stop signal writes the final weights and
+    `resume` is the folder of a run to continue from its newest checkpoint. A stop signal writes the final weights and
     returns 128 + its number.
 
     Raises:
@@ -56,17 +56,20 @@ def run(config: Config, resume: Path | None = None) -> int:
             end_early(folder, say, 0 if manifest is None else manifest.step)
             return int(stopped.code or 0)
         except (BatonError, OSError) as error:
-            reason = (
-                error if isinstance(error, BatonError) else RunFailed(f"{error.filename or path}: {error.strerror}")
+            failure = (
+                error
+                if isinstance(error, BatonError)
+                else RunFailed(f"{error.filename or path}: {error.strerror or error}")
             )
-            _keep_failure(folder, reason)
-            raise reason from error
+            with contextlib.suppress(OSError):  # the disk may be what failed
+                folder.write_summary({"state": "failed", "reason": str(failure), "exit_code": failure.exit_code})
+            raise failure from error
 
 
 def _run(config: Config, folder: RunWriter, manifest: Manifest | None, is_new: bool) -> int:
     with phase("preparing the data and the model"):
         prepared = _prepared(config, folder.path, is_new)
-    folder.forget_end()
+    folder.delete_end()
     if is_new:
         folder.write_config(config)
     say(f"run folder: {folder.path}")
@@ -87,25 +90,16 @@ def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest:
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
-    try:
-        with contextlib.ExitStack() as held:
-            seconds = config.run.stop_grace
-            countdown = held.enter_context(force_after(seconds, partial(_end_by_force, folder, seconds)))
-            with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
-                held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
-            if missing := missing_resources(config, gpus_each()):
-                say(f"WAITING for resources that the Ray cluster does not have: {missing}")
-            cluster = place_actors(config, prepared, folder.path / JOURNAL)
-            coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
-            return asyncio.run(_until_stopped(coordinator, countdown))
-    except OSError as error:
-        raise RunFailed(f"{error.filename or folder.path}: {error.strerror or error}") from error
-
-
-def _keep_failure(folder: RunWriter, error: BatonError) -> None:
-    """Write the failure into the run's summary, if the disk allows it."""
-    with contextlib.suppress(OSError):
-        folder.write_summary({"state": "failed", "reason": str(error), "exit_code": error.exit_code})
+    with contextlib.ExitStack() as held:
+        seconds = config.run.stop_grace
+        countdown = held.enter_context(force_after(seconds, partial(_end_by_force, folder, seconds)))
+        with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
+            held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
+        if missing := missing_resources(config, gpus_each()):
+            say(f"WAITING for resources that the Ray cluster does not have: {missing}")
+        cluster = place_actors(config, prepared, folder.path / JOURNAL)
+        coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
+        return asyncio.run(_until_stopped(coordinator, countdown))
 
 
 def newest_checkpoint(config: Config, path: Path) -> Manifest:

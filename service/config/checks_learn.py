@@ -1,4 +1,4 @@
-"""Checks of what is learned: names of functions, estimator, reduction, correction, packing, placement."""
+"""Checks of the learning settings: names of functions, estimator, reduction, correction, packing, placement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _estimator(config: Config) -> Iterator[Problem]:
         yield Problem(
             "algorithm.estimator",
             f"{algorithm.estimator} discounts along one token axis, but step-wise rows are separate sequences: the "
-            "chain would break at every row and rewards would not reach earlier steps; use an outcome estimator "
+            "chain would break at every row, and rewards would not reach earlier steps; use an outcome estimator "
             f"({', '.join(GROUP_ESTIMATORS)})",
         )
     elif algorithm.estimator == "gae":

@@ -1,4 +1,4 @@
-"""Checks of what is played: model, datasets, evaluation, retrieval, sampling, concurrency."""
+"""Checks of the rollout settings: model, datasets, evaluation, retrieval, sampling, concurrency."""
 
 from __future__ import annotations
 

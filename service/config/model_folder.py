@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: what must lie in it, and what is wrong with it, said in one place and without torch.
+"""Checks of a Hugging Face model folder, without torch: files, configuration, tokenizer, headers of the weights.
 
 `service.run.prepare` checks more before a run begins: the shape of every weight, and what transformers reads.
 """

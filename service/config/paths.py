@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -24,7 +24,7 @@ class _PathProblem(NamedTuple):
 
 def check_paths(config: Config) -> None:
     """Raises `UserError` if a file, folder or module that the configuration names is missing or of the wrong kind."""
-    _refuse([problem.message for problem in _problems(config)])
+    _refuse(_problems(config))
 
 
 def elsewhere(config: Config) -> list[str]:
@@ -34,18 +34,18 @@ def elsewhere(config: Config) -> list[str]:
         UserError: a file or folder exists and is of the wrong kind or damaged.
     """
     problems = list(_problems(config))
-    _refuse([problem.message for problem in problems if not problem.is_missing])
+    _refuse(problem for problem in problems if not problem.is_missing)
     return [problem.message for problem in problems]
 
 
 def check_retrieval(config: Config) -> None:
     """Raises `UserError` if a file of the retrieval server is missing or of the wrong kind."""
-    _refuse([problem.message for problem in _retrieval_problems(config)])
+    _refuse(_retrieval_problems(config))
 
 
-def _refuse(messages: Sequence[str]) -> None:
-    if messages:
-        raise UserError("\n".join(messages))
+def _refuse(problems: Iterable[_PathProblem]) -> None:
+    if lines := [problem.message for problem in problems]:
+        raise UserError("\n".join(lines))
 
 
 def _problems(config: Config) -> Iterator[_PathProblem]:

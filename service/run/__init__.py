@@ -1,1 +1,1 @@
-"""The run folder, its checkpoints, and what is prepared before a run starts."""
+"""The run folder, its checkpoints, and the preparation of a run."""

@@ -31,7 +31,7 @@ class RunWriter:
         self.step = 0
         """The optimizer step that was logged last."""
 
-    def forget_end(self) -> None:
+    def delete_end(self) -> None:
         """Delete the summary and the address of an earlier part of the run, which now continues."""
         for name in (SUMMARY, ADDRESS):
             (self.path / name).unlink(missing_ok=True)

@@ -215,7 +215,7 @@ def test_status_tells_a_run_that_starts_from_one_that_was_killed(
         assert "no run answers there" in said()
     killed = said()
     assert "it was killed" in killed and f"baton run --resume {tmp_path}" in killed
-    folder.forget_end()
+    folder.delete_end()
     assert "it was killed" in said()
 
 
@@ -227,7 +227,7 @@ def test_a_run_that_goes_on_is_no_longer_one_that_ended(capsys: pytest.CaptureFi
     assert main(["status", str(tmp_path)]) == 0
     assert "stopped after 27 optimizer steps" in capsys.readouterr().out
     with lock_run(tmp_path):
-        folder.forget_end()
+        folder.delete_end()
         assert main(["status", str(tmp_path)]) == 2
         assert "the run is starting" in capsys.readouterr().err
 
