@@ -54,11 +54,8 @@ class Column(NamedTuple):
     optional: bool
     """Whether a table may lack the column (None)."""
     about: About
-
-    @property
-    def is_offsets(self) -> bool:
-        """Whether the column has one item more than its axis."""
-        return self.name.startswith("offsets_")
+    is_offsets: bool
+    """Whether the column has one item more than its axis."""
 
 
 class Table:
@@ -123,7 +120,9 @@ def _column(name: str, hint: Any) -> Iterator[Column]:
     array = hint if get_origin(hint) is np.ndarray else kinds[0]
     if get_origin(array) is np.ndarray:
         scalar = get_args(get_args(array)[1])[0]
-        yield Column(name, name.rpartition("_")[2], np.dtype(scalar), array is not hint, about)
+        yield Column(
+            name, name.rpartition("_")[2], np.dtype(scalar), array is not hint, about, name.startswith("offsets_")
+        )
 
 
 # -- whole tables ------------------------------------------------------------------------------------------------------

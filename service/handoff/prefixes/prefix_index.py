@@ -12,7 +12,9 @@ Adding a step costs what its own tokens cost, wherever it branches off; looking 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import xxhash
@@ -25,6 +27,9 @@ from service.types import Bools, Extension, Int32s, Steps
 
 PROMPT_COLUMNS = tuple(column for column in columns_of(Steps).tokens if column.about.on_prompt and column.optional)
 """Columns in which tokens of a prompt have values too: equal token ids alone do not make a prefix shared."""
+
+
+NONE_KNOWN: Mapping[int, Extension] = MappingProxyType({})
 
 
 class PrefixError(ValueError):
@@ -115,8 +120,10 @@ class PrefixIndex:
         """A step's whole prompt and response; None if it is not here."""
         return self._steps[index].tip.tokens() if index in self._steps else None
 
-    def references(self, steps: Steps, items: list[int], wanted_K: Bools) -> dict[int, Extension]:
-        """The longest prefix that each wanted item shares with an earlier step.
+    def references(
+        self, steps: Steps, items: list[int], wanted_K: Bools, known: Mapping[int, Extension] = NONE_KNOWN
+    ) -> dict[int, Extension]:
+        """The longest prefix that each wanted item shares with an earlier step, or the reference that is known.
 
         The items are sorted by index. They are also compared with one another, but none of them stays in the index.
         """
@@ -127,7 +134,7 @@ class PrefixIndex:
             if (index := int(steps.index_K[k])) in self._steps:
                 continue
             extends, own_start = extension_of(steps, k), int(steps.offsets_K[k])
-            if wanted_K[k] and (reference := self._nearest(steps, k)) is not None:
+            if wanted_K[k] and (reference := known.get(k) or self._nearest(steps, k)) is not None:
                 found[k] = extends = reference
                 own_start += reference.length
             with suppress(PrefixError):
@@ -174,7 +181,9 @@ class PrefixIndex:
                 here_T = _values(column, steps, start, start + len(prompt), shape)
                 shared = {step: self._equal(column, step, length, here_T) for step, length in shared.items()}
         length, step = max(((length, step) for step, length in shared.items()), default=(0, -1))
-        return Extension(step, length, digest(prompt[:length])) if length else None
+        if not length:
+            return None
+        return Extension(step, length, self._steps[step].holder(length).digest(length).intdigest())
 
     def _reached(self, index: int, prompt: Int32s) -> Place:
         """How far the tree has a prompt; tokens that the step before it extends too are recognised by their digest."""

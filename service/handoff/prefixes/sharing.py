@@ -79,10 +79,11 @@ def dedupe_prefixes(
     found: dict[int, Extension] = {}
     for of, items in items_by_trajectory(steps).items():
         if wanted_K[items].any():
-            if not any_branch:
-                found |= _continuing(chain_of(of), steps, items, wanted_K)
-            if not all(k in found for k in items if wanted_K[k]):
-                found |= index_of(of).references(steps, items, wanted_K)
+            continuing = {} if any_branch else _continuing(chain_of(of), steps, items, wanted_K)
+            if all(k in continuing for k in items if wanted_K[k]):
+                found |= continuing
+            else:
+                found |= index_of(of).references(steps, items, wanted_K, continuing)
     return with_references(steps, found)
 
 
@@ -155,18 +156,20 @@ def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
 
 
 def _continuing(chain: Chain | None, steps: Steps, items: list[int], wanted_K: Bools) -> dict[int, Extension]:
-    """References of a trajectory's wanted steps, as far as each begins with all tokens of the step before it."""
+    """References of a trajectory's wanted steps, up to the first that does not begin with all of the step before it."""
     found: dict[int, Extension] = {}
     for k in items:
         index, start, stop = int(steps.index_K[k]), int(steps.offsets_K[k]), int(steps.offsets_K[k + 1])
         if chain is not None and index < chain.steps:
             continue
         extends = extension_of(steps, k) or NO_EXTENSION
-        if wanted_K[k] and chain is not None and chain.length <= steps.prompt_length_K[k]:
-            whole = chain.extension
-            if digest(steps.token_ids_N[start : start + whole.length]) == whole.digest:
-                found[k] = extends = whole
-                start += whole.length
+        if wanted_K[k]:
+            if chain is None or chain.length > steps.prompt_length_K[k]:
+                break
+            if digest(steps.token_ids_N[start : start + chain.length]) != chain.extension.digest:
+                break
+            found[k] = extends = chain.extension
+            start += chain.length
         chain = grown(chain, index, extends, token_bytes(steps.token_ids_N[start:stop]))
         if chain is None:
             break
