@@ -1,15 +1,15 @@
-"""The door: which step groups may enter the buffer.
+"""Validation: which step groups the buffer accepts.
 
-What follows from bad data, exactly:
+What one bad number costs:
 
-- masked, and counted as such: a log-probability that is not finite on a token the policy sampled; the token carries no
-  loss, the rest of the step does. On tokens that carry no loss, log-probabilities are not looked at.
-- the trajectory is refused (it may be tried again): more than max(1, 1 %) of its sampled tokens have such a
-  log-probability, or its steps do not make a whole: a gap, a step after the end, a reference that does not hold.
-- the message is refused: everything else below. A reward that is no finite number is never replaced by one, because
-  every sibling's baseline would be wrong with it.
+- the token, which is masked and counted as such: its log-probability is not finite although the policy sampled it; the
+  rest of the step carries loss. The log-probabilities of tokens without loss are not checked.
+- the trajectory, which is refused and may be tried again: more than max(1, 1 %) of its sampled tokens have such a
+  log-probability; or it is incomplete: a missing step, a step after the end, a reference that does not hold.
+- the message: everything else below. A reward that is not finite is never replaced by a number, because the baseline
+  of every sibling would be wrong with it.
 
-Rules go from cheap to dear, and the first that fails names itself.
+Rules are ordered from cheap to expensive; the first one that fails is the reason.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ class Limits:
 
 
 def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Why a message is refused, by what stands in it alone; None if it may enter."""
+    """Why a message is refused, as far as the message alone shows; None if it is accepted."""
     if not len(group.steps) and not len(group.ends):
         return Refusal(RefusalReason.EMPTY, "message")
     return next((found for rule in _RULES if (found := rule(group, limits)) is not None), None)
 
 
 def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
-    """Why a trajectory is refused, once its end and as many steps as that names are there; None if it is whole."""
+    """Why a trajectory is refused, once its end and as many steps as the end says have arrived; None if accepted."""
     if len(ends) != 1:
         return Refusal(RefusalReason.STEP_ORDER, "ends", len(ends))
     try:
@@ -230,7 +230,7 @@ def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _unroutable(experts_N: Int16s, routing: Routing) -> Refusal | None:
-    """Routed experts that the model has not: the trainer could not replay them."""
+    """Routed experts that the model lacks, so that the trainer could not replay them."""
     layers, topk = experts_N.shape[1:]
     if layers not in routing.layers or topk != routing.topk:
         return Refusal(RefusalReason.LENGTH_MISMATCH, f"routed_experts_N: {layers} layers, {topk} experts a token")
@@ -256,7 +256,7 @@ def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _token_rewards(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Rewards of tokens stand on responses, and sum up to their step's reward."""
+    """Token rewards are on response tokens only, and sum up to their step's reward."""
     steps, rewards_N = group.steps, group.steps.token_rewards_N
     if rewards_N is None or not len(steps):
         return None
@@ -287,7 +287,7 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
-    """A token has a version if, and only if, the policy sampled it; and it sampled no prompt."""
+    """A token has a version if, and only if, the policy sampled it; no token of a prompt is sampled."""
     steps = group.steps
     wrong_N = steps.loss_mask_N != (steps.versions_N >= 0)
     if wrong_N.any() or steps.versions_N.min(initial=0) < NO_VERSION:
