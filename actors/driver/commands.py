@@ -8,8 +8,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from service.cli.phases import phase, say
 from service.errors import UserError
-from service.observe.phases import phase, say
 from service.run.folder import CONFIG, run_folder
 
 SHORT_SECONDS = 1.0

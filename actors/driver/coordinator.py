@@ -18,11 +18,11 @@ from actors.generator.generator_pool import GeneratorPool
 from actors.observe.metrics_hub import serving
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerLost
+from service.cli.phases import phase
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import Wait
 from service.observe.logprob_mismatch import logprob_mismatch
-from service.observe.phases import phase
 from service.observe.progress import QUIET_SECONDS, Progress
 from service.observe.trajectories import describe_ends, trained
 from service.run.checkpoints import Manifest

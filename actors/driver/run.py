@@ -17,10 +17,10 @@ from actors.driver.coordinator import Coordinator
 from actors.driver.placement import missing_resources
 from actors.driver.signals import exit_on_stop_signals, force_after, on_stop_signal
 from actors.observe.metrics_hub import with_free_port
+from service.cli.phases import phase, say
 from service.config import Config, check
 from service.errors import BatonError, RunFailed, UserError
 from service.files import recover_folder
-from service.observe.phases import phase, say
 from service.observe.progress import end_early
 from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, FINAL, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder

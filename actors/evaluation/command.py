@@ -21,12 +21,12 @@ from actors.driver.placement import place_ranks
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
 from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.generator.retrieval import with_retrieval
+from service.cli.phases import phase
 from service.config import Config
 from service.config.paths import check_retrieval
 from service.errors import RunFailed, UserError
 from service.evaluation.scores import Evaluation
 from service.evaluation.target import EvalTarget
-from service.observe.phases import phase
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints, Manifest
 from service.run.prepare import prepare_evaluation, prepare_weights
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.observe.reporting import Reporter
+from service.cli.version import installed_version
 from service.config import Config
 from service.handoff.buffer import Buffer
 from service.observe.measure import LeasedBatches, measure_buffer, measure_run, measure_state, measure_step
 from service.observe.metrics import Metrics
 from service.observe.status import buffer_report, run_report
-from service.observe.version import installed_version
 from service.types import PolicyVersion
 
 

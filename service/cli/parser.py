@@ -12,8 +12,8 @@ from typing import Any
 
 from service.cli import commands, help_texts, init
 from service.cli.recipes import config_file
+from service.cli.version import installed_version
 from service.errors import BatonError
-from service.observe.version import installed_version
 
 WITHOUT_SETTINGS = ("trajectories", "status")
 """Commands in which a word with = is no setting: `group=812/sample=3/attempt=0`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.observe.phases import phase, say
+from service.cli.phases import phase, say
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]

@@ -12,9 +12,9 @@ CODE = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if not path.name.startswith("test_")  # what `baton init` copies
 )
-FILE_LINES = 405
+FILE_LINES = 400
 FUNCTION_LINES = 60
-FOLDER_FILES = 17
+FOLDER_FILES = 15
 LOOSE_FILES = 6
 FUNCTION_LINES_P90 = 40
 
