@@ -75,14 +75,14 @@ class Round(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What one request brought beyond its predecessor, and how many tokens it sampled."""
+    """The prompt tokens that a request adds to the one before, and how many tokens were sampled for it."""
 
     delta: list[int]
     n_tokens: int
 
 
 class Recorder(VllmEngine):
-    """Remembers what it was asked for, and can ask vLLM the same without any agent loop."""
+    """An engine that records its requests, and can send the same requests to vLLM without an agent loop."""
 
     def __init__(self, config: Config, model_folder: Path) -> None:
         super().__init__(config, model_folder)

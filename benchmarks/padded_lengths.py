@@ -59,14 +59,14 @@ class Measured(NamedTuple):
 
 
 class World(NamedTuple):
-    """What a recorded run can be asked."""
+    """What a recorded run was made of: configuration, chat template and tasks."""
 
     config: Config
     chat: Chat
     tasks: dict[str, Task]
 
     async def observation(self, step: Step) -> Int32s:
-        """What the environment would have told after a trajectory's last turn."""
+        """The observation that the environment would have given after a trajectory's last turn."""
         episode = Environments(self.config.env).make(self.tasks[step.prompt_uid])
         await episode.reset(self.tasks[step.prompt_uid], 0)
         result = await episode.step(self.chat.text(step.response_ids))

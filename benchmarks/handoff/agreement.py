@@ -1,4 +1,4 @@
-"""Do Baton and SkyRL say the same? Random episodes with forks, resets and empty observations through both."""
+"""Whether Baton and SkyRL give the same results for random episodes with forks, resets and empty observations."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
      "is_last_step": [False, True], ...}        ->  steps 0 and 1 of one trajectory of prompt "a"
 
 Entries of one trajectory are its steps, in their order; entries without `trajectory_ids` are trajectories of one step.
-Rows know no wall-clock times, so `trajectory_generation_times` is None in what they give back.
+Rows hold no wall-clock times, so `trajectory_generation_times` is None in an output that is made of rows.
 """
 
 from __future__ import annotations
