@@ -9,15 +9,15 @@ class StopReason(StrEnum):
     """Why a trajectory ended."""
 
     STOP = "stop"
-    """The environment said so."""
+    """The environment ended the episode."""
     LENGTH = "length"
     """The next prompt would exceed `max_input_length`."""
     MAX_TURNS = "max_turns"
     ABORT = "abort"
-    """The engine gave the turn up."""
+    """The engine aborted the request."""
     ENGINE_TIMEOUT = "engine_timeout"
     ENGINE_OUTPUT = "engine_output"
-    """What the engine answered contradicts itself or what it was asked."""
+    """The engine's answer contradicts itself or the request."""
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     ENVIRONMENT_REWARD = "environment_reward"
@@ -27,4 +27,4 @@ class StopReason(StrEnum):
 
 
 FAILURES = frozenset(StopReason) - {StopReason.STOP, StopReason.LENGTH, StopReason.MAX_TURNS}
-"""Reasons that say nothing about the policy: the attempt is lost, and the trajectory starts anew as its next one."""
+"""Reasons that are no result of the policy: the attempt is lost, and the trajectory starts again."""

@@ -38,7 +38,7 @@ _MICRO_BATCH_NAMES = [column.name for column in columns_of(MicroBatch).all]
 
 
 class ArrayHead(NamedTuple):
-    """What an array of the payload is."""
+    """Name, type and shape of an array of the payload."""
 
     name: str
     dtype: str
@@ -70,7 +70,7 @@ class BatchHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Damaged(Exception):
-    """Why bytes are no message; becomes a Refusal before it leaves this module."""
+    """Why bytes are not a message; `decode` turns it into a Refusal."""
 
     def __init__(self, reason: RefusalReason, path: str, number: float | None = None) -> None:
         self.refusal = Refusal(reason, path, number)
