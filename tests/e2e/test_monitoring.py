@@ -374,6 +374,8 @@ BEYOND_THIS_MACHINE = {
     r"/gcs_server ": 1,
     r"/raylet ": 2,
     r"ray::DashboardAgent|ray/dashboard/agent\.py": 3,
+    # Its own metrics, on every interface where the node's address is not a loopback one.
+    r"ray/dashboard/dashboard\.py": 1,
     r"ray::RuntimeEnvAgent|ray/_private/runtime_env/agent/main\.py": 1,
     r"ray::Monitor|autoscaler/_private/monitor\.py": 1,
     # Workers that Ray keeps for later, up to one a CPU.

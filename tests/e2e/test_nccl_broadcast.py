@@ -110,6 +110,6 @@ def test_the_configured_transport_selects_vllms_backend(tmp_path: Path, transpor
 def test_without_a_gpu_the_run_is_refused_in_one_line(local_ray: None, tmp_path: Path, transport: str) -> None:
     config: Config = load([QUICKSTART], [f"weights.transport={transport}", "model.make.hidden_size=32"]).config
     prepared = prepare(config, tmp_path / "run")
-    with pytest.raises(UserError, match=rf"weights\.transport: {transport} hands .* use memory") as refused:
+    with pytest.raises(UserError, match=rf"weights\.transport: {transport} sends .* use memory") as refused:
         place_actors(config, prepared, tmp_path / "journal")
     assert "\n" not in str(refused.value)
