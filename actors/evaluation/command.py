@@ -6,7 +6,7 @@ import asyncio
 import os
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from service.config.paths import check_retrieval
 from service.errors import RunFailed, UserError
 from service.evaluation.scores import Evaluation
 from service.evaluation.target import EvalTarget
-from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints, Manifest
+from service.run.checkpoints import MANIFEST, TRAINER, Manifest
 from service.run.prepare import prepare_evaluation, prepare_weights
 
 
@@ -120,19 +120,14 @@ async def _evaluate(
     results = []
     for name, path in files.items():
         with phase(f"evaluating {name}", say):
-            results.append(await _in_time(config, evaluate_on(engines, name, path, config.data.eval_samples)))
+            try:
+                async with asyncio.timeout(config.data.eval_deadline):
+                    results.append(await evaluate_on(engines, name, path, config.data.eval_samples))
+            except TimeoutError as error:
+                deadline = f"data.eval_deadline ({config.data.eval_deadline:g} s)"
+                raise RunFailed(f"the evaluation took longer than {deadline}") from error
     await asyncio.gather(*(call(engine.stop, who="an engine") for engine in engines))
     return results
-
-
-async def _in_time(config: Config, evaluating: Awaitable[Evaluation]) -> Evaluation:
-    try:
-        async with asyncio.timeout(config.data.eval_deadline):
-            return await evaluating
-    except TimeoutError as error:
-        raise RunFailed(
-            f"the evaluation took longer than data.eval_deadline ({config.data.eval_deadline:g} s)"
-        ) from error
 
 
 async def _export(config: Config, target: EvalTarget, manifest: Manifest, folder: Path) -> None:
@@ -140,7 +135,7 @@ async def _export(config: Config, target: EvalTarget, manifest: Manifest, folder
     gpus = gpus_each()
     trainer = place_trainer(config, gpus, place_ranks(config, gpus))
     await trainer.load(target.begun_with(config))
-    path = Checkpoints(target.checkpoints, keep=1).path(manifest.step)
+    path = target.weights(manifest)
     try:
         await trainer.restore(path / TRAINER)
     except UserError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from actors.generator.generator_pool import GeneratorPool
@@ -17,44 +18,37 @@ STOP_CHECK_SECONDS = 0.5
 """Seconds between two checks whether the run was stopped."""
 
 
+@dataclass(frozen=True, slots=True)
 class Evaluations:
     """Evaluates on the run's generators while training waits."""
 
-    def __init__(
-        self,
-        config: Config,
-        generator_pool: GeneratorPool,
-        folder: RunWriter,
-        files: Mapping[str, Path],
-        say: Callable[[str], None],
-        is_stopped: Callable[[], bool],
-    ) -> None:
-        self._config = config
-        self._generator_pool = generator_pool
-        self._folder = folder
-        self._files = files
-        self._say = say
-        self._is_stopped = is_stopped
+    config: Config
+    generator_pool: GeneratorPool
+    folder: RunWriter
+    files: Mapping[str, Path]
+    """Set -> its rows."""
+    say: Callable[[str], None]
+    is_stopped: Callable[[], bool]
 
     async def at(self, step: int) -> dict[str, float]:
         """Evaluate every set unless the run is stopped; returns the metrics for the step's line of `metrics.jsonl`."""
         start = time.monotonic()
         results: list[Evaluation] = []
-        for name, path in self._files.items():
+        for name, path in self.files.items():
             evaluation = await self._unless_stopped(name, path)
             results += [evaluation] if evaluation is not None else []
         if results:
-            self._folder.append_evaluations(step, [evaluation.record() for evaluation in results])
-            self._say(f"evaluation after step {step}:")
+            self.folder.append_evaluations(step, [evaluation.record() for evaluation in results])
+            self.say(f"evaluation after step {step}:")
             for line in table(results).splitlines():
-                self._say(f"  {line}")
+                self.say(f"  {line}")
         metrics = {key: value for evaluation in results for key, value in evaluation.metrics().items()}
         return {**metrics, "timing/eval": time.monotonic() - start}
 
     async def _unless_stopped(self, name: str, path: Path) -> Evaluation | None:
-        evaluating = asyncio.ensure_future(self._generator_pool.evaluate(name, path, self._config.data.eval_samples))
+        evaluating = asyncio.ensure_future(self.generator_pool.evaluate(name, path, self.config.data.eval_samples))
         while not evaluating.done():
-            if self._is_stopped():
+            if self.is_stopped():
                 evaluating.cancel()
                 return None
             await asyncio.wait([evaluating], timeout=STOP_CHECK_SECONDS)

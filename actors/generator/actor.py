@@ -106,7 +106,7 @@ class Generator:
         return Joined(
             incarnation,
             Claimer(self._name, incarnation, claim, lambda: self._engine.serving, deadline),
-            Outbox(self._name, incarnation, submit, deadline, self._close, self._cancel, self._on_sent),
+            Outbox(self._name, incarnation, submit, deadline, self._close, self._cancel, self._unmeasured.append),
         )
 
     async def run(self) -> None:
@@ -132,23 +132,21 @@ class Generator:
         async with asyncio.TaskGroup() as helpers:
             background = [helpers.create_task(outbox.run()), helpers.create_task(self._watch_engine())]
             async with asyncio.TaskGroup() as groups:
-                await self._until_room()
-                while (assignment := await claimer.next()) is not None:
+                while True:
+                    while self._groups >= self._limit.groups:
+                        self._room.clear()
+                        await self._room.wait()
+                    if (assignment := await claimer.next()) is None:
+                        break
                     self._groups += 1
                     self._counts["groups"] += 1
                     if (idle_seconds := self._idle.busy()) is not None:
                         reason = claimer.waited_for
                         self._metrics.observe("baton_generator_wait_seconds", idle_seconds, reason=reason)
                     groups.create_task(self._play_group(outbox, assignment, self._task_of(assignment)))
-                    await self._until_room()
             await outbox.flush()
             for task in background:
                 task.cancel()
-
-    async def _until_room(self) -> None:
-        while self._groups >= self._limit.groups:
-            self._room.clear()
-            await self._room.wait()
 
     def _task_of(self, assignment: Assignment) -> Task:
         task = self._tasks[assignment.row]
@@ -164,11 +162,12 @@ class Generator:
             async with asyncio.TaskGroup() as samples:
                 for sample, attempt in zip(assignment.samples, assignment.attempts, strict=True):
                     trajectory = TrajectoryId(assignment.group_id, sample, attempt)
-                    self._cancel_older(trajectory)
+                    for older in range(attempt):
+                        self._cancel(trajectory._replace(attempt=older))
                     playing = samples.create_task(self._play(outbox, trajectory, task))
-                    # A callback, because a task that is cancelled before it starts runs no line of `_play`.
-                    playing.add_done_callback(partial(self._ended, trajectory))
                     self._playing[trajectory] = playing
+                    # A callback, because a task that is cancelled before it starts runs no line of `_play`.
+                    playing.add_done_callback(partial(self._playing.pop, trajectory))
         finally:
             self._groups -= 1
             self._room.set()
@@ -183,16 +182,9 @@ class Generator:
         if end.stop_reason in ENVIRONMENT_FAILURES:
             self._metrics.count("baton_environment_errors_total", env=task.env_class or self._config.env.name)
 
-    def _ended(self, trajectory: TrajectoryId, _: asyncio.Task[None]) -> None:
-        del self._playing[trajectory]
-
     def _close(self, group_id: int) -> None:
         for trajectory in [t for t in self._playing if t.group_id == group_id]:
             self._cancel(trajectory)
-
-    def _cancel_older(self, trajectory: TrajectoryId) -> None:
-        for attempt in range(trajectory.attempt):
-            self._cancel(trajectory._replace(attempt=attempt))
 
     def _cancel(self, trajectory: TrajectoryId) -> None:
         playing = self._playing.get(trajectory)
@@ -285,11 +277,9 @@ class Generator:
         await self._player.close()
         await asyncio.to_thread(self._engine.stop)
 
-    def _on_sent(self, steps: Steps) -> None:
-        self._unmeasured.append(steps)
-
     def _measure_now(self, metrics: Metrics) -> None:
-        steps, self._unmeasured = self._unmeasured, []
+        steps = self._unmeasured.copy()
+        self._unmeasured.clear()
         measure_steps(metrics, steps)
         metrics.set("baton_generator_running_requests", self._engine.running)
         metrics.set("baton_generator_policy_version", self._engine.serving.step)

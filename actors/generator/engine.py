@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -31,7 +32,7 @@ from actors.weights.shared_memory_file import open_shared_memory_file, write_sha
 from service.config import Config
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
-from service.types import NO_VERSION, Float32s, Int16s, Int32s, Int64s, PolicyVersion
+from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -69,7 +70,6 @@ class VllmEngine:
         self._config = config
         self._model_folder = Path(model_folder)
         self._llm: AsyncLLM | None = None
-        self._params: dict[Sampling, SamplingParams] = {}
         self._update_lock = asyncio.Lock()
         self._size = PolicySize(0, tied=False)
         """An update must bring as many numbers."""
@@ -110,25 +110,25 @@ class VllmEngine:
             prompt["cache_salt"] = self._salt
         self.running += 1
         try:
-            outputs = self._running().generate(prompt, self._sampling_params(sampling), request_id)
+            outputs = self._running().generate(prompt, _sampling_params(sampling), request_id)
             output = [output async for output in outputs][-1]
         except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
             raise self._death() or error from None
         finally:
             self.running -= 1
         completion = output.outputs[0]
-        token_ids = np.asarray(completion.token_ids, np.int32)
+        token_ids, experts = np.asarray(completion.token_ids, np.int32), completion.routed_experts
         self.counts["requests"] += 1
         self.counts["prompt_tokens"] += len(prompt_ids)
         self.counts["cached_tokens"] += output.num_cached_tokens or 0
         self.counts["generated_tokens"] += len(token_ids)
         return Generation(
             token_ids=token_ids,
-            logprobs=_logprobs(completion.logprobs),
+            logprobs=np.asarray(() if completion.logprobs is None else completion.logprobs.logprobs, np.float32),
             versions=_versions(completion.weight_versions, len(token_ids)),
             stop_reason=completion.finish_reason,
             sampled_end=completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str),
-            routed_experts=_experts(completion.routed_experts),
+            routed_experts=None if experts is None else np.asarray(experts, np.int16),
         )
 
     def hold(self, data: WeightBytes, checksum: int) -> int:
@@ -254,12 +254,6 @@ class VllmEngine:
             raise RuntimeError("the engine is not started")
         return self._llm
 
-    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
-        params = self._params.get(sampling)
-        if params is None:
-            params = self._params[sampling] = _sampling_params(sampling)
-        return params
-
 
 def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRecorder | None]:
     from vllm import AsyncEngineArgs
@@ -272,6 +266,7 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
     return llm, next((logger for logger in loggers if isinstance(logger, LoadRecorder)), None)
 
 
+@lru_cache(maxsize=1024)
 def _sampling_params(sampling: Sampling) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -304,14 +299,6 @@ async def _load(llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tri
             if tried == tries:
                 raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
     return tried
-
-
-def _logprobs(flat: Any | None) -> Float32s:
-    return np.asarray(() if flat is None else flat.logprobs, np.float32)
-
-
-def _experts(recorded: Any | None) -> Int16s | None:
-    return None if recorded is None else np.asarray(recorded, np.int16)
 
 
 def _versions(spans: list[Any] | None, length: int) -> Int64s:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -65,13 +65,11 @@ class Outbox:
         self._sender = Sender(generator, incarnation, 0)
         self._submit = submit
         self._deadline = deadline
-        self._messages: deque[StepColumns] = deque()
-        """Not sent yet; only the last one takes further items."""
-        self._filled = asyncio.Event()
+        self._messages: asyncio.Queue[StepColumns] = asyncio.Queue()
+        """Not sent yet; done when answered."""
+        self._open: StepColumns | None = None
+        """The last message, which takes further items until it is sent."""
         self._window = asyncio.Semaphore(WINDOW)
-        self._delivering = 0
-        self._quiet = asyncio.Event()
-        self._quiet.set()
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
 
@@ -96,22 +94,20 @@ class Outbox:
 
     def _message(self, routing: tuple[int, ...] | None) -> StepColumns:
         """The message for the next item; all routed experts of a message have the shape `routing`."""
-        last = self._messages[-1] if self._messages else None
+        last = self._open
         if (
             last is None
             or last.n_bytes >= MESSAGE_BYTES
             or last.name_bytes >= NAME_BYTES
             or (routing is not None and last.routing not in (None, routing))
         ):
-            last = StepColumns()
-            self._messages.append(last)
-        self._filled.set()
-        self._quiet.clear()
+            last = self._open = StepColumns()
+            self._messages.put_nowait(last)
         return last
 
     async def flush(self) -> None:
         """Return when the buffer has answered everything that was queued."""
-        await self._quiet.wait()
+        await self._messages.join()
 
     async def run(self) -> None:
         """Send until cancelled.
@@ -122,13 +118,11 @@ class Outbox:
         """
         async with asyncio.TaskGroup() as deliveries:
             while True:
-                await self._filled.wait()
+                message = await self._messages.get()
                 await asyncio.sleep(LINGER_SECONDS)
                 await self._window.acquire()
-                message = self._messages.popleft()
-                if not self._messages:
-                    self._filled.clear()
-                self._delivering += 1
+                if message is self._open:
+                    self._open = None
                 deliveries.create_task(self._deliver(message))
 
     async def _deliver(self, message: StepColumns) -> None:
@@ -147,9 +141,7 @@ class Outbox:
                     self._on_refused(trajectory)
         finally:
             self._window.release()
-            self._delivering -= 1
-            if not self._delivering and not self._messages:
-                self._quiet.set()
+            self._messages.task_done()
 
     async def _send(self, group: StepGroup) -> Refusal | None:
         """Send a message under the next sequence number, until it is answered."""
@@ -159,19 +151,16 @@ class Outbox:
         self.counts["messages"] += 1
         self.counts["bytes"] += len(data)
         if isinstance(answer, Refusal):
-            self._count_refusal(answer, group)
+            self.refusals[answer.reason] += 1
+            log.warning("the buffer refused a message of %d items: %s", len(group.steps) + len(group.ends), answer)
+            if answer.reason == RefusalReason.FENCED:
+                raise RunFailed(f"{self._sender.generator} was replaced by a newer incarnation: {answer}")
             return answer
         self.counts["steps"] += len(group.steps)
         self.counts["ends"] += len(group.ends)
         for group_id in answer.superseded:
             self._on_closed(group_id)
         return None
-
-    def _count_refusal(self, refusal: Refusal, group: StepGroup) -> None:
-        self.refusals[refusal.reason] += 1
-        log.warning("the buffer refused a message of %d items: %s", len(group.steps) + len(group.ends), refusal)
-        if refusal.reason == RefusalReason.FENCED:
-            raise RunFailed(f"{self._sender.generator} was replaced by a newer incarnation: {refusal}")
 
     async def _answered(self, data: bytes) -> Receipt | Refusal:
         """Resend the same bytes until the buffer answers; it accepts each step once, however often it arrives."""

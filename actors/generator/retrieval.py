@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -10,13 +9,12 @@ from threading import Thread
 from typing import Any
 
 import ray
-from aiohttp import web
 
 from service.config import Config
 from service.config.rollout import RetrievalConfig
 from service.errors import RunFailed
-from service.rollout.retrieval.retriever import open_retriever
-from service.rollout.retrieval.server import BACKLOG, application
+from service.rollout.retrieval.retriever import Retriever, open_retriever
+from service.rollout.retrieval.server import BACKLOG, serve
 
 log = logging.getLogger(__name__)
 
@@ -30,25 +28,18 @@ class RetrievalServer:
         retriever = open_retriever(config, "cuda" if ray.get_gpu_ids() else "cpu")
         self._socket = socket.create_server((host, config.port), backlog=BACKLOG)
         self._url = f"http://{host}:{self._socket.getsockname()[1]}/retrieve"
-        Thread(target=self._serve, args=(application(retriever),), daemon=True, name="retrieval").start()
+        Thread(target=self._serve, args=(retriever,), daemon=True, name="retrieval").start()
 
     def url(self) -> str:
         """The address of `POST /retrieve`."""
         return self._url
 
-    def _serve(self, app: web.Application) -> None:
+    def _serve(self, retriever: Retriever) -> None:
         try:
-            asyncio.run(_forever(app, self._socket))
+            serve(retriever, self._socket, handle_signals=False)
         finally:
             log.error("the retrieval server at %s ended", self._url)
             os._exit(1)
-
-
-async def _forever(app: web.Application, listening: socket.socket) -> None:
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.SockSite(runner, listening).start()
-    await asyncio.Event().wait()
 
 
 def with_retrieval(config: Config, has_gpu: bool) -> tuple[Config, Any | None]:

@@ -105,18 +105,14 @@ async def play_eval_set(
     running = asyncio.Semaphore(concurrency)
 
     async def one(row: int, sample: int) -> EvalTrajectory:
+        columns = StepColumns()
         async with running:
-            return await _play(play, TrajectoryId(-1 - row, sample), tasks[row])
+            end = await play(TrajectoryId(-1 - row, sample), tasks[row], columns)
+        n_tokens = int(columns.steps().loss_mask_N.sum())
+        return EvalTrajectory(tasks[row].uid, end.reward, end.n_steps, n_tokens, end.stop_reason)
 
     ids = [(row, sample) for row in shard.rows(len(tasks)) for sample in range(n_samples)]
     return list(await asyncio.gather(*(one(row, sample) for row, sample in ids)))
-
-
-async def _play(play: Play, trajectory: TrajectoryId, task: Task) -> EvalTrajectory:
-    columns = StepColumns()
-    end = await play(trajectory, task, columns)
-    n_tokens = int(columns.steps().loss_mask_N.sum())
-    return EvalTrajectory(task.uid, end.reward, end.n_steps, n_tokens, end.stop_reason)
 
 
 def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:

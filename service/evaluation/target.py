@@ -38,9 +38,9 @@ class EvalTarget:
         return [] if self.run is None else [self.run / CONFIG]
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return (self.run or self.path) / CHECKPOINTS
+    def checkpoints(self) -> Checkpoints:
+        """The run's checkpoints."""
+        return Checkpoints((self.run or self.path) / CHECKPOINTS, keep=1)
 
     def begun_with(self, config: Config) -> Path:
         """The folder of the run's initial model, whose shape and tokenizer its checkpoints share."""
@@ -51,7 +51,7 @@ class EvalTarget:
     def weights(self, manifest: Manifest | None) -> Path:
         """The folder of the weights: that of the manifest's checkpoint, or the Hugging Face folder."""
         if manifest is not None:
-            return Checkpoints(self.checkpoints, keep=1).path(manifest.step)
+            return self.checkpoints.path(manifest.step)
         if self.model is None:
             raise ValueError(f"{self.path} is no model")
         return self.model
@@ -62,16 +62,15 @@ class EvalTarget:
         Raises:
             UserError: there is no such checkpoint, or it is incomplete.
         """
-        checkpoints = Checkpoints(self.checkpoints, keep=1)
         if self.step is not None:
-            return checkpoints.manifest(self.step)
-        steps = checkpoints.steps()
+            return self.checkpoints.manifest(self.step)
+        steps = self.checkpoints.steps()
         if not steps:
             raise UserError(
                 f"{self.path}: the run has neither final weights nor a checkpoint; wait for one, or evaluate "
                 f"{self.path / 'model'}"
             )
-        return checkpoints.newest() or checkpoints.manifest(steps[-1])
+        return self.checkpoints.newest() or self.checkpoints.manifest(steps[-1])
 
 
 def eval_target(path: Path) -> EvalTarget:

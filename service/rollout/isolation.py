@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from threading import Thread
 from typing import IO, Any
@@ -75,7 +76,8 @@ class Processes:
         """End all processes, also those that are starting right now."""
         self._closed = True
         for worker in self._all:
-            worker.kill()
+            if not worker.has_ended:
+                worker.kill()
         await asyncio.gather(*(worker.ended() for worker in self._all))
         self._all.clear()
         self._idle.clear()
@@ -123,21 +125,24 @@ class Worker:
             EnvironmentDied: the process ended, or answered out of order.
             OversizedOutput: the answer is too large.
         """
+        self._requests += 1
         try:
-            return await self._ask(request)
-        except EnvironmentRaised:
-            raise
+            answer = await self._answer(json.dumps({**request, "number": self._requests}).encode() + b"\n")
+            if answer["number"] != self._requests:
+                raise EnvironmentDied("its process is out of step: it answered an earlier request again")
         except BaseException:
             self.kill()
             raise
+        if "raised" in answer:
+            raise EnvironmentRaised(answer["raised"])
+        return answer["returned"]
 
-    async def _ask(self, request: Mapping[str, Any]) -> Any:
+    async def _answer(self, request: bytes) -> Any:
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the process was started without pipes")
         line = b""
         try:
-            self._requests += 1
-            self._process.stdin.write(json.dumps({**request, "number": self._requests}).encode() + b"\n")
+            self._process.stdin.write(request)
             await self._process.stdin.drain()
             line = await self._process.stdout.readline()
         except ValueError as error:  # StreamReader.readline raises this for a line beyond its limit
@@ -145,27 +150,14 @@ class Worker:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the process has ended; its exit code below says more
         if not line.endswith(b"\n"):
-            code = await self._process.wait()
-            self._kill_group()  # child processes of the environment may still run
-            raise EnvironmentDied(f"its process ended with code {code}")
-        answer = json.loads(line)
-        if answer["number"] != self._requests:
-            raise EnvironmentDied("its process is out of step: it answered an earlier request again")
-        if "raised" in answer:
-            raise EnvironmentRaised(answer["raised"])
-        return answer["returned"]
+            raise EnvironmentDied(f"its process ended with code {await self._process.wait()}")
+        return json.loads(line)
 
     def kill(self) -> None:
-        """End the process and its child processes."""
+        """End the process and its child processes, which may outlive the process."""
         self._broken = True
-        if not self.has_ended:
-            self._kill_group()
-
-    def _kill_group(self) -> None:
-        try:
+        with suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return  # the whole group has ended in the meantime
 
     async def ended(self) -> None:
         """Wait until the process has ended."""
@@ -203,11 +195,6 @@ class IsolatedEnvironment:
                 await worker.ask({"verb": "close"})
         finally:
             self._processes.give_back(worker)
-
-
-def _task(fields: Mapping[str, Any]) -> Task:
-    """The task of a request; JSON has lists for tuples."""
-    return Task(**{**fields, "prompt": tuple(fields["prompt"]), "tools": tuple(fields["tools"])})
 
 
 def main() -> None:
@@ -252,9 +239,10 @@ def _read(stdin: IO[bytes], loop: asyncio.AbstractEventLoop, requests: asyncio.Q
 
 async def _answer(episode: Environment | None, request: Mapping[str, Any]) -> tuple[Environment | None, Any]:
     if request["verb"] == "reset":
-        make = request["make"]
+        make, task = request["make"], request["task"]
+        task |= {"prompt": tuple(task["prompt"]), "tools": tuple(task["tools"])}  # JSON has lists for tuples
         episode = make_environment(make["name"], make["options"], make["trusted"])
-        return episode, list(await episode.reset(_task(request["task"]), request["seed"]))
+        return episode, list(await episode.reset(Task(**task), request["seed"]))
     if episode is None:
         raise RuntimeError(f"{request['verb']} before reset")
     if request["verb"] == "step":

@@ -65,7 +65,7 @@ class Player:
         await self._environments.close()
 
     async def _play(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> Played:
-        async with self._environments.room():
+        async with self._environments.room:
             try:
                 environment = self._environments.make(task)
             except UserError as error:  # the same constructor worked at the start

@@ -30,7 +30,7 @@ from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.prompts.warm_start import demonstration_rows
-from service.run.checkpoints import TRAINER, Checkpoints, Manifest
+from service.run.checkpoints import TRAINER, Manifest
 from service.run.folder import initial_model
 from service.types import SupervisedRow
 
@@ -92,7 +92,7 @@ def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
         return None
     manifest = target.manifest()
     hf_config, _ = _checked_model(target.begun_with(config))
-    folder = Checkpoints(target.checkpoints, keep=1).path(manifest.step) / TRAINER
+    folder = target.weights(manifest) / TRAINER
     check_parts(folder, read_metadata(folder), weight_shapes(hf_config))
     return manifest
 

@@ -15,7 +15,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from actors.generator.retrieval import with_retrieval
-from examples import data, synthetic_search
+from examples import data, search_r1
 from service.config import Config
 from service.config.rollout import EnvConfig, RetrievalConfig
 from service.errors import RunFailed
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 def made_encoder(folder: Path) -> Path:
     torch.manual_seed(0)
-    make_tokenizer(folder, synthetic_search.vocabulary())
+    make_tokenizer(folder, search_r1.vocabulary())
     BertModel(
         BertConfig(vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     ).save_pretrained(folder)

@@ -17,8 +17,8 @@ renders a placeholder for it, which is then tokenised as ordinary characters. So
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ HIDDEN = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
-Key = tuple[tuple[str, str], ...]
 Tool = Mapping[str, Any]
 """The JSON schema of a tool, as templates expect it."""
 
@@ -69,8 +68,8 @@ class Chat:
         longest_first = sorted(specials, key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, [*longest_first, OPEN])))
         self._special_ids = frozenset(specials.values()) - {tokenizer.unk_token_id}
-        self._prompts = _Cache(lambda messages: self._ids(*self._render(messages)))
-        self._deltas = _Cache(lambda messages: self._ids(*self._after_mark(messages)))
+        self._prompts = _cached(lambda messages: self._ids(*self._render(messages)))
+        self._deltas = _cached(lambda messages: self._ids(*self._after_mark(messages)))
         self.end_id = self._find_end()
         """The token that ends a turn; `end_token` appends it where the policy stopped without one."""
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
@@ -161,24 +160,21 @@ def load_chat(folder: Path, config: GeneratorConfig) -> Chat:
     return Chat(load_tokenizer(folder), config.chat_template_options)
 
 
-class _Cache:
-    """The ids of the newest short message lists, by role and content."""
+def _cached(make: Callable[[Sequence[Message]], Int32s]) -> Callable[[Sequence[Message]], Int32s]:
+    """`make`, with its results for the newest short message lists kept."""
 
-    def __init__(self, make: Callable[[Sequence[Message]], Int32s]) -> None:
-        self._make = make
-        self._ids: OrderedDict[Key, Int32s] = OrderedDict()
-
-    def __call__(self, messages: Sequence[Message]) -> Int32s:
-        if any(len(message) != 2 for message in messages):  # a template may use further fields
-            return self._make(messages)
-        key = tuple((message["role"], message["content"]) for message in messages)
-        if key in self._ids:
-            self._ids.move_to_end(key)
-            return self._ids[key]
-        ids = self._make(messages)
+    @lru_cache(CACHED_PROMPTS)
+    def newest(key: tuple[tuple[str, str], ...]) -> Int32s:
+        ids = make([Message(role=role, content=content) for role, content in key])
         ids.setflags(write=False)
-        if sum(len(content) for _, content in key) <= CACHED_CHARACTERS:
-            self._ids[key] = ids
-            if len(self._ids) > CACHED_PROMPTS:
-                self._ids.popitem(last=False)
         return ids
+
+    def cached(messages: Sequence[Message]) -> Int32s:
+        # A template may use further fields than role and content.
+        if any(len(message) != 2 for message in messages):
+            return make(messages)
+        if sum(len(message["content"]) for message in messages) > CACHED_CHARACTERS:
+            return make(messages)
+        return newest(tuple((message["role"], message["content"]) for message in messages))
+
+    return cached

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,24 +28,20 @@ def check_inputs(config: Config) -> None:
     """
     data, env = config.data, config.env
     make_environment(env.name, env.options, env.trusted_modules)
-    for needed in _needed_functions(config):
-        synthetic_data(env.name, env.options, env.trusted_modules, needed)
+    needed: dict[SyntheticFunction, bool] = {
+        "rows": data.make_rows is not None or data.eval_make_rows is not None,
+        "vocabulary": config.model.make is not None,
+        "demonstrations": config.model.warm_start is not None,
+    }
+    for function, is_needed in needed.items():
+        if is_needed:
+            synthetic_data(env.name, env.options, env.trusted_modules, function)
     for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
         if path is not None and path.exists():
             check_environments(env, load_tasks(path), path)
     if data.make_rows is not None:
         rows = synthetic_data(env.name, env.options, env.trusted_modules).rows(1, config.run.seed)
         check_environments(env, tasks_of(rows, SYNTHETIC), SYNTHETIC)
-
-
-def _needed_functions(config: Config) -> Iterator[SyntheticFunction]:
-    """What the environment's synthetic data has to provide for this configuration."""
-    if config.data.make_rows is not None or config.data.eval_make_rows is not None:
-        yield "rows"
-    if config.model.make is not None:
-        yield "vocabulary"
-    if config.model.warm_start is not None:
-        yield "demonstrations"
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:
@@ -68,29 +64,16 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
     for row, task in enumerate(tasks):
         name = task.env_class or config.name
         place = f"dataset {path}, row {row}"
-        if config.isolation == "process":
-            _refuse_no_json(task, place)
-        _refuse_row(environments[name], name, task, place)
-
-
-def _refuse_no_json(task: Task, row: str) -> None:
-    try:
-        json.dumps(asdict(task))
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{row}: it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"
-        ) from error
-
-
-def _refuse_row(environment: Environment, name: str, task: Task, row: str) -> None:
-    check = getattr(environment, "check_task", None)
-    if check is None:
-        return
-    try:
-        check(task)
-    except (Exception, SystemExit) as error:  # a user's `check_task` may raise anything
-        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{row}: the environment {name!r} cannot play it: {reason}") from error
+        try:
+            json.dumps(asdict(task) if config.isolation == "process" else None)
+        except (TypeError, ValueError) as error:
+            why = f"it cannot be sent to an environment's own process (env.isolation) as JSON: {error}"
+            raise UserError(f"{place}: {why}") from error
+        try:
+            getattr(environments[name], "check_task", lambda task: None)(task)
+        except (Exception, SystemExit) as error:  # a user's `check_task` may raise anything
+            reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(f"{place}: the environment {name!r} cannot play it: {reason}") from error
 
 
 def _refuse_missing_methods(environment: Environment, name: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from asyncio import Semaphore
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import nullcontext
 
 from service.config.rollout import EnvConfig
 from service.rollout.environment import Environment, Task
-from service.rollout.environments.registry import Options, make_environment
+from service.rollout.environments.registry import make_environment
 from service.rollout.isolation import Processes
 
 
@@ -18,29 +17,20 @@ class Environments:
     def __init__(self, config: EnvConfig) -> None:
         self._config = config
         isolated = config.isolation == "process"
-        self._room = Semaphore(config.max_processes) if isolated else None
+        self.room = Semaphore(config.max_processes) if isolated else nullcontext()
+        """Held during an episode: isolated episodes wait here for a process, before any deadline starts."""
         self._processes = Processes(config.max_observation_characters, config.trusted_modules) if isolated else None
-
-    @asynccontextmanager
-    async def room(self) -> AsyncIterator[None]:
-        """Hold a place for one episode: isolated episodes wait here for a process, before any deadline starts."""
-        if self._room is None:
-            yield
-            return
-        async with self._room:
-            yield
 
     def make(self, task: Task) -> Environment:
         """A new environment for one trajectory of the task; an empty `env_class` means the configured one."""
-        name = task.env_class or self._config.name
+        config = self._config
+        name = task.env_class or config.name
+        options = config.options if name == config.name else config.class_options.get(name, {})
         if self._processes is not None:
-            return self._processes.environment(name, self._options(name))
-        return make_environment(name, self._options(name), self._config.trusted_modules)
+            return self._processes.environment(name, options)
+        return make_environment(name, options, config.trusted_modules)
 
     async def close(self) -> None:
         """End the processes of isolated environments."""
         if self._processes is not None:
             await self._processes.close()
-
-    def _options(self, name: str) -> Options:
-        return self._config.options if name == self._config.name else self._config.class_options.get(name, {})

@@ -15,8 +15,6 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from service.errors import UserError
 from service.rollout.environment import Message, StepResult, Task
 
@@ -56,7 +54,7 @@ class ReasoningGym:
         """Nothing to close."""
 
 
-class SyntheticReasoningGym:
+class SyntheticRows:
     """Rows of one dataset for `data.make_rows`; the environment needs the same options."""
 
     def __init__(self, name: str, options: Mapping[str, Option]) -> None:
@@ -66,24 +64,16 @@ class SyntheticReasoningGym:
     def rows(self, n: int, seed: int) -> list[dict[str, Any]]:
         """`n` questions as dataset rows."""
         dataset = _dataset(self._name, seed, n, self._options)
-        return [self._row(dataset[index]["question"], index, n, seed) for index in range(n)]
-
-    def _row(self, question: str, index: int, size: int, seed: int) -> dict[str, Any]:
-        return {
-            "uid": f"{self._name}-{seed}-{index}",
-            "data_source": f"reasoning_gym/{self._name}",
-            "prompt": [Message(role="user", content=question)],
-            "env_class": f"reasoning_gym/{self._name}",
-            "extra_info": {"seed": seed, "size": size, "index": index},
-        }
-
-    def vocabulary(self) -> tuple[str, ...]:
-        """Raises `UserError`: the questions are free text."""
-        raise UserError("model.make: no small vocabulary has all words of reasoning-gym; give model.path")
-
-    def demonstrations(self, n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-        """Raises `UserError`: reasoning-gym has no worked solutions."""
-        raise UserError("model.warm_start: reasoning-gym has no demonstrations; leave it out")
+        return [
+            {
+                "uid": f"{self._name}-{seed}-{index}",
+                "data_source": f"reasoning_gym/{self._name}",
+                "prompt": [Message(role="user", content=dataset[index]["question"])],
+                "env_class": f"reasoning_gym/{self._name}",
+                "extra_info": {"seed": seed, "size": n, "index": index},
+            }
+            for index in range(n)
+        ]
 
 
 @lru_cache(maxsize=64)

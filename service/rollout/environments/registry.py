@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -44,8 +45,14 @@ def make_environment(name: str, options: Options, trusted_modules: Sequence[str]
     Raises:
         UserError: there is no such environment, or its constructor fails with these options.
     """
+    module_name, _, attribute = _path(name, trusted_modules).partition(":")
+    module = _module(module_name, name)
+    make: Callable[..., Environment] | None = getattr(module, attribute, None)
+    if make is None:
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise UserError(f"env.name: the environment {name!r} cannot be loaded, {module_name} has no {attribute}{hint}")
     family, slash, member = name.partition("/")
-    make = find_environment(name, trusted_modules)
     try:
         return make(member, **options) if slash and family in ADAPTERS else make(**options)
     except UserError:
@@ -56,61 +63,44 @@ def make_environment(name: str, options: Options, trusted_modules: Sequence[str]
         raise UserError(f"env.name: {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def find_environment(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Environment]:
-    """The class behind a name.
-
-    Raises:
-        UserError: there is no such environment, or its module is not trusted.
-    """
-    family, slash, member = name.partition("/")
-    if slash and member and family in ADAPTERS:
-        return _load(ADAPTERS[family], name)
-    if name in ENVIRONMENTS:
-        return _load(ENVIRONMENTS[name], name)
-    if ":" in name:
-        return _trusted(name, trusted_modules)
-    paths = registered()
-    if name in paths:
-        return _load(paths[name], name)
-    raise _unknown(name, [*ENVIRONMENTS, *paths])
-
-
 @cache
 def registered() -> Mapping[str, str]:
     """Name -> `module:Class` of the environments that installed packages register; cached, as each trajectory asks."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
-def _unknown(name: str, known: Sequence[str]) -> UserError:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    return UserError(
-        f"env.name: there is no environment {name!r}; the nearest is {near!r}. "
-        "A class of your own is named module:Class, with its module under env.trusted_modules"
-    )
+def _path(name: str, trusted_modules: Sequence[str]) -> str:
+    """`module:Class` of an environment.
+
+    Raises:
+        UserError: there is no such environment, or its module is not trusted.
+    """
+    family, slash, member = name.partition("/")
+    if slash and member and family in ADAPTERS:
+        return ADAPTERS[family]
+    if ":" in name:
+        module = name.partition(":")[0]
+        if not any(module == trusted or module.startswith(f"{trusted}.") for trusted in trusted_modules):
+            raise UserError(f"env.name: {name!r} is not loaded, for env.trusted_modules does not name {module!r}")
+        return name
+    paths = {**registered(), **ENVIRONMENTS}
+    if name not in paths:
+        near = difflib.get_close_matches(name, paths, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"env.name: there is no environment {name!r}; the nearest is {near!r}. "
+            "A class of your own is named module:Class, with its module under env.trusted_modules"
+        )
+    return paths[name]
 
 
-def _trusted(path: str, trusted_modules: Sequence[str]) -> Callable[..., Environment]:
-    module = path.partition(":")[0]
-    if not any(module == trusted or module.startswith(f"{trusted}.") for trusted in trusted_modules):
-        raise UserError(f"env.name: {path!r} is not loaded, for env.trusted_modules does not name {module!r}")
-    return _load(path, path)
-
-
-def _load(path: str, name: str) -> Callable[..., Environment]:
-    module_name, _, attribute = path.partition(":")
+def _module(module_name: str, name: str) -> ModuleType:
     try:
-        module = import_module(module_name)
+        return import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         raise UserError(
             f"env.name: the environment {name!r} cannot be loaded, importing {module_name} failed: "
             f"{type(error).__name__}: {error} (modules are looked up in {Path.cwd()} and among installed packages)"
         ) from error
-    found: Callable[..., Environment] | None = getattr(module, attribute, None)
-    if found is None:
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        raise UserError(f"env.name: the environment {name!r} cannot be loaded, {module_name} has no {attribute}{hint}")
-    return found
 
 
 SyntheticFunction = Literal["rows", "vocabulary", "demonstrations"]
@@ -129,14 +119,6 @@ class SyntheticData(Protocol):
         """`n` conversations for a supervised warm start, of which about `right_fraction` solve their task."""
 
 
-SYNTHETIC_DATA = {
-    "gsm8k": "examples.gsm8k",
-    "lookup": "examples.lookup",
-    "search_r1": "examples.synthetic_search",
-    "text_to_sql": "examples.synthetic_sql",
-}
-
-
 def synthetic_data(
     name: str,
     options: Options | None = None,
@@ -145,29 +127,19 @@ def synthetic_data(
 ) -> SyntheticData:
     """The generator of synthetic data for the environment `name`, made with these options.
 
-    For `module:Class` it is the module, which has to have the function `needed` and may lack the others.
+    It is the module of the environment, which has to have the function `needed` and may lack the others.
 
     Raises:
-        UserError: there is none, or it lacks what is needed.
+        UserError: the environment cannot be loaded, or its module lacks the function.
     """
-    family, _, member = name.partition("/")
-    if family == "reasoning_gym" and member:
-        from service.rollout.environments.reasoning_gym import SyntheticReasoningGym
-
-        return SyntheticReasoningGym(member, options or {})
-    path = SYNTHETIC_DATA.get(name)
-    if ":" in name:
-        _trusted(name, trusted_modules)
-        path = name.partition(":")[0]
-    if path is None:
-        raise UserError(
-            f"env.name: {name!r} makes no rows, words or demonstrations of its own, only {', '.join(SYNTHETIC_DATA)} "
-            "do; give data.train and model.path"
-        )
-    module: SyntheticData = import_module(path)
-    if not callable(getattr(module, needed, None)):
+    path = _path(name, trusted_modules)
+    family, slash, member = name.partition("/")
+    module: Any = _module(path.partition(":")[0], name)
+    source = module.SyntheticRows(member, options or {}) if slash and family == "reasoning_gym" else module
+    if not callable(getattr(source, needed, None)):
         raise UserError(
             f"env.name: {name!r} makes no {needed}: its module has no function `{needed}`; write it "
             "(docs/environments.md), or give data.train and model.path"
         )
-    return module
+    data: SyntheticData = source
+    return data

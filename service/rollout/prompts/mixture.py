@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from service.config.rollout import MADE_SET, DataConfig, EnvConfig, MixturePart
 from service.errors import UserError
@@ -65,24 +65,12 @@ def mixed_rows(parts: Mapping[str, MixturePart]) -> Iterator[dict[str, Any]]:
     rows = {name: read_rows(part.path) for name, part in parts.items()}
     uids = {name: [task.uid for task in tasks_of(rows[name], part.path)] for name, part in parts.items()}
     lengths = _lengths({name: len(rows[name]) for name in parts}, {name: part.weight for name, part in parts.items()})
-    for place in sorted(_places(lengths)):
-        passes, row = divmod(place.number, len(rows[place.name]))
-        uid = f"{place.name}/{uids[place.name][row]}" + (f"#{passes}" if passes else "")
-        yield {**rows[place.name][row], "uid": uid}
-
-
-class _Place(NamedTuple):
-    """The position of a dataset's row in the epoch, between 0 and 1; `number` counts on when its rows repeat."""
-
-    position: float
-    name: str
-    number: int
-
-
-def _places(lengths: Mapping[str, int]) -> Iterator[_Place]:
-    for name, length in lengths.items():
-        for number in range(length):
-            yield _Place((number + 0.5) / length, name, number)
+    # Sorted by the position of each row in the epoch, between 0 and 1.
+    places = sorted(((i + 0.5) / length, name, i) for name, length in lengths.items() for i in range(length))
+    for _, name, i in places:
+        passes, row = divmod(i, len(rows[name]))
+        uid = f"{name}/{uids[name][row]}" + (f"#{passes}" if passes else "")
+        yield {**rows[name][row], "uid": uid}
 
 
 def _lengths(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:

@@ -7,12 +7,10 @@ import socket
 import sys
 from pathlib import Path
 
-from aiohttp import web
-
 from service.config.rollout import RetrievalConfig
 from service.errors import UserError
 from service.rollout.retrieval.retriever import open_retriever
-from service.rollout.retrieval.server import BACKLOG, application
+from service.rollout.retrieval.server import BACKLOG, serve
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             bound.listen(BACKLOG)
             address = f"http://{options.host}:{bound.getsockname()[1]}/retrieve"
             print(f"{len(retriever.passages)} passages at {address}", flush=True)
-            web.run_app(application(retriever), sock=bound, print=None, backlog=BACKLOG, handler_cancellation=True)
+            serve(retriever, bound, handle_signals=True)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

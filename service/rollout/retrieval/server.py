@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+import socket
+from collections import deque
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -38,38 +38,53 @@ class Batcher:
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
-        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self._requests: deque[_Request] = deque()
+        self._answering: asyncio.Task[None] | None = None
 
     async def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
         """As `Retriever.search`."""
         request = _Request(queries, topk, asyncio.get_running_loop().create_future())
-        self._requests.put_nowait(request)
+        self._requests.append(request)
+        if self._answering is None or self._answering.done():
+            self._answering = asyncio.create_task(self._answer_all())
         return await request.answer
 
-    async def run(self) -> None:
-        """Answer until cancelled."""
-        while True:
-            batch = [await self._requests.get()]
-            while not self._requests.empty() and sum(len(request.queries) for request in batch) < MAX_BATCH:
-                batch.append(self._requests.get_nowait())
-            # Requests whose connection closed are dropped; a client that hung up asks again.
-            batch = [request for request in batch if not request.answer.done()]
+    async def _answer_all(self) -> None:
+        """Answer batch after batch until no request waits."""
+        while self._requests:
+            queries: list[str] = []
+            batch: list[_Request] = []
+            while self._requests and len(queries) < MAX_BATCH:
+                request = self._requests.popleft()
+                if not request.answer.done():  # else its connection closed; a client that hung up asks again
+                    batch.append(request)
+                    queries += request.queries
             if not batch:
                 continue
             try:
-                await self._answer(batch)
+                found = await asyncio.to_thread(self._retriever.search, queries, max(request.topk for request in batch))
             except Exception as error:  # noqa: BLE001 - each request answers with it; the server goes on
                 for request in batch:
                     if not request.answer.done():
                         request.answer.set_exception(error)
+                continue
+            hits = iter(found)
+            for request in batch:
+                answer = [next(hits)[: request.topk] for _ in request.queries]
+                if not request.answer.done():
+                    request.answer.set_result(answer)
 
-    async def _answer(self, batch: Sequence[_Request]) -> None:
-        queries = [query for request in batch for query in request.queries]
-        found = iter(await asyncio.to_thread(self._retriever.search, queries, max(request.topk for request in batch)))
-        for request in batch:
-            answer = [next(found)[: request.topk] for _ in request.queries]
-            if not request.answer.done():
-                request.answer.set_result(answer)
+
+def serve(retriever: Retriever, listening: socket.socket, handle_signals: bool) -> None:
+    """Answer at a socket; ends at a signal if `handle_signals`, which only the main thread may do."""
+    web.run_app(
+        application(retriever),
+        sock=listening,
+        backlog=BACKLOG,
+        handle_signals=handle_signals,
+        handler_cancellation=True,
+        print=None,
+    )
 
 
 def application(retriever: Retriever, default_topk: int = 3) -> web.Application:
@@ -87,16 +102,8 @@ def application(retriever: Retriever, default_topk: int = 3) -> web.Application:
     async def healthz(request: web.Request) -> web.Response:
         return web.json_response({"passages": len(retriever.passages)})
 
-    async def batching(app: web.Application) -> AsyncIterator[None]:
-        running = asyncio.create_task(batcher.run())
-        yield
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_reasons_as_json])
     app.add_routes([web.post("/retrieve", retrieve), web.get("/healthz", healthz)])
-    app.cleanup_ctx.append(batching)
     return app
 
 

@@ -115,7 +115,7 @@ async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted
     generator._engine = engine  # type: ignore[assignment]
     generator._player = Player(config, tmp_path, engine)
     buffer = FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 4)) for g in range(2)))
-    outbox = Outbox("g", 1, buffer.submit, 60.0, generator._close, generator._cancel, generator._on_sent)
+    outbox = Outbox("g", 1, buffer.submit, 60.0, generator._close, generator._cancel, generator._unmeasured.append)
     generator._joined = Joined(1, Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
     async with asyncio.timeout(120):
         await generator.run()

@@ -30,7 +30,7 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
     whole, stopped = run_folder(tmp_path / "a", final=True), run_folder(tmp_path / "b", final=False)
     assert (eval_target(whole).model, eval_target(whole).settings) == (whole / "final", [whole / "config.yaml"])
     found = eval_target(stopped)
-    assert (found.model, found.step, found.checkpoints) == (None, None, stopped / "checkpoints")
+    assert (found.model, found.step, found.checkpoints.path(0).parent) == (None, None, stopped / "checkpoints")
     assert found.begun_with(load_config(found.settings)) == stopped / "model"
     assert eval_target(whole).weights(None) == whole / "final"
     manifest = Manifest(step=40, incarnation=1, journal_position=0, issued=0, frontier=0, files={})

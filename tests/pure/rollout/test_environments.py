@@ -90,7 +90,7 @@ async def test_no_more_isolated_episodes_are_open_at_once_than_processes_are_all
 
     async def episode() -> None:
         nonlocal inside, seen
-        async with made.room():
+        async with made.room:
             inside += 1
             seen = max(seen, inside)
             await asyncio.sleep(0)

@@ -268,10 +268,7 @@ async def test_questions_that_come_while_the_encoder_is_busy_are_answered_togeth
     counting = Counting(made.index)
     batcher = Batcher(replace(made, index=counting))
     asked = [asyncio.ensure_future(batcher.search([text], 1 + i % 2)) for i, text in enumerate(TEXTS * 10)]
-    await asyncio.sleep(0)
-    running = asyncio.ensure_future(batcher.run())
     answers = await asyncio.gather(*asked)
-    running.cancel()
     assert [found[0].passage.contents for (found,) in answers] == TEXTS * 10
     assert [len(found) for (found,) in answers] == [1, 2] * 15
     assert counting.sizes == [30]
@@ -281,11 +278,9 @@ async def test_questions_that_come_while_the_encoder_is_busy_are_answered_togeth
 async def test_a_search_that_fails_is_told_to_those_who_asked_and_the_next_one_succeeds() -> None:
     made = retriever()
     batcher = Batcher(made)
-    running = asyncio.ensure_future(batcher.run())
     with pytest.raises(AttributeError):
         await batcher.search([None], 1)  # type: ignore[list-item]
     assert await batcher.search(["salt"], 1) == made.search(["salt"], 1)
-    running.cancel()
 
 
 def test_an_address_that_cannot_be_served_is_one_line_before_the_corpus_is_read(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from examples import data, synthetic_search
+from examples import data, search_r1
 from examples.search_r1 import SearchR1, normal
 from service.errors import UserError
 from service.rollout.chat.tokenizer import make_tokenizer
@@ -88,7 +88,7 @@ async def test_neither_search_nor_answer_is_told_what_to_give() -> None:
 @pytest.mark.asyncio
 async def test_demonstrations_that_are_right_earn_the_reward_with_what_the_corpus_tells() -> None:
     rows = synthetic_data("search_r1").rows(30, 0)
-    shown = synthetic_search.demonstrations(30, 1.0, np.random.default_rng(0))
+    shown = search_r1.demonstrations(30, 1.0, np.random.default_rng(0))
     truths = {row["prompt"][0]["content"]: row["reward_spec"]["ground_truth"] for row in rows}
     for messages in shown:
         answer = normal(messages[-1]["content"].removeprefix("<answer>").removesuffix("</answer>"))
@@ -101,8 +101,8 @@ async def test_demonstrations_that_are_right_earn_the_reward_with_what_the_corpu
 
 
 def test_the_made_vocabulary_covers_rows_demonstrations_and_the_corpus() -> None:
-    words = set(synthetic_search.vocabulary())
-    shown = synthetic_search.demonstrations(100, 0.5, np.random.default_rng(0))
+    words = set(search_r1.vocabulary())
+    shown = search_r1.demonstrations(100, 0.5, np.random.default_rng(0))
     texts = [m["content"] for messages in shown for m in messages] + data.passages()
     assert {word for text in texts for word in text.split()} <= words
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import data, synthetic_sql
+from examples import data, text_to_sql
 from examples.sqlite_query import QueryFailed, Reader
 from examples.text_to_sql import TextToSql, database_file
 from service.rollout.environment import StepResult, Task
@@ -196,7 +196,7 @@ async def test_made_questions_are_solved_by_their_own_queries_and_not_by_the_wro
     rng = np.random.default_rng(0)
     rewards: dict[str, list[float]] = {"sql": [], "wrong": []}
     for _ in range(60):
-        asked = synthetic_sql.question(rng)
+        asked = text_to_sql.question(rng)
         for kind, given in (("sql", asked.sql), ("wrong", asked.wrong)):
             environment, task = episode(data.DATABASE.parent, asked.sql, "towns")
             await environment.reset(task, 0)
@@ -206,8 +206,8 @@ async def test_made_questions_are_solved_by_their_own_queries_and_not_by_the_wro
 
 
 def test_the_made_vocabulary_covers_questions_demonstrations_and_observations() -> None:
-    words = set(synthetic_sql.vocabulary())
-    shown = synthetic_sql.demonstrations(200, 0.5, np.random.default_rng(0))
+    words = set(text_to_sql.vocabulary())
+    shown = text_to_sql.demonstrations(200, 0.5, np.random.default_rng(0))
     assert {word for messages in shown for m in messages for word in m["content"].split()} <= words
 
 
