@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -160,37 +161,36 @@ def segments_of(table: Table, start_S: Int64s, stop_S: Int64s) -> dict[str, Any]
 def concat(tables: Sequence[AnyTable]) -> AnyTable:
     """The items of several tables, in order, as one table.
 
-    A column that only some tables have is filled up: unknown is the same as the column's fill value.
+    A column that only some tables have is filled up: unknown is the same as the column's fill value. The fields of each
+    table are read at once, because there may be thousands of tables of one step.
     """
     if len(tables) == 1:
         return tables[0]
     of = type(tables[0])
-    columns, made = columns_of(of), dict[str, Any]()
-    for column in columns.items:
-        made[column.name] = np.concatenate([getattr(table, column.name) for table in tables])
-    for names, code in columns.names:
-        made[names], made[code] = _joined_names([(getattr(t, names), getattr(t, code)) for t in tables])
+    columns, names = columns_of(of), [field.name for field in fields(of)]
+    parts = dict(zip(names, zip(*map(attrgetter(*names), tables), strict=True), strict=True))
+    made: dict[str, Any] = {column.name: np.concatenate(parts[column.name]) for column in columns.items}
+    for strings, code in columns.names:
+        made[strings], made[code] = _joined_names(parts[strings], parts[code])
     if columns.offsets is not None:
-        made[columns.offsets] = offsets_of(
-            np.concatenate([lengths_of(getattr(table, columns.offsets)) for table in tables])
-        )
-        made |= {column.name: _joined_tokens(column, tables) for column in columns.tokens}
+        lasts_T = np.cumsum([len(offsets) for offsets in parts[columns.offsets]]) - 1
+        made[columns.offsets] = offsets_of(np.delete(np.diff(np.concatenate(parts[columns.offsets])), lasts_T[:-1]))
+        counts = [len(tokens) for tokens in parts[columns.tokens[0].name]]
+        made |= {column.name: _joined_tokens(column, parts[column.name], counts) for column in columns.tokens}
     return of(**made)
 
 
-def _joined_tokens(column: Column, tables: Sequence[Table]) -> NDArray[Any] | None:
-    arrays: list[NDArray[Any] | None] = [getattr(table, column.name) for table in tables]
+def _joined_tokens(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Sequence[int]) -> NDArray[Any] | None:
+    """A token column of several tables; None if no table has it."""
     known = [array for array in arrays if array is not None]
-    if column.optional and len(known) < len(arrays):
-        if not known:
-            return None
-        first = columns_of(type(tables[0])).tokens[0].name
-        counts = [len(getattr(table, first)) for table in tables]
-        arrays = [
+    if not known:
+        return None
+    if len(known) < len(arrays):
+        known = [
             filled(column, count, known[0].shape[1:]) if array is None else array
             for array, count in zip(arrays, counts, strict=True)
         ]
-    joined: NDArray[Any] = np.concatenate([array for array in arrays if array is not None])
+    joined: NDArray[Any] = np.concatenate(known)
     return joined
 
 
@@ -283,12 +283,17 @@ def codes_of(strings: Sequence[str]) -> tuple[tuple[str, ...], Int32s]:
     return tuple(code), np.array(codes, np.int32)
 
 
-def _joined_names(parts: Sequence[tuple[tuple[str, ...], Int32s]]) -> tuple[tuple[str, ...], Int32s]:
+def _joined_names(names_T: Sequence[tuple[str, ...]], codes_T: Sequence[Int32s]) -> tuple[tuple[str, ...], Int32s]:
     """The names of several tables, each once, and all items' indices into them."""
-    names, renumbered = codes_of([string for strings, _ in parts for string in strings])
-    start_P = offsets_of(np.array([len(strings) for strings, _ in parts]))[:-1]
-    start_X = np.repeat(start_P, [len(code_X) for _, code_X in parts])
-    return names, renumbered[np.concatenate([code_X for _, code_X in parts]) + start_X]
+    start: dict[tuple[str, ...], int] = {}
+    strings: list[str] = []
+    for names in names_T:
+        if names not in start:
+            start[names] = len(strings)
+            strings += names
+    joined, renumbered = codes_of(strings)
+    start_X = np.repeat([start[names] for names in names_T], [len(code_X) for code_X in codes_T])
+    return joined, renumbered[np.concatenate(codes_T) + start_X]
 
 
 def _used_names(strings: tuple[str, ...], code_X: Int32s) -> tuple[tuple[str, ...], Int32s]:
