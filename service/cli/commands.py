@@ -26,13 +26,6 @@ def in_ray(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return COMMANDS[arguments.name](arguments, overrides)
 
 
-def init(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Write a folder to begin a task."""
-    from service.cli.init import run
-
-    return run(arguments)
-
-
 def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the resolved configuration."""
     from service.cli.configuration import no_more_words
@@ -83,13 +76,6 @@ def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     no_more_words(arguments)
     preset = [] if arguments.config else simulation.PRESET
     return simulation.run(load(arguments.config, [*preset, *overrides]).config, arguments)
-
-
-def replay(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Form a mini-batch of a run again."""
-    from service.cli.replay import run
-
-    return run(arguments)
 
 
 def status(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder; its last part is the task's name")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write the folder and say what comes next."""
     folder: Path = arguments.folder
     written = write_task(folder)
@@ -60,20 +60,14 @@ def write_task(folder: Path) -> list[str]:
             f"{name!r:.80} cannot be the name of a task: letters, digits, `.`, `_` and `-`, the first a letter or a "
             f"digit; for example {folder.parent / nearest}"
         )
-    if folder.exists():
-        _refuse_taken(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        taken = "is not empty" if folder.is_dir() else "is a file"
+        raise UserError(f"{folder} {taken}; give the name of a new folder, for example {_free(folder)}")
     folder.mkdir(parents=True, exist_ok=True)
     sources = sorted(path for path in new_task().iterdir() if path.suffix in SUFFIXES)
     for source in sources:
         (folder / source.name).write_text(source.read_text("utf-8").replace(PLACEHOLDER, name), "utf-8")
     return [source.name for source in sources]
-
-
-def _refuse_taken(folder: Path) -> None:
-    if not folder.is_dir():
-        raise UserError(f"{folder} is a file; give the name of a new folder, for example {_free(folder)}")
-    if any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty; give the name of a new folder, for example {_free(folder)}")
 
 
 def _free(folder: Path) -> Path:

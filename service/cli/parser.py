@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,14 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.startswith("--config="):
             words.append(word)
         elif word == "--config":
-            words += [word, *_next(rest)]
+            words += [word, *islice(rest, 1)]
         elif _OVERRIDE_KEY.fullmatch(word):
-            overrides += [word, *_next(rest)]
+            overrides += [word, *islice(rest, 1)]
         elif _OVERRIDE.fullmatch(word):
             overrides.append(word)
         else:
             words.append(word)
     return words, overrides
-
-
-def _next(words: object) -> list[str]:
-    word = next(words, None)  # type: ignore[call-overload]
-    return [] if word is None else [word]
 
 
 def _parser(typed: str) -> argparse.ArgumentParser:
@@ -118,7 +114,7 @@ def _actions(added: Any, name: str, summary: str, about: str, notes: str) -> Any
 
 def _add_init(added: Any) -> None:
     summary = "write a folder to begin a task of your own"
-    init.add_arguments(_command(added, "init", commands.init, summary, init.ABOUT, init.EXAMPLES))
+    init.add_arguments(_command(added, "init", init.run, summary, init.ABOUT, init.EXAMPLES))
 
 
 def _add_run(added: Any) -> None:
@@ -172,11 +168,12 @@ def _add_simulate(added: Any, whole: bool) -> None:
 
 
 def _add_replay(added: Any, whole: bool) -> None:
-    parser = _command(added, "replay", commands.replay, "form a mini-batch of a run again from the run's journal")
+    parser = _command(added, "replay", None, "form a mini-batch of a run again from the run's journal")
     if whole:
         from service.cli import replay
 
         parser.description, parser.epilog = replay.ABOUT, replay.EXAMPLES
+        parser.set_defaults(command=replay.run)
         replay.add_arguments(parser)
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print what the mini-batch held."""
     folder = run_folder(arguments.run)
     journal = folder / JOURNAL

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
-from service.config import checks_learn, checks_rollout
-from service.config.problem import Problem, Rule
+from service.config.rollout import MADE_SET
 from service.config.source import Source
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.group_bytes import ITEM_BYTES, worst_group_bytes, worst_journal_bytes, worst_step_bytes
+from service.interop.user_functions import malformed_name
+
+GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
+TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
+LOSSES = (
+    "ppo_clip", "dual_clip", "cispo", "gspo", "rollout_is", "importance_sampling", "cross_entropy"
+)  # fmt: skip
+
+
+class Problem(NamedTuple):
+    """A combination of settings that is refused."""
+
+    path: str
+    """The setting to change."""
+    message: str
+    """The consequence of leaving the setting as it is, and what to do."""
 
 
 def check(config: Config, source: Source | None = None) -> None:
@@ -36,12 +52,118 @@ def check_bytes(config: Config, experts_per_token: int) -> None:
 
 
 def _refuse(problems: Iterable[Problem], source: Source | None = None) -> None:
-    lines = []
-    for problem in problems:
-        place = source.place(tuple(problem.path.split("."))) if source else None
-        lines.append(f"{place + '  ' if place else ''}{problem.path}: {problem.message}")
-    if lines:
+    source = source or Source()
+    if lines := [source.line(tuple(problem.path.split(".")), problem.message) for problem in problems]:
         raise ConfigError("\n".join(lines))
+
+
+def _one_model(config: Config) -> Iterator[Problem]:
+    path, make = config.model.path, config.model.make
+    if path is None and make is None:
+        yield Problem("model.path", "there is no model to train; give a Hugging Face folder, or model.make={}")
+    if path is not None and make is not None:
+        yield Problem("model.path", "model.make is set too, so it is open which model is meant; add model.make=null")
+    if make is not None and make.num_heads % make.num_kv_heads:
+        yield Problem(
+            "model.make.num_kv_heads",
+            f"must divide num_heads ({make.num_heads}); else query heads have no key head to share",
+        )
+    if make is not None and make.head_dim % 2:
+        yield Problem("model.make.head_dim", f"{make.head_dim} is odd: rotary embeddings turn pairs of dimensions")
+
+
+def _warm_start(config: Config) -> Iterator[Problem]:
+    warm_start = config.model.warm_start
+    if warm_start is None:
+        return
+    low, high = warm_start.expected_success
+    if low > high:
+        yield Problem(
+            "model.warm_start.expected_success",
+            f"[{low:g}, {high:g}] holds no success: the warm start could never end as expected; give the lower first",
+        )
+    if warm_start.demonstrations < warm_start.batch_size:
+        yield Problem(
+            "model.warm_start.demonstrations",
+            f"{warm_start.demonstrations} are fewer than batch_size ({warm_start.batch_size}): not even one batch "
+            "could be drawn; make more of them, or use a smaller batch",
+        )
+
+
+def _one_dataset(config: Config) -> Iterator[Problem]:
+    data = config.data
+    given = {"train": data.train is not None, "make_rows": data.make_rows is not None, "mixture": bool(data.mixture)}
+    named = [name for name, is_given in given.items() if is_given]
+    if not named:
+        yield Problem("data.train", "there are no prompts; give a JSONL or parquet file, or data.make_rows=N")
+    if len(named) > 1:
+        others = " and ".join(f"data.{name}" for name in named[1:])
+        unset = " or ".join(f"data.{name}=null" for name in named if name != "mixture")
+        yield Problem(
+            f"data.{named[0]}",
+            f"{others} is set too, so it is open which rows are meant; keep one of them: add {unset}",
+        )
+    if data.eval_every and not data.eval and data.eval_make_rows is None:
+        yield Problem("data.eval_every", "there is no evaluation set; give data.eval or data.eval_make_rows, or 0")
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    if config.data.eval_make_rows is not None and MADE_SET in config.data.eval:
+        yield Problem(
+            "data.eval_make_rows",
+            f"the made set would take the place of data.eval.{MADE_SET}, which would never be played; give that one "
+            "another name",
+        )
+    every, sync_every = config.data.eval_every, config.weights.sync_every
+    if every % sync_every:
+        yield Problem(
+            "data.eval_every",
+            f"{every} is no multiple of weights.sync_every ({sync_every}): the engines would be evaluated on older "
+            "weights than those of the step",
+        )
+
+
+def _retrieval(config: Config) -> Iterator[Problem]:
+    if config.env.retrieval is not None and "url" in config.env.options:
+        yield Problem(
+            "env.retrieval",
+            "env.options.url names a server already, so the one that the run starts would never be asked; keep one",
+        )
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    generator = config.generator
+    neutral = {
+        "top_p": (1.0,),
+        "top_k": (-1, 0),
+        "min_p": (0.0,),
+        "repetition_penalty": (1.0,),
+        "presence_penalty": (0.0,),
+        "frequency_penalty": (0.0,),
+    }
+    for name, values in neutral.items():
+        value = getattr(generator, name)
+        if value not in values:
+            yield Problem(
+                f"generator.{name}",
+                f"{value:g} changes the sampling distribution in a way that the trainer cannot recompute, so every "
+                f"importance ratio would be wrong; use {values[0]:g} while training",
+            )
+
+
+def _concurrency(config: Config) -> Iterator[Problem]:
+    size, concurrent = config.trainer.mini_batch_size, config.generator.concurrent_groups
+    if concurrent < size:
+        yield Problem(
+            "generator.concurrent_groups",
+            f"{concurrent} is below trainer.mini_batch_size ({size}): a mini-batch would be generated in several "
+            f"rounds, one after the other; use at least {size}",
+        )
+    if concurrent < config.generator.engines:
+        yield Problem(
+            "generator.concurrent_groups",
+            f"{concurrent} groups cannot keep {config.generator.engines} engines busy; some would never get work",
+        )
 
 
 def _staleness(config: Config) -> Iterator[Problem]:
@@ -108,4 +230,124 @@ def _merge(config: Config) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (*checks_rollout.RULES, _staleness, _bytes, _merge, *checks_learn.RULES)
+def _user_functions(config: Config) -> Iterator[Problem]:
+    """Names of functions; whether a module of the user registers a name is known only when the module is imported."""
+    for name, known in (("estimator", (*GROUP_ESTIMATORS, *TEMPORAL_ESTIMATORS)), ("loss", LOSSES)):
+        if wrong := malformed_name(name, getattr(config.algorithm, name), known):
+            yield Problem(f"algorithm.{name}", wrong)
+
+
+def _estimator(config: Config) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.step_wise and algorithm.estimator in TEMPORAL_ESTIMATORS:
+        yield Problem(
+            "algorithm.estimator",
+            f"{algorithm.estimator} discounts along one token axis, but step-wise rows are separate sequences: the "
+            "chain would break at every row, and rewards would not reach earlier steps; use an outcome estimator "
+            f"({', '.join(GROUP_ESTIMATORS)})",
+        )
+    elif algorithm.estimator == "gae":
+        yield Problem(
+            "algorithm.estimator",
+            "gae needs a value model, which Baton does not train; use reinforce++ or an outcome estimator "
+            f"({', '.join(GROUP_ESTIMATORS)})",
+        )
+    if algorithm.estimator in GROUP_ESTIMATORS and algorithm.n_samples_per_prompt == 1:
+        yield Problem(
+            "algorithm.n_samples_per_prompt",
+            f"1 makes groups of one: {algorithm.estimator} compares the trajectories of a group, so every advantage "
+            "would be zero and nothing would be learned; use at least 2",
+        )
+
+
+def _reduction(config: Config) -> Iterator[Problem]:
+    if config.algorithm.reduction == "sequence_mean" and config.algorithm.step_wise and config.buffer.merge != "off":
+        yield Problem(
+            "algorithm.reduction",
+            "sequence_mean counts rows, and merging changes how many rows a trajectory has, so the loss would depend "
+            "on tokenisation; use trajectory_mean, or buffer.merge=off on purpose",
+        )
+
+
+def _correction(config: Config) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.correction.truncate != "off" and algorithm.anchor == "rollout":
+        yield Problem(
+            "algorithm.correction.truncate",
+            f"{algorithm.correction.truncate} weighs by the ratio to the rollout; with algorithm.anchor=rollout the "
+            "loss has that ratio already: it would count twice; use algorithm.anchor=proximal, or truncate=off",
+        )
+    for name in ("token_band", "sequence_band", "geometric_band", "outlier_band"):
+        band = getattr(algorithm.correction, name)
+        if band is not None and band[0] >= band[1]:
+            yield Problem(
+                f"algorithm.correction.{name}",
+                f"[{band[0]:g}, {band[1]:g}] holds no ratio: every token would be masked; give the lower end first",
+            )
+
+
+def _packing(config: Config) -> Iterator[Problem]:
+    generator, trainer = config.generator, config.trainer
+    longest = generator.max_input_length + generator.max_generate_length
+    if trainer.max_tokens_per_micro_batch < longest:
+        yield Problem(
+            "trainer.max_tokens_per_micro_batch",
+            f"{trainer.max_tokens_per_micro_batch} is below generator.max_input_length + max_generate_length "
+            f"({longest}): the longest row would fit into no micro-batch; use at least {longest}",
+        )
+    trajectories = trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
+    if trajectories < trainer.ranks:
+        yield Problem(
+            "trainer.ranks",
+            f"{trainer.ranks} ranks share {trajectories} trajectories a mini-batch: some ranks would never have a row "
+            "to train; raise trainer.mini_batch_size, or use fewer ranks",
+        )
+
+
+def _verification(config: Config) -> Iterator[Problem]:
+    if config.weights.verify and config.weights.kv_cache == "keep":
+        yield Problem(
+            "weights.verify",
+            "tokens that continue on a kept KV cache come from two policies at once, which no trainer can compute; "
+            "set weights.kv_cache=recompute",
+        )
+
+
+def _shared_gpus(config: Config) -> Iterator[Problem]:
+    if config.weights.transport != "ipc":
+        return
+    engines, ranks = config.generator.engines, config.trainer.ranks
+    if config.generator.tensor_parallel_size > 1:
+        yield Problem(
+            "generator.tensor_parallel_size",
+            f"{config.generator.tensor_parallel_size} GPUs make up an engine, but weights.transport=ipc hands weights "
+            "over within one GPU: the engine's other GPUs would keep old ones; use 1, or another transport",
+        )
+    if engines > ranks:
+        yield Problem(
+            "generator.engines",
+            f"{engines} are more than trainer.ranks ({ranks}), and with weights.transport=ipc each engine shares the "
+            "GPU of a rank: some would never be placed; use at most as many, or another transport",
+        )
+
+
+RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _one_model,
+    _warm_start,
+    _one_dataset,
+    _evaluation,
+    _retrieval,
+    _sampling,
+    _concurrency,
+    _staleness,
+    _bytes,
+    _merge,
+    _user_functions,
+    _estimator,
+    _reduction,
+    _correction,
+    _packing,
+    _verification,
+    _shared_gpus,
+)
+"""One rule a subject, in the order of the tree."""

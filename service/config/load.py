@@ -41,7 +41,8 @@ def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
     except ValidationError as error:
         # A value that fits no member of a union is reported once for each member; the first report is kept.
         by_path = {_tree_path(detail, source): detail for detail in reversed(error.errors(include_url=False))}
-        raise ConfigError("\n".join(_line(detail, source) for detail in reversed(by_path.values()))) from None
+        lines = [source.line(path, _message(detail, path)) for path, detail in reversed(by_path.items())]
+        raise ConfigError("\n".join(lines)) from None
 
 
 def resolved_yaml(config: Config) -> str:
@@ -80,13 +81,6 @@ def nearest_path(path: KeyPath) -> str | None:
         return ".".join((*path[:-1], close[0]))
     close = difflib.get_close_matches(path[-1], [other[-1] for other in known], n=1, cutoff=0.8)
     return " or ".join([".".join(other) for other in known if other[-1] in close][:2]) or None
-
-
-def _line(detail: ErrorDetails, source: Source) -> str:
-    path = _tree_path(detail, source)
-    place = source.place(path)
-    where = f"{place}  " if place else ""
-    return f"{where}{plain('.'.join(path))}: {_message(detail, path)}"
 
 
 def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:

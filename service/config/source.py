@@ -88,6 +88,11 @@ class Source:
         """Where the value at `path` was set, or the nearest parent's place."""
         return next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
 
+    def line(self, path: KeyPath, message: str) -> str:
+        """A line of an error about the value at `path`; it begins with the place where the value was set."""
+        place = self.place(path)
+        return f"{place + '  ' if place else ''}{plain('.'.join(path))}: {message}"
+
     def merge(self, values: Mapping[str, Any], places: Mapping[KeyPath, str], path: KeyPath = ()) -> None:
         """Put values over those below `path`: mappings key by key, anything else as a whole."""
         into = self.values

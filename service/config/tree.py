@@ -102,7 +102,6 @@ class BufferConfig(Section):
     max_bytes: Positive = 4 << 30
     """Bytes in memory that admitted groups may need at worst."""
     max_group_bytes: Positive = 256 << 20
-    """Bytes of one group; a larger group is refused."""
     """Bytes of one group, in equal parts for its trajectories; a message beyond its trajectory's part is refused."""
     max_journal_bytes: Positive = 64 << 30
     """Bytes of the journal on disk."""

@@ -8,7 +8,7 @@ hub.push("trainer/trainer-0", metrics.snapshot())
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from typing import TypeVar
 
@@ -19,7 +19,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from service.config import Config
-from service.observe.alert_thresholds import long_batch_tokens
 from service.observe.metrics_table import BY_NAME, LENGTH, SECONDS, STALENESS, TURNS, Kind, Metric
 from service.types import Float64s, Int64s
 
@@ -34,6 +33,12 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 Key = tuple[str, ...]
 """The label values of a series, in the table's order."""
 Series = TypeVar("Series")
+
+
+def long_batch_tokens(config: Config) -> int:
+    """The padded length above which a mini-batch counts as long: as configured, or 12/16 of the longest row."""
+    longest = config.generator.max_input_length + config.generator.max_generate_length
+    return config.metrics.long_batch_tokens or longest * 12 // 16
 
 
 def bucket_bounds(config: Config) -> dict[str, tuple[float, ...]]:
@@ -66,9 +71,7 @@ class Metrics(Collector):
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
-        with self._lock:
-            series, key = _series(self._numbers, _row(name, "gauge", labels), labels)
-            series[key] = float(value)
+        self._change(name, "gauge", labels, lambda _: float(value))
 
     def set_all(self, name: str, label: str, values: Mapping[str, float]) -> None:
         """Set all series of a gauge with one label; a series that is not in `values` is dropped."""
@@ -83,15 +86,16 @@ class Metrics(Collector):
         """Add to a counter."""
         if amount < 0:
             raise ValueError(f"{name} cannot go down by {-amount:g}")
-        with self._lock:
-            series, key = _series(self._numbers, _row(name, "counter", labels), labels)
-            series[key] = series.get(key, 0.0) + float(amount)
+        self._change(name, "counter", labels, lambda before: before + float(amount))
 
     def count_to(self, name: str, total: float, **labels: str) -> None:
         """Set a counter to a total that is kept elsewhere; it never goes down."""
+        self._change(name, "counter", labels, lambda before: max(before, float(total)))
+
+    def _change(self, name: str, kind: Kind, labels: Mapping[str, str], new: Callable[[float], float]) -> None:
         with self._lock:
-            series, key = _series(self._numbers, _row(name, "counter", labels), labels)
-            series[key] = max(series.get(key, 0.0), float(total))
+            series, key = _series(self._numbers, _row(name, kind, labels), labels)
+            series[key] = new(series.get(key, 0.0))
 
     def observe(self, name: str, values: ArrayLike, weights: ArrayLike | None = None, **labels: str) -> None:
         """Add one value or an array of values to a histogram, each counted once or `weights` times."""

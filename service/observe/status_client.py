@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from service.errors import UserError
+from service.files import is_locked
 from service.observe.status import SCHEMA, Status
-from service.run.folder import ADDRESS, RUNS, SUMMARY, find_run, is_running, no_such_run
+from service.run.folder import ADDRESS, RUNS, SUMMARY, find_run, no_such_run
 
 FETCH_SECONDS = 5.0
 MAX_STATUS_BYTES = 16 << 20
@@ -32,7 +33,7 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
     except UserError as error:
         if summary is not None:
             return {"folder": str(folder), "summary": summary}
-        if folder is not None and not is_running(folder):
+        if folder is not None and not is_locked(folder):
             raise UserError(_no_address(folder)) from error
         raise
     # An address outlives its run, and the next run may listen at the same port.
@@ -102,7 +103,7 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
 
 def _no_address(folder: Path) -> str:
     """Why a run without a summary serves no status."""
-    if is_running(folder):
+    if is_locked(folder):
         return f"{folder}: the run is starting; its status is there as soon as its actors are"
     return (
         f"{folder}: no process of this machine runs it, and it did not say how it ended: it was killed, or runs "

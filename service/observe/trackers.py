@@ -7,25 +7,15 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from service.config import Config, WandbConfig
 from service.errors import UserError
 
 
-class Tracker(Protocol):
-    """A service that shows the metrics of a run."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of an optimizer step."""
-
-    def close(self) -> None:
-        """Write the queued metrics and release all resources."""
-
-
-def open_trackers(config: Config | None, folder: Path) -> list[Tracker]:
+def open_trackers(config: Config | None, folder: Path) -> list[TensorBoard | Wandb]:
     """TensorBoard, and the trackers that the configuration names."""
-    trackers: list[Tracker] = [TensorBoard(folder / "tensorboard")]
+    trackers: list[TensorBoard | Wandb] = [TensorBoard(folder / "tensorboard")]
     if config is not None and config.metrics.wandb is not None:
         trackers.append(Wandb(config.metrics.wandb, config, folder))
     return trackers

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.errors import UserError
-from service.files import is_locked, lock_folder
+from service.files import lock_folder
 
 if TYPE_CHECKING:  # `baton status` loads no pydantic
     from service.config import Config
@@ -43,7 +43,7 @@ FINAL = "final"
 LOGS = "logs"
 
 LOCK_SECONDS = 1.0
-"""How long a run waits for the lock of its folder: `is_running` holds the lock for an instant."""
+"""How long a run waits for the lock of its folder: `is_locked` holds the lock for an instant."""
 
 
 def is_run_folder(path: Path) -> bool:
@@ -106,11 +106,6 @@ def lock_run(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder}: a run is going on in this folder; stop it first") from None
     with lock:
         yield
-
-
-def is_running(folder: Path) -> bool:
-    """Whether a process of this machine runs in a run folder."""
-    return is_locked(folder)
 
 
 def initial_model(config: Config, run: Path) -> Path:

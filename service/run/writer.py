@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from service.config import Config, resolved_yaml
 from service.files import atomic_file, write_atomic
 from service.observe.plot import draw_learning_curve
-from service.observe.trackers import Tracker, open_trackers
+from service.observe.trackers import TensorBoard, Wandb, open_trackers
 from service.run.folder import ADDRESS, CONFIG, EVALUATIONS, LOGS, METRICS, SUMMARY, TRAJECTORIES, read_lines
 
 TRAJECTORIES_BYTES = 64 << 20
@@ -25,7 +25,7 @@ class RunWriter:
         self.path = Path(path)
         (self.path / LOGS).mkdir(parents=True, exist_ok=True)
         self._metrics: TextIO | None = None
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TensorBoard | Wandb] = []
         self._config: Config | None = None
         self._trajectories_full = False
         self.step = 0

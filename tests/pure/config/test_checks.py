@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.config import Config, check, check_paths, load, load_config
-from service.config.checks_learn import GROUP_ESTIMATORS, TEMPORAL_ESTIMATORS
+from service.config.checks import GROUP_ESTIMATORS, TEMPORAL_ESTIMATORS
 from service.errors import ConfigError, UserError
 from service.handoff.batches.score import ESTIMATORS
 

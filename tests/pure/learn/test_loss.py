@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.config.checks_learn import LOSSES
+from service.config.checks import LOSSES
 from service.config.learn import AlgorithmConfig
 from service.errors import ConfigError
 from service.learn.device_batch import DeviceBatch, DeviceSettings
