@@ -2,8 +2,8 @@
 
     generators --requests--> NETWORK --> HOST (the real Buffer and Journal) <-- NETWORK <--requests-- trainer
                              delays, losses,     on a disk in memory that
-                             doubles             fills up and forgets
+                             doubles             fills up and loses power
 
-Nothing here is a second version of the buffer: it is `service.handoff.buffer.Buffer` on a clock that jumps from event
-to event, so that hours pass in seconds and every run repeats itself from its seed.
+The buffer is `service.handoff.buffer.Buffer` itself, on a clock that jumps from event to event. Hours pass in seconds,
+and a seed decides everything that happens.
 """

@@ -14,7 +14,7 @@ from service.errors import BatonError, RunFailed, UserError
 from service.simulate.report import Report, simulated
 from service.simulate.scenario import Scenario
 from service.simulate.witness import Broken
-from service.simulate.worlds import fault_world
+from service.simulate.world import fault_world
 
 ABOUT = """\
 Run the real buffer under a virtual clock with simulated generators and a simulated trainer.

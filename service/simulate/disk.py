@@ -1,32 +1,25 @@
-"""A disk in memory that can be full, slow to remember, and cut off."""
+"""A disk in memory that can be full and can lose power."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from service.handoff.journal.disk import Buffer, File
 
-
-@dataclass(slots=True)
-class Stored:
-    """A file's bytes, and how far they were written and synced."""
-
-    data: bytearray = field(default_factory=bytearray)
-    written: int = 0
-    synced: int = 0
+AMPLE_ROOM = 1 << 40
+"""Bytes that no simulation fills."""
 
 
 class MemoryDisk:
     """Files in memory; `room` bytes in all."""
 
-    def __init__(self, room: int = 1 << 40) -> None:
+    def __init__(self, room: int = AMPLE_ROOM) -> None:
         self.room = room
-        self.files: dict[Path, Stored] = {}
+        self.files: dict[Path, MemoryFile] = {}
 
     def names(self, folder: Path) -> list[str]:
         """Names of the folder's files, sorted."""
@@ -34,7 +27,7 @@ class MemoryDisk:
 
     def open(self, path: Path) -> File:
         """Open the file, made when it is missing."""
-        return MemoryFile(self, self.files.setdefault(path, Stored()))
+        return self.files.setdefault(path, MemoryFile(self))
 
     def remove(self, path: Path) -> None:
         """Remove the file for good."""
@@ -46,33 +39,32 @@ class MemoryDisk:
 
     def used(self) -> int:
         """Bytes taken by all files."""
-        return sum(len(stored.data) for stored in self.files.values())
+        return sum(file.size() for file in self.files.values())
 
     def lose_power(self, rng: np.random.Generator) -> None:
-        """Forget what was not synced, save for a torn beginning of it."""
-        for stored in self.files.values():
-            kept = int(rng.integers(stored.synced, stored.written + 1))
-            stored.data[kept : stored.written] = bytes(stored.written - kept)
-            stored.written = kept
+        """Lose the unsynced bytes of every file, except for a torn beginning of them."""
+        for file in self.files.values():
+            file.lose_power(rng)
 
 
 class MemoryFile:
-    """One file of a `MemoryDisk`."""
+    """One file of a `MemoryDisk`: its bytes, and how far they were written and synced."""
 
-    def __init__(self, disk: MemoryDisk, stored: Stored) -> None:
+    def __init__(self, disk: MemoryDisk) -> None:
         self._disk = disk
-        self._stored = stored
+        self._data = bytearray()
+        self._written = self._synced = 0
 
     def size(self) -> int:
         """Bytes that the file has, allocated ones included."""
-        return len(self._stored.data)
+        return len(self._data)
 
     def read(self, offset: int, length: int) -> bytes:
         """At most `length` bytes from `offset`."""
-        return bytes(self._stored.data[offset : offset + length])
+        return bytes(self._data[offset : offset + length])
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """All of it."""
+        """All of the file in one stretch."""
         return [(offset, self.size())] if offset < self.size() else []
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
@@ -84,8 +76,8 @@ class MemoryFile:
             data = data[: len(data) - (grows - free)]
             if not data:
                 raise OSError(errno.ENOSPC, "No space left on device")
-        self._stored.data[offset : offset + len(data)] = data
-        self._stored.written = max(self._stored.written, offset + len(data))
+        self._data[offset : offset + len(data)] = data
+        self._written = max(self._written, offset + len(data))
         return len(data)
 
     def allocate(self, size: int) -> None:
@@ -93,17 +85,23 @@ class MemoryFile:
         grows = max(size - self.size(), 0)
         if grows > self._disk.room - self._disk.used():
             raise OSError(errno.ENOSPC, "No space left on device")
-        self._stored.data.extend(bytes(grows))
+        self._data.extend(bytes(grows))
 
     def truncate(self, size: int) -> None:
         """Cut the file."""
-        del self._stored.data[size:]
-        self._stored.written = min(self._stored.written, size)
-        self._stored.synced = min(self._stored.synced, size)
+        del self._data[size:]
+        self._written = min(self._written, size)
+        self._synced = min(self._synced, size)
 
     def sync(self) -> None:
-        """Let everything written survive."""
-        self._stored.synced = self._stored.written
+        """Make everything written survive a loss of power."""
+        self._synced = self._written
 
     def close(self) -> None:
         """Nothing to close."""
+
+    def lose_power(self, rng: np.random.Generator) -> None:
+        """Keep a random part of what was written and not synced; the rest becomes zeros."""
+        kept = int(rng.integers(self._synced, self._written + 1))
+        self._data[kept : self._written] = bytes(self._written - kept)
+        self._written = kept

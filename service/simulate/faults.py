@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from service.simulate.disk import AMPLE_ROOM
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
 from service.simulate.network import Network
 from service.simulate.scenario import Faults
 from service.simulate.trainer import SimulatedTrainer
 
+# Means of exponentially distributed times.
 RESTART_SECONDS = 2.0
 FREEZE_SECONDS = 15.0
 FULL_SECONDS = 8.0
@@ -33,29 +35,28 @@ class FaultInjector:
         self._faults = faults
         self._host = host
         self._loop = host.loop
-        self._disk = host.disk
         self._network = network
         self._generators = generators
         self._trainer = trainer
         self._rng = rng
-        self._streams: tuple[tuple[float, Callable[[], None]], ...] = (
+        self.count = 0
+        """Faults so far."""
+
+    def begin(self) -> None:
+        """Schedule every stream, and the end of all faults."""
+        self._host.on_death = lambda: self._soon(RESTART_SECONDS, self._host.start)
+        faults = self._faults
+        for rate, fault in (
             (faults.buffer_deaths, self._kill_buffer),
             (faults.generator_deaths, self._kill_generator),
             (faults.generator_freezes, self._freeze_generator),
             (faults.trainer_deaths, self._kill_trainer),
             (faults.disk_full, self._fill_disk),
             (faults.clock_jumps, self._jump_clock),
-        )
-        self.count = 0
-        """Faults so far."""
-
-    def begin(self) -> None:
-        """Schedule every stream, and the end of all faults."""
-        self._host.on_death = lambda: self._soon(RESTART_SECONDS, self._restart_buffer)
-        for rate, fault in self._streams:
+        ):
             if rate:
                 self._next(rate, fault)
-        self._loop.after(self._faults.until, self._heal)
+        self._loop.after(faults.until, self._heal)
 
     def over(self) -> bool:
         """Whether no more faults come and the buffer runs."""
@@ -70,12 +71,12 @@ class FaultInjector:
 
         self._soon(1.0 / rate, strike)
 
-    def _soon(self, seconds: float, callback: Callable[[], None]) -> None:
-        self._loop.after(float(self._rng.exponential(seconds)), callback)
+    def _soon(self, mean_seconds: float, callback: Callable[[], None]) -> None:
+        self._loop.after(float(self._rng.exponential(mean_seconds)), callback)
 
     def _heal(self) -> None:
         self._network.heal()
-        self._disk.room = 1 << 40
+        self._host.disk.room = AMPLE_ROOM
         self._host.doom = None
 
     def _kill_buffer(self) -> None:
@@ -88,23 +89,19 @@ class FaultInjector:
         else:
             self._host.doom = ("before_sync" if seam == 1 else "after_sync", int(self._rng.integers(8)))
 
-    def _restart_buffer(self) -> None:
-        if not self._host.alive:
-            self._host.start()
-
     def _kill_generator(self) -> None:
-        generator = self._generator()
+        generator = self._some_generator()
         generator.die()
         self._notice(generator.name)
         self._soon(RESTART_SECONDS, generator.start)
 
     def _freeze_generator(self) -> None:
-        generator = self._generator()
+        generator = self._some_generator()
         generator.freeze(float(self._rng.exponential(FREEZE_SECONDS)))
         self._notice(generator.name)
 
     def _notice(self, name: str) -> None:
-        """Every other time a supervisor notices the death; otherwise only deadlines do."""
+        """In half of all cases a supervisor reports a generator that stopped; in the others only deadlines help."""
 
         def leave() -> None:
             if self._host.alive and (member := self._host.buffer.ledger.state.generators.get(name)) is not None:
@@ -113,7 +110,7 @@ class FaultInjector:
         if self._rng.random() < 0.5:
             self._soon(NOTICE_SECONDS, leave)
 
-    def _generator(self) -> SimulatedGenerator:
+    def _some_generator(self) -> SimulatedGenerator:
         return self._generators[int(self._rng.integers(len(self._generators)))]
 
     def _kill_trainer(self) -> None:
@@ -121,11 +118,11 @@ class FaultInjector:
         self._soon(RESTART_SECONDS, self._trainer.start)
 
     def _fill_disk(self) -> None:
-        disk = self._disk
+        disk = self._host.disk
         disk.room = disk.used() + int(self._rng.integers(4096))
 
         def empty() -> None:
-            disk.room = 1 << 40
+            disk.room = AMPLE_ROOM
 
         self._soon(FULL_SECONDS, empty)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +13,14 @@ from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.verbs import Wait
 from service.simulate.disk import MemoryDisk
-from service.simulate.loop import Loop, VirtualClock
+from service.simulate.loop import Activity, Loop, Process, Resume, VirtualClock
+from service.simulate.witness import Witness
 from service.types import PolicyVersion
 
 FOLDER = Path("journal")
+PROMPT_UIDS = [f"prompt-{row}" for row in range(1000)]
 TICK_SECONDS = 0.5
 VOCABULARY = 1 << 20
-
-Reply = Callable[[Any], None]
 
 
 class Poll(NamedTuple):
@@ -28,38 +28,30 @@ class Poll(NamedTuple):
 
     deadline: float
     request: Callable[[Buffer], Any]
-    reply: Reply
+    reply: Resume
     serving: Callable[[], PolicyVersion] | None
 
 
-class Host:
+class Host(Process):
     """Answers requests with `Buffer`; an answer is sent only when the journal is synced."""
 
     def __init__(
-        self,
-        config: Config,
-        prompt_uids: Sequence[str],
-        loop: Loop,
-        disk: MemoryDisk,
-        rng: np.random.Generator,
-        segment_bytes: int = 64 << 20,
+        self, config: Config, loop: Loop, witness: Witness, rng: np.random.Generator, segment_bytes: int = 64 << 20
     ) -> None:
-        self.loop = loop
-        self.disk = disk
+        super().__init__(loop)
+        self.config = config
+        self.witness = witness
+        self.disk = MemoryDisk()
         self.buffer: Buffer
         self.journal: Journal
-        self.clock = VirtualClock(loop)
+        self.clock: VirtualClock
         self.alive = False
-        self.incarnation = 0
         self.on_death: Callable[[], None] = lambda: None
-        self.on_restart: Callable[[], None] = lambda: None
         self.doom: tuple[str, int] | None = None
         """The seam at which to die, `before_sync` or `after_sync`, and how many passes of it to survive first."""
-        self._config = config
-        self._prompt_uids = prompt_uids
         self._rng = rng
         self._segment_bytes = segment_bytes
-        self._unsynced: list[tuple[int, Reply, Any]] = []
+        self._unsynced: list[tuple[int, Resume, Any]] = []
         self._polls: list[Poll] = []
         self._sync_is_due = False
         self._look_is_due = False
@@ -69,22 +61,21 @@ class Host:
         """Start a new process on the disk's files; its monotonic clock starts at a random time."""
         self.clock = VirtualClock(self.loop, float(self._rng.uniform(0, 1e6)))
         self.journal = Journal(FOLDER, self.clock, self.disk, self._segment_bytes)
-        seed = self._config.run.seed
-        self.buffer = Buffer(self._config, VOCABULARY, self._prompt_uids, self.journal, self.clock, seed)
-        self.incarnation += 1
+        self.buffer = Buffer(self.config, VOCABULARY, PROMPT_UIDS, self.journal, self.clock, self.config.run.seed)
         self.alive = True
         self.journal.sync()
-        self.on_restart()
-        self._tick(self.incarnation)
+        self.witness.look(self.buffer)
+        self.run(self._tick())
 
     def die(self) -> None:
         """End as by kill -9 and loss of power: unsynced bytes are lost and no more answers are sent."""
+        super().die()
         self.alive = False
         self._unsynced, self._polls, self._sync_is_due = [], [], False
         self.disk.lose_power(self._rng)
         self.on_death()
 
-    def ask(self, request: Callable[[Buffer], Any], reply: Reply) -> None:
+    def ask(self, request: Callable[[Buffer], Any], reply: Resume) -> None:
         """Serve a request now."""
         if self.alive:
             self._answer(request(self.buffer), reply)
@@ -93,7 +84,7 @@ class Host:
         self,
         request: Callable[[Buffer], Any],
         patience: float,
-        reply: Reply,
+        reply: Resume,
         serving: Callable[[], PolicyVersion] | None = None,
     ) -> None:
         """Serve a request as soon as its answer is not a Wait, or with that Wait after `patience` seconds.
@@ -104,13 +95,13 @@ class Host:
         if not self.alive:
             return
         answer = request(self.buffer)
-        if not isinstance(answer, Wait):
+        if isinstance(answer, Wait):
+            self._polls.append(Poll(self.loop.now + patience, request, reply, serving))
+        else:
             self._answer(answer, reply)
-            return
-        self._polls.append(Poll(self.loop.now + patience, request, reply, serving))
 
     def look_soon(self) -> None:
-        """Something changed outside the buffer: serve the waiting requests again."""
+        """Serve the waiting requests again, because something outside the buffer changed."""
         if not self._look_is_due:
             self._look_is_due = True
             self.loop.after(0.0, self._look_again)
@@ -124,19 +115,20 @@ class Host:
             self.die()
         return self.doom is None
 
-    def _answer(self, answer: Any, reply: Reply) -> None:
+    def _answer(self, answer: Any, reply: Resume) -> None:
         if not self.alive or self._doomed("before_sync"):
             return
         self._unsynced.append((self.journal.position, reply, answer))
+        self._sync_in(self.config.buffer.sync_interval)
+
+    def _sync_in(self, seconds: float) -> None:
         if not self._sync_is_due:
             self._sync_is_due = True
-            incarnation = self.incarnation
-            self.loop.after(self._config.buffer.sync_interval, lambda: self._sync(incarnation))
+            self.run(self._sync(seconds))
 
-    def _sync(self, incarnation: int) -> None:
+    def _sync(self, seconds: float) -> Activity:
         """Group commit; then send the answers that it covers, and serve the waiting requests again."""
-        if not self.alive or incarnation != self.incarnation:
-            return
+        yield self.wait(seconds)
         self._sync_is_due = False
         synced = self.journal.sync()
         if self._doomed("after_sync"):
@@ -146,34 +138,33 @@ class Host:
         for reply, answer in leaving:
             reply(answer)
         self._look_again()
-        if self._unsynced and not self._sync_is_due:
-            self._sync_is_due = True
-            self.loop.after(TICK_SECONDS, lambda: self._sync(incarnation))
+        if self._unsynced:
+            self._sync_in(TICK_SECONDS)
 
     def _look_again(self) -> None:
-        """Serve waiting requests whose time has come."""
+        """Answer the waiting requests that have an answer now or whose deadline has passed."""
         self._look_is_due = False
         if not self.alive:
             return
         polls, self._polls = self._polls, []
         blocked: PolicyVersion | None = None
         for poll in polls:
-            hopeless = blocked is not None and poll.serving is not None and poll.serving() <= blocked
-            if hopeless and self.loop.now < poll.deadline:
+            in_time = self.loop.now < poll.deadline
+            if in_time and blocked is not None and poll.serving is not None and poll.serving() <= blocked:
                 self._polls.append(poll)
                 continue
             answer = poll.request(self.buffer)
-            if not isinstance(answer, Wait) or self.loop.now >= poll.deadline:
-                self._answer(answer, poll.reply)
-                if not self.alive:
-                    return
+            if in_time and isinstance(answer, Wait):
+                self._polls.append(poll)
+                if poll.serving is not None:
+                    blocked = max(poll.serving(), blocked or poll.serving())
                 continue
-            self._polls.append(poll)
-            if poll.serving is not None:
-                blocked = max(poll.serving(), blocked or poll.serving())
+            self._answer(answer, poll.reply)
+            if not self.alive:
+                return
 
-    def _tick(self, incarnation: int) -> None:
-        if self.alive and incarnation == self.incarnation:
+    def _tick(self) -> Activity:
+        while True:
             self.buffer.tick()
             self._look_again()
-            self.loop.after(TICK_SECONDS, lambda: self._tick(incarnation))
+            yield self.wait(TICK_SECONDS)

@@ -1,12 +1,28 @@
-"""Virtual time: events in order, each at its moment."""
+"""Virtual time: a loop of events, clocks that follow the loop, and processes that wait on it.
+
+A process runs activities. An activity is a generator function: it yields what it waits for, and the result comes back
+as the value of the `yield`:
+
+    def commit(self) -> Activity:
+        yield self.wait(2.5)                                          # simulated seconds
+        answer = yield self.ask(lambda buffer: buffer.commit(...))    # a request over the network, see network.py
+        yield self.all_of([self.publish(), self.save()])              # until all of these activities have ended
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 EPOCH = 1_700_000_000.0
-"""Wall time at the beginning."""
+"""Unix time at the beginning of a simulation."""
+
+Resume = Callable[[Any], None]
+"""Continues an activity with a result."""
+Waiting = Callable[[Resume], None]
+"""What an activity yields: begins to wait, and calls the function that it is given once with the result."""
+Activity = Generator[Waiting, Any, None]
 
 
 class Loop:
@@ -25,7 +41,7 @@ class Loop:
         heapq.heappush(self._queue, (self.now + seconds, self._scheduled, callback))
 
     def run(self, until: Callable[[], bool]) -> bool:
-        """Run until the condition holds; False when nothing is left to happen before it does."""
+        """Run until the condition holds; False when no callback is left before it does."""
         while not until():
             if not self._queue:
                 return False
@@ -36,7 +52,7 @@ class Loop:
 
 
 class VirtualClock:
-    """The clock of one process; its wall time may be wrong and jump."""
+    """The clock of one operating-system process; its wall time may be wrong and jump."""
 
     def __init__(self, loop: Loop, start: float = 0.0) -> None:
         self._loop = loop
@@ -44,9 +60,69 @@ class VirtualClock:
         self.wall_error = 0.0
 
     def monotonic(self) -> float:
-        """Seconds since some moment of this process."""
+        """Seconds since an arbitrary moment."""
         return self._loop.now + self._start
 
     def wall(self) -> float:
-        """Unix time, as wrong as it is."""
+        """Unix time, plus the clock's error."""
         return EPOCH + self._loop.now + self.wall_error
+
+
+class Process:
+    """A simulated process: its activities end when it dies and stand still while it is frozen."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.life = 0
+        """Counts deaths and rejoins; an activity of an earlier life is never resumed."""
+        self._frozen_until = 0.0
+
+    def die(self) -> None:
+        """End every activity, as kill -9 would."""
+        self.life += 1
+
+    def freeze(self, seconds: float) -> None:
+        """Stop all activities for some time, as SIGSTOP and SIGCONT would."""
+        self._frozen_until = max(self._frozen_until, self.loop.now + seconds)
+
+    def run(self, activity: Activity, ended: Callable[[], None] = lambda: None) -> None:
+        """Begin an activity; `ended` runs when it has come to its end."""
+        life = self.life
+
+        def advance(result: Any) -> None:
+            try:
+                waiting = activity.send(result)
+            except StopIteration:
+                ended()
+            else:
+                waiting(resume)
+
+        def resume(result: Any) -> None:
+            if self.life != life:
+                return
+            if self.loop.now < self._frozen_until:
+                self.loop.after(self._frozen_until - self.loop.now, lambda: resume(result))
+            else:
+                advance(result)
+
+        advance(None)
+
+    def wait(self, seconds: float) -> Waiting:
+        """`yield self.wait(2.5)`: continue after so many seconds."""
+        return lambda resume: self.loop.after(seconds, lambda: resume(None))
+
+    def all_of(self, activities: Sequence[Activity]) -> Waiting:
+        """`yield self.all_of(activities)`: begin these activities in order, continue when all have ended."""
+        left = len(activities)
+
+        def begin(resume: Resume) -> None:
+            def ended() -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    resume(None)
+
+            for activity in activities:
+                self.run(activity, ended)
+
+        return begin

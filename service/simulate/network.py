@@ -1,4 +1,4 @@
-"""Messages between simulated processes: delayed, lost, doubled, overtaken."""
+"""Messages between simulated processes: delayed, lost, doubled, overtaken; and the requests made of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from service.simulate.loop import Loop
+from service.handoff.buffer import Buffer
+from service.simulate.host import Host
+from service.simulate.loop import Loop, Process, Resume, Waiting
+from service.simulate.scenario import Scenario
+from service.types import PolicyVersion
+
+POLL_SECONDS = 5.0
+"""How long the host may keep a claim or a lease waiting before it answers with a Wait."""
+RETRY_SECONDS = 8.0
+"""A request without an answer is sent again after so long."""
 
 
 @dataclass(slots=True)
 class Network:
-    """How messages travel; a delay is drawn for each, so they overtake one another."""
+    """How messages travel. A delay is drawn for each message, so messages overtake one another."""
 
     loop: Loop
     rng: np.random.Generator
@@ -25,7 +34,7 @@ class Network:
     """Fraction of messages that arrive twice."""
 
     def send(self, deliver: Callable[[], None]) -> None:
-        """Deliver a message some time, or twice, or never."""
+        """Deliver a message after a delay, or twice, or never."""
         if not self.delay:
             deliver()
             return
@@ -39,28 +48,46 @@ class Network:
         self.lost = self.doubled = 0.0
 
 
-class Call:
-    """A request that is repeated until its answer comes or its caller gives up."""
+class Client(Process):
+    """A process that makes requests of the buffer's host over the network."""
 
-    def __init__(self, network: Network, request: Callable[[Callable[[Any], None]], None], patience: float) -> None:
+    def __init__(self, host: Host, network: Network, scenario: Scenario, rng: np.random.Generator) -> None:
+        super().__init__(host.loop)
+        self._host = host
+        self._witness = host.witness
         self._network = network
-        self._request = request
-        self._patience = patience
-        self._done = False
+        self._scenario = scenario
+        self._rng = rng
 
-    def start(self, on_answer: Callable[[Any], None], still_wanted: Callable[[], bool]) -> None:
-        """Send the request; `on_answer` runs once, while the caller still wants it."""
+    def ask(self, request: Callable[[Buffer], Any]) -> Waiting:
+        """`answer = yield self.ask(...)`: the buffer's answer."""
+        return self.call(lambda reply: self._host.ask(request, reply))
 
-        def receive(answer: Any) -> None:
-            if not self._done and still_wanted():
-                self._done = True
-                on_answer(answer)
+    def poll(self, request: Callable[[Buffer], Any], serving: Callable[[], PolicyVersion] | None = None) -> Waiting:
+        """`answer = yield self.poll(...)`: the buffer's answer, as soon as it is no Wait; see `Host.poll`."""
+        return self.call(lambda reply: self._host.poll(request, POLL_SECONDS, reply, serving))
 
-        def send() -> None:
-            if self._done or not still_wanted():
-                return
-            self._network.send(lambda: self._request(lambda answer: self._network.send(lambda: receive(answer))))
-            if self._network.delay:
-                self._network.loop.after(self._patience, send)
+    def call(self, request: Callable[[Resume], None]) -> Waiting:
+        """`answer = yield self.call(...)`: send a request, again and again until its answer comes.
 
-        send()
+        `request` runs where the message arrives, and gives the answer to the function that it receives.
+        """
+        life, answered = self.life, False
+
+        def begin(resume: Resume) -> None:
+            def receive(answer: Any) -> None:
+                nonlocal answered
+                if not answered and self.life == life:
+                    answered = True
+                    resume(answer)
+
+            def send() -> None:
+                if answered or self.life != life:
+                    return
+                self._network.send(lambda: request(lambda answer: self._network.send(lambda: receive(answer))))
+                if self._network.delay:
+                    self.loop.after(RETRY_SECONDS, send)
+
+            send()
+
+        return begin

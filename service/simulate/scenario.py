@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from service.config import Config
 from service.types import Int64s
 
 
@@ -23,7 +25,7 @@ class Faults:
     silent: float = 0.0
     """Fraction of turns that never end."""
     failing: float = 0.0
-    """Fraction of trajectories whose environment fails at last."""
+    """Fraction of trajectories whose environment fails in the last turn."""
     bad_steps: float = 0.0
     """Fraction of optimizer steps that are not applied."""
     delay: float = 0.0
@@ -32,37 +34,49 @@ class Faults:
     doubled: float = 0.0
 
 
+def _option(default: Any, meaning: str) -> Any:
+    """A field that is also an option of `baton simulate`."""
+    return field(default=default, metadata={"help": meaning})
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """The world around the buffer; the buffer's own settings are in the configuration."""
 
-    generators: int = 4
-    turns: int = 1
-    """Turns of a trajectory."""
-    median_tokens: float = 64.0
-    """Median tokens of a trajectory, over all its turns."""
-    sigma: float = 0.5
-    """Sigma of the lognormal distribution of lengths."""
-    token_seconds: float = 0.02
-    """Seconds that an engine takes for one token of one trajectory."""
-    trainer_seconds: float | None = None
-    """Seconds of one optimizer step; None: as long as the generators take for a mini-batch (balanced)."""
+    generators: int = _option(4, "generator actors that share generator.concurrent_groups")
+    turns: int = _option(1, "turns of a trajectory")
+    median_tokens: float = _option(64.0, "median of a trajectory's sampled tokens")
+    sigma: float = _option(0.5, "of the lognormal lengths: 0.5 moderate, 1.0 long tails")
+    token_seconds: float = _option(0.02, "seconds of one token of one trajectory")
+    trainer_seconds: float | None = _option(
+        None, "seconds of one optimizer step; default: as long as the generators take for a mini-batch"
+    )
+    sync_seconds: float = _option(0.0, "seconds from an optimizer step to engines that serve it")
+    """The trainer does not wait for the weights to arrive."""
+    steps: int = _option(60, "optimizer steps to simulate")
     linger_seconds: float = 0.05
     """Seconds that a finished step waits for others to share its message."""
-    sync_seconds: float = 0.0
-    """Seconds from an optimizer step to engines that serve its weights; the trainer does not wait for it."""
     success: float = 0.5
     """Fraction of trajectories with reward 1."""
-    steps: int = 60
-    """Optimizer steps to simulate."""
     faults: Faults = field(default_factory=Faults)
+
+    def slots(self, config: Config) -> int:
+        """Groups that one generator plays at once."""
+        return max(config.generator.concurrent_groups // self.generators, 1)
 
     def lengths(self, rng: np.random.Generator, count: int) -> Int64s:
         """Tokens of so many trajectories."""
         drawn = rng.lognormal(np.log(self.median_tokens), self.sigma, count)
         return np.maximum(np.round(drawn), 1).astype(np.int64)
 
-    def balanced_trainer_seconds(self, mini_batch_size: int, n_samples: int, concurrent_groups: int) -> float:
-        """Seconds that the generators take for a mini-batch when all are busy: a group ends with its longest sample."""
+    def step_seconds(self, config: Config) -> float:
+        """Seconds of an optimizer step: `trainer_seconds`, or as long as busy generators take for a mini-batch.
+
+        A group ends with its longest sample, so a slot takes the mean of the longest samples' times for a group.
+        """
+        if self.trainer_seconds:
+            return self.trainer_seconds
+        n_samples = config.algorithm.n_samples_per_prompt
         lengths = self.lengths(np.random.default_rng(0), 4096 * n_samples).reshape(-1, n_samples)
-        return float(lengths.max(axis=1).mean()) * self.token_seconds * mini_batch_size / concurrent_groups
+        group_seconds = float(lengths.max(axis=1).mean()) * self.token_seconds
+        return group_seconds * config.trainer.mini_batch_size / (self.slots(config) * self.generators)

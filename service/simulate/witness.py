@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 
 from service.config import Config
+from service.handoff.buffer import Buffer
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.lifecycle import USED
 from service.handoff.steps.stop_reason import FAILURES
-from service.simulate.host import Host
 from service.simulate.loop import Loop
-from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
+from service.types import MiniBatch, PolicyVersion, TrajectoryId
 
 REASONS = {
     "trained",
@@ -45,34 +45,21 @@ class Witness:
         self._loop = loop
         self._acknowledged: dict[int, set[tuple[int, int, int]]] = {}
         """By group_id the (sample, attempt, step index) that the buffer acknowledged."""
-        self._trained: dict[int, int] = {}
+        self.trained: dict[int, int] = {}
         """On the committed history, the optimizer step that used each group_id."""
         self._undone = 0
         """Optimizer steps that were undone; tokens of the abandoned history count from the common checkpoint."""
-
-    @property
-    def trained(self) -> set[int]:
-        """Groups that were trained on the committed history."""
-        return set(self._trained)
-
-    def began(self, of: TrajectoryId, tokens: int) -> None:
-        """A generator begins a trajectory."""
-        self.generated[of] = tokens
 
     def acknowledged(self, of: TrajectoryId, index: int) -> None:
         """A generator received the receipt of a step."""
         self._acknowledged.setdefault(of.group_id, set()).add((of.sample, of.attempt, index))
 
-    def refused(self, refusal: Refusal) -> None:
-        """A generator's message was refused."""
-        self.refusals[str(refusal.reason)] += 1
-
     def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
         """The trainer received a mini-batch to train on top of `version`."""
         self.wait_seconds.append(waited)
-        again = [group_id for group_id in batch.groups if group_id in self._trained]
+        again = [group_id for group_id in batch.groups if group_id in self.trained]
         if again:
-            raise Broken(f"groups {again} are to be trained again; steps {[self._trained[o] for o in again]} used them")
+            raise Broken(f"groups {again} are to be trained again; steps {[self.trained[o] for o in again]} used them")
         if len(set(batch.groups)) != self._config.trainer.mini_batch_size:
             raise Broken(f"a mini-batch of groups {batch.groups}")
         lookahead = self._config.buffer.lookahead
@@ -92,17 +79,17 @@ class Witness:
     def committed(self, version: PolicyVersion, batch: MiniBatch) -> None:
         """The trainer received the answer that its step is committed."""
         self.committed_at.append(self._loop.now)
-        self._trained.update(dict.fromkeys(batch.groups, version.step))
+        self.trained.update(dict.fromkeys(batch.groups, version.step))
 
     def went_back(self, step: int) -> None:
         """A trainer joined at an earlier step."""
-        reached = max(self._trained.values(), default=0)
+        reached = max(self.trained.values(), default=0)
         self._undone += max(reached - step, 0)
-        self._trained = {group_id: used for group_id, used in self._trained.items() if used <= step}
+        self.trained = {group_id: used for group_id, used in self.trained.items() if used <= step}
 
-    def look(self, host: Host) -> None:
+    def look(self, buffer: Buffer) -> None:
         """Raise Broken if an acknowledged step is missing or the ledger is inconsistent."""
-        ledger = host.buffer.ledger
+        ledger = buffer.ledger
         if found := violations(ledger):
             raise Broken("; ".join(found))
         for group_id, steps in list(self._acknowledged.items()):
@@ -121,9 +108,9 @@ class Witness:
                         f"step {index} of {TrajectoryId(group_id, sample, attempt)} was acknowledged and is gone"
                     )
 
-    def check_the_end(self, host: Host) -> None:
+    def check_the_end(self, buffer: Buffer) -> None:
         """After the drain: raise Broken unless every issued group ended with a reason and the tokens add up."""
-        status = host.buffer.status()
+        status = buffer.status()
         if sum(status.ended.values()) != status.issued or status.frontier != status.issued:
             raise Broken(f"{status.issued} groups were issued, ended are {status.ended}")
         if status.accepted_tokens != sum(status.tokens.values()) or status.tokens["open"]:
@@ -134,5 +121,5 @@ class Witness:
             )
         if strange := status.given_up.keys() - FAILURES:
             raise Broken(f"trajectories were given up for {strange}")
-        if status.ended.get("trained", 0) != len(self._trained):
-            raise Broken(f"the trainer used {len(self._trained)} groups, the buffer counts {status.ended}")
+        if status.ended.get("trained", 0) != len(self.trained):
+            raise Broken(f"the trainer used {len(self.trained)} groups, the buffer counts {status.ended}")

@@ -13,7 +13,7 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Record, Store
 from service.simulate.host import Host
 from service.simulate.witness import Broken
-from service.simulate.worlds import fault_world
+from service.simulate.world import fault_world
 
 Patch = pytest.MonkeyPatch
 

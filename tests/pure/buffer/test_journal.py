@@ -12,7 +12,7 @@ from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import File, LocalDisk, LocalFile
 from service.handoff.journal.frames import ALIGNMENT, SCHEMA
 from service.handoff.journal.journal import Journal
-from service.simulate.disk import MemoryDisk, MemoryFile, Stored
+from service.simulate.disk import MemoryDisk, MemoryFile
 from tests.pure.buffer.world import TurnedClock, World
 
 
@@ -344,7 +344,7 @@ class SharedDisk(MemoryDisk):
         self.taken = taken
 
     def open(self, path: Path) -> File:
-        return SharedFile(self, self.files.setdefault(path, Stored()))
+        return self.files.setdefault(path, SharedFile(self))
 
 
 class SharedFile(MemoryFile):
