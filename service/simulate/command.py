@@ -6,15 +6,14 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from service.config import Config
 from service.errors import BatonError, RunFailed, UserError
+from service.simulate.faults import fault_world
 from service.simulate.report import Report, simulated
 from service.simulate.scenario import Scenario
-from service.simulate.witness import Broken
-from service.simulate.world import fault_world
 
 ABOUT = """\
 Run the real buffer under a virtual clock with simulated generators and a simulated trainer.
@@ -51,26 +50,15 @@ PRESET = (
 """Settings when no configuration is given: 64 groups of 8 at once, mini-batches of 32 groups, and room for the longest
 trajectories: a limit on the length would cut off the tail of the distribution."""
 
-_HELP = {
-    "generators": "generator actors that share generator.concurrent_groups",
-    "turns": "turns of a trajectory",
-    "median_tokens": "median of a trajectory's sampled tokens",
-    "sigma": "of the lognormal lengths: 0.5 moderate, 1.0 long tails",
-    "token_seconds": "seconds of one token of one trajectory",
-    "trainer_seconds": "seconds of one optimizer step; default: as long as the generators take for a mini-batch",
-    "sync_seconds": "seconds from an optimizer step to engines that serve it",
-    "steps": "optimizer steps to simulate",
-}
+OPTIONS = {option.name: option for option in fields(Scenario) if "help" in option.metadata}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments, beside configuration files and settings."""
-    kinds: dict[str, Callable[[str], float]] = {"generators": int, "turns": int, "steps": int}
-    defaults = {field.name: field.default for field in fields(Scenario)}
-    for name, text in _HELP.items():
-        default = defaults[name]
-        shown = text if default is None else f"{text} (default {default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kinds.get(name, float), metavar="X", help=shown)
+    for name, option in OPTIONS.items():
+        kind = float if option.default is None else type(option.default)
+        meaning = option.metadata["help"] + ("" if option.default is None else " (default %(default)s)")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=option.default, metavar="X", help=meaning)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run or world")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="report the means of N runs (default 1)")
     parser.add_argument("--worlds", type=int, metavar="N", help="check the promises in N worlds full of faults")
@@ -80,8 +68,11 @@ def run(config: Config, arguments: argparse.Namespace) -> int:
     """Run what the arguments say and print the findings."""
     if arguments.worlds is not None:
         return _worlds(arguments.seed, arguments.worlds)
-    given = {name: value for name in _HELP if (value := getattr(arguments, name)) is not None}
-    scenario = Scenario(**given)
+    scenario = Scenario(**{name: getattr(arguments, name) for name in OPTIONS})
+    if scenario.turns > config.env.max_turns:
+        raise UserError(
+            f"--turns {scenario.turns}: set env.max_turns={scenario.turns} too, it is {config.env.max_turns}"
+        )
     if arguments.seeds < 1:
         raise UserError(f"--seeds {arguments.seeds}: at least one run is needed")
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
@@ -142,11 +133,11 @@ def _worlds(first_seed: int, count: int) -> int:
         world = fault_world(seed)
         try:
             world.run()
-        except (Broken, BatonError) as broken:
+        except BatonError as broken:
             failed.append(seed)
             print(f"FAILED seed {seed}: {broken}\n  again: baton simulate --worlds 1 --seed {seed}", flush=True)
         events += world.loop.events
-        faults += world.faults.count
+        faults += world.fault_count
     seconds = time.process_time() - began
     print(
         f"{count} worlds from seed {first_seed}: {events} events, {faults} faults, {len(failed)} broke a promise "

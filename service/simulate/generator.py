@@ -91,10 +91,10 @@ class SimulatedGenerator(Client):
     def _claim(self, request_id: int) -> Waiting:
         def deliver(reply: Resume) -> None:
             incarnation = self._incarnation
-            self._host.poll(
+            self._host.ask(
                 lambda buffer: buffer.claim(Claim(self.name, incarnation, self.serving, request_id)),
-                POLL_SECONDS,
                 reply,
+                POLL_SECONDS,
                 lambda: self.serving,
             )
 

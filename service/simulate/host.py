@@ -75,19 +75,14 @@ class Host(Process):
         self.disk.lose_power(self._rng)
         self.on_death()
 
-    def ask(self, request: Callable[[Buffer], Any], reply: Resume) -> None:
-        """Serve a request now."""
-        if self.alive:
-            self._answer(request(self.buffer), reply)
-
-    def poll(
+    def ask(
         self,
         request: Callable[[Buffer], Any],
-        patience: float,
         reply: Resume,
+        patience: float = 0.0,
         serving: Callable[[], PolicyVersion] | None = None,
     ) -> None:
-        """Serve a request as soon as its answer is not a Wait, or with that Wait after `patience` seconds.
+        """Answer a request as soon as the answer is not a Wait, or with that Wait after `patience` seconds.
 
         `serving`: of a claim, the version that its engine serves. If a claim has to wait, claims of engines that serve
         nothing newer have to wait too.
@@ -95,7 +90,7 @@ class Host(Process):
         if not self.alive:
             return
         answer = request(self.buffer)
-        if isinstance(answer, Wait):
+        if patience and isinstance(answer, Wait):
             self._polls.append(Poll(self.loop.now + patience, request, reply, serving))
         else:
             self._answer(answer, reply)

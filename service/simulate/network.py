@@ -12,7 +12,6 @@ from service.handoff.buffer import Buffer
 from service.simulate.host import Host
 from service.simulate.loop import Loop, Process, Resume, Waiting
 from service.simulate.scenario import Scenario
-from service.types import PolicyVersion
 
 POLL_SECONDS = 5.0
 """How long the host may keep a claim or a lease waiting before it answers with a Wait."""
@@ -59,13 +58,9 @@ class Client(Process):
         self._scenario = scenario
         self._rng = rng
 
-    def ask(self, request: Callable[[Buffer], Any]) -> Waiting:
-        """`answer = yield self.ask(...)`: the buffer's answer."""
-        return self.call(lambda reply: self._host.ask(request, reply))
-
-    def poll(self, request: Callable[[Buffer], Any], serving: Callable[[], PolicyVersion] | None = None) -> Waiting:
-        """`answer = yield self.poll(...)`: the buffer's answer, as soon as it is no Wait; see `Host.poll`."""
-        return self.call(lambda reply: self._host.poll(request, POLL_SECONDS, reply, serving))
+    def ask(self, request: Callable[[Buffer], Any], patience: float = 0.0) -> Waiting:
+        """`answer = yield self.ask(...)`: the buffer's answer; see `Host.ask`."""
+        return self.call(lambda reply: self._host.ask(request, reply, patience))
 
     def call(self, request: Callable[[Resume], None]) -> Waiting:
         """`answer = yield self.call(...)`: send a request, again and again until its answer comes.

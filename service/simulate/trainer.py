@@ -11,7 +11,7 @@ from service.handoff.verbs import Wait, WaitReason
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
 from service.simulate.loop import Activity, Resume, Waiting
-from service.simulate.network import Client, Network
+from service.simulate.network import POLL_SECONDS, Client, Network
 from service.simulate.scenario import Scenario
 from service.types import MiniBatch, PolicyVersion, Refusal
 
@@ -58,7 +58,7 @@ class SimulatedTrainer(Client):
         self._publish()
         since = self.loop.now
         while not self.drained:
-            answer = yield self.poll(lambda buffer: buffer.lease(incarnation))
+            answer = yield self.ask(lambda buffer: buffer.lease(incarnation), POLL_SECONDS)
             if isinstance(answer, MiniBatch):
                 self._witness.leased(answer, self.version, self.loop.now - since)
                 yield self.wait(self._step_seconds)

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from service.config import Config
+from service.errors import BatonError
 from service.handoff.buffer import Buffer
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.lifecycle import USED
@@ -24,7 +25,7 @@ REASONS = {
 """Why a group may end; no group ends for being slow, because attempts end only by death, failure and silence."""
 
 
-class Broken(Exception):
+class Broken(BatonError):
     """A promise was broken; the message names it."""
 
 
@@ -41,12 +42,13 @@ class Witness:
         self.generated: dict[TrajectoryId, int] = {}
         """Tokens of every trajectory that was begun."""
         self.refusals: Counter[str] = Counter()
+        """Messages of generators that the buffer refused, by reason."""
+        self.trained: dict[int, int] = {}
+        """On the committed history, the optimizer step that used each group_id."""
         self._config = config
         self._loop = loop
         self._acknowledged: dict[int, set[tuple[int, int, int]]] = {}
         """By group_id the (sample, attempt, step index) that the buffer acknowledged."""
-        self.trained: dict[int, int] = {}
-        """On the committed history, the optimizer step that used each group_id."""
         self._undone = 0
         """Optimizer steps that were undone; tokens of the abandoned history count from the common checkpoint."""
 

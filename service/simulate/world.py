@@ -7,19 +7,17 @@ from collections.abc import Callable
 import numpy as np
 
 from service.config import Config
-from service.simulate.faults import FaultInjector
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
 from service.simulate.loop import Loop
 from service.simulate.network import Network
-from service.simulate.scenario import Faults, Scenario
+from service.simulate.scenario import Scenario
 from service.simulate.trainer import SimulatedTrainer
 from service.simulate.witness import Broken, Witness
 
 LOOK_SECONDS = 7.0
 HANG_SECONDS = 600.0
 """Simulated seconds without an optimizer step, after the last fault, that count as a hang."""
-FAULT_SECONDS = 25.0
 
 
 class World:
@@ -32,12 +30,21 @@ class World:
         self.loop = Loop()
         self.witness = Witness(config, self.loop)
         self.host = Host(config, self.loop, self.witness, rngs[1], segment_bytes)
-        network = Network(self.loop, rngs[2], faults.delay, faults.lost, faults.doubled)
+        self.network = Network(self.loop, rngs[2], faults.delay, faults.lost, faults.doubled)
         self.generators = [
-            SimulatedGenerator(f"g{i}", self.host, network, scenario, rngs[3]) for i in range(scenario.generators)
+            SimulatedGenerator(f"g{i}", self.host, self.network, scenario, rngs[3]) for i in range(scenario.generators)
         ]
-        self.trainer = SimulatedTrainer(self.generators, self.host, network, scenario, rngs[4])
-        self.faults = FaultInjector(faults, self.host, network, self.generators, self.trainer, rngs[0])
+        self.trainer = SimulatedTrainer(self.generators, self.host, self.network, scenario, rngs[4])
+
+    def begin(self) -> None:
+        """Start all processes."""
+        self.trainer.start()
+        for generator in self.generators:
+            generator.start()
+
+    def is_calm(self) -> bool:
+        """Whether no faults come any more; a world without faults is calm from the beginning."""
+        return True
 
     def run(self) -> None:
         """Train the scenario's steps, end all faults, drain, and check the promises.
@@ -52,13 +59,10 @@ class World:
             raise
 
     def _run(self) -> None:
-        self.trainer.start()
-        for generator in self.generators:
-            generator.start()
-        self.faults.begin()
+        self.begin()
         self._look()
         self._until(lambda: self.trainer.version.step >= self.scenario.steps)
-        self._until(self.faults.over)
+        self._until(self.is_calm)
         self.host.buffer.drain("max_steps")
         self.host.look_soon()
         self._until(lambda: self.trainer.drained)
@@ -92,69 +96,3 @@ class World:
         if self.host.alive:
             self.witness.look(self.host.buffer)
         self.loop.after(LOOK_SECONDS, self._look)
-
-
-def fault_world(seed: int) -> World:
-    """A small world in which every kind of fault may happen, with any settings that the configuration allows."""
-    rng = np.random.default_rng((seed, 99))
-    scenario = Scenario(
-        generators=3,
-        turns=3,
-        median_tokens=12.0,
-        sigma=0.7,
-        token_seconds=0.05,
-        linger_seconds=0.02,
-        trainer_seconds=1.0,
-        steps=6,
-        faults=_faults(rng),
-    )
-    return World(_config(rng), scenario, seed, segment_bytes=int(rng.choice([1, 3_000, 1 << 20])))
-
-
-def _config(rng: np.random.Generator) -> Config:
-    lookahead = int(rng.integers(0, 4))
-    return Config.model_validate(
-        {
-            "env": {"max_turns": 3},
-            "generator": {"max_input_length": 256, "max_generate_length": 64, "concurrent_groups": 6},
-            "buffer": {
-                "lookahead": lookahead,
-                "max_staleness": int(rng.integers(lookahead, 6)),
-                "order": str(rng.choice(["finished_first", "strict"])),
-                "step_deadline": 8.0,
-                "lease_deadline": 20.0,
-                "max_attempts": 20,
-                "max_lease_attempts": 10,
-            },
-            "algorithm": {"n_samples_per_prompt": 2, "filter_zero_variance": bool(rng.integers(2))},
-            "trainer": {
-                "mini_batch_size": 2,
-                "ranks": int(rng.integers(1, 3)),
-                "max_tokens_per_micro_batch": 1024,
-                "checkpoint_every": int(rng.integers(1, 4)),
-            },
-        }
-    )
-
-
-def _faults(rng: np.random.Generator) -> Faults:
-    """Each kind is absent, or as frequent as it can be while the world still gets somewhere."""
-
-    def maybe(*rates: float) -> float:
-        return float(rng.choice([0.0, *rates]))
-
-    return Faults(
-        until=FAULT_SECONDS,
-        buffer_deaths=maybe(0.05, 0.3),
-        generator_deaths=maybe(0.1),
-        generator_freezes=maybe(0.1),
-        trainer_deaths=maybe(0.1),
-        disk_full=maybe(0.05),
-        clock_jumps=0.05,
-        silent=maybe(0.03),
-        bad_steps=maybe(0.1),
-        delay=float(rng.choice([0.01, 0.2])),
-        lost=maybe(0.1),
-        doubled=maybe(0.1),
-        failing=maybe(0.1),
-    )

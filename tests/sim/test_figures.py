@@ -116,6 +116,11 @@ def test_the_command_wants_at_least_one_run(capsys: pytest.CaptureFixture[str]) 
     assert "--seeds 0" in capsys.readouterr().err
 
 
+def test_more_turns_than_the_configuration_allows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--turns", "2", *SMALL]) == 2
+    assert "set env.max_turns=2" in capsys.readouterr().err
+
+
 def test_a_trajectory_of_the_preset_is_not_cut_off() -> None:
     lengths = Scenario(sigma=1.0).lengths(np.random.default_rng(0), 1_000_000)
     assert lengths.max() <= config().generator.max_generate_length

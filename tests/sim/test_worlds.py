@@ -11,9 +11,9 @@ from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Record, Store
+from service.simulate.faults import fault_world
 from service.simulate.host import Host
 from service.simulate.witness import Broken
-from service.simulate.world import fault_world
 
 Patch = pytest.MonkeyPatch
 
@@ -24,7 +24,7 @@ def test_every_promise_holds_in_worlds_full_of_faults(first: int) -> None:
     for seed in range(first, first + 10):
         world = fault_world(seed)
         world.run()
-        faults += world.faults.count
+        faults += world.fault_count
     assert faults > 20
 
 
