@@ -92,10 +92,14 @@ class Columns(NamedTuple):
     """The column that says where each item's tokens begin."""
 
     @property
+    def axis(self) -> str:
+        """The axis letter of the items."""
+        return self.items[0].axis
+
+    @property
     def names(self) -> tuple[tuple[str, str], ...]:
         """(field that lists names, column of indices into it): ("uids", "uid_K"), ..."""
-        axis = self.items[0].axis
-        return ("uids", f"uid_{axis}"), ("stop_reasons", f"stop_reason_{axis}")
+        return ("uids", f"uid_{self.axis}"), ("stop_reasons", f"stop_reason_{self.axis}")
 
 
 _COLUMNS: dict[type, Columns] = {}

@@ -87,13 +87,14 @@ class Sender(NamedTuple):
     sequence: int
 
 
-def check_token_ids(name: str, ids: ArrayLike) -> None:
-    """ValueError unless these are whole numbers that fit int32, the type that tables hold them in."""
+def as_token_ids(name: str, ids: ArrayLike) -> Int32s:
+    """Token ids in the type that tables hold them in; ValueError unless they are whole numbers that fit int32."""
     array = np.asarray(ids)
     if array.dtype == np.int32 or not array.size:
-        return
+        return np.asarray(array, np.int32)
     if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > np.iinfo(np.int32).max:
         raise ValueError(f"{name} holds what is no int32 token id: {array.dtype} from {array.min()} to {array.max()}")
+    return array.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,21 +124,17 @@ class Step:
     """[P + T, layers, topk]; ROUTE_NATIVELY where unknown."""
 
     def __post_init__(self) -> None:
-        self._check_length(("logprobs", "loss_mask", "versions"), len(self.response_ids))
-        self._check_length(("routed_experts",), len(self.prompt_ids) + len(self.response_ids))
-        for name in ("prompt_ids", "response_ids"):
-            check_token_ids(f"Step.{name}", getattr(self, name))
-        rewards = np.asarray(self.reward)
-        if rewards.dtype.kind not in "biuf" or not np.isfinite(rewards).all():
-            raise ValueError(f"Step.reward is {self.reward!r}; it must be a finite number, or one per response token")
-        if rewards.ndim:
-            self._check_length(("reward",), len(self.response_ids))
-
-    def _check_length(self, names: tuple[str, ...], length: int) -> None:
-        for name in names:
+        prompt, response, rewards = len(self.prompt_ids), len(self.response_ids), np.asarray(self.reward)
+        lengths = {"logprobs": response, "loss_mask": response, "versions": response}
+        lengths |= {"routed_experts": prompt + response} | ({"reward": response} if rewards.ndim else {})
+        for name, length in lengths.items():
             array = getattr(self, name)
             if array is not None and len(array) != length:
                 raise ValueError(f"Step.{name} has {len(array)} items; its axis has {length}")
+        for name in ("prompt_ids", "response_ids"):
+            as_token_ids(f"Step.{name}", getattr(self, name))
+        if rewards.dtype.kind not in "biuf" or not np.isfinite(rewards).all():
+            raise ValueError(f"Step.reward is {self.reward!r}; it must be a finite number, or one per response token")
 
 
 class TrajectoryEnd(NamedTuple):

@@ -18,14 +18,13 @@ from service.handoff.steps.tables import NO_EXTENSION, ends_table
 from service.types import (
     Extension,
     Float32s,
-    Int32s,
     Sender,
     Step,
     StepGroup,
     Steps,
     TrajectoryEnd,
     TrajectoryId,
-    check_token_ids,
+    as_token_ids,
 )
 
 _TOKEN_COLUMNS = {column.name[:-2]: column for column in columns_of(Steps).tokens}
@@ -105,13 +104,19 @@ class StepColumns:
         Raises:
             ValueError: an array is not as long as the tokens that it is about; an id that is no int32.
         """
-        prompt, response = _token_ids("prompt_ids", prompt_ids), _token_ids("response_ids", response_ids)
+        prompt, response = as_token_ids("prompt_ids", prompt_ids), as_token_ids("response_ids", response_ids)
         tokens = {"prompt_ids": prompt, "response_ids": response}
         if isinstance(reward, np.ndarray) and reward.ndim:
             columns["token_rewards"], reward = reward, float(reward.sum(dtype=np.float64))
         for name, values in columns.items():
-            if values is not None:
-                tokens[name] = _checked(name, np.asarray(values), len(prompt), len(response))
+            if values is None:
+                continue
+            if (column := _TOKEN_COLUMNS.get(name)) is None or column.about.fill is None:  # a column, and not the ids
+                raise ValueError(f"{name} is no token column of a step")
+            tokens[name] = np.asarray(values)
+            length = len(response) + (len(prompt) if column.about.on_prompt else 0)
+            if len(tokens[name]) != length:
+                raise ValueError(f"{name} has {len(tokens[name])} items; its axis has {length}")
         group_id, sample, attempt = trajectory
         step, length, digest = extends or NO_EXTENSION
         self._add(
@@ -210,18 +215,3 @@ def append_step(sink: StepSink, step: Step) -> None:
         logprobs=step.logprobs, loss_mask=step.loss_mask, versions=step.versions,
         routed_experts=step.routed_experts,
     )  # fmt: skip
-
-
-def _token_ids(name: str, ids: ArrayLike) -> Int32s:
-    check_token_ids(name, ids)
-    return np.asarray(ids, np.int32)
-
-
-def _checked(name: str, values: NDArray[Any], prompt: int, response: int) -> NDArray[Any]:
-    """The values of a token column; ValueError unless there is such a column and they fit the step's tokens."""
-    if (column := _TOKEN_COLUMNS.get(name)) is None or column.about.fill is None:  # ids come as prompt and response
-        raise ValueError(f"{name} is no token column of a step")
-    length = response + (prompt if column.about.on_prompt else 0)
-    if len(values) != length:
-        raise ValueError(f"{name} has {len(values)} items; its axis has {length}")
-    return values

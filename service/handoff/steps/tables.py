@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from service.columns import codes_of, concat, lengths_of
+from service.columns import codes_of, columns_of, concat, lengths_of
 from service.types import (
     Ends,
     Extension,
@@ -42,9 +44,10 @@ def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
     )
 
 
-def trajectory_ids(steps: Steps) -> list[TrajectoryId]:
-    """The trajectory of each step."""
-    columns = (steps.group_id_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist())
+def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
+    """The trajectory of each item."""
+    axis = columns_of(type(table)).axis
+    columns = (getattr(table, f"{name}_{axis}").tolist() for name in TrajectoryId._fields)
     return [TrajectoryId(*identity) for identity in zip(*columns, strict=True)]
 
 
@@ -101,66 +104,65 @@ def with_token_rewards(steps: Steps) -> Steps:
 
 def step_objects(steps: Steps) -> list[Step]:
     """The steps of a table as objects; their arrays are views."""
-    return [_step_object(steps, k) for k in range(len(steps))]
-
-
-def end_objects(ends: Ends) -> list[TrajectoryEnd]:
-    """The ends of a table as objects."""
+    rewards_N = steps.token_rewards_N
     return [
-        TrajectoryEnd(
-            TrajectoryId(int(ends.group_id_E[e]), int(ends.sample_E[e]), int(ends.attempt_E[e])),
-            ends.uids[ends.uid_E[e]],
-            int(ends.n_steps_E[e]),
-            ends.stop_reasons[ends.stop_reason_E[e]],
-            float(ends.reward_E[e]),
+        Step(
+            index=int(steps.index_K[k]),
+            reward=float(steps.reward_K[k]) if rewards_N is None else rewards_N[response],
+            extends=extension_of(steps, k),
+            **fields,
         )
-        for e in range(len(ends))
+        for k, (response, fields) in enumerate(_fields_of_both(steps))
     ]
 
 
 def row_objects(rows: Rows) -> list[Row]:
     """The rows of a table as objects; their arrays are views."""
-    return [_row_object(rows, r) for r in range(len(rows))]
+    rewards_N, reward_R = rows.token_rewards_N, rows.reward_R
+    return [
+        Row(
+            first_step=int(rows.first_step_R[r]),
+            last_step=int(rows.last_step_R[r]),
+            rewards=np.zeros(len(fields["loss_mask"]), np.float32) if rewards_N is None else rewards_N[response],
+            reward=None if reward_R is None else float(reward_R[r]),
+            **fields,
+        )
+        for r, (response, fields) in enumerate(_fields_of_both(rows))
+    ]
 
 
-def _step_object(steps: Steps, k: int) -> Step:
-    start, stop = int(steps.offsets_K[k]), int(steps.offsets_K[k + 1])
-    middle = start + int(steps.prompt_length_K[k])
-    rewards_N, experts_N = steps.token_rewards_N, steps.routed_experts_N
-    return Step(
-        trajectory=TrajectoryId(int(steps.group_id_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k])),
-        prompt_uid=steps.uids[steps.uid_K[k]],
-        index=int(steps.index_K[k]),
-        prompt_ids=steps.token_ids_N[start:middle],
-        response_ids=steps.token_ids_N[middle:stop],
-        logprobs=steps.logprobs_N[middle:stop] if steps.has_logprobs_K[k] else None,
-        loss_mask=steps.loss_mask_N[middle:stop],
-        versions=steps.versions_N[middle:stop],
-        temperature=float(steps.temperature_K[k]),
-        reward=float(steps.reward_K[k]) if rewards_N is None else rewards_N[middle:stop],
-        stop_reason=steps.stop_reasons[steps.stop_reason_K[k]],
-        extends=extension_of(steps, k),
-        routed_experts=None if experts_N is None else experts_N[start:stop],
-    )
+def _fields_of_both(table: Steps | Rows) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Of each item where its response lies on the token axis, and the fields that a `Step` and a `Row` both have."""
+    columns = columns_of(type(table))
+    names = ("uid", "stop_reason", "prompt_length", "temperature", "has_logprobs")
+    items = zip(*(getattr(table, f"{name}_{columns.axis}").tolist() for name in names), strict=True)
+    bounds = pairwise(getattr(table, str(columns.offsets)).tolist())
+    for of, (start, stop), item in zip(trajectory_ids(table), bounds, items, strict=True):
+        uid, stop_reason, prompt_length, temperature, has_logprobs = item
+        response = slice(start + prompt_length, stop)
+        yield (
+            response,
+            {
+                "trajectory": of,
+                "prompt_uid": table.uids[uid],
+                "prompt_ids": table.token_ids_N[start : start + prompt_length],
+                "response_ids": table.token_ids_N[response],
+                "logprobs": table.logprobs_N[response] if has_logprobs else None,
+                "loss_mask": table.loss_mask_N[response],
+                "versions": table.versions_N[response],
+                "temperature": temperature,
+                "stop_reason": table.stop_reasons[stop_reason],
+                "routed_experts": None if table.routed_experts_N is None else table.routed_experts_N[start:stop],
+            },
+        )
 
 
-def _row_object(rows: Rows, r: int) -> Row:
-    start, stop = int(rows.offsets_R[r]), int(rows.offsets_R[r + 1])
-    middle = start + int(rows.prompt_length_R[r])
-    rewards_N, experts_N, reward_R = rows.token_rewards_N, rows.routed_experts_N, rows.reward_R
-    return Row(
-        trajectory=TrajectoryId(int(rows.group_id_R[r]), int(rows.sample_R[r]), int(rows.attempt_R[r])),
-        prompt_uid=rows.uids[rows.uid_R[r]],
-        first_step=int(rows.first_step_R[r]),
-        last_step=int(rows.last_step_R[r]),
-        prompt_ids=rows.token_ids_N[start:middle],
-        response_ids=rows.token_ids_N[middle:stop],
-        logprobs=rows.logprobs_N[middle:stop] if rows.has_logprobs_R[r] else None,
-        loss_mask=rows.loss_mask_N[middle:stop],
-        versions=rows.versions_N[middle:stop],
-        temperature=float(rows.temperature_R[r]),
-        rewards=np.zeros(stop - middle, np.float32) if rewards_N is None else rewards_N[middle:stop],
-        stop_reason=rows.stop_reasons[rows.stop_reason_R[r]],
-        routed_experts=None if experts_N is None else experts_N[start:stop],
-        reward=None if reward_R is None else float(reward_R[r]),
-    )
+def end_objects(ends: Ends) -> list[TrajectoryEnd]:
+    """The ends of a table as objects."""
+    columns = (ends.uid_E, ends.n_steps_E, ends.stop_reason_E, ends.reward_E)
+    return [
+        TrajectoryEnd(of, ends.uids[uid], n_steps, ends.stop_reasons[stop_reason], reward)
+        for of, uid, n_steps, stop_reason, reward in zip(
+            trajectory_ids(ends), *(column_E.tolist() for column_E in columns), strict=True
+        )
+    ]

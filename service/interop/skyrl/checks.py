@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from service.interop.skyrl.fields import check_lengths, identity
+PER_ENTRY = (
+    "prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs", "trajectory_ids",
+    "rollout_expert_indices", "is_last_step",
+)  # fmt: skip
+"""The lists that have one element an entry, as `response_ids` has."""
 
 REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "trajectory_ids", "is_last_step")
 NOT_MERGED = {
@@ -17,6 +21,42 @@ NOT_MERGED = {
 """Fields that are refused unless they are None, with the reason."""
 
 
+class SkyRLTrajectoryId(NamedTuple):
+    """SkyRL's identity of a trajectory."""
+
+    instance_id: str
+    repetition_id: int
+
+    def to_string(self) -> str:
+        """As SkyRL prints it."""
+        return f"{self.instance_id}_{self.repetition_id}"
+
+
+def identity(trajectory_id: Any, k: int) -> tuple[str, int]:
+    """The prompt of entry `k`, and which of that prompt's trajectories the entry belongs to.
+
+    Raises:
+        ValueError: the id is neither a pair nor an object with SkyRL's two attributes.
+    """
+    if hasattr(trajectory_id, "instance_id"):
+        return str(trajectory_id.instance_id), int(trajectory_id.repetition_id)
+    if isinstance(trajectory_id, str) or not isinstance(trajectory_id, Sequence) or len(trajectory_id) != 2:
+        raise ValueError(
+            f"trajectory_ids[{k}] is {trajectory_id!r}; it must be a pair (instance_id, repetition_id), or an object "
+            "with these attributes"
+        )
+    instance_id, repetition_id = trajectory_id
+    return str(instance_id), int(repetition_id)
+
+
+def check_lengths(output: Mapping[str, Any]) -> None:
+    """ValueError where a list is longer or shorter than `response_ids`."""
+    count = len(output["response_ids"])
+    for name in PER_ENTRY:
+        if output.get(name) is not None and len(output[name]) != count:
+            raise ValueError(f"{name} has {len(output[name])} entries; response_ids has {count}")
+
+
 def check_mergeable(output: Mapping[str, Any]) -> None:
     """ValueError unless this is a step-wise generator output of which every field can be merged."""
     for name in REQUIRED:
@@ -26,15 +66,25 @@ def check_mergeable(output: Mapping[str, Any]) -> None:
         if output.get(name) is not None:
             raise ValueError(f"{name} cannot be merged: {reason}")
     check_lengths(output)
-    responses = output["response_ids"]
+    responses, rewards = output["response_ids"], output["rewards"]
     if not responses:
         raise ValueError("response_ids is empty; there is nothing to merge")
-    _check_lists("prompt_token_ids", output["prompt_token_ids"])
-    _check_lists("response_ids", responses)
-    for name in ("loss_masks", "rollout_logprobs"):
-        if output.get(name) is not None:
-            _check_per_token(name, output[name], responses)
-    _check_rewards(output["rewards"], responses)
+    rewards_are_lists = isinstance(rewards[0], list)
+    per_token = ("loss_masks", "rollout_logprobs", *(("rewards",) if rewards_are_lists else ()))
+    for name in ("prompt_token_ids", "response_ids", *per_token):
+        for k, value in enumerate(() if output.get(name) is None else output[name]):
+            if not isinstance(value, list):
+                raise ValueError(f"{name}[{k}] is of type {type(value).__name__}; it must be a list")
+            if name in per_token and len(value) != len(responses[k]):
+                raise ValueError(
+                    f"{name}[{k}] has {len(value)} elements; response_ids[{k}] has {len(responses[k])} tokens"
+                )
+    for k, reward in enumerate(rewards):
+        try:
+            float(sum(reward) if rewards_are_lists else reward)
+        except (TypeError, ValueError):
+            form = "a list of numbers" if rewards_are_lists else "a number"
+            raise ValueError(f"rewards[{k}] is {reward!r}; it must be {form}, as rewards[0] is") from None
     _check_trajectories(output["trajectory_ids"], output["is_last_step"])
 
 
@@ -47,32 +97,6 @@ def mask_bytes(mask: list[int], k: int) -> bytes:
     if found.translate(None, b"\0\1"):
         raise ValueError(f"loss_masks[{k}] holds a value that is neither 0 nor 1")
     return found
-
-
-def _check_lists(name: str, values: Iterable[Any]) -> None:
-    for k, value in enumerate(values):
-        if not isinstance(value, list):
-            raise ValueError(f"{name}[{k}] is of type {type(value).__name__}; it must be a list")
-
-
-def _check_per_token(name: str, values: Sequence[Any], responses: Sequence[list[int]]) -> None:
-    _check_lists(name, values)
-    for k, (value, response) in enumerate(zip(values, responses, strict=True)):
-        if len(value) != len(response):
-            raise ValueError(f"{name}[{k}] has {len(value)} elements; response_ids[{k}] has {len(response)} tokens")
-
-
-def _check_rewards(rewards: Sequence[Any], responses: Sequence[list[int]]) -> None:
-    """One number an entry, or one number a token in every entry."""
-    per_token = isinstance(rewards[0], list)
-    if per_token:
-        _check_per_token("rewards", rewards, responses)
-    for k, reward in enumerate(rewards):
-        try:
-            float(sum(reward) if per_token else reward)
-        except (TypeError, ValueError):
-            form = "a list of numbers" if per_token else "a number"
-            raise ValueError(f"rewards[{k}] is {reward!r}; it must be {form}, as rewards[0] is") from None
 
 
 def _check_trajectories(trajectory_ids: Sequence[Any], is_last_step: Sequence[Any]) -> None:

@@ -14,18 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from service.interop.skyrl.fields import SkyRLTrajectoryId, check_lengths, identity
+from service.interop.skyrl.checks import SkyRLTrajectoryId, check_lengths, identity
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
-    Bools,
     Int16s,
-    Int32s,
-    Int64s,
     Row,
     Step,
     TrajectoryId,
-    check_token_ids,
+    as_token_ids,
 )
 
 
@@ -63,12 +60,12 @@ def rows_to_generator_output(rows: Sequence[Row]) -> dict[str, Any]:
     """
     last_row = {row.trajectory: r for r, row in enumerate(rows)}
     per_token = any(row.reward is None for row in rows)
-    with_logprobs = sum(row.logprobs is not None for row in rows)
-    if 0 < with_logprobs < len(rows):
+    logprobs = [row.logprobs.tolist() for row in rows if row.logprobs is not None]
+    if 0 < len(logprobs) < len(rows):
         raise ValueError(
-            f"{with_logprobs} of {len(rows)} rows have log-probabilities; SkyRL takes those of all or none"
+            f"{len(logprobs)} of {len(rows)} rows have log-probabilities; SkyRL takes those of all or none"
         )
-    has_experts = bool(rows) and all(row.routed_experts is not None for row in rows)
+    experts = [row.routed_experts.tolist() for row in rows if row.routed_experts is not None]
     return {
         "prompt_token_ids": [row.prompt_ids.tolist() for row in rows],
         "response_ids": [row.response_ids.tolist() for row in rows],
@@ -76,10 +73,10 @@ def rows_to_generator_output(rows: Sequence[Row]) -> dict[str, Any]:
         "loss_masks": [row.loss_mask.astype(int).tolist() for row in rows],
         "stop_reasons": [row.stop_reason for row in rows] if any(row.stop_reason for row in rows) else None,
         "rollout_metrics": None,
-        "rollout_logprobs": [_list(row.logprobs) for row in rows] if with_logprobs else None,
+        "rollout_logprobs": logprobs or None,
         "trajectory_ids": [SkyRLTrajectoryId(row.prompt_uid, row.trajectory.sample) for row in rows],
         "trajectory_generation_times": None,
-        "rollout_expert_indices": [_list(row.routed_experts) for row in rows] if has_experts else None,
+        "rollout_expert_indices": experts if rows and len(experts) == len(rows) else None,
         "is_last_step": [last_row[row.trajectory] == r for r, row in enumerate(rows)],
     }
 
@@ -117,11 +114,6 @@ def _check_last_steps(identities: Sequence[tuple[str, int]], is_last_step: Seque
             raise ValueError(f"trajectory {key} has no last step: is_last_step is False for all of its entries")
 
 
-def _token_ids(name: str, values: Any) -> Int32s:
-    check_token_ids(name, values)
-    return np.asarray(values, np.int32)
-
-
 def _step(output: Mapping[str, Any], k: int, trajectory: TrajectoryId, uid: str, index: int, version: int) -> Step:
     loss_mask = np.asarray(output["loss_masks"][k], np.bool_)
     reward, stop_reasons = output["rewards"][k], output.get("stop_reasons")
@@ -130,21 +122,23 @@ def _step(output: Mapping[str, Any], k: int, trajectory: TrajectoryId, uid: str,
         trajectory=trajectory,
         prompt_uid=uid,
         index=index,
-        prompt_ids=_token_ids(f"prompt_token_ids[{k}]", output["prompt_token_ids"][k]),
-        response_ids=_token_ids(f"response_ids[{k}]", output["response_ids"][k]),
+        prompt_ids=as_token_ids(f"prompt_token_ids[{k}]", output["prompt_token_ids"][k]),
+        response_ids=as_token_ids(f"response_ids[{k}]", output["response_ids"][k]),
         logprobs=None if logprobs is None else np.asarray(logprobs[k], np.float32),
         loss_mask=loss_mask,
-        versions=_versions(loss_mask, version),
+        versions=np.where(loss_mask, np.int64(version), np.int64(NO_VERSION)),
         reward=np.asarray(reward, np.float32) if np.ndim(reward) else float(reward),
         stop_reason="" if stop_reasons is None else stop_reasons[k],
-        routed_experts=None
-        if experts is None
-        else _experts(experts, k, len(output["prompt_token_ids"][k]) + len(loss_mask)),
+        routed_experts=None if experts is None else _experts(output, k),
     )
 
 
-def _experts(experts: Sequence[Any], k: int, length: int) -> Int16s:
-    """[length, layers, topk]; engines leave out the last sampled token, and may leave out whole entries."""
+def _experts(output: Mapping[str, Any], k: int) -> Int16s:
+    """[P + T, layers, topk]; engines leave out the last sampled token, and may leave out whole entries."""
+    experts, length = (
+        output["rollout_expert_indices"],
+        len(output["prompt_token_ids"][k]) + len(output["loss_masks"][k]),
+    )
     known = next((np.asarray(entry, np.int16) for entry in experts if len(entry)), np.zeros((0, 0, 0), np.int16))
     experts_T = np.full((length, *known.shape[1:]), ROUTE_NATIVELY, np.int16)
     if len(experts[k]) > length:
@@ -152,11 +146,3 @@ def _experts(experts: Sequence[Any], k: int, length: int) -> Int16s:
     if len(experts[k]):
         experts_T[: len(experts[k])] = experts[k]
     return experts_T
-
-
-def _versions(loss_mask: Bools, version: int) -> Int64s:
-    return np.where(loss_mask, np.int64(version), np.int64(NO_VERSION))
-
-
-def _list(array: Any) -> list[Any]:
-    return array.tolist()  # type: ignore[no-any-return]
