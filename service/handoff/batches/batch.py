@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from service.columns import concat, lengths_of, select, trajectories
-from service.handoff.batches.pack import Layout, Placement, in_packing_order, micro_batches, place
+from service.handoff.batches.batch_metrics import (
+    length_metrics,
+    merge_metrics,
+    reward_metrics,
+    staleness_metrics,
+    token_metrics,
+    turn_metrics,
+)
+from service.handoff.batches.pack import Layout, in_packing_order, micro_batches, place
 from service.handoff.batches.score import ReturnRule, advantages, returns
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.branches import Drift, Mode, check_choice
-from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.branches import Drift, Mode
+from service.handoff.prefixes.merge import check_choice, merge
 from service.handoff.steps.tables import concat_steps, name_of
-from service.types import NO_VERSION, Ends, Float64s, Int32s, Int64s, MiniBatch, PolicyVersion, Row, Rows, Steps
+from service.types import NO_VERSION, Ends, Int32s, Int64s, MiniBatch, PolicyVersion, Row, Rows, Steps
 
 if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
     from service.config.tree import Config
@@ -119,14 +127,14 @@ def form_mini_batch(
     staleness_N, stale_G = _masked(packed, trajectory_R, len(ends), history, settings.max_staleness)
     loss_tokens_G = _per_trajectory(packed, trajectory_R, len(ends))
     return_G = returns(steps, ends, settings.returns)
-    metrics = _merge_metrics(merged.counts) | _length_metrics(length_R, placement) | _reward_metrics(return_G, prompt_G)
-    metrics |= _turn_metrics(packed, steps, len(ends)) | _staleness_metrics(staleness_N, sampled_G, stale_G)
-    sampled = float(np.count_nonzero(steps.loss_mask_N))
-    metrics |= {
-        "tokens/sampled": sampled,
-        "tokens/loss": float(loss_tokens_G.sum()),
-        "tokens/stale": float(stale_G.sum()),
-    }
+    metrics = (
+        merge_metrics(merged.counts)
+        | length_metrics(length_R, placement)
+        | reward_metrics(return_G, prompt_G)
+        | turn_metrics(packed, steps, len(ends))
+        | staleness_metrics(staleness_N, sampled_G, stale_G)
+        | token_metrics(steps, loss_tokens_G, stale_G)
+    )
     return MiniBatch(
         lease=lease,
         groups=tuple(group.group_id for group in groups),
@@ -136,7 +144,7 @@ def form_mini_batch(
         rows_G=np.bincount(trajectory_R, minlength=len(ends)).astype(np.int32),
         prompt_of_trajectory_G=prompt_G,
         ranks=micro_batches(packed, staleness_N, trajectory_R, placement),
-        metrics=metrics | {"tokens/masked": sampled - metrics["tokens/loss"] - metrics["tokens/stale"]},
+        metrics=metrics,
     )
 
 
@@ -204,67 +212,3 @@ def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
     bounds = rows.offsets_R.tolist()
     tokens_R = [np.count_nonzero(rows.loss_mask_N[start:stop]) for start, stop in pairwise(bounds)]
     return np.bincount(trajectory_R, tokens_R, minlength=count).astype(np.int64)
-
-
-def _merge_metrics(counts: dict[str, int]) -> dict[str, float]:
-    return {
-        "generate/num_seq_before_merge": counts["steps"],
-        "generate/num_seq_after_merge": counts["rows"],
-        "generate/batch_num_seq": counts["rows"],
-        "generate/merge_ratio": counts["steps"] / max(counts["rows"], 1),
-        "generate/tokens_before_merge": counts["tokens_before"],
-        "generate/tokens_after_merge": counts["tokens_after"],
-        "generate/prefix_mismatches": counts["forked"] + counts["realigned"] + counts["reset"],
-        **{f"generate/steps_{outcome}": counts[outcome] for outcome in ("extended", "forked", "realigned", "reset")},
-        "generate/realigned_tokens": counts["realigned_tokens"],
-    }
-
-
-def _length_metrics(length_R: Int64s, placement: Placement) -> dict[str, float]:
-    longest = int(length_R.max(initial=0))
-    total = int(length_R.sum())
-    return {
-        "generate/batch_padded_seq_len": longest,
-        "generate/batch_longest_row": longest,
-        "generate/batch_padding_ratio": 1 - total / (longest * len(length_R)) if total else 0.0,
-        "generate/batch_num_tokens": total,
-        "generate/batch_imbalance": placement.imbalance,
-        "generate/batch_num_micro_batches": sum(len(rank) for rank in placement.ranks),
-        "generate/batch_num_dummies": sum(not rows for rank in placement.ranks for rows in rank),
-    }
-
-
-def _turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
-    """Per trajectory: its turns, the tokens after its first prompts, and those of them that the policy sampled."""
-    responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
-    sampled = int(np.count_nonzero(steps.loss_mask_N))
-    return {
-        "generate/avg_num_tokens": responses / max(count, 1),
-        "generate/avg_assistant_tokens": sampled / max(count, 1),
-        "generate/avg_num_turns": len(steps) / max(count, 1),
-    }
-
-
-def _staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
-    """Staleness of sampled tokens; the stale ones also by the length of their trajectory (quarter 4: the longest)."""
-    sampled = int(np.count_nonzero(staleness_N >= 0))
-    ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # each other token counts as -1
-    quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)
-    return {
-        "async/staleness_mean": ages / max(sampled, 1),
-        "async/staleness_max": float(staleness_N.max(initial=0)),
-        "async/stale_tokens": float(stale_G.sum()),
-        **{f"async/stale_tokens_quarter_{q}": float(part.sum()) for q, part in enumerate(quarters, 1)},
-    }
-
-
-def _reward_metrics(return_G: Float64s, prompt_G: Int32s) -> dict[str, float]:
-    if not len(return_G):
-        return {}
-    passed_P = np.bincount(prompt_G, return_G > 0) > 0
-    samples = round(len(return_G) / len(passed_P))
-    return {
-        "reward/avg_raw_reward": float(return_G.mean()),
-        "reward/mean_positive_reward": float(np.maximum(return_G, 0).mean()),
-        f"reward/avg_pass_at_{samples}": float(passed_P.mean()),
-    }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,13 +25,6 @@ from service.types import Int32s, Steps
 
 Mode = Literal["off", "linear", "tree"]
 Drift = Literal["fork", "realign"]
-
-
-def check_choice(name: str, value: str, choices: Any) -> None:
-    """ValueError unless a setting is one of the values of its literal type; any other would act like one of them."""
-    known = get_args(choices)
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
 
 
 class Rule(NamedTuple):

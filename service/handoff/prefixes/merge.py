@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from service.columns import columns_of, filled, lengths_of, offsets_of, segments_of
-from service.handoff.prefixes.branches import Drift, Mode, Rule, branching_rows, check_choice
+from service.handoff.prefixes.branches import Drift, Mode, Rule, branching_rows
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import check_chain
 from service.handoff.prefixes.step_equality import in_order
@@ -267,3 +267,10 @@ def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
         if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
             chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))
             columns[column.name] = np.where(chosen, filled(column, 1).reshape((1,) * array.ndim), array)
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """ValueError unless a setting is one of the values of its literal type; any other would act like one of them."""
+    known = get_args(choices)
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
