@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from scripts.dashboards import DASHBOARDS
 from scripts.dashboards.grafana import dashboards_page, grafana_json
+from scripts.dashboards.pages import DASHBOARDS
 from service.columns import columns_of
 from service.config.load import section_of
 from service.config.tree import Config
@@ -76,19 +75,16 @@ def _section(path: str, field: FieldInfo) -> str:
     if section is None:
         raise TypeError(f"{path} is no section")
     optional = " (optional)" if field.default is None else ""
-    text = f"\n## `{path}`{optional}\n\n{_first_line(section)}\n\n{TABLE_HEAD}"
+    text = f"\n## `{path}`{optional}\n\n{(section.__doc__ or '').strip().splitlines()[0]}\n\n{TABLE_HEAD}"
+    schemas = section.model_json_schema()["properties"]
     inner: list[str] = []
     for name, child in section.model_fields.items():
         if section_of(child.annotation) is not None:
             inner.append(_section(f"{path}.{name}", child))
             continue
         meaning = (child.description or "").replace("\n", " ").replace("|", "\\|")
-        text += f"| `{name}` | {_type(section, name)} | {_default(child)} | {meaning} |\n"
+        text += f"| `{name}` | {_type(schemas[name])} | {_default(child)} | {meaning} |\n"
     return text + "".join(inner)
-
-
-def _first_line(section: type[BaseModel]) -> str:
-    return (section.__doc__ or "").strip().splitlines()[0]
 
 
 def _default(field: FieldInfo) -> str:
@@ -98,24 +94,20 @@ def _default(field: FieldInfo) -> str:
     return f"`{list(value) if isinstance(value, tuple) else value}`"
 
 
-def _type(section: type[BaseModel], name: str) -> str:
-    """The type in the words of the JSON schema, with its bounds."""
-    return _schema_type(section.model_json_schema()["properties"][name])
-
-
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
 
 
-def _schema_type(schema: dict[str, Any]) -> str:
+def _type(schema: dict[str, Any]) -> str:
+    """The type in the words of the JSON schema, with its bounds."""
     if "anyOf" in schema:
-        return " or ".join(_schema_type(member) for member in schema["anyOf"] if member.get("type") != "null")
+        return " or ".join(_type(member) for member in schema["anyOf"] if member.get("type") != "null")
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
     if schema.get("type") == "array":
         items = schema.get("items") or schema.get("prefixItems", [{}])[0]
-        return f"list of {_schema_type(items)}"
+        return f"list of {_type(items)}"
     if schema.get("format") == "path":
         return "path"
     if schema.get("type") == "object":

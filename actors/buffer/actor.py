@@ -95,11 +95,8 @@ class BufferActor:
         self._telemetry.start()
         self._changed = asyncio.Condition()
         self._queued = asyncio.Event()
-        self._wakers: list[asyncio.Task[None]] = []
         self._flushed = asyncio.Condition()
-        self._background = [asyncio.ensure_future(self._flush()), asyncio.ensure_future(self._tick())]
-        for task in self._background:
-            task.add_done_callback(self._wake_all)
+        self._background = asyncio.ensure_future(self._work())
 
     def __repr__(self) -> str:
         return "Buffer(cannot start)" if self._opened is None else f"Buffer(policy {self._opened.version})"
@@ -219,21 +216,18 @@ class BufferActor:
         position = self._journal.position
         self._queued.set()
         async with self._flushed:
-            await self._flushed.wait_for(lambda: self._journal.synced >= position or self._broken())
-        for task in self._background:
-            if task.done():
-                task.result()
+            await self._flushed.wait_for(lambda: self._journal.synced >= position or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
 
-    def _broken(self) -> bool:
-        return any(task.done() for task in self._background)
-
-    def _wake_all(self, _: asyncio.Task[None]) -> None:
-        """A background task failed: wake the calls that wait for the journal, which then raise its error."""
-        self._wakers.append(asyncio.ensure_future(self._notify()))
-
-    async def _notify(self) -> None:
-        async with self._flushed:
-            self._flushed.notify_all()
+    async def _work(self) -> None:
+        """Sync the journal and check deadlines; an error of either is raised by the calls that wait for the journal."""
+        try:
+            await asyncio.gather(self._flush(), self._tick())
+        except Exception as error:  # noqa: BLE001 - raised by `_settled`
+            self._failure = error
+            async with self._flushed:
+                self._flushed.notify_all()
 
     async def _flush(self) -> None:
         """Group commit: one sync for all events since the last sync."""

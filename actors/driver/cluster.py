@@ -75,13 +75,14 @@ def _connect(config: Config, mark: str, logs: Path) -> None:
         start_watchdog(mark)
         ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False, logging_level="error")
     else:
+        needed_cpus = config.trainer.ranks + config.generator.engines + (config.env.retrieval is not None)
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
         os.environ[SCRATCH] = str(folder)
         start_watchdog(mark, folder, logs)
         ray.init(
             address="local",
             namespace=namespace,
-            num_cpus=max(os.cpu_count() or 1, needed_cpus(config)),
+            num_cpus=max(os.cpu_count() or 1, needed_cpus),
             include_dashboard=False,
             runtime_env=runtime_env,
             log_to_driver=False,
@@ -101,11 +102,6 @@ def _check_address(address: str) -> None:
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one, or unset RAY_ADDRESS"
         ) from error
-
-
-def needed_cpus(config: Config) -> int:
-    """Ray CPUs of all actors of the run."""
-    return config.trainer.ranks + config.generator.engines + (config.env.retrieval is not None)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def run(config: Config, resume: Path | None = None) -> int:
         manifest = None if resume is None else newest_checkpoint(config, path)
         try:
             with exit_on_stop_signals():
-                return _run(config, folder, manifest, is_new=resume is None)
+                return _run(config, folder, manifest)
         except SystemExit as stopped:
             end_early(folder, say, 0 if manifest is None else manifest.step)
             return int(stopped.code or 0)
@@ -66,24 +66,21 @@ def run(config: Config, resume: Path | None = None) -> int:
             raise failure from error
 
 
-def _run(config: Config, folder: RunWriter, manifest: Manifest | None, is_new: bool) -> int:
+def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
+    """Prepare and train; if the data or the model is refused, the folder of a new run is deleted."""
+    is_new = manifest is None
     with phase("preparing the data and the model"):
-        prepared = _prepared(config, folder.path, is_new)
+        try:
+            prepared = prepare(config, folder.path)
+        except UserError:
+            if is_new:
+                shutil.rmtree(folder.path)
+            raise
     folder.delete_end()
     if is_new:
         folder.write_config(config)
     say(f"run folder: {folder.path}")
     return _run_on_ray(config, folder, prepared, manifest)
-
-
-def _prepared(config: Config, path: Path, is_new: bool) -> Prepared:
-    """The checked data and model; if they are refused, the folder of a new run is deleted."""
-    try:
-        return prepare(config, path)
-    except UserError:
-        if is_new:
-            shutil.rmtree(path)
-        raise
 
 
 def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest: Manifest | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from scripts.dashboards import DASHBOARDS
+from scripts.dashboards.pages import DASHBOARDS
 from scripts.dashboards.panels import Dashboard, Panel
 
 WIDTH = 24
