@@ -130,11 +130,6 @@ def _comparable(cell: Cell) -> Cell:
 
 
 DB_ID = "towns"
-SCHEMA = (
-    "regions ( name TEXT , good TEXT )",
-    "rivers ( name TEXT , region TEXT )",
-    "towns ( name TEXT , river TEXT , people INTEGER , height INTEGER )",
-)
 COLUMNS = ("people", "height")
 TAGS = ("<sql>", "</sql>", "<solution>", "</solution>", "<observation>", "</observation>")
 QUESTION_WORDS = (
@@ -195,14 +190,14 @@ def _row(asked: SqlQuestion, uid: str) -> dict[str, Any]:
 
 
 def _prompt(asked: SqlQuestion) -> Message:
-    return Message(role="user", content=" ".join([*SCHEMA, asked.text]))
+    return Message(role="user", content=" ".join([*data.SCHEMA, asked.text]))
 
 
 def vocabulary() -> tuple[str, ...]:
     """Every word of the questions, the queries and the database's answers."""
     names = data.names()
     numbers = tuple(str(i) for i in range(data.LARGEST + 1))
-    schema = " ".join(SCHEMA).split()
+    schema = " ".join(data.SCHEMA).split()
     return (*TAGS, *QUESTION_WORDS, *SQL_WORDS, *schema, *names, *map(quoted, names), *numbers, "COUNT(*)", "|", "NULL")
 
 

@@ -45,6 +45,7 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
     Raises:
         UserError: the model or a set is missing or malformed.
         RunFailed: an engine did not start, or died.
+        Starved: an engine did not start in time.
         SystemExit: a stop signal came; 128 + its number.
     """
     refuse_open_ray(os.environ, config.run.insecure_local)

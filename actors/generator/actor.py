@@ -89,12 +89,10 @@ class Generator:
 
     async def start(self) -> str:
         """Start the engine and join the buffer; returns the id of the node that this process runs on."""
-        deadline = self._config.generator.start_deadline
         try:
-            async with asyncio.timeout(deadline):
-                await self._engine.start(PolicyVersion(0, 0))
-        except TimeoutError as error:
-            raise self._failed(Starved(f"{self._name}: the engine did not start within {deadline:.0f} s")) from error
+            await self._engine.start(PolicyVersion(0, 0))
+        except Starved as error:
+            raise self._failed(Starved(f"{self._name}: {error}")) from error
         self._joined = await self._join()
         self._reporter.start()
         return str(ray.get_runtime_context().get_node_id())

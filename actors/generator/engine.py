@@ -30,7 +30,7 @@ from actors.weights.cuda_ipc import ipc_update_info
 from actors.weights.nccl_broadcast import MeetingPoint, decode_announcement, init_info, update_info
 from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
 from service.config import Config
-from service.errors import RunFailed
+from service.errors import RunFailed, Starved
 from service.rollout.engine import Generation, Sampling
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
 
@@ -84,7 +84,16 @@ class VllmEngine:
         Raises:
             UserError: model and KV cache do not fit into the free memory.
             RunFailed: vLLM did not start.
+            Starved: vLLM did not start within `generator.start_deadline`.
         """
+        deadline = self._config.generator.start_deadline
+        try:
+            async with asyncio.timeout(deadline):
+                await self._start(version)
+        except TimeoutError as error:
+            raise Starved(f"the engine did not start within {deadline:.0f} s") from error
+
+    async def _start(self, version: PolicyVersion) -> None:
         os.environ[OWNER_PID] = str(os.getpid())
         self._size = PolicySize.of_folder(self._model_folder)
         arguments = engine_arguments(self._config, self._model_folder)

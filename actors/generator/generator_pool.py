@@ -114,7 +114,10 @@ class GeneratorPool:
         self._joined.discard(name)
         failed: BaseException | None = error
         while failed is not None:
-            self._count_failure(name, failed)
+            self._failures[name] += 1
+            times = self._failures[name]
+            if times > self._config.run.max_restarts or isinstance(failed, UserError):
+                raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(failed)}") from failed
             self._say(f"{name} failed ({in_a_line(failed)}); it starts again")
             ray.kill(self._generators[name], no_restart=False)
             failed = await self._came_up(name)
@@ -123,11 +126,6 @@ class GeneratorPool:
         self._down.discard(name)
         await self._update(name)
         self._say(f"{name} is back")
-
-    def _count_failure(self, name: str, error: BaseException) -> None:
-        self._failures[name] += 1
-        if self._failures[name] > self._config.run.max_restarts or isinstance(error, UserError):
-            raise RunFailed(f"{name} failed {self._failures[name]} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BatonError | None:
         """Wait for a generator's new process and engine, unless the run ends; returns why the engine did not start."""
@@ -184,10 +182,18 @@ class GeneratorPool:
             version, weights = self._latest
             try:
                 match self._config.weights.transport:
+                    # The trainer's rank sends, or shares on its GPU, only the newest weights; older ones are skipped,
+                    # because newer ones are about to be published.
                     case "nccl":
-                        await self._take_broadcast(name, version, weights)
+                        if name not in self._joined:
+                            await self._trainer.join_engine(name, self._generators[name])
+                            self._joined.add(name)
+                        if await self._trainer.begin_send(name, version):
+                            await self._take(name, version, weights.data, weights.checksum)
                     case "ipc":
-                        await self._take_shared(name, version)
+                        handles = await self._trainer.ipc_handles(list(self._generators).index(name), version)
+                        if handles is not None:
+                            await self._take(name, version, handles.data, handles.checksum)
                     case "memory":
                         await self._take_file(name, version, weights)
             except (*GENERATOR_FAILED, ray.exceptions.ObjectLostError) as error:
@@ -208,25 +214,9 @@ class GeneratorPool:
         if gone is not None:
             raise gone
 
-    async def _take_shared(self, name: str, version: PolicyVersion) -> None:
-        """Let an engine load what a trainer rank shares on its GPU; skipped where the rank has newer weights, which are
-        about to be published."""
-        handles = await self._trainer.ipc_handles(list(self._generators).index(name), version)
-        if handles is not None:
-            await self._take(name, version, handles.data, handles.checksum)
-
     async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int) -> None:
         update = self._generators[name].update_weights
         await call(update, version.pack(), data, checksum, who=name, within=self._config.weights.sync_deadline)
-
-    async def _take_broadcast(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
-        """Let the trainer broadcast to one engine in a group of the two; skipped where the trainer has newer weights,
-        which are about to be published."""
-        if name not in self._joined:
-            await self._trainer.join_engine(name, self._generators[name])
-            self._joined.add(name)
-        if await self._trainer.begin_send(name, version):
-            await self._take(name, version, weights.data, weights.checksum)
 
     def trainer_started_again(self) -> None:
         """Forget the communication groups: the trainer's process is a new one."""
@@ -266,11 +256,5 @@ class GeneratorPool:
     async def stop(self) -> None:
         """End the open trajectories and the engines."""
         self._stopping = True
-        stops = [asyncio.ensure_future(self._stop(generator)) for generator in self._generators.values()]
-        await asyncio.wait(stops, timeout=STOP_SECONDS)
-
-    async def _stop(self, generator: Any) -> None:
-        try:
-            await call(generator.stop, who="a generator")
-        except ray.exceptions.RayActorError:
-            return
+        stops = (call(generator.stop, who="a generator") for generator in self._generators.values())
+        await asyncio.wait([asyncio.gather(*stops, return_exceptions=True)], timeout=STOP_SECONDS)

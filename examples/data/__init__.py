@@ -21,6 +21,12 @@ DATABASE = FOLDER / "databases" / "towns.sqlite"
 N_TOWNS, N_RIVERS, N_REGIONS = 48, 16, 8
 GOODS = ("salt", "wool", "glass", "honey", "iron", "paper", "silk", "timber")
 SEED = 7
+SCHEMA = (
+    "regions ( name TEXT , good TEXT )",
+    "rivers ( name TEXT , region TEXT )",
+    "towns ( name TEXT , river TEXT , people INTEGER , height INTEGER )",
+)
+"""The tables of the database."""
 LARGEST = 40
 """Numbers of people (thousands) and heights (tens of metres) are at most this."""
 
@@ -95,9 +101,8 @@ def write_database(path: Path) -> None:
     path.unlink(missing_ok=True)
     drawn = geography()
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("CREATE TABLE regions ( name TEXT , good TEXT )")
-        connection.execute("CREATE TABLE rivers ( name TEXT , region TEXT )")
-        connection.execute("CREATE TABLE towns ( name TEXT , river TEXT , people INTEGER , height INTEGER )")
+        for table in SCHEMA:
+            connection.execute(f"CREATE TABLE {table}")
         connection.executemany("INSERT INTO regions VALUES (?, ?)", drawn.regions.items())
         connection.executemany("INSERT INTO rivers VALUES (?, ?)", drawn.rivers.items())
         connection.executemany(

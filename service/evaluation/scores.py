@@ -6,21 +6,14 @@ pass_at_1 = 0.5, pass_at_2 = 1 - C(2,2)/C(4,2) = 5/6, pass_at_4 = 1
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from service.handoff.steps.builder import StepColumns, StepSink
 from service.handoff.steps.stop_reason import FAILURES
-from service.rollout.environment import Task
-from service.types import TrajectoryEnd, TrajectoryId
-
-Play = Callable[[TrajectoryId, Task, StepSink], Awaitable[TrajectoryEnd]]
-"""Plays one trajectory; its steps go to the sink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +83,6 @@ class EvalShard(NamedTuple):
     def rows(self, n: int) -> range:
         """The row numbers of this shard, of a set of `n` rows."""
         return range(self.number, n if self.most is None else min(n, self.most), self.of)
-
-
-WHOLE = EvalShard()
-
-
-async def play_eval_set(
-    tasks: Sequence[Task], n_samples: int, play: Play, concurrency: int, shard: EvalShard = WHOLE
-) -> list[EvalTrajectory]:
-    """Play `n_samples` trajectories of every task of the shard, at most `concurrency` at once.
-
-    Their group_ids are negative; those of training start at 0.
-    """
-    running = asyncio.Semaphore(concurrency)
-
-    async def one(row: int, sample: int) -> EvalTrajectory:
-        columns = StepColumns()
-        async with running:
-            end = await play(TrajectoryId(-1 - row, sample), tasks[row], columns)
-        n_tokens = int(columns.steps().loss_mask_N.sum())
-        return EvalTrajectory(tasks[row].uid, end.reward, end.n_steps, n_tokens, end.stop_reason)
-
-    ids = [(row, sample) for row in shard.rows(len(tasks)) for sample in range(n_samples)]
-    return list(await asyncio.gather(*(one(row, sample) for row, sample in ids)))
 
 
 def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:

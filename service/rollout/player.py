@@ -11,8 +11,8 @@ import xxhash
 
 from service.config import Config
 from service.errors import UserError
-from service.evaluation.scores import EvalShard, EvalTrajectory, play_eval_set
-from service.handoff.steps.builder import StepSink
+from service.evaluation.scores import EvalShard, EvalTrajectory
+from service.handoff.steps.builder import StepColumns, StepSink
 from service.rollout.agent import Played, lost_trajectory, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine
@@ -49,16 +49,25 @@ class Player:
     async def evaluate(
         self, name: str, tasks_file: Path, n_samples: int, shard: EvalShard, concurrency: int
     ) -> list[EvalTrajectory]:
-        """Play one shard of an evaluation set; the environments' seeds depend on set and prompt only."""
-        temperature = self._config.data.eval_temperature
+        """Play `n_samples` trajectories of every task of a shard, at most `concurrency` at once.
 
-        async def play(trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
-            sampled = task if temperature is None else replace(task, temperature=temperature)
-            seed = f"{self._config.run.seed}/eval/{name}/{task.uid}"
-            return (await self._play(trajectory, sampled, sink, seed)).end
-
+        The environments' seeds depend on set and prompt only. The group_ids are negative; those of training start at 0.
+        """
         tasks = await asyncio.to_thread(load_tasks, tasks_file)
-        return await play_eval_set(tasks, n_samples, play, concurrency, shard)
+        if (temperature := self._config.data.eval_temperature) is not None:
+            tasks = [replace(task, temperature=temperature) for task in tasks]
+        running = asyncio.Semaphore(concurrency)
+
+        async def play(row: int, sample: int) -> EvalTrajectory:
+            columns, uid = StepColumns(), tasks[row].uid
+            async with running:
+                seed = f"{self._config.run.seed}/eval/{name}/{uid}"
+                end = (await self._play(TrajectoryId(-1 - row, sample), tasks[row], columns, seed)).end
+            n_tokens = int(columns.steps().loss_mask_N.sum())
+            return EvalTrajectory(uid, end.reward, end.n_steps, n_tokens, end.stop_reason)
+
+        rows = shard.rows(len(tasks))
+        return await asyncio.gather(*(play(row, sample) for row in rows for sample in range(n_samples)))
 
     async def close(self) -> None:
         """End the processes of the environments."""

@@ -16,13 +16,8 @@ from service.rollout.retrieval.server import BACKLOG, serve
 def main(arguments: list[str] | None = None) -> int:
     """Serve until interrupted."""
     options = _parser().parse_args(arguments)
-    config = RetrievalConfig(
-        corpus=options.corpus,
-        encoder=options.encoder,
-        embeddings=options.embeddings,
-        query_prefix=options.query_prefix,
-        passage_prefix=options.passage_prefix,
-    )
+    settings = ("corpus", "encoder", "embeddings", "query_prefix", "passage_prefix")
+    config = RetrievalConfig.model_validate({name: getattr(options, name) for name in settings})
     try:
         # Bind first, because encoding a corpus may take a day; connections are refused until `listen`.
         with _bound(options.host, options.port) as bound:

@@ -155,12 +155,8 @@ def open_retriever(config: RetrievalConfig, device: str) -> Retriever:
         UserError: a file is missing or malformed, or the encoder cannot run on `device`.
     """
     passages = load_corpus(config.corpus or Path(str(resources.files("examples.data") / "corpus.jsonl")))
-    return Retriever.of(passages, _encoder(config, device, passages), config.embeddings)
-
-
-def _encoder(config: RetrievalConfig, device: str, passages: Sequence[Passage]) -> Encoder:
     if config.encoder is None:
-        return WordEncoder([passage.contents for passage in passages])
+        return Retriever.of(passages, WordEncoder([passage.contents for passage in passages]), config.embeddings)
     import torch  # a server without an encoder starts faster without torch
 
     from service.rollout.retrieval.dense import DenseEncoder
@@ -169,7 +165,8 @@ def _encoder(config: RetrievalConfig, device: str, passages: Sequence[Passage]) 
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError where torch was built without the device
         raise UserError(f"the encoder cannot run on {device!r}: {error}; give cpu") from error
-    return DenseEncoder(config.encoder, torch.device(device), config.query_prefix, config.passage_prefix)
+    encoder = DenseEncoder(config.encoder, torch.device(device), config.query_prefix, config.passage_prefix)
+    return Retriever.of(passages, encoder, config.embeddings)
 
 
 def load_corpus(path: Path) -> list[Passage]:
@@ -180,26 +177,22 @@ def load_corpus(path: Path) -> list[Passage]:
     """
     if not path.is_file():
         raise UserError(f"corpus: there is no file {path}")
-    passages = []
+    passages: list[Passage] = []
     try:
         with path.open(encoding="utf-8") as file:
-            for row, line in enumerate(file):
-                passages.append(_passage(line, row, path))
+            for line in file:
+                document = json.loads(line)
+                if not is_text(document["contents"]):
+                    raise TypeError("contents is no text")
+                passages.append(Passage(str(document["id"]), document["contents"]))
     except UnicodeDecodeError as error:
         raise UserError(f"corpus: {path}, row {len(passages)} or one soon after it: not UTF-8: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        place = f"corpus: {path}, row {len(passages)}"
+        raise UserError(f"{place}: give an object with id and contents ({error})") from error
     if not passages:
         raise UserError(f"corpus: {path} has no rows")
     return passages
-
-
-def _passage(line: str, row: int, path: Path) -> Passage:
-    try:
-        document = json.loads(line)
-        if not is_text(document["contents"]):
-            raise TypeError("contents is no text")
-        return Passage(str(document["id"]), document["contents"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"corpus: {path}, row {row}: give an object with id and contents ({error})") from error
 
 
 def _words(text: str) -> list[str]:

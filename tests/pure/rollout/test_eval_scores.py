@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import combinations
 
 import pytest
 
-from examples.lookup import Lookup
 from service.evaluation.report import table
-from service.evaluation.scores import EvalShard, EvalTrajectory, pass_at, play_eval_set, summarize
-from service.handoff.steps.builder import StepSink
-from service.rollout.agent import run_trajectory
-from service.rollout.chat.chat import Chat
-from service.rollout.environment import Task
-from service.types import TrajectoryEnd, TrajectoryId
-from tests.pure.rollout.conftest import ScriptedEngine, limits
-from tests.pure.rollout.test_agent import lookup_task, optimal
+from service.evaluation.scores import EvalShard, EvalTrajectory, pass_at, summarize
 
 
 def test_pass_at_k_is_the_share_of_k_draws_with_a_pass() -> None:
@@ -51,29 +42,6 @@ def test_a_set_of_which_everything_was_lost_still_has_a_line() -> None:
     head, line = table([found]).splitlines()
     assert head.split() == ["set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "lost"]
     assert line.split() == ["dev", "1", "1", "0.000", "-", "0.00", "0.0", "1"]
-
-
-@pytest.mark.asyncio
-async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than_allowed_at_once(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, optimal)
-    running, most = 0, 0
-    ids: list[TrajectoryId] = []
-
-    async def play(trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
-        nonlocal running, most
-        ids.append(trajectory)
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0)
-        played = await run_trajectory(trajectory, task, Lookup(), engine, chat, limits(chat), 0, sink)
-        running -= 1
-        return played.end
-
-    tasks = [lookup_task(seed) for seed in range(5)]
-    found = summarize("dev", await play_eval_set(tasks, n_samples=3, play=play, concurrency=4))
-    assert (found.avg_score, found.pass_at, found.n_trajectories) == (1.0, {1: 1.0, 2: 1.0, 3: 1.0}, 15)
-    assert sorted(ids) == sorted(TrajectoryId(-1 - row, sample) for row in range(5) for sample in range(3))
-    assert most == 4
 
 
 @pytest.mark.parametrize("most", [None, 7, 100])

@@ -23,11 +23,13 @@ from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
+from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.player import Player
 from service.rollout.prompts.dataset import write_rows
-from service.types import Step, TrajectoryEnd, TrajectoryId
+from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import ScriptedEngine
+from tests.pure.rollout.test_agent import optimal
 
 HERE = "tests.pure.rollout.test_player"
 
@@ -117,6 +119,36 @@ async def test_an_evaluation_has_seeds_of_its_own_the_same_every_time_and_whoeve
     assert sorted(seeds) == at_once
     assert len(at_once) == 8 and len(set(at_once)) == 4
     assert not used & {seed for _, seed in at_once}
+
+
+class Crowded(ScriptedEngine):
+    """Keeps the ids of its requests, and how many of them there were at once."""
+
+    def __init__(self, chat: Chat) -> None:
+        super().__init__(chat, optimal)
+        self.ids: set[str] = set()
+        self.running = self.most = 0
+
+    async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
+        self.ids.add(request_id.partition("/turn=")[0])
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        return await super().generate(prompt_ids, sampling, request_id)
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than_allowed_at_once(
+    model: Path, tmp_path: Path
+) -> None:
+    engine = Crowded(Chat(load_tokenizer(model)))
+    write_rows(tmp_path / "dev.jsonl", lookup.rows(5, 0))
+    plays = Player(Config(), model, engine)
+    found = summarize("dev", await plays.evaluate("dev", tmp_path / "dev.jsonl", 3, EvalShard(), concurrency=4))
+    assert (found.avg_score, found.pass_at, found.n_trajectories) == (1.0, {1: 1.0, 2: 1.0, 3: 1.0}, 15)
+    assert engine.ids == {str(TrajectoryId(-1 - row, sample)) for row in range(5) for sample in range(3)}
+    assert engine.most == 4
 
 
 @pytest.mark.asyncio
