@@ -104,18 +104,17 @@ def problem(rng: np.random.Generator) -> SumProblem:
 def rows(n: int, seed: int) -> list[dict[str, Any]]:
     """`n` synthetic problems as dataset rows."""
     rng = np.random.default_rng(seed)
-    return [_row(problem(rng), f"gsm8k-{seed}-{i}") for i in range(n)]
-
-
-def _row(drawn: SumProblem, uid: str) -> dict[str, Any]:
-    return {
-        "uid": uid,
-        "data_source": "baton/sums",
-        "prompt": [Message(role="user", content=drawn.question)],
-        "env_class": "gsm8k",
-        "reward_spec": {"method": "rule", "ground_truth": str(drawn.answer)},
-        "extra_info": {"sums": len(drawn.sums)},
-    }
+    return [
+        {
+            "uid": f"gsm8k-{seed}-{i}",
+            "data_source": "baton/sums",
+            "prompt": [Message(role="user", content=drawn.question)],
+            "env_class": "gsm8k",
+            "reward_spec": {"method": "rule", "ground_truth": str(drawn.answer)},
+            "extra_info": {"sums": len(drawn.sums)},
+        }
+        for i, drawn in enumerate(problem(rng) for _ in range(n))
+    ]
 
 
 def vocabulary() -> tuple[str, ...]:

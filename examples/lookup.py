@@ -121,18 +121,16 @@ def vocabulary() -> tuple[str, ...]:
 def rows(n: int, seed: int) -> list[dict[str, Any]]:
     """`n` dataset rows, each with its own facts."""
     seeds = np.random.default_rng(seed).integers(1 << 62, size=n).tolist()
-    return [_row(f"lookup-{seed}-{i}", world_seed) for i, world_seed in enumerate(seeds)]
-
-
-def _row(uid: str, world_seed: int) -> dict[str, Any]:
-    drawn = puzzle(world_seed)
-    return {
-        "uid": uid,
-        "prompt": [Message(role="user", content=drawn.question)],
-        "env_class": "lookup",
-        "reward_spec": {"method": "rule", "ground_truth": drawn.answer},
-        "extra_info": {"seed": world_seed},
-    }
+    return [
+        {
+            "uid": f"lookup-{seed}-{i}",
+            "prompt": [Message(role="user", content=puzzle(world_seed).question)],
+            "env_class": "lookup",
+            "reward_spec": {"method": "rule", "ground_truth": puzzle(world_seed).answer},
+            "extra_info": {"seed": world_seed},
+        }
+        for i, world_seed in enumerate(seeds)
+    ]
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:

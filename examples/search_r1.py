@@ -94,13 +94,10 @@ class SearchR1:
             await self._client.close()
 
     async def _search(self, query: str) -> str:
-        return numbered(await self._retrieve(str(query)))
-
-    async def _retrieve(self, query: str) -> Sequence[str]:
+        query = str(query)  # a tool call may bring a number
         if self._client is not None:
-            return await self._client.retrieve(query, self._topk)
-        (hits,) = by_words(self._corpus).search([query], self._topk)
-        return [hit.passage.contents for hit in hits]
+            return numbered(await self._client.retrieve(query, self._topk))
+        return numbered(found_by_words(self._corpus, query, self._topk))
 
 
 def truths(ground_truth: Any) -> list[str]:
@@ -120,9 +117,14 @@ def numbered(passages: Sequence[str]) -> str:
     return "\n".join(f"{i} : {passage}" for i, passage in enumerate(passages, start=1)) or "nothing"
 
 
+def found_by_words(corpus: Path, query: str, topk: int) -> list[str]:
+    """The passages of a corpus that share most words with the query."""
+    (hits,) = _by_words(corpus).search([query], topk)
+    return [hit.passage.contents for hit in hits]
+
+
 @lru_cache(maxsize=4)
-def by_words(corpus: Path) -> Retriever:
-    """The corpus with an index of its words; read once."""
+def _by_words(corpus: Path) -> Retriever:
     passages = load_corpus(corpus)
     return Retriever.of(passages, WordEncoder([passage.contents for passage in passages]))
 
@@ -156,18 +158,17 @@ def question(rng: np.random.Generator) -> SearchQuestion:
 def rows(n: int, seed: int) -> list[dict[str, Any]]:
     """`n` questions as dataset rows."""
     rng = np.random.default_rng(seed)
-    return [_row(question(rng), f"search_r1-{seed}-{i}") for i in range(n)]
-
-
-def _row(asked: SearchQuestion, uid: str) -> dict[str, Any]:
-    return {
-        "uid": uid,
-        "data_source": "baton/towns",
-        "prompt": [Message(role="user", content=asked.text)],
-        "env_class": "search_r1",
-        "reward_spec": {"method": "rule", "ground_truth": {"target": [asked.answer]}},
-        "extra_info": {"hops": len(asked.searches)},
-    }
+    return [
+        {
+            "uid": f"search_r1-{seed}-{i}",
+            "data_source": "baton/towns",
+            "prompt": [Message(role="user", content=asked.text)],
+            "env_class": "search_r1",
+            "reward_spec": {"method": "rule", "ground_truth": {"target": [asked.answer]}},
+            "extra_info": {"hops": len(asked.searches)},
+        }
+        for i, asked in enumerate(question(rng) for _ in range(n))
+    ]
 
 
 def vocabulary() -> tuple[str, ...]:
@@ -183,8 +184,7 @@ def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> l
 def _demonstration(asked: SearchQuestion, right: bool, rng: np.random.Generator) -> list[Message]:
     messages = [Message(role="user", content=asked.text)]
     for search in asked.searches[: None if right else int(rng.integers(len(asked.searches) + 1))]:
-        (hits,) = by_words(data.CORPUS).search([search], TOPK)
-        passages = numbered([hit.passage.contents for hit in hits])
+        passages = numbered(found_by_words(data.CORPUS, search, TOPK))
         messages.append(Message(role="assistant", content=f"<search> {search} </search>"))
         messages.append(Message(role="user", content=f"<information> {passages} </information>"))
     rivers = tuple(data.geography().rivers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from service.clock import Clock, SystemClock
@@ -70,7 +71,8 @@ class Reader:
                 rows = self._fetch(cursor)
                 columns = tuple(column[0] for column in cursor.description or ())
         except (sqlite3.Error, sqlite3.Warning) as error:
-            raise QueryFailed(self._message(error)) from error
+            late = f"the query took longer than {self.seconds:g} s"
+            raise QueryFailed(late if str(error) == "interrupted" else str(error)) from error
         except (MemoryError, OverflowError, ValueError) as error:  # a value or statement too large for Python
             raise QueryFailed(str(error) or type(error).__name__) from error
         return Result(columns, rows[: self.max_rows], len(rows) > self.max_rows)
@@ -91,16 +93,11 @@ class Reader:
         connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
         for limit, value in LIMITS.items():
             connection.setlimit(limit, value)
-        connection.text_factory = _text
+        connection.text_factory = partial(str, encoding="utf-8", errors="replace")
         deadline = self.clock.monotonic() + self.seconds
         connection.set_progress_handler(lambda: self.clock.monotonic() > deadline, INSTRUCTIONS_BETWEEN_LOOKS)
         connection.set_authorizer(_Authorizer())
         return connection
-
-    def _message(self, error: Exception) -> str:
-        if str(error) == "interrupted":
-            return f"the query took longer than {self.seconds:g} s"
-        return str(error)
 
 
 class _Authorizer:
@@ -115,7 +112,3 @@ class _Authorizer:
         name = second.lower() if action == sqlite3.SQLITE_FUNCTION and second is not None else ""
         self._searches += name in SEARCHING
         return sqlite3.SQLITE_DENY if name in FORBIDDEN or self._searches > MOST_SEARCHES else sqlite3.SQLITE_OK
-
-
-def _text(value: bytes) -> str:
-    return value.decode("utf-8", errors="replace")

@@ -175,18 +175,17 @@ def quoted(name: str) -> str:
 def rows(n: int, seed: int) -> list[dict[str, Any]]:
     """`n` questions as dataset rows, with the schema in the prompt."""
     rng = np.random.default_rng(seed)
-    return [_row(question(rng), f"text_to_sql-{seed}-{i}") for i in range(n)]
-
-
-def _row(asked: SqlQuestion, uid: str) -> dict[str, Any]:
-    return {
-        "uid": uid,
-        "data_source": "baton/towns",
-        "prompt": [_prompt(asked)],
-        "env_class": "text_to_sql",
-        "reward_spec": {"method": "rule", "ground_truth": asked.sql},
-        "extra_info": {"db_id": DB_ID},
-    }
+    return [
+        {
+            "uid": f"text_to_sql-{seed}-{i}",
+            "data_source": "baton/towns",
+            "prompt": [_prompt(asked)],
+            "env_class": "text_to_sql",
+            "reward_spec": {"method": "rule", "ground_truth": asked.sql},
+            "extra_info": {"db_id": DB_ID},
+        }
+        for i, asked in enumerate(question(rng) for _ in range(n))
+    ]
 
 
 def _prompt(asked: SqlQuestion) -> Message:

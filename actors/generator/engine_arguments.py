@@ -87,7 +87,8 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
     if on_gpu():
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
         # Only the CUDA build can record each token's routed experts, which the trainer replays.
-        arguments["enable_return_routed_experts"] = _is_mixture_of_experts(model_folder)
+        experts = ("num_experts", "num_local_experts", "n_routed_experts")
+        arguments["enable_return_routed_experts"] = any(map(model_config(model_folder).get, experts))
         if generator.kv_cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     else:
@@ -152,8 +153,3 @@ def _longest_bytes(config: Config, model_folder: Path) -> int:
     token_bytes = 2 * model["num_hidden_layers"] * heads * head_dim * (4 if config.model.dtype == "float32" else 2)
     blocks = -(-_max_model_length(config) // CPU_BLOCK_TOKENS) + 1
     return int(blocks * CPU_BLOCK_TOKENS * token_bytes)
-
-
-def _is_mixture_of_experts(model_folder: Path) -> bool:
-    model = model_config(model_folder)
-    return any(model.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from numpy.typing import ArrayLike
-
 from service.errors import RunFailed, Starved
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.wire import MAX_HEADER_BYTES, encode
@@ -73,20 +71,10 @@ class Outbox:
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
 
-    def append(
-        self,
-        trajectory: TrajectoryId,
-        prompt_uid: str,
-        index: int,
-        prompt_ids: ArrayLike,
-        response_ids: ArrayLike,
-        *,
-        routed_experts: Any | None = None,
-        **fields: Any,
-    ) -> None:
+    def append(self, *step: Any, routed_experts: Any | None = None, **columns: Any) -> None:
         """Queue a finished step; the arguments are those of `StepColumns.append`."""
         message = self._message(None if routed_experts is None else routed_experts.shape[1:])
-        message.append(trajectory, prompt_uid, index, prompt_ids, response_ids, routed_experts=routed_experts, **fields)
+        message.append(*step, routed_experts=routed_experts, **columns)
 
     def end(self, end: TrajectoryEnd) -> None:
         """Queue a trajectory's end."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from itertools import dropwhile
+from traceback import walk_tb
 
 MAX_CHARACTERS = 500
 """Characters of the error's message; the rest is cut."""
@@ -16,19 +18,9 @@ def describe_error(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"[:MAX_CHARACTERS]
     except Exception:  # noqa: BLE001 - the `__str__` of a user's exception class may raise anything
         return type(error).__name__
-    places = _places(error)
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    outside = dropwhile(lambda frame: os.path.dirname(frame[0]) == HERE, frames)  # outermost frame first
+    places = [f"{os.path.basename(file)}:{line}" for file, line in outside]
     if not places:
         return text
     return f"{text} ({places[0]})" if places[0] == places[-1] else f"{text} ({places[0]}, in {places[-1]})"
-
-
-def _places(error: BaseException) -> list[str]:
-    """`file:line` of each frame, outermost first, from the first frame outside this package on."""
-    places: list[str] = []
-    frame = error.__traceback__
-    while frame is not None:
-        file = frame.tb_frame.f_code.co_filename
-        if places or os.path.dirname(file) != HERE:
-            places.append(f"{os.path.basename(file)}:{frame.tb_lineno}")
-        frame = frame.tb_next
-    return places

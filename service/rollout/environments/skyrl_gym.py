@@ -28,17 +28,14 @@ class SkyRLGym:
             self._gym = import_module("skyrl_gym")
         except ImportError as error:
             raise UserError("env.name: skyrl_gym is not installed; install baton-rl[skyrl-gym]") from error
+        try:
+            entry_point = self._gym.spec(env_id).entry_point
+        except Exception as error:  # the library's own error classes exist only where it is installed
+            raise UserError(f"env.name: skyrl-gym has no environment {env_id!r}: {error}") from error
         self._env_id = env_id
         self._max_turns = max_turns
-        self._config = env_config(self._entry_point(), options)
+        self._config = env_config(entry_point, options)
         self._env: Any = None
-
-    def _entry_point(self) -> str | Callable[..., Any]:
-        try:
-            found: str | Callable[..., Any] = self._gym.spec(self._env_id).entry_point
-        except Exception as error:  # the library's own error classes exist only where it is installed
-            raise UserError(f"env.name: skyrl-gym has no environment {self._env_id!r}: {error}") from error
-        return found
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Make the environment and give it the row's prompt."""
@@ -57,8 +54,10 @@ class SkyRLGym:
         result = await asyncio.to_thread(self._env.step, text)
         done = bool(result["done"])
         metrics = await asyncio.to_thread(self._env.get_metrics) if done else {}
-        rewritten = {"rewritten_actions": 1.0} if result.get("postprocessed_action") not in (None, text) else {}
-        return StepResult(result["observations"], result["reward"], done, {**_numbers(metrics), **rewritten})
+        info = {name: float(value) for name, value in metrics.items() if isinstance(value, bool | int | float)}
+        if result.get("postprocessed_action") not in (None, text):
+            info["rewritten_actions"] = 1.0
+        return StepResult(result["observations"], result["reward"], done, info)
 
     async def close(self) -> None:
         """Close the environment."""
@@ -78,7 +77,3 @@ def env_config(entry_point: str | Callable[..., Any], options: Mapping[str, Any]
         if inspect.isclass(candidate) and is_dataclass(candidate):
             return candidate(**options)
     return SimpleNamespace(**options)
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if isinstance(value, bool | int | float)}

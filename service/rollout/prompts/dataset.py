@@ -62,16 +62,13 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSONL; an existing file is replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
-        file.writelines(f"{_line(row, number, path)}\n" for number, row in enumerate(rows))
-
-
-def _line(row: Mapping[str, Any], number: int, path: Path) -> str:
-    try:
-        line = json.dumps(row, ensure_ascii=False)
-        # Half a surrogate pair cannot be encoded as UTF-8, but JSON can escape it.
-        return line if is_text(line) else json.dumps(row)
-    except TypeError as error:
-        raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
+        for number, row in enumerate(rows):
+            try:
+                line = json.dumps(row, ensure_ascii=False)
+            except TypeError as error:
+                raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
+            # Half a surrogate pair cannot be encoded as UTF-8, but JSON can escape it.
+            file.write(f"{line if is_text(line) else json.dumps(row)}\n")
 
 
 def read_rows(path: Path) -> list[Any]:
