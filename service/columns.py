@@ -151,8 +151,10 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
             array = getattr(table, column.name)
             if array is not None and np.may_share_memory(made[column.name], array):
                 made[column.name] = made[column.name].copy()
-    uids, uid_X = columns.names[0]
-    made[uids], made[uid_X] = _used_names(getattr(table, uids), made[uid_X])
+    names, code = columns.names[0]
+    if len(strings := getattr(table, names)) > 1:
+        used, renumbered_X = np.unique(made[code], return_inverse=True)
+        made[names], made[code] = tuple(strings[name] for name in used), renumbered_X.astype(np.int32)
     return replace(table, **made)
 
 
@@ -243,13 +245,13 @@ def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tup
     ([0, 1, 0], [0, 1])
     """
     columns = (group_id_X, sample_X, attempt_X)
-    new = _changes(columns)
+    new = changes(*columns)
     head_G = new.nonzero()[0]
     heads = list(zip(*(column[head_G].tolist() for column in columns), strict=True))
     if len(set(heads)) == len(heads):  # each trajectory stands together
         return np.cumsum(new) - 1, head_G
     order = np.lexsort((attempt_X, sample_X, group_id_X))
-    new = _changes(tuple(column[order] for column in columns))
+    new = changes(*(column[order] for column in columns))
     first_G = order[new]
     appearance = np.argsort(first_G, kind="stable")
     rank = np.empty(len(first_G), np.int64)
@@ -259,13 +261,12 @@ def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tup
     return number_X, first_G[appearance]
 
 
-def _changes(columns: Sequence[NDArray[Any]]) -> Bools:
-    """[X] True where an item differs from the one before it."""
+def changes(*columns: NDArray[Any]) -> Bools:
+    """[X] True at the first item, and where an item differs from the one before it."""
     new = np.ones(len(columns[0]), np.bool_)
-    changes = new[1:]
-    changes[:] = False
+    new[1:] = False
     for column in columns:
-        changes |= column[1:] != column[:-1]
+        new[1:] |= column[1:] != column[:-1]
     return new
 
 
@@ -298,11 +299,3 @@ def _joined_names(names_T: Sequence[tuple[str, ...]], codes_T: Sequence[Int32s])
     joined, renumbered = codes_of(strings)
     start_X = np.repeat([start[names] for names in names_T], [len(code_X) for code_X in codes_T])
     return joined, renumbered[np.concatenate(codes_T) + start_X]
-
-
-def _used_names(strings: tuple[str, ...], code_X: Int32s) -> tuple[tuple[str, ...], Int32s]:
-    """Only the names that a column uses, and its index into them."""
-    if len(strings) <= 1:
-        return strings, code_X
-    used, renumbered_X = np.unique(code_X, return_inverse=True)
-    return tuple(strings[code] for code in used), renumbered_X.astype(np.int32)

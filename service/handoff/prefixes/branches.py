@@ -71,11 +71,6 @@ class OpenRow:
     moved: dict[int, float] = field(default_factory=dict)
     """Rewards of responses that realigning removed from the row, by the place where they stand now."""
 
-    def has_end(self, length: int) -> bool:
-        """Whether a step ends after so many tokens."""
-        at = bisect_left(self.ends, length)
-        return self.ends[at : at + 1] == [length]
-
 
 def branching_rows(steps: Steps, first: int, stop: int, rule: Rule, counts: dict[str, int]) -> list[OpenRow]:
     """The rows of the trajectory that lies at items `first:stop`, sorted by step index; adds to the counts."""
@@ -180,8 +175,12 @@ class _RowBuilder:
 
     def _drifted(self, row: OpenRow, shared: int, step: _NewStep) -> bool:
         """Whether a prompt is the row with a short mismatch, and no branch: that leaves the row where a step ends."""
-        limit = self._rule.max_drift_tokens
-        if shared < row.prompt_length or row.has_end(shared) or step.prompt_length + limit < row.tip.length:
+        limit, at = self._rule.max_drift_tokens, bisect_left(row.ends, shared)
+        if (
+            shared < row.prompt_length
+            or step.prompt_length + limit < row.tip.length
+            or row.ends[at : at + 1] == [shared]
+        ):
             return False
         prompt = step.indexed.tip.before(step.prompt_length).tokens(shared)
         return drift_length(row.tip.tokens(shared), prompt, limit) <= limit
@@ -272,14 +271,10 @@ def truncate(steps: Steps, row: OpenRow, length: int, otherwise: int) -> int:
     while row.ends and row.ends[-1] > length:
         row.ends.pop()
     if reward:
-        place = _last_sampled(steps, row, otherwise)
+        place = otherwise
+        for segment in reversed(row.segments):
+            if segment.live and len(sampled := np.flatnonzero(steps.loss_mask_N[segment.start : segment.stop])):
+                place = segment.place + int(sampled[-1])
+                break
         row.moved[place] = row.moved.get(place, 0.0) + reward
     return lost
-
-
-def _last_sampled(steps: Steps, row: OpenRow, otherwise: int) -> int:
-    """Where in the row the last sampled token stands."""
-    for segment in reversed(row.segments):
-        if segment.live and len(sampled := np.flatnonzero(steps.loss_mask_N[segment.start : segment.stop])):
-            return segment.place + int(sampled[-1])
-    return otherwise

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from service.columns import columns_of, filled, lengths_of, offsets_of, segments_of
+from service.columns import changes, columns_of, filled, lengths_of, offsets_of, segments_of
 from service.handoff.prefixes.branches import Drift, Mode, Rule, branching_rows
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import check_chain
@@ -100,7 +100,7 @@ def merge(steps: Steps, mode: Mode = "linear", drift: Drift = "fork", max_drift_
 def check_whole(steps: Steps) -> None:
     """ValueError unless each trajectory is of one prompt, and has every step before its last."""
     steps, number_K = in_order(steps)
-    start_K = np.maximum.accumulate(np.where(_begins(number_K), np.arange(len(steps)), 0))
+    start_K = np.maximum.accumulate(np.where(changes(number_K), np.arange(len(steps)), 0))
     for k in np.flatnonzero(steps.uid_K != steps.uid_K[start_K])[:1].tolist():
         one, other = steps.uids[steps.uid_K[start_K[k]]], steps.uids[steps.uid_K[k]]
         raise ValueError(f"{name_of(steps, k)} is of prompt {other!r}, but its trajectory began with {one!r}")
@@ -114,7 +114,7 @@ def whole_prompts(steps: Steps) -> Steps:
         return steps
     steps, number_K = in_order(steps)
     index, segments, length_K = PrefixIndex(), list[tuple[int, int, bool]](), total_lengths(steps)
-    for k, begins in enumerate(_begins(number_K).tolist()):
+    for k, begins in enumerate(changes(number_K).tolist()):
         index = PrefixIndex() if begins else index
         step = index.add(steps, k)
         segments += [(*segment, segment[0] >= step.own_start) for segment in step.segments(0, step.tip.length)]
@@ -130,16 +130,9 @@ def whole_prompts(steps: Steps) -> Steps:
     )
 
 
-def _begins(number_K: Int64s) -> Bools:
-    """[K] True at the first step of each trajectory."""
-    first_K = np.ones(len(number_K), np.bool_)
-    first_K[1:] = number_K[1:] != number_K[:-1]
-    return first_K
-
-
 def _merged_layout(steps: Steps, number_K: Int64s, rule: Rule, counts: dict[str, int]) -> _Layout:
     """Chains of steps as they lie; trajectories that branch, one by one."""
-    first_K = _begins(number_K)
+    first_K = changes(number_K)
     chained_K, skip_K = _chains(steps, first_K, number_K)
     item_K = np.arange(len(steps))
     chain_S, begins_K = item_K[chained_K], np.maximum.accumulate(np.where(first_K, item_K, 0))
@@ -147,49 +140,38 @@ def _merged_layout(steps: Steps, number_K: Int64s, rule: Rule, counts: dict[str,
     last_K[begins_K[chain_S]] = chain_S  # ascending, so the last one stays
     counts["extended"] += int(np.count_nonzero(chained_K & ~first_K))
     start_S, stop_S = steps.offsets_K[chain_S] + skip_K[chain_S], steps.offsets_K[chain_S + 1]
-    chains = _Layout(start_S, stop_S, np.ones(len(chain_S), np.bool_), begins_K[chain_S], last_K)
-    return chains if chained_K.all() else _with_branches(steps, first_K, chained_K, rule, counts, chains)
-
-
-def _with_branches(
-    steps: Steps, first_K: Bools, chained_K: Bools, rule: Rule, counts: dict[str, int], chains: _Layout
-) -> _Layout:
-    """The layout of the chains, and that of the trajectories that branch."""
+    chains = (start_S, stop_S, np.ones(len(chain_S), np.bool_), begins_K[chain_S])
+    if chained_K.all():
+        return _Layout(*chains, last_K)
+    segments, moved = [chains], list[tuple[int, int, float]]()
     bounds_G = np.append(np.flatnonzero(first_K), len(steps))
-    segments: list[tuple[Any, ...]] = [chains[:4]]
-    moved: list[tuple[int, int, float]] = []
     for g in np.flatnonzero(~chained_K[bounds_G[:-1]]).tolist():
         for row in branching_rows(steps, int(bounds_G[g]), int(bounds_G[g + 1]), rule, counts):
-            chains.last_K[row.steps[0]] = row.steps[-1]
+            last_K[row.steps[0]] = row.steps[-1]
             moved += [(row.steps[0], place, reward) for place, reward in row.moved.items()]
             start_S, stop_S, live_S, _ = np.array(row.segments, np.int64).reshape(-1, 4).T
             segments.append((start_S, stop_S, live_S.astype(np.bool_), np.full(len(start_S), row.steps[0], np.int64)))
     start_S, stop_S, live_S, row_S = (np.concatenate(columns) for columns in zip(*segments, strict=True))
     order = np.argsort(row_S, kind="stable")
-    return _Layout(start_S[order], stop_S[order], live_S[order], row_S[order], chains.last_K, tuple(moved))
+    return _Layout(start_S[order], stop_S[order], live_S[order], row_S[order], last_K, tuple(moved))
 
 
 def _chains(steps: Steps, first_K: Bools, number_K: Int64s) -> tuple[Bools, Int64s]:
     """Steps of trajectories in which each continues the one before, and how many own tokens repeat that one's."""
     before_K = np.concatenate(([0], total_lengths(steps)[:-1]))
     index_before_K = np.concatenate(([-1], steps.index_K[:-1]))
-    full_K, mergeable_K = steps.extends_K < 0, first_K | _mergeable(steps)
+    full_K, mergeable_K = steps.extends_K < 0, first_K | ~changes(steps.temperature_K, steps.has_logprobs_K)
     refers_K = ~full_K & (steps.extends_K == index_before_K) & (steps.extends_length_K == before_K)
     refers_K = _of_whole_trajectories(mergeable_K & np.where(first_K, full_K, refers_K), number_K)
     if refers_K.any():
         check_chain(steps, first_K, refers_K)
     whole_K = _of_whole_trajectories(mergeable_K & full_K, number_K) & ~refers_K
-    repeats_K = _repeats(steps, whole_K & ~first_K & (before_K <= steps.prompt_length_K))
+    repeats_K, ids_N, offsets = np.zeros(len(steps), np.bool_), steps.token_ids_N, steps.offsets_K.tolist()
+    for k in np.flatnonzero(whole_K & ~first_K & (before_K <= steps.prompt_length_K)).tolist():
+        start, middle = offsets[k - 1], offsets[k]
+        repeats_K[k] = (ids_N[start:middle] == ids_N[middle : middle + middle - start]).all()
     whole_K = _of_whole_trajectories((whole_K & first_K) | repeats_K, number_K)
     return refers_K | whole_K, np.where(repeats_K, before_K, 0)
-
-
-def _mergeable(steps: Steps) -> Bools:
-    """[K] whether the step may share a row with the item before it."""
-    equal_K = np.ones(len(steps), np.bool_)
-    for column_K in (steps.temperature_K, steps.has_logprobs_K):
-        equal_K[1:] &= column_K[1:] == column_K[:-1]
-    return equal_K
 
 
 def _of_whole_trajectories(good_K: Bools, number_K: Int64s) -> Bools:
@@ -198,18 +180,8 @@ def _of_whole_trajectories(good_K: Bools, number_K: Int64s) -> Bools:
     return np.asarray(bad_G[number_K] == 0)
 
 
-def _repeats(steps: Steps, candidate_K: Bools) -> Bools:
-    """Of full-prompt steps, those that begin with all tokens of the item before them."""
-    repeats_K = np.zeros(len(steps), np.bool_)
-    ids_N, offsets = steps.token_ids_N, steps.offsets_K.tolist()
-    for k in np.flatnonzero(candidate_K).tolist():
-        start, middle = offsets[k - 1], offsets[k]
-        repeats_K[k] = (ids_N[start:middle] == ids_N[middle : middle + middle - start]).all()
-    return repeats_K
-
-
 def _rows(steps: Steps, layout: _Layout) -> Rows:
-    length_S, begins_S = layout.stop_S - layout.start_S, _begins(layout.row_S)
+    length_S, begins_S = layout.stop_S - layout.start_S, changes(layout.row_S)
     first_R, begin_R = layout.row_S[begins_S], np.flatnonzero(begins_S)
     last_R = layout.last_K[first_R]
     response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K

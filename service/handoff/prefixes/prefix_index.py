@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import xxhash
@@ -27,9 +26,6 @@ from service.types import Bools, Extension, Int32s, Steps
 
 PROMPT_COLUMNS = tuple(column for column in columns_of(Steps).tokens if column.about.on_prompt and column.optional)
 """Columns in which tokens of a prompt have values too: equal token ids alone do not make a prefix shared."""
-
-
-NONE_KNOWN: Mapping[int, Extension] = MappingProxyType({})
 
 
 class PrefixError(ValueError):
@@ -121,7 +117,7 @@ class PrefixIndex:
         return self._steps[index].tip.tokens() if index in self._steps else None
 
     def references(
-        self, steps: Steps, items: list[int], wanted_K: Bools, known: Mapping[int, Extension] = NONE_KNOWN
+        self, steps: Steps, items: list[int], wanted_K: Bools, known: Mapping[int, Extension]
     ) -> dict[int, Extension]:
         """The longest prefix that each wanted item shares with an earlier step, or the reference that is known.
 

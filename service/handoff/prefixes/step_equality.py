@@ -66,11 +66,8 @@ def in_order(steps: Steps) -> tuple[Steps, Int64s]:
 def contradiction(steps: Steps) -> str | None:
     """The first step that came twice with different content; None if there is none or it cannot be decided yet."""
     steps, number_K, again_K = _sorted(steps)
-    if again_K.any():
-        for k, same in _repetitions(steps, number_K, again_K):
-            if same is False:
-                return f"{name_of(steps, k)} came twice, and not the same"
-    return None
+    different = (k for k, same in _repetitions(steps, number_K, again_K) if same is False)
+    return next((f"{name_of(steps, k)} came twice, and not the same" for k in different), None)
 
 
 def index_of_steps(steps: Steps, items: Iterable[int]) -> PrefixIndex:

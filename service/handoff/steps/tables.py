@@ -87,11 +87,6 @@ def name_of(steps: Steps, k: int) -> str:
     return f"{trajectory}/step={steps.index_K[k]}"
 
 
-def routing_of(steps: Steps) -> tuple[int, ...] | None:
-    """(layers, topk) of a table's routed experts; None: it has none."""
-    return None if steps.routed_experts_N is None or not len(steps) else steps.routed_experts_N.shape[1:]
-
-
 def with_token_rewards(steps: Steps) -> Steps:
     """The same steps with a reward per token: a scalar reward sits on the step's last response token."""
     if steps.token_rewards_N is not None:

@@ -138,13 +138,14 @@ def _table(group: StepGroup, limits: Limits) -> Refusal | None:
     own_K = lengths_of(steps.offsets_K)
     if steps.offsets_K[0] != 0 or steps.offsets_K[-1] != len(steps.token_ids_N) or own_K.min(initial=0) < 0:
         return Refusal(RefusalReason.LENGTH_MISMATCH, "offsets_K", len(steps.token_ids_N))
-    if (k := _outside(steps.prompt_length_K, 0, own_K + 1)) is not None:
-        return Refusal(RefusalReason.MALFORMED, f"prompt_length_K[{k}]", int(steps.prompt_length_K[k]))
-    codes = (
-        ("uid_K", steps.uid_K, steps.uids), ("stop_reason_K", steps.stop_reason_K, steps.stop_reasons),
-        ("uid_E", ends.uid_E, ends.uids), ("stop_reason_E", ends.stop_reason_E, ends.stop_reasons),
-    )  # fmt: skip
-    return _first_outside(RefusalReason.MALFORMED, *((name, code_X, 0, len(names)) for name, code_X, names in codes))
+    return _first_outside(
+        RefusalReason.MALFORMED,
+        ("prompt_length_K", steps.prompt_length_K, 0, own_K + 1),
+        ("uid_K", steps.uid_K, 0, len(steps.uids)),
+        ("stop_reason_K", steps.stop_reason_K, 0, len(steps.stop_reasons)),
+        ("uid_E", ends.uid_E, 0, len(ends.uids)),
+        ("stop_reason_E", ends.stop_reason_E, 0, len(ends.stop_reasons)),
+    )
 
 
 def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -329,17 +330,13 @@ _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
 )  # fmt: skip
 
 
-def _outside(column_X: NDArray[Any], low: int, high: Any) -> int | None:
-    """The first integer that is not in [low, high)."""
-    above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # below low becomes huge
-    if not isinstance(high, np.ndarray) and np.maximum.reduce(above_X, initial=0) < high - low:
-        return None
-    fine_X = above_X < high - low
-    return None if fine_X.all() else int(fine_X.argmin())
-
-
 def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:
+    """The refusal of the first integer of these columns that is not in its column's range [low, high)."""
     for name, column_X, low, high in ranges:
-        if (x := _outside(column_X, low, high)) is not None:
+        above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # below low becomes huge
+        if not isinstance(high, np.ndarray) and np.maximum.reduce(above_X, initial=0) < high - low:
+            continue
+        if not (fine_X := above_X < high - low).all():
+            x = int(fine_X.argmin())
             return Refusal(reason, f"{name}[{x}]", float(column_X[x]))
     return None

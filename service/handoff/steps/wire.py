@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from service.columns import Column, columns_of
+from service.columns import columns_of
 from service.handoff.steps.validate import Limits
 from service.types import Ends, MicroBatch, MiniBatch, Refusal, RefusalReason, Sender, StepGroup, Steps
 
@@ -100,9 +100,17 @@ def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
         if len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
         head, arrays = _opened(data, STEP_GROUP, GroupHead)
-        return _group_of(head, arrays)
+        step_columns, end_columns = _taken(arrays, Steps), _taken(arrays, Ends)
+        if arrays:
+            raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
     except _Damaged as damaged:
         return damaged.refusal
+    try:
+        steps = Steps(uids=head.step_uids, stop_reasons=head.step_stop_reasons, **step_columns)
+        ends = Ends(uids=head.end_uids, stop_reasons=head.end_stop_reasons, **end_columns)
+    except ValueError as error:
+        return Refusal(RefusalReason.LENGTH_MISMATCH, str(error))
+    return StepGroup(Sender(head.generator, head.incarnation, head.sequence), steps, ends)
 
 
 def encode_mini_batch(batch: MiniBatch) -> bytes:
@@ -186,7 +194,7 @@ def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> di
     arrays: dict[str, NDArray[Any]] = {}
     for name, dtype_name, shape in heads:
         column = _COLUMNS.get(name.rpartition("/")[2])
-        if column is None or _differs(column, dtype_name, shape) or name in arrays:
+        if column is None or name in arrays or (dtype_name, len(shape)) != (column.dtype.str, column.about.ndim):
             raise _Damaged(RefusalReason.SCHEMA, name[:80])
         if min(shape) < 0 or max(shape) > len(view):  # also where another axis has no items at all
             raise _Damaged(RefusalReason.MALFORMED, name[:80], min(max(shape), 1 << 62))
@@ -202,22 +210,6 @@ def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> di
     if position != len(view):
         raise _Damaged(RefusalReason.MALFORMED, "payload", len(view) - position)
     return arrays
-
-
-def _differs(column: Column, dtype_name: str, shape: tuple[int, ...]) -> bool:
-    return column.dtype.str != dtype_name or len(shape) != column.about.ndim
-
-
-def _group_of(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
-    step_columns, end_columns = _taken(arrays, Steps), _taken(arrays, Ends)
-    if arrays:
-        raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
-    try:
-        steps = Steps(uids=head.step_uids, stop_reasons=head.step_stop_reasons, **step_columns)
-        ends = Ends(uids=head.end_uids, stop_reasons=head.end_stop_reasons, **end_columns)
-    except ValueError as error:
-        raise _Damaged(RefusalReason.LENGTH_MISMATCH, str(error)) from error
-    return StepGroup(Sender(head.generator, head.incarnation, head.sequence), steps, ends)
 
 
 def _taken(arrays: dict[str, NDArray[Any]], table: type) -> dict[str, Any]:

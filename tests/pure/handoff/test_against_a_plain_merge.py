@@ -224,7 +224,7 @@ def test_a_full_prompt_shares_as_much_as_the_nearest_earlier_step_has_when_steps
     steps = data.draw(trees(TrajectoryId(0, 0)))
     table, earlier = steps_table(steps), PrefixIndex()
     for k, now in enumerate(steps):
-        found = earlier.references(table, [k], np.ones(len(steps), np.bool_)) if k else {}
+        found = earlier.references(table, [k], np.ones(len(steps), np.bool_), {}) if k else {}
         shared = max((same(ids_of(before), now.prompt_ids.tolist()) for before in steps[:k]), default=0)
         assert (found[k].length if found else 0) == shared
         if found:
