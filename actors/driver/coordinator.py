@@ -125,7 +125,10 @@ class Coordinator:
         with phase("starting the actors", self._say):
             await ask_buffer(self._buffer.ready)
         if self._resume_from is not None:
-            await self._resume_journal(self._resume_from)
+            # The journal must belong to the checkpoint and reach as far as it does.
+            status = await ask_buffer(self._buffer.status)
+            self._resume_from.check_journal(status["journal_synced"], self._folder.path / JOURNAL)
+            await ask_buffer(self._buffer.resume)
             # Not earlier: settings that the journal refuses must not replace those that it was written with.
             self._folder.write_config(self._config)
         url = await self._all_up()
@@ -158,16 +161,6 @@ class Coordinator:
         with phase("loading the model: engines and trainer ranks start", self._say, lambda: ", ".join([*waited_for])):
             url, *_ = await asyncio.gather(*(up(name) for name in starting))
         return str(url)
-
-    async def _resume_journal(self, manifest: Manifest) -> None:
-        """Resume the buffer from the journal that belongs to the checkpoint.
-
-        Raises:
-            UserError: the journal is another run's, or its end is lost.
-        """
-        status = await ask_buffer(self._buffer.status)
-        manifest.check_journal(status["journal_synced"], self._folder.path / JOURNAL)
-        await ask_buffer(self._buffer.resume)
 
     async def _start_fresh(self) -> None:
         """Do the warm start, if configured, and measure its success rate; then evaluate the initial weights."""

@@ -69,9 +69,7 @@ def beside_rank(config: Config, room: PlacementGroup, rank: int) -> dict[str, An
 def missing_resources(config: Config, gpus: int) -> str:
     """Resources that the ranks and engines need and the cluster does not have, in words; empty if it has enough."""
     has = ray.cluster_resources()
-    needs: dict[str, float] = {}
-    for name, amount in rank_bundle(config, gpus).items():
-        needs[name] = amount * config.trainer.ranks
+    needs = {name: amount * config.trainer.ranks for name, amount in rank_bundle(config, gpus).items()}
     needs["CPU"] += config.generator.engines * cpus_each(gpus)
     if gpus and config.weights.transport != "ipc":
         needs["GPU"] += gpus * config.generator.tensor_parallel_size * config.generator.engines

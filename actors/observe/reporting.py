@@ -40,7 +40,9 @@ class Reporter:
         self._reports: list[tuple[str, dict[str, Any]]] = []
         self._task: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
-        self._ray_gauges = RayGauges(config.run.name) if ray.is_initialized() else None
+        self._run = config.run.name
+        self._ray_gauges: dict[str, Gauge] = {}
+        self._is_in_ray = ray.is_initialized()
 
     def start(self) -> None:
         """Start to push, in the running event loop."""
@@ -60,8 +62,8 @@ class Reporter:
         if self._refresh is not None:
             self._refresh(self.metrics)
         measure_process(self.metrics)
-        if self._ray_gauges is not None:
-            self._ray_gauges.set(self.metrics)
+        if self._is_in_ray:
+            self._copy_to_ray()
         reports, self._reports = self._reports, []
         self._hub.push.remote(self._source, self.metrics.snapshot(), reports)
         self.metrics.count("baton_metrics_seconds_total", time.thread_time() - began)
@@ -89,17 +91,9 @@ class Reporter:
         while not self._stopped.wait(THREAD_PUSH_SECONDS):
             self.push()
 
-
-class RayGauges:
-    """The few gauges that Ray's metrics endpoints also serve, as `ray_<name>`."""
-
-    def __init__(self, run: str) -> None:
-        self._run = run
-        self._gauges: dict[str, Gauge] = {}
-
-    def set(self, metrics: Metrics) -> None:
-        """Copy the current values."""
-        for metric, labels, value in metrics.in_ray():
-            if metric.name not in self._gauges:
-                self._gauges[metric.name] = Gauge(metric.name, metric.help, tag_keys=("run", *metric.labels))
-            self._gauges[metric.name].set(value, tags={"run": self._run, **labels})
+    def _copy_to_ray(self) -> None:
+        """Set the few gauges that Ray's metrics endpoints also serve, as `ray_<name>`."""
+        for metric, labels, value in self.metrics.in_ray():
+            if metric.name not in self._ray_gauges:
+                self._ray_gauges[metric.name] = Gauge(metric.name, metric.help, tag_keys=("run", *metric.labels))
+            self._ray_gauges[metric.name].set(value, tags={"run": self._run, **labels})

@@ -73,16 +73,6 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def nearest_path(path: KeyPath) -> str | None:
-    """The valid path that an unknown one most likely meant: a key of the same section, or a key of that name."""
-    known = key_paths()
-    siblings = [other[-1] for other in known if other[:-1] == path[:-1]]
-    if close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6):
-        return ".".join((*path[:-1], close[0]))
-    close = difflib.get_close_matches(path[-1], [other[-1] for other in known], n=1, cutoff=0.8)
-    return " or ".join([".".join(other) for other in known if other[-1] in close][:2]) or None
-
-
 def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
     """The path of the key, without the tags that pydantic adds for members of a union."""
     path = tuple(str(part) for part in detail["loc"])
@@ -114,10 +104,14 @@ def _message(detail: ErrorDetails, path: KeyPath) -> str:
 
 
 def _unknown_hint(path: KeyPath) -> str:
-    nearest = nearest_path(path)
-    if nearest is not None:
+    """The key that was most likely meant: one of the same section, or one of that name; else the section's keys."""
+    known = key_paths()
+    siblings = [other[-1] for other in known if other[:-1] == path[:-1]]
+    if close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6):
+        return f" (did you mean {'.'.join((*path[:-1], close[0]))}?)"
+    close = difflib.get_close_matches(path[-1], [other[-1] for other in known], n=1, cutoff=0.8)
+    if nearest := " or ".join([".".join(other) for other in known if other[-1] in close][:2]):
         return f" (did you mean {nearest}?)"
-    siblings = [other[-1] for other in key_paths() if other[:-1] == path[:-1]]
     return f" (valid here: {', '.join(siblings)})" if siblings else ""
 
 
