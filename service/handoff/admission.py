@@ -44,13 +44,9 @@ class Admission:
         """Bytes of the stored steps, and at worst of the steps that open trajectories may still bring."""
         return stored_bytes + self._unfinished(ledger) * self._worst_bytes
 
-    def _worst_journal_bytes(self, ledger: Ledger) -> int:
-        """Bytes that the journal may grow by at worst when the next group is issued too."""
-        return (self._unfinished(ledger) + self._n_samples) * self._worst_bytes + EVENT_BYTES
-
     def disk_wait(self, ledger: Ledger, journal: Journal) -> tuple[WaitReason, str] | None:
         """Why the next slot has to wait for the disk; None when the group's steps have their place there."""
-        worst = self._worst_journal_bytes(ledger)
+        worst = (self._unfinished(ledger) + self._n_samples) * self._worst_bytes + EVENT_BYTES
         held = journal.position - journal.start
         if held + worst > self._max_journal_bytes:
             limit = f"buffer.max_journal_bytes is {self._max_journal_bytes}"

@@ -28,7 +28,6 @@ from service.handoff.ledger.accept import failed_attempts, new_content, with_sha
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd
 from service.handoff.ledger.replaying import complete_group, opened_record
-from service.handoff.ledger.state import Lengths
 from service.handoff.lookahead import Lookahead
 from service.handoff.prompts import Prompts
 from service.handoff.status import BufferStatus
@@ -68,15 +67,15 @@ class Buffer:
         self.ledger = self._record.ledger
         self._attempts = Attempts(config, self._record)
         self._batches = BatchFormer(config, self._record)
-        self._waits = Waits(config, self._record, clock)
-        self._claims = Claims(self._record, prompts, self._admission, self._waits, clock)
+        self._waits = Waits(config, self._record)
+        self._claims = Claims(self._record, prompts, self._admission, self._waits)
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
         self._filters = algorithm.filter_zero_variance or algorithm.filter_over_long is not None
         end_filtered(
             self._record,
-            self._config.algorithm,
+            algorithm,
             [o for o, group in self.ledger.state.groups.items() if not group.lease_count and not group.rolled_back],
         )
 
@@ -89,7 +88,7 @@ class Buffer:
         """
         if (fenced := self._fenced(claim.generator, claim.incarnation)) is not None:
             return fenced
-        if not self.ledger.published(claim.serving):
+        if claim.serving not in self.ledger.history.published:
             return self._refuse(Refusal(RefusalReason.VERSION, "serving", claim.serving.step))
         return self._claims.answer(claim)
 
@@ -276,11 +275,6 @@ class Buffer:
             self._waits.end("journal")
 
     @property
-    def lengths(self) -> Lengths:
-        """Lengths of generated and of trained trajectories."""
-        return self.ledger.state.lengths
-
-    @property
     def revision(self) -> int:
         """Events applied so far; while it does not change, no answer changes except by a deadline."""
         return self._record.revision
@@ -297,10 +291,6 @@ class Buffer:
     def complete_group(self, group_id: int) -> CompleteGroup:
         """The steps and ends of a group that is complete or leased."""
         return complete_group(self._record, group_id)
-
-    def digest(self) -> str:
-        """A fingerprint of the ledger."""
-        return self.ledger.digest()
 
     def status(self) -> BufferStatus:
         """The buffer at this revision."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from service.clock import Clock
 from service.handoff.admission import Admission
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record
@@ -15,12 +14,11 @@ from service.types import PolicyVersion
 class Claims:
     """Gives out work; every assignment is an event of the record."""
 
-    def __init__(self, record: Record, prompts: Prompts, admission: Admission, waits: Waits, clock: Clock) -> None:
+    def __init__(self, record: Record, prompts: Prompts, admission: Admission, waits: Waits) -> None:
         self._record = record
         self._prompts = prompts
         self._admission = admission
         self._waits = waits
-        self._clock = clock
 
     def answer(self, claim: Claim) -> Assignment | Wait:
         """The work of a claim, or what it waits for; a repeated claim gets what is left of the same work."""
@@ -51,7 +49,7 @@ class Claims:
         if samples:
             return self._assignment(group_id, samples)
         detail = f"claim {claim.request_id} was answered before and its work went on; send a new claim"
-        return Wait(WaitReason.ANSWERED, detail, self._clock.monotonic())
+        return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
     def _restarted_work(self, claim: Claim) -> Assignment | None:
         """Samples that start anew, for an engine that serves no older version than their group was admitted with."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from service.clock import Clock
 from service.config.tree import Config
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
@@ -16,10 +15,10 @@ SILENT_FRACTION = 0.5
 class Waits:
     """All current waits, with their reasons in words."""
 
-    def __init__(self, config: Config, record: Record, clock: Clock) -> None:
+    def __init__(self, config: Config, record: Record) -> None:
         self._config = config
         self._record = record
-        self._clock = clock
+        self._clock = record.clock
         self._waits: dict[str, Wait] = {}
 
     def begin(self, who: str, reason: WaitReason, detail: str) -> Wait:
@@ -62,8 +61,10 @@ class Waits:
     def _slot_wait(self, size: int) -> tuple[WaitReason, str] | None:
         ledger = self._record.ledger
         for place, group_id in zip(range(size), [*ledger.slots][:size], strict=False):
-            if ledger.state.groups[group_id].state in UNFINISHED:
-                return WaitReason.SLOT, f"slot {place} of {size}: {self._laggard(group_id)}"
+            group = ledger.state.groups[group_id]
+            if group.state in UNFINISHED:
+                sample = next(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
+                return WaitReason.SLOT, f"slot {place} of {size}: {self._silence(group_id, sample)}"
         if len(ledger.slots) < size:
             return WaitReason.SLOT, f"{len(ledger.slots)} of {size} slots are issued"
         return None
@@ -72,12 +73,6 @@ class Waits:
         for group_id, sample in self._record.last_progress:
             return f"; longest silent is {self._silence(group_id, sample)}"
         return ""
-
-    def _laggard(self, group_id: int) -> str:
-        """The first unfinished sample of a group, in words."""
-        trajectories = self._record.ledger.state.groups[group_id].trajectories
-        sample = next(s for s, trajectory in enumerate(trajectories) if not trajectory.complete)
-        return self._silence(group_id, sample)
 
     def _silence(self, group_id: int, sample: int) -> str:
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]

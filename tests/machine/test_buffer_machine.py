@@ -164,19 +164,19 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def crash_after_sync(self) -> None:
-        digest = self.world.buffer.digest()
+        digest = self.world.buffer.ledger.digest()
         buffer = self.world.crash()
-        assert buffer.digest() == digest
+        assert buffer.ledger.digest() == digest
         self.reconnect()
 
     @precondition(lambda self: self.world.journal.position == self.world.journal.synced)
     @rule(name=st.sampled_from(NAMES))
     def crash_with_an_unacknowledged_message(self, name: str) -> None:
-        digest = self.world.buffer.digest()
+        digest = self.world.buffer.ledger.digest()
         if self.work[name] and self.world.buffer.ledger.state.generators[name].alive:
             of, uid, sent = self.work[name][0]
             self.world.buffer.submit(self.generators[name].message([step(of, uid, sent, self.serving[name])]))
-        assert self.world.crash(synced=False).digest() == digest
+        assert self.world.crash(synced=False).ledger.digest() == digest
         self.reconnect()
 
     def reconnect(self) -> None:

@@ -41,7 +41,7 @@ def test_the_same_seed_makes_the_same_world() -> None:
     first.run()
     second.run()
     assert first.loop.events == second.loop.events
-    assert first.host.buffer.digest() == second.host.buffer.digest()
+    assert first.host.buffer.ledger.digest() == second.host.buffer.ledger.digest()
 
 
 def answers_before_the_sync(patch: Patch) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.columns import bytes_per_token, select, token_bytes
+from service.columns import bytes_per_token, offsets_of, select, token_bytes
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
@@ -30,7 +30,6 @@ from service.handoff.steps.validate import MAX_FRACTION_NOT_FINITE, trajectory_r
 from service.types import (
     Bools,
     Extension,
-    Int64s,
     PolicyVersion,
     Refusal,
     RefusalReason,
@@ -306,7 +305,7 @@ def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int]
     sampled_N = steps.versions_N[steps.loss_mask_N]
     if len(sampled_N) and (sampled_N == sampled_N[0]).all():
         version = PolicyVersion.unpack(int(sampled_N[0]))
-        if ledger.published(version) and all(group.admitted <= version for _, group in current):
+        if version in ledger.history.published and all(group.admitted <= version for _, group in current):
             return None
     admitted_K = np.full(len(steps), -1, np.int64)
     for items, group in current:
@@ -354,7 +353,5 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
 
 def _per_step(steps: Steps, mask_N: Bools) -> list[int]:
     """Tokens under the mask, by step."""
-    before_N: Int64s = np.zeros(len(mask_N) + 1, np.int64)
-    np.cumsum(mask_N, out=before_N[1:])
-    counts: list[int] = np.diff(before_N[steps.offsets_K]).tolist()
+    counts: list[int] = np.diff(offsets_of(mask_N.view(np.int8))[steps.offsets_K]).tolist()
     return counts

@@ -18,7 +18,7 @@ def violations(ledger: Ledger) -> list[str]:
         )
     if min(state.fates.values()) < 0:
         found.append(f"a fate is negative: {state.fates}")
-    issued = sum(count for count in ledger.in_state.values())
+    issued = ledger.in_state.total()
     if issued != state.next_group_id:
         found.append(f"issued {state.next_group_id} groups, but the states sum to {issued}: {ledger.in_state}")
     states = Counter(group.state for group in state.groups.values())

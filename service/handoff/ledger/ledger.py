@@ -87,15 +87,6 @@ class Ledger:
         """The smallest group_id of a group that has not ended."""
         return min(self.state.groups, default=self.state.next_group_id)
 
-    def published(self, version: PolicyVersion) -> bool:
-        """Whether the version was ever published."""
-        branches = self.state.branches
-        if not 0 <= version.incarnation <= len(branches):
-            return False
-        first = branches[version.incarnation - 1][1] if version.incarnation else 0
-        last = branches[version.incarnation][0] if version.incarnation < len(branches) else self.state.step
-        return first <= version.step <= last
-
     def digest(self) -> str:
         """A fingerprint of the whole state."""
         plain = msgspec.to_builtins(self.state, str_keys=True, order="deterministic")

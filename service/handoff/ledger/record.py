@@ -239,9 +239,9 @@ class Record:
         match event:
             case events.Issued(group_id=group_id):
                 self.issued_at[group_id] = now
-                self._progress(now, group_id, everyone)
+                self.last_progress.update({(group_id, sample): now for sample in everyone})
             case events.Assigned(group_id=group_id, samples=samples):
-                self._progress(now, group_id, samples)
+                self.last_progress.update({(group_id, sample): now for sample in samples})
             case (
                 events.Restarted(group_id=group_id, samples=samples)
                 | events.Truncated(group_id=group_id, samples=samples)
@@ -276,13 +276,9 @@ class Record:
         for new in additions:
             self._no_longer_held(new.group_id, (new.sample,))
             if (new.group_id, new.sample) in held:
-                self._progress(now, new.group_id, (new.sample,))
+                self.last_progress[new.group_id, new.sample] = now
             else:
                 self.store.completed(new.group_id, new.sample)
-
-    def _progress(self, now: float, group_id: int, samples: Iterable[int]) -> None:
-        for sample in samples:
-            self.last_progress[group_id, sample] = now
 
     def _no_longer_held(self, group_id: int, samples: Iterable[int]) -> None:
         for sample in samples:

@@ -67,7 +67,10 @@ def complete_group(record: Record, group_id: int) -> CompleteGroup:
         JournalError: the journal no longer holds them.
     """
     if group_id not in record.store:
-        _read_back(record)
+        whole, groups = (GroupState.COMPLETE, GroupState.LEASED), record.ledger.state.groups.items()
+        record.journal.sync()
+        missing = [other for other, group in groups if group.state in whole and other not in record.store]
+        _fetch_groups(record, missing, record.journal.synced)
         if group_id not in record.store:
             raise JournalError(f"{record.journal.folder} no longer holds group {group_id}, which waits to be trained")
     return CompleteGroup(group_id, record.ledger.state.groups[group_id].uid, *record.store.whole(group_id))
@@ -105,15 +108,6 @@ def _restore(record: Record, snapshot: Frame) -> None:
     _fetch_groups(
         record, [group_id for group_id, group in groups.items() if group.state not in USED], snapshot.position
     )
-
-
-def _read_back(record: Record) -> None:
-    """Fetch the steps of all complete or leased groups that are not in memory."""
-    whole = (GroupState.COMPLETE, GroupState.LEASED)
-    record.journal.sync()
-    groups = record.ledger.state.groups.items()
-    missing = [group_id for group_id, group in groups if group.state in whole and group_id not in record.store]
-    _fetch_groups(record, missing, record.journal.synced)
 
 
 def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:

@@ -16,14 +16,11 @@ class VersionHistory:
     """Every version that was published, and the steps at which incarnations branched off."""
 
     def __init__(self, start: PolicyVersion | None = None) -> None:
-        self._published = [(start or PolicyVersion(0, 0)).pack()]
-        self._published_V = np.array(self._published, np.int64)
-        self._branches: list[tuple[int, int]] = []  # (the incarnation that began, the step that it went back to)
-
-    @property
-    def current(self) -> PolicyVersion:
+        self.current = start or PolicyVersion(0, 0)
         """The newest published version."""
-        return PolicyVersion.unpack(self._published[-1])
+        self.published = {self.current}
+        self._published_V = np.array([self.current.pack()], np.int64)
+        self._branches: list[tuple[int, int]] = []  # (the incarnation that began, the step that it went back to)
 
     def publish(self, version: PolicyVersion) -> None:
         """Add a new version; ValueError unless it follows the current one."""
@@ -57,5 +54,6 @@ class VersionHistory:
         return stale_N
 
     def _note(self, version: PolicyVersion) -> None:
-        self._published.append(version.pack())
-        self._published_V = np.array(self._published, np.int64)
+        self.current = version
+        self.published.add(version)
+        self._published_V = np.append(self._published_V, version.pack())

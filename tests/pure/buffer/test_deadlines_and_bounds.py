@@ -43,7 +43,7 @@ def test_at_its_deadline_a_group_is_trained_with_the_trajectories_that_finished(
     assert batch.metrics["reward/avg_raw_reward"] == 0.5
     status = world.buffer.status()
     assert (status.tokens["stepped"], status.tokens["expired"]) == (8, 4)
-    assert world.buffer.lengths.given_up[bucket(2)] == 2
+    assert world.buffer.ledger.state.lengths.given_up[bucket(2)] == 2
     assert world.closes() and violations(world.buffer.ledger) == []
 
 
@@ -129,11 +129,11 @@ def test_trained_lengths_are_compared_with_generated_ones(tmp_path: Path) -> Non
     world.generator.finish(world.generator.claimed(), turns=4)
     world.generator.finish(world.generator.claimed(), turns=4)
     world.train()
-    assert world.buffer.lengths.generated[bucket(2)] == 2
-    assert world.buffer.lengths.generated[bucket(8)] == 4
-    assert world.buffer.lengths.trained[bucket(8)] == 2
+    assert world.buffer.ledger.state.lengths.generated[bucket(2)] == 2
+    assert world.buffer.ledger.state.lengths.generated[bucket(8)] == 4
+    assert world.buffer.ledger.state.lengths.trained[bucket(8)] == 2
     exported = world.buffer.status().lengths
-    assert exported["generated"] == world.buffer.lengths.generated[: bucket(8) + 1]
+    assert exported["generated"] == world.buffer.ledger.state.lengths.generated[: bucket(8) + 1]
     assert exported["trained"][bucket(8)] == 2 and exported["loss_tokens"][bucket(8)] == 16
     assert world.buffer.status().length_distance == pytest.approx(1 / 6)
     assert world.buffer.status().token_length_distance == pytest.approx(4 / 20 - 4 / 36)
@@ -145,7 +145,7 @@ def test_undone_training_no_longer_counts_in_the_trained_lengths(tmp_path: Path)
         world.generator.finish(world.generator.claimed())
     world.train()
     world.buffer.join("trainer", "trainer", step=0)
-    assert sum(world.buffer.lengths.trained) == sum(world.buffer.lengths.loss_tokens) == 0
+    assert sum(world.buffer.ledger.state.lengths.trained) == sum(world.buffer.ledger.state.lengths.loss_tokens) == 0
 
 
 def test_distances_of_lengths() -> None:

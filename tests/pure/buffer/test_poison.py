@@ -116,6 +116,6 @@ def test_mutated_messages_never_raise_and_what_was_accepted_replays(tmp_path: Pa
         assert isinstance(answer, Receipt | Refusal)
         accepted += isinstance(answer, Receipt)
     assert accepted > 20 and world.closes()
-    before = world.buffer.digest()
+    before = world.buffer.ledger.digest()
     world.crash()
-    assert world.buffer.digest() == before
+    assert world.buffer.ledger.digest() == before
