@@ -8,7 +8,7 @@ from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import UNFINISHED
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.state import Group
-from service.types import Refusal, RefusalReason, StepGroup
+from service.types import Refusal, RefusalReason, StepGroup, TrajectoryId
 
 RUN_END = "run_end"
 GROUP_DEADLINE = "group_deadline"
@@ -72,16 +72,14 @@ class Attempts:
 
         A message of an earlier attempt, or of several trajectories, restarts nothing.
         """
-        steps, ends, ledger = message.steps, message.ends, self._record.ledger
+        steps, ends = message.steps, message.ends
         columns = (steps.group_id_K, steps.sample_K, steps.attempt_K), (ends.group_id_E, ends.sample_E, ends.attempt_E)
         keys = {key for table in columns for key in zip(*(column.tolist() for column in table), strict=True)}
         if len(keys) != 1 or refused.reason is RefusalReason.IDENTITY:
             return
-        ((group_id, sample, attempt),) = keys
-        if (group_id, sample) in ledger.held[message.sender.generator]:
-            trajectory = ledger.state.groups[group_id].trajectories[sample]
-            if (trajectory.attempt, trajectory.incarnation) == (attempt, message.sender.incarnation):
-                self.restart(group_id, (sample,), f"refused_{refused.reason}")
+        of = TrajectoryId(*keys.pop())
+        if self._record.ledger.plays(message.sender, of):
+            self.restart(of.group_id, (of.sample,), f"refused_{refused.reason}")
 
     def restart_silent(self, now: float) -> None:
         """Restart trajectories without progress for `buffer.step_deadline` seconds."""

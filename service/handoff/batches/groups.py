@@ -71,6 +71,5 @@ def _check_ends(last: dict[TrajectoryId, Step], ends: list[TrajectoryEnd]) -> No
         if of not in ended:
             raise ValueError(f"{of} has no end")
     for end in ends:
-        if end.n_steps != n_steps.get(end.trajectory, 0):
-            there = n_steps.get(end.trajectory, 0)
+        if end.n_steps != (there := n_steps.get(end.trajectory, 0)):
             raise ValueError(f"{end.trajectory} ended after {end.n_steps} steps, but {there} are there")

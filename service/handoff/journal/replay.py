@@ -30,8 +30,8 @@ class _Leased(NamedTuple):
     """The state of the buffer when it leased a mini-batch."""
 
     lease: int
-    group_ids: tuple[int, ...]
-    uids: tuple[str, ...]
+    uids: dict[int, str]
+    """By group_id; so are the attempts."""
     attempts: dict[int, tuple[int, ...]]
     filtered: FilteredStats
     history: VersionHistory
@@ -71,10 +71,7 @@ def recorded(config: Config, folder: Path, step: int) -> Recorded:
         raise UserError(f"{folder} holds no optimizer step {step}")
     store = Store()
     fetch(store, leased.attempts, _recorded(folder), limits)
-    groups = [
-        CompleteGroup(group_id, uid, *store.whole(group_id))
-        for group_id, uid in zip(leased.group_ids, leased.uids, strict=True)
-    ]
+    groups = [CompleteGroup(group_id, uid, *store.whole(group_id)) for group_id, uid in leased.uids.items()]
     return Recorded(leased.lease, groups, leased.history, leased.filtered)
 
 
@@ -94,12 +91,10 @@ def _find(record: Record, folder: Path, step: int) -> _Leased | None:
 
 def _leased(record: Record, event: events.Leased) -> _Leased:
     state = record.ledger.state
-    groups = [state.groups[group_id] for group_id in event.group_ids]
     return _Leased(
         event.lease,
-        event.group_ids,
-        tuple(group.uid for group in groups),
-        {group_id: group.current_attempts for group_id, group in zip(event.group_ids, groups, strict=True)},
+        {group_id: state.groups[group_id].uid for group_id in event.group_ids},
+        {group_id: state.groups[group_id].current_attempts for group_id in event.group_ids},
         copy.copy(state.filtered),
         copy.deepcopy(record.ledger.history),
     )

@@ -195,13 +195,10 @@ def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[tuple[int, i
     """(group_id, sample, stop reason) of current attempts whose ends in the message report a failure; lazily."""
     if FAILURES.isdisjoint(message.ends.stop_reasons):
         return
-    held = ledger.held[message.sender.generator]
-    for (group_id, sample, attempt), (_, ends) in items_by_trajectory(message).items():
+    for of, (_, ends) in items_by_trajectory(message).items():
         for end in ends:
-            if end.stop_reason in FAILURES and (group_id, sample) in held:
-                trajectory = ledger.state.groups[group_id].trajectories[sample]
-                if (trajectory.attempt, trajectory.incarnation) == (attempt, message.sender.incarnation):
-                    yield group_id, sample, end.stop_reason
+            if end.stop_reason in FAILURES and ledger.plays(message.sender, of):
+                yield of.group_id, of.sample, end.stop_reason
 
 
 def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str]) -> Group | Refusal | None:

@@ -18,7 +18,7 @@ from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import NEXT_STATES, USED, Fate, GroupState
 from service.handoff.ledger.state import FilteredStats, Group, Lease, Member, State, Trajectory
 from service.handoff.ledger.versions import VersionHistory
-from service.types import PolicyVersion
+from service.types import PolicyVersion, Sender, TrajectoryId
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(State)
@@ -86,6 +86,13 @@ class Ledger:
     def frontier(self) -> int:
         """The smallest group_id of a group that has not ended."""
         return min(self.state.groups, default=self.state.next_group_id)
+
+    def plays(self, sender: Sender, of: TrajectoryId) -> bool:
+        """Whether the sender holds this attempt, unfinished, now."""
+        if (of.group_id, of.sample) not in self.held[sender.generator]:
+            return False
+        trajectory = self.state.groups[of.group_id].trajectories[of.sample]
+        return (trajectory.attempt, trajectory.incarnation) == (of.attempt, sender.incarnation)
 
     def digest(self) -> str:
         """A fingerprint of the whole state."""
