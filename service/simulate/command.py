@@ -11,9 +11,9 @@ from dataclasses import fields, replace
 
 from service.config import Config
 from service.errors import BatonError, RunFailed, UserError
-from service.simulate.faults import fault_world
 from service.simulate.report import Report, simulated
 from service.simulate.scenario import Scenario
+from service.simulate.world import fault_world
 
 ABOUT = """\
 Run the real buffer under a virtual clock with simulated generators and a simulated trainer.

@@ -10,21 +10,10 @@ from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, WaitReason
-from service.simulate.host import Host
+from service.simulate.host import POLL_SECONDS, Client, Host
 from service.simulate.loop import Activity, Resume, Waiting
-from service.simulate.network import POLL_SECONDS, Client, Network
 from service.simulate.scenario import Scenario
-from service.types import (
-    Extension,
-    Int32s,
-    Int64s,
-    PolicyVersion,
-    Refusal,
-    RefusalReason,
-    Sender,
-    TrajectoryEnd,
-    TrajectoryId,
-)
+from service.types import Extension, Int64s, PolicyVersion, Refusal, RefusalReason, Sender, TrajectoryEnd, TrajectoryId
 
 TOKEN_IDS = 1 << 16
 
@@ -32,8 +21,8 @@ TOKEN_IDS = 1 << 16
 class SimulatedGenerator(Client):
     """One generator actor with its engine; `slots` groups at once."""
 
-    def __init__(self, name: str, host: Host, network: Network, scenario: Scenario, rng: np.random.Generator) -> None:
-        super().__init__(host, network, scenario, rng)
+    def __init__(self, name: str, host: Host, scenario: Scenario, rng: np.random.Generator) -> None:
+        super().__init__(host, scenario, rng)
         self.name = name
         self.slots = scenario.slots(host.config)
         self.wait_seconds = 0.0
@@ -58,12 +47,13 @@ class SimulatedGenerator(Client):
         self.die()
         self.run(self._join())
 
-    def update(self, version: PolicyVersion) -> None:
-        """Swap the weights in flight: tokens sampled from now on have this version."""
-        if version.pack() > self._served[-1]:
+    def update(self, version: PolicyVersion) -> PolicyVersion:
+        """Swap newer weights in, in flight; returns the version that tokens sampled from now on have."""
+        if version > self.serving:
             self._served_from.append(self.loop.now)
             self._served.append(version.pack())
             self._host.look_soon()
+        return self.serving
 
     def _join(self) -> Activity:
         self._incarnation = yield self.ask(lambda buffer: buffer.join("generator", self.name))
@@ -124,7 +114,7 @@ class SimulatedGenerator(Client):
                 return
             yield self.wait(count * scenario.token_seconds)
             reward = float(self._rng.random() < scenario.success)
-            ids: Int32s = (np.arange(count + 1, dtype=np.int32) + 31 * of.group_id + 7 * of.sample) % TOKEN_IDS
+            ids = (np.arange(count + 1, dtype=np.int32) + 31 * of.group_id + 7 * of.sample) % TOKEN_IDS
             self._outbox.append(
                 of,
                 uid,

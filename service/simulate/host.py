@@ -1,4 +1,4 @@
-"""The buffer's process: the real buffer and journal, group commit, long polls, death and restart."""
+"""The buffer's process, and the requests that other processes make of it over the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.verbs import Wait
 from service.simulate.disk import MemoryDisk
-from service.simulate.loop import Activity, Loop, Process, Resume, VirtualClock
+from service.simulate.loop import Activity, Network, Process, Resume, VirtualClock, Waiting
+from service.simulate.scenario import Scenario
 from service.simulate.witness import Witness
 from service.types import PolicyVersion
 
@@ -21,6 +22,10 @@ FOLDER = Path("journal")
 PROMPT_UIDS = [f"prompt-{row}" for row in range(1000)]
 TICK_SECONDS = 0.5
 VOCABULARY = 1 << 20
+POLL_SECONDS = 5.0
+"""How long the host may keep a claim or a lease waiting before it answers with a Wait."""
+RETRY_SECONDS = 8.0
+"""A request without an answer is sent again after so long."""
 
 
 class Poll(NamedTuple):
@@ -36,10 +41,11 @@ class Host(Process):
     """Answers requests with `Buffer`; an answer is sent only when the journal is synced."""
 
     def __init__(
-        self, config: Config, loop: Loop, witness: Witness, rng: np.random.Generator, segment_bytes: int = 64 << 20
+        self, config: Config, network: Network, witness: Witness, rng: np.random.Generator, segment_bytes: int
     ) -> None:
-        super().__init__(loop)
+        super().__init__(network.loop)
         self.config = config
+        self.network = network
         self.witness = witness
         self.disk = MemoryDisk()
         self.buffer: Buffer
@@ -163,3 +169,44 @@ class Host(Process):
             self.buffer.tick()
             self._look_again()
             yield self.wait(TICK_SECONDS)
+
+
+class Client(Process):
+    """A process that makes requests of the buffer's host over the network."""
+
+    def __init__(self, host: Host, scenario: Scenario, rng: np.random.Generator) -> None:
+        super().__init__(host.loop)
+        self._host = host
+        self._witness = host.witness
+        self._network = host.network
+        self._scenario = scenario
+        self._rng = rng
+
+    def ask(self, request: Callable[[Buffer], Any], patience: float = 0.0) -> Waiting:
+        """`answer = yield self.ask(...)`: the buffer's answer; see `Host.ask`."""
+        return self.call(lambda reply: self._host.ask(request, reply, patience))
+
+    def call(self, request: Callable[[Resume], None]) -> Waiting:
+        """`answer = yield self.call(...)`: send a request, again and again until its answer comes.
+
+        `request` runs where the message arrives, and gives the answer to the function that it receives.
+        """
+        life, answered = self.life, False
+
+        def begin(resume: Resume) -> None:
+            def receive(answer: Any) -> None:
+                nonlocal answered
+                if not answered and self.life == life:
+                    answered = True
+                    resume(answer)
+
+            def send() -> None:
+                if answered or self.life != life:
+                    return
+                self._network.send(lambda: request(lambda answer: self._network.send(lambda: receive(answer))))
+                if self._network.delay:
+                    self.loop.after(RETRY_SECONDS, send)
+
+            send()
+
+        return begin

@@ -1,11 +1,11 @@
-"""Virtual time: a loop of events, clocks that follow the loop, and processes that wait on it.
+"""Virtual time: a loop of events, clocks that follow the loop, a network with delays, and processes that wait.
 
 A process runs activities. An activity is a generator function: it yields what it waits for, and the result comes back
 as the value of the `yield`:
 
     def commit(self) -> Activity:
         yield self.wait(2.5)                                          # simulated seconds
-        answer = yield self.ask(lambda buffer: buffer.commit(...))    # a request over the network, see network.py
+        answer = yield self.ask(lambda buffer: buffer.commit(...))    # a request over the network, see host.py
         yield self.all_of([self.publish(), self.save()])              # until all of these activities have ended
 """
 
@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 EPOCH = 1_700_000_000.0
 """Unix time at the beginning of a simulation."""
@@ -66,6 +69,34 @@ class VirtualClock:
     def wall(self) -> float:
         """Unix time, plus the clock's error."""
         return EPOCH + self._loop.now + self.wall_error
+
+
+@dataclass(slots=True)
+class Network:
+    """How messages travel. A delay is drawn for each message, so messages overtake one another."""
+
+    loop: Loop
+    rng: np.random.Generator
+    delay: float = 0.0
+    """Mean seconds of one way; 0: messages arrive at once, in order."""
+    lost: float = 0.0
+    """Fraction of messages that never arrive."""
+    doubled: float = 0.0
+    """Fraction of messages that arrive twice."""
+
+    def send(self, deliver: Callable[[], None]) -> None:
+        """Deliver a message after a delay, or twice, or never."""
+        if not self.delay:
+            deliver()
+            return
+        if self.rng.random() < self.lost:
+            return
+        for _ in range(1 + (self.rng.random() < self.doubled)):
+            self.loop.after(float(self.rng.exponential(self.delay)), deliver)
+
+    def heal(self) -> None:
+        """Lose and double nothing from now on."""
+        self.lost = self.doubled = 0.0
 
 
 class Process:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -11,27 +11,38 @@ from service.config import Config
 from service.types import Int64s
 
 
+def _fault(*drawn: float) -> Any:
+    """A frequency of faults: 0 unless it is given, or one of these where `Faults.drawn` chooses."""
+    return field(default=0.0, metadata={"drawn": drawn})
+
+
 @dataclass(frozen=True, slots=True)
 class Faults:
     """How much goes wrong, until `until`; rates are events per simulated second."""
 
     until: float = 0.0
-    buffer_deaths: float = 0.0
-    generator_deaths: float = 0.0
-    generator_freezes: float = 0.0
-    trainer_deaths: float = 0.0
-    disk_full: float = 0.0
-    clock_jumps: float = 0.0
-    silent: float = 0.0
+    buffer_deaths: float = _fault(0.0, 0.05, 0.3)
+    generator_deaths: float = _fault(0.0, 0.1)
+    generator_freezes: float = _fault(0.0, 0.1)
+    trainer_deaths: float = _fault(0.0, 0.1)
+    disk_full: float = _fault(0.0, 0.05)
+    clock_jumps: float = _fault(0.05)
+    silent: float = _fault(0.0, 0.03)
     """Fraction of turns that never end."""
-    failing: float = 0.0
-    """Fraction of trajectories whose environment fails in the last turn."""
-    bad_steps: float = 0.0
+    bad_steps: float = _fault(0.0, 0.1)
     """Fraction of optimizer steps that are not applied."""
-    delay: float = 0.0
+    delay: float = _fault(0.01, 0.2)
     """Mean seconds that a message travels; 0: no network between the processes."""
-    lost: float = 0.0
-    doubled: float = 0.0
+    lost: float = _fault(0.0, 0.1)
+    doubled: float = _fault(0.0, 0.1)
+    failing: float = _fault(0.0, 0.1)
+    """Fraction of trajectories whose environment fails in the last turn."""
+
+    @classmethod
+    def drawn(cls, rng: np.random.Generator, until: float) -> Faults:
+        """Each kind of fault is absent, or as frequent as it can be while the world still makes progress."""
+        choices = {kind.name: kind.metadata["drawn"] for kind in fields(cls) if kind.metadata}
+        return cls(until, **{name: float(rng.choice(rates)) for name, rates in choices.items()})
 
 
 def _option(default: Any, meaning: str) -> Any:

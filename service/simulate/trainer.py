@@ -9,9 +9,8 @@ import numpy as np
 
 from service.handoff.verbs import Wait, WaitReason
 from service.simulate.generator import SimulatedGenerator
-from service.simulate.host import Host
-from service.simulate.loop import Activity, Resume, Waiting
-from service.simulate.network import POLL_SECONDS, Client, Network
+from service.simulate.host import POLL_SECONDS, Client, Host
+from service.simulate.loop import Activity, Waiting
 from service.simulate.scenario import Scenario
 from service.types import MiniBatch, PolicyVersion, Refusal
 
@@ -20,14 +19,9 @@ class SimulatedTrainer(Client):
     """The trainer group as one process."""
 
     def __init__(
-        self,
-        generators: Sequence[SimulatedGenerator],
-        host: Host,
-        network: Network,
-        scenario: Scenario,
-        rng: np.random.Generator,
+        self, generators: Sequence[SimulatedGenerator], host: Host, scenario: Scenario, rng: np.random.Generator
     ) -> None:
-        super().__init__(host, network, scenario, rng)
+        super().__init__(host, scenario, rng)
         self.version = PolicyVersion(0, 0)
         self.drained = False
         """Whether the buffer answered that no more mini-batches can come."""
@@ -96,11 +90,8 @@ class SimulatedTrainer(Client):
             self.run(self._send_weights(generator, self.version))
 
     def _send_weights(self, generator: SimulatedGenerator, version: PolicyVersion) -> Activity:
-        def deliver(reply: Resume) -> None:
-            generator.update(version)
-            reply(None)
-
         if self._scenario.sync_seconds:
-            self.loop.after(self._scenario.sync_seconds, lambda: generator.update(version))
+            yield self.wait(self._scenario.sync_seconds)
+            generator.update(version)
         else:
-            yield self.call(deliver)
+            yield self.call(lambda reply: reply(generator.update(version)))

@@ -1,4 +1,7 @@
-"""Simulated runs from seeds: work, faults, drain, and a check of the promises throughout."""
+"""Simulated runs from seeds: work, faults, drain, and a check of the promises throughout.
+
+`World` is a run without faults; `FaultyWorld` adds them; `fault_world` draws settings and faults from a seed.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,24 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.config import Config
+from service.config import Config, load_config
+from service.simulate.disk import AMPLE_ROOM
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
-from service.simulate.loop import Loop
-from service.simulate.network import Network
-from service.simulate.scenario import Scenario
+from service.simulate.loop import Loop, Network
+from service.simulate.scenario import Faults, Scenario
 from service.simulate.trainer import SimulatedTrainer
 from service.simulate.witness import Broken, Witness
 
 LOOK_SECONDS = 7.0
 HANG_SECONDS = 600.0
 """Simulated seconds without an optimizer step, after the last fault, that count as a hang."""
+FAULT_SECONDS = 25.0
+# Means of exponentially distributed times.
+RESTART_SECONDS = 2.0
+FREEZE_SECONDS = 15.0
+FULL_SECONDS = 8.0
+NOTICE_SECONDS = 3.0
 
 
 class World:
@@ -29,12 +38,12 @@ class World:
         faults = scenario.faults
         self.loop = Loop()
         self.witness = Witness(config, self.loop)
-        self.host = Host(config, self.loop, self.witness, rngs[1], segment_bytes)
-        self.network = Network(self.loop, rngs[2], faults.delay, faults.lost, faults.doubled)
+        network = Network(self.loop, rngs[2], faults.delay, faults.lost, faults.doubled)
+        self.host = Host(config, network, self.witness, rngs[1], segment_bytes)
         self.generators = [
-            SimulatedGenerator(f"g{i}", self.host, self.network, scenario, rngs[3]) for i in range(scenario.generators)
+            SimulatedGenerator(f"g{i}", self.host, scenario, rngs[3]) for i in range(scenario.generators)
         ]
-        self.trainer = SimulatedTrainer(self.generators, self.host, self.network, scenario, rngs[4])
+        self.trainer = SimulatedTrainer(self.generators, self.host, scenario, rngs[4])
 
     def begin(self) -> None:
         """Start all processes."""
@@ -43,8 +52,8 @@ class World:
             generator.start()
 
     def is_calm(self) -> bool:
-        """Whether no faults come any more; a world without faults is calm from the beginning."""
-        return True
+        """Whether no more faults come and the buffer runs."""
+        return self.loop.now >= self.scenario.faults.until and self.host.alive and not self.host.doom
 
     def run(self) -> None:
         """Train the scenario's steps, end all faults, drain, and check the promises.
@@ -96,3 +105,138 @@ class World:
         if self.host.alive:
             self.witness.look(self.host.buffer)
         self.loop.after(LOOK_SECONDS, self._look)
+
+
+class FaultyWorld(World):
+    """A world with independent streams of faults until `Faults.until`; every process that died starts again."""
+
+    def __init__(self, config: Config, scenario: Scenario, seed: int, segment_bytes: int) -> None:
+        super().__init__(config, scenario, seed, segment_bytes)
+        self.fault_count = 0
+        """Faults so far."""
+        self._rng = np.random.default_rng((seed, 0))
+
+    def begin(self) -> None:
+        """Start all processes, schedule every stream of faults, and the end of all faults."""
+        super().begin()
+        faults = self.scenario.faults
+        self.host.on_death = lambda: self._soon(RESTART_SECONDS, self.host.start)
+        for rate, fault in (
+            (faults.buffer_deaths, self._kill_buffer),
+            (faults.generator_deaths, self._kill_generator),
+            (faults.generator_freezes, self._freeze_generator),
+            (faults.trainer_deaths, self._kill_trainer),
+            (faults.disk_full, self._fill_disk),
+            (faults.clock_jumps, self._jump_clock),
+        ):
+            if rate:
+                self._next(rate, fault)
+        self.loop.after(faults.until, self._heal)
+
+    def _next(self, rate: float, fault: Callable[[], None]) -> None:
+        def strike() -> None:
+            if self.loop.now < self.scenario.faults.until:
+                self.fault_count += 1
+                fault()
+                self._next(rate, fault)
+
+        self._soon(1.0 / rate, strike)
+
+    def _soon(self, mean_seconds: float, callback: Callable[[], None]) -> None:
+        self.loop.after(float(self._rng.exponential(mean_seconds)), callback)
+
+    def _heal(self) -> None:
+        self.host.network.heal()
+        self.host.disk.room = AMPLE_ROOM
+        self.host.doom = None
+
+    def _kill_buffer(self) -> None:
+        """Kill the buffer now, or when it next comes to a named seam."""
+        if not self.host.alive:
+            return
+        seam = self._rng.integers(3)
+        if seam == 0:
+            self.host.die()
+        else:
+            self.host.doom = ("before_sync" if seam == 1 else "after_sync", int(self._rng.integers(8)))
+
+    def _kill_generator(self) -> None:
+        generator = self._some_generator()
+        generator.die()
+        self._notice(generator.name)
+        self._soon(RESTART_SECONDS, generator.start)
+
+    def _freeze_generator(self) -> None:
+        generator = self._some_generator()
+        generator.freeze(float(self._rng.exponential(FREEZE_SECONDS)))
+        self._notice(generator.name)
+
+    def _notice(self, name: str) -> None:
+        """In half of all cases a supervisor reports a generator that stopped; in the others only deadlines help."""
+
+        def leave() -> None:
+            if self.host.alive and (member := self.host.buffer.ledger.state.generators.get(name)) is not None:
+                self.host.buffer.leave(name, member.incarnation, "no heartbeat")
+
+        if self._rng.random() < 0.5:
+            self._soon(NOTICE_SECONDS, leave)
+
+    def _some_generator(self) -> SimulatedGenerator:
+        return self.generators[int(self._rng.integers(len(self.generators)))]
+
+    def _kill_trainer(self) -> None:
+        self.trainer.die()
+        self._soon(RESTART_SECONDS, self.trainer.start)
+
+    def _fill_disk(self) -> None:
+        disk = self.host.disk
+        disk.room = disk.used() + int(self._rng.integers(4096))
+
+        def empty() -> None:
+            disk.room = AMPLE_ROOM
+
+        self._soon(FULL_SECONDS, empty)
+
+    def _jump_clock(self) -> None:
+        self.host.clock.wall_error += float(self._rng.choice([-86400.0, -3600.0, 3600.0]))
+
+
+def fault_world(seed: int) -> FaultyWorld:
+    """A small world in which every kind of fault may happen, with any settings that the configuration allows."""
+    rng = np.random.default_rng((seed, 99))
+    scenario = Scenario(
+        generators=3,
+        turns=3,
+        median_tokens=12.0,
+        sigma=0.7,
+        token_seconds=0.05,
+        linger_seconds=0.02,
+        trainer_seconds=1.0,
+        steps=6,
+        faults=Faults.drawn(rng, FAULT_SECONDS),
+    )
+    return FaultyWorld(_config(rng), scenario, seed, segment_bytes=int(rng.choice([1, 3_000, 1 << 20])))
+
+
+def _config(rng: np.random.Generator) -> Config:
+    lookahead = rng.integers(0, 4)
+    settings = [
+        "env.max_turns=3",
+        "generator.max_input_length=256",
+        "generator.max_generate_length=64",
+        "generator.concurrent_groups=6",
+        f"buffer.lookahead={lookahead}",
+        f"buffer.max_staleness={rng.integers(lookahead, 6)}",
+        f"buffer.order={rng.choice(['finished_first', 'strict'])}",
+        "buffer.step_deadline=8.0",
+        "buffer.lease_deadline=20.0",
+        "buffer.max_attempts=20",
+        "buffer.max_lease_attempts=10",
+        "algorithm.n_samples_per_prompt=2",
+        f"algorithm.filter_zero_variance={bool(rng.integers(2))}",
+        "trainer.mini_batch_size=2",
+        f"trainer.ranks={rng.integers(1, 3)}",
+        "trainer.max_tokens_per_micro_batch=1024",
+        f"trainer.checkpoint_every={rng.integers(1, 4)}",
+    ]
+    return load_config([], settings)

@@ -11,9 +11,9 @@ from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Record, Store
-from service.simulate.faults import fault_world
 from service.simulate.host import Host
 from service.simulate.witness import Broken
+from service.simulate.world import fault_world
 
 Patch = pytest.MonkeyPatch
 
