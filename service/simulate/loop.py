@@ -57,7 +57,7 @@ class Loop:
 class VirtualClock:
     """The clock of one operating-system process; its wall time may be wrong and jump."""
 
-    def __init__(self, loop: Loop, start: float = 0.0) -> None:
+    def __init__(self, loop: Loop, start: float) -> None:
         self._loop = loop
         self._start = start
         self.wall_error = 0.0
@@ -77,11 +77,11 @@ class Network:
 
     loop: Loop
     rng: np.random.Generator
-    delay: float = 0.0
+    delay: float
     """Mean seconds of one way; 0: messages arrive at once, in order."""
-    lost: float = 0.0
+    lost: float
     """Fraction of messages that never arrive."""
-    doubled: float = 0.0
+    doubled: float
     """Fraction of messages that arrive twice."""
 
     def send(self, deliver: Callable[[], None]) -> None:
