@@ -25,7 +25,7 @@ VOCABULARY = 1 << 20
 POLL_SECONDS = 5.0
 """How long the host may keep a claim or a lease waiting before it answers with a Wait."""
 RETRY_SECONDS = 8.0
-"""A request without an answer is sent again after so long."""
+"""A client sends a request again when no answer came for so long."""
 
 
 class Poll(NamedTuple):
@@ -189,14 +189,15 @@ class Client(Process):
     def call(self, request: Callable[[Resume], None]) -> Waiting:
         """`answer = yield self.call(...)`: send a request, again and again until its answer comes.
 
-        `request` runs where the message arrives, and gives the answer to the function that it receives.
+        `request` runs where the message arrives, with the function that sends the answer back. An answer to a client
+        that died meanwhile is ignored: its activity is never resumed.
         """
         life, answered = self.life, False
 
         def begin(resume: Resume) -> None:
             def receive(answer: Any) -> None:
                 nonlocal answered
-                if not answered and self.life == life:
+                if not answered:
                     answered = True
                     resume(answer)
 

@@ -45,6 +45,7 @@ class SimulatedTrainer(Client):
         yield self.ask(lambda buffer: buffer.covered(self._checkpoint))
 
     def _train(self) -> Activity:
+        """Join; then lease, train and commit one mini-batch after the other until the buffer is drained."""
         step = self._checkpoint
         incarnation: int = yield self.ask(lambda buffer: buffer.join("trainer", "trainer", step))
         self.version = PolicyVersion(incarnation, step)
@@ -66,7 +67,7 @@ class SimulatedTrainer(Client):
                 return
 
     def _step(self, batch: MiniBatch) -> Generator[Waiting, Any, Refusal | None]:
-        """Commit a trained mini-batch, or release one whose step was not applied."""
+        """Commit a trained mini-batch, or release one whose step was not applied; returns the refusal of a commit."""
         incarnation, step = self.version
         faults = self._scenario.faults
         if self._rng.random() < faults.bad_steps and self.loop.now < faults.until:
