@@ -35,8 +35,13 @@ class Evaluations:
         start = time.monotonic()
         results: list[Evaluation] = []
         for name, path in self.files.items():
-            evaluation = await self._unless_stopped(name, path)
-            results += [evaluation] if evaluation is not None else []
+            evaluating = asyncio.ensure_future(self.generator_pool.evaluate(name, path, self.config.data.eval_samples))
+            while not evaluating.done() and not self.is_stopped():
+                await asyncio.wait([evaluating], timeout=STOP_CHECK_SECONDS)
+            if not evaluating.done():
+                evaluating.cancel()
+            elif (evaluation := evaluating.result()) is not None:
+                results.append(evaluation)
         if results:
             self.folder.append_evaluations(step, [evaluation.record() for evaluation in results])
             self.say(f"evaluation after step {step}:")
@@ -44,12 +49,3 @@ class Evaluations:
                 self.say(f"  {line}")
         metrics = {key: value for evaluation in results for key, value in evaluation.metrics().items()}
         return {**metrics, "timing/eval": time.monotonic() - start}
-
-    async def _unless_stopped(self, name: str, path: Path) -> Evaluation | None:
-        evaluating = asyncio.ensure_future(self.generator_pool.evaluate(name, path, self.config.data.eval_samples))
-        while not evaluating.done():
-            if self.is_stopped():
-                evaluating.cancel()
-                return None
-            await asyncio.wait([evaluating], timeout=STOP_CHECK_SECONDS)
-        return evaluating.result()

@@ -43,8 +43,8 @@ class Claimer:
         self._request_id = 0
         """Number of the newest claim. Ray repeats a call whose answer was lost; the buffer answers a repeated number
         with the same assignment."""
-        self._late: list[Assignment] = []
-        """Assignments of polls that were no longer waited for."""
+        self._arrived: list[Assignment] = []
+        """Assignments not given out yet, also of polls that were no longer waited for."""
         self._look = asyncio.Event()
         self.waiting: Wait | None = None
         """Why the buffer gives no group at the moment; None: it was not asked, or gave one."""
@@ -65,7 +65,7 @@ class Claimer:
         # The first claim returns at once with the reason for waiting; the following ones are long polls.
         seconds = 0.0
         last_answer = time.monotonic()
-        while not self._late:
+        while not self._arrived:
             try:
                 answer = await self._poll(seconds)
             except Unreachable as error:
@@ -80,18 +80,15 @@ class Claimer:
             if isinstance(answer, Refusal):
                 raise RunFailed(f"the buffer refuses work to {self._generator}: {answer}")
             if isinstance(answer, Assignment):
-                return self._given(answer)
-            if answer is not None:
+                self._arrived.append(answer)
+            elif answer is not None:
                 self.waiting = answer
                 if answer.reason == WaitReason.DRAINED:
                     return None
             seconds = POLL_SECONDS
-        return self._given(self._late.pop())
-
-    def _given(self, assignment: Assignment) -> Assignment:
         self.waited_for = str(self.waiting.reason) if self.waiting is not None else "claim"
         self.waiting = None
-        return assignment
+        return self._arrived.pop()
 
     async def _poll(self, seconds: float) -> ClaimAnswer | None:
         """One claim; None where `look_again` asks for a new claim before the answer comes."""
@@ -115,7 +112,7 @@ class Claimer:
             return
         answer = poll.result()
         if isinstance(answer, Assignment):
-            self._late.append(answer)
+            self._arrived.append(answer)
             self._look.set()
 
 

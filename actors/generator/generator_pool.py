@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -35,13 +35,6 @@ GENERATOR_FAILED = (ray.exceptions.RayActorError, BatonError)
 """Errors of a call to a generator whose process, engine or node died; any other error is a bug."""
 
 
-class Published(NamedTuple):
-    """The newest weights that were sent to the engines."""
-
-    version: PolicyVersion
-    weights: PublishedWeights
-
-
 class GeneratorPool:
     """The generators of a run behind one object; each fails and restarts independently of the others."""
 
@@ -63,7 +56,8 @@ class GeneratorPool:
         self._failures: Counter[str] = Counter()
         self._down: set[str] = set()
         """Names of the generators that restart; they are not called for weights or evaluations."""
-        self._latest: Published | None = None
+        self._latest: tuple[PolicyVersion, PublishedWeights] | None = None
+        """The newest weights that were sent to the engines."""
         self._sync: asyncio.Task[float] | None = None
         self._locks = {name: asyncio.Lock() for name in self._generators}
         self._files = NodeFiles(self._generators, config.weights.sync_deadline)
@@ -149,7 +143,7 @@ class GeneratorPool:
     async def publish(self, version: PolicyVersion, weights: PublishedWeights) -> None:
         """Wait until the previous weights have arrived, then send these to every engine in the background."""
         await self.published()
-        self._latest = Published(version, weights)
+        self._latest = version, weights
         self._sync = asyncio.ensure_future(self._update_all())
 
     async def published(self) -> float | None:
@@ -203,16 +197,14 @@ class GeneratorPool:
 
     async def _take_file(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
         """Let an engine load the weights file of its node; if the file is gone with its holder, try a new file."""
-        gone: WeightsGone | None = None
-        for _ in self._generators:
+        for tries_left in reversed(range(len(self._generators))):
             async with self._files.path_for(name, weights) as path:
                 try:
                     return await self._take(name, version, path, weights.checksum)
-                except WeightsGone as error:
+                except WeightsGone:
                     self._files.forget(name)
-                    gone = error
-        if gone is not None:
-            raise gone
+                    if not tries_left:
+                        raise
 
     async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int) -> None:
         update = self._generators[name].update_weights

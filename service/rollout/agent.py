@@ -61,13 +61,13 @@ async def run_trajectory(
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
     turns = conversation(limits.conversation, chat)
     try:
-        messages = checked_messages(await ask_environment(environment.reset(task, seed), limits), limits)
+        messages = checked_messages(await ask_environment(limits, environment.reset, task, seed), limits)
         prompt = render(partial(turns.begin, messages, task.tools))
         while (prompt_ids := episode.next_prompt(prompt)) is not None:
             request_id = f"{trajectory}/turn={episode.n_steps}"
             generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
             text = _cut_at_stop(chat.text(generation.token_ids), limits.sampling.stop)
-            result = checked_result(await ask_environment(environment.step(text), limits), limits)
+            result = checked_result(await ask_environment(limits, environment.step, text), limits)
             response = turns.close(generation, episode.is_last(result.done))
             episode.finish_turn(response, generation, float(result.reward))
             info.update(result.info)

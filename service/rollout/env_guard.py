@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from service.types import Int32s, TrajectoryId
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 MESSAGE_KEYS = ("role", "content")
 
@@ -58,15 +59,15 @@ async def generate_turn(
     return generation
 
 
-async def ask_environment(answer: Awaitable[T], limits: AgentLimits) -> T:
-    """The environment's answer.
+async def ask_environment(limits: AgentLimits, method: Callable[P, Awaitable[T]], *args: P.args, **more: P.kwargs) -> T:
+    """The answer of a method of the environment.
 
     Raises:
         TrajectoryFailed: the environment raised, or did not answer within `limits.step_deadline`.
     """
     try:
         async with asyncio.timeout(limits.step_deadline) as scope:
-            return await answer
+            return await method(*args, **more)
     except asyncio.CancelledError as error:
         current = asyncio.current_task()
         if current is None or current.cancelling():
@@ -85,12 +86,8 @@ async def ask_environment(answer: Awaitable[T], limits: AgentLimits) -> T:
 
 async def close_environment(environment: Environment, limits: AgentLimits, trajectory: TrajectoryId) -> None:
     """Close the environment; a failure is only logged, because the trajectory is over."""
-
-    async def closing() -> None:
-        await environment.close()
-
     try:
-        await ask_environment(closing(), limits)
+        await ask_environment(limits, environment.close)
     except TrajectoryFailed as failed:
         log.warning("%s: the environment did not close: %s", trajectory, failed)
 
