@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -39,24 +40,19 @@ TOPK = 3
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+@dataclass
 class SearchR1:
     """One question."""
 
-    def __init__(
-        self,
-        url: str = "",
-        corpus: str = str(data.CORPUS),
-        topk: int = TOPK,
-        seconds: float = 30.0,
-        calls: Literal["tags", "tools"] = "tags",
-    ) -> None:
-        if calls not in ("tags", "tools"):
-            raise TypeError(f"calls is tags or tools, not {calls!r}")
-        self._calls = calls
-        self._url = url
-        self._corpus = Path(corpus)
-        self._topk = topk
-        self._seconds = seconds
+    url: str = ""
+    corpus: str = str(data.CORPUS)
+    topk: int = TOPK
+    seconds: float = 30.0
+    calls: Literal["tags", "tools"] = "tags"
+
+    def __post_init__(self) -> None:
+        if self.calls not in ("tags", "tools"):
+            raise TypeError(f"calls is tags or tools, not {self.calls!r}")
         self._client: RetrievalClient | None = None
         self._truths: frozenset[str] = frozenset()
 
@@ -68,20 +64,20 @@ class SearchR1:
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The row's prompt."""
         self._truths = frozenset(map(normal, truths(task.reward_spec["ground_truth"])))
-        if self._url:
-            self._client = RetrievalClient(self._url, self._seconds)
+        if self.url:
+            self._client = RetrievalClient(self.url, self.seconds)
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
         """Search, or score an answer."""
-        called = tool_calls(text) if self._calls == "tools" else []
+        called = tool_calls(text) if self.calls == "tools" else []
         if called:
             return await answer(called, {"search": self._search})
         answers = ANSWER.findall(text)
         if answers:
             right = float(normal(answers[-1]) in self._truths)
             return StepResult((), right, True, {"right": right})
-        if self._calls == "tools":
+        if self.calls == "tools":
             return StepResult((), 0.0, True, {"right": 0.0})
         searches = SEARCH.findall(text)
         passages = await self._search(searches[-1].strip()) if searches else "give <search> or <answer>"
@@ -96,8 +92,8 @@ class SearchR1:
     async def _search(self, query: str) -> str:
         query = str(query)  # a tool call may bring a number
         if self._client is not None:
-            return numbered(await self._client.retrieve(query, self._topk))
-        return numbered(found_by_words(self._corpus, query, self._topk))
+            return numbered(await self._client.retrieve(query, self.topk))
+        return numbered(found_by_words(Path(self.corpus), query, self.topk))
 
 
 def truths(ground_truth: Any) -> list[str]:

@@ -48,9 +48,8 @@ ENVIRONMENT_FAILURES = frozenset(reason for reason in StopReason if reason.start
 
 
 class Joined(NamedTuple):
-    """The incarnation that the buffer assigned, and what claims and submits under it."""
+    """What claims and submits under the incarnation that the buffer assigned."""
 
-    incarnation: int
     claimer: Claimer
     outbox: Outbox
 
@@ -102,7 +101,6 @@ class Generator:
         deadline = self._config.run.stall_deadline
         claim, submit = partial(self._ask, self._buffer.claim), partial(self._ask, self._buffer.submit)
         return Joined(
-            incarnation,
             Claimer(self._name, incarnation, claim, lambda: self._engine.serving, deadline),
             Outbox(self._name, incarnation, submit, deadline, self._close, self._cancel, self._unmeasured.append),
         )
@@ -247,7 +245,7 @@ class Generator:
         return {
             "name": self._name,
             "pid": os.getpid(),
-            "incarnation": joined.incarnation if joined is not None else 0,
+            "incarnation": joined.claimer.incarnation if joined is not None else 0,
             "policy_version": str(self._engine.serving),
             "groups": self._groups,
             "group_limit": self._limit.groups,

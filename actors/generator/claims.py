@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from actors.generator.outbox import Unreachable
 from service.errors import RunFailed, Starved
@@ -24,22 +25,20 @@ RETRY_SECONDS = 0.2
 ClaimAnswer = Assignment | Wait | Refusal
 
 
+@dataclass(eq=False)
 class Claimer:
     """Claims groups from the buffer, one at a time."""
 
-    def __init__(
-        self,
-        generator: str,
-        incarnation: int,
-        claim: Callable[[Claim, float], Awaitable[ClaimAnswer]],
-        serving: Callable[[], PolicyVersion],
-        deadline: float,
-    ) -> None:
-        self._generator = generator
-        self._incarnation = incarnation
-        self._claim = claim
-        self._serving = serving
-        self._deadline = deadline
+    generator: str
+    incarnation: int
+    claim: Callable[[Claim, float], Awaitable[ClaimAnswer]]
+    """Asks the buffer, which may answer after that many seconds."""
+    serving: Callable[[], PolicyVersion]
+    """The version that the engine serves."""
+    deadline: float
+    """Seconds without an answer after which the run fails."""
+
+    def __post_init__(self) -> None:
         self._request_id = 0
         """Number of the newest claim. Ray repeats a call whose answer was lost; the buffer answers a repeated number
         with the same assignment."""
@@ -70,15 +69,13 @@ class Claimer:
                 answer = await self._poll(seconds)
             except Unreachable as error:
                 silent = time.monotonic() - last_answer
-                if silent > self._deadline:
-                    raise Starved(
-                        f"{self._generator} waited {silent:.0f} s for the buffer to answer a claim"
-                    ) from error
+                if silent > self.deadline:
+                    raise Starved(f"{self.generator} waited {silent:.0f} s for the buffer to answer a claim") from error
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             last_answer = time.monotonic()
             if isinstance(answer, Refusal):
-                raise RunFailed(f"the buffer refuses work to {self._generator}: {answer}")
+                raise RunFailed(f"the buffer refuses work to {self.generator}: {answer}")
             if isinstance(answer, Assignment):
                 self._arrived.append(answer)
             elif answer is not None:
@@ -94,8 +91,8 @@ class Claimer:
         """One claim; None where `look_again` asks for a new claim before the answer comes."""
         self._look.clear()
         self._request_id += 1
-        claim = Claim(self._generator, self._incarnation, self._serving(), self._request_id)
-        poll = asyncio.ensure_future(self._claim(claim, seconds))
+        claim = Claim(self.generator, self.incarnation, self.serving(), self._request_id)
+        poll = asyncio.ensure_future(self.claim(claim, seconds))
         look = asyncio.ensure_future(self._look.wait())
         try:
             await asyncio.wait([poll, look], return_when=asyncio.FIRST_COMPLETED)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from service.errors import RunFailed, Starved
@@ -40,29 +41,24 @@ class Unreachable(Exception):
     """The buffer did not answer; it may have accepted the message nevertheless."""
 
 
+@dataclass(eq=False)
 class Outbox:
-    """Delivers what a generator's incarnation produced at least once, with sequence numbers without gaps.
+    """Delivers what a generator's incarnation produced at least once, with sequence numbers without gaps."""
 
-    `on_closed` is called with each group_id, and `on_refused` with each trajectory, that needs no more work;
-    `on_sent` with the steps of each message when it is sent for the first time.
-    """
+    generator: str
+    incarnation: int
+    submit: Callable[[bytes], Awaitable[Receipt | Refusal]]
+    deadline: float
+    """Seconds without an answer after which the run fails."""
+    on_closed: Callable[[int], None]
+    """Called with each group_id that needs no more work."""
+    on_refused: Callable[[TrajectoryId], None]
+    """Called with each trajectory that needs no more work."""
+    on_sent: Callable[[Steps], None] = lambda steps: None
+    """Called with the steps of each message when it is sent for the first time."""
 
-    def __init__(
-        self,
-        generator: str,
-        incarnation: int,
-        submit: Callable[[bytes], Awaitable[Receipt | Refusal]],
-        deadline: float,
-        on_closed: Callable[[int], None],
-        on_refused: Callable[[TrajectoryId], None],
-        on_sent: Callable[[Steps], None] = lambda steps: None,
-    ) -> None:
-        self._on_closed = on_closed
-        self._on_refused = on_refused
-        self._on_sent = on_sent
-        self._sender = Sender(generator, incarnation, 0)
-        self._submit = submit
-        self._deadline = deadline
+    def __post_init__(self) -> None:
+        self._sender = Sender(self.generator, self.incarnation, 0)
         self._messages: asyncio.Queue[StepColumns] = asyncio.Queue()
         """Not sent yet; done when answered."""
         self._open: StepColumns | None = None
@@ -116,17 +112,17 @@ class Outbox:
     async def _deliver(self, message: StepColumns) -> None:
         try:
             group = message.step_group(self._sender)
-            self._on_sent(group.steps)
+            self.on_sent(group.steps)
             if await self._send(group) is None:
                 return
             trajectories = message.by_trajectory()
             if len(trajectories) == 1:
-                self._on_refused(*trajectories)
+                self.on_refused(*trajectories)
                 return
             # A refused trajectory must not prevent the others of its message.
             for trajectory, part in trajectories.items():
                 if await self._send(part.step_group(self._sender)) is not None:
-                    self._on_refused(trajectory)
+                    self.on_refused(trajectory)
         finally:
             self._window.release()
             self._messages.task_done()
@@ -142,12 +138,12 @@ class Outbox:
             self.refusals[answer.reason] += 1
             log.warning("the buffer refused a message of %d items: %s", len(group.steps) + len(group.ends), answer)
             if answer.reason == RefusalReason.FENCED:
-                raise RunFailed(f"{self._sender.generator} was replaced by a newer incarnation: {answer}")
+                raise RunFailed(f"{self.generator} was replaced by a newer incarnation: {answer}")
             return answer
         self.counts["steps"] += len(group.steps)
         self.counts["ends"] += len(group.ends)
         for group_id in answer.superseded:
-            self._on_closed(group_id)
+            self.on_closed(group_id)
         return None
 
     async def _answered(self, data: bytes) -> Receipt | Refusal:
@@ -157,13 +153,11 @@ class Outbox:
         while True:
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
-                    return await self._submit(data)
+                    return await self.submit(data)
             except (TimeoutError, Unreachable) as error:
                 waited = time.monotonic() - start
-                if waited > self._deadline:
-                    raise Starved(
-                        f"{self._sender.generator} got no answer from the buffer for {waited:.0f} s"
-                    ) from error
+                if waited > self.deadline:
+                    raise Starved(f"{self.generator} got no answer from the buffer for {waited:.0f} s") from error
                 self.counts["resent"] += 1
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, longest)

@@ -116,7 +116,7 @@ async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted
     generator._player = Player(config, tmp_path, engine)
     buffer = FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 4)) for g in range(2)))
     outbox = Outbox("g", 1, buffer.submit, 60.0, generator._close, generator._cancel, generator._unmeasured.append)
-    generator._joined = Joined(1, Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
+    generator._joined = Joined(Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
     async with asyncio.timeout(120):
         await generator.run()
     steps = [identity for group in buffer.groups for identity in trajectory_ids(group.steps)]
@@ -148,7 +148,7 @@ async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: G
     looked: list[bool] = []
     claimer: Any = SimpleNamespace(look_again=lambda: looked.append(True))
     outbox: Any = SimpleNamespace()
-    generator._joined = Joined(1, claimer, outbox)
+    generator._joined = Joined(claimer, outbox)
     checksum = xxhash.xxh3_64_intdigest(b"weights")
     update = await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", checksum)
     assert engine_of(generator).taken == [(PolicyVersion(2, 3), "/path", checksum)]
