@@ -6,5 +6,5 @@ status        reports of the driver and the buffer -> `hub` -> the document of `
               `status_page.html` in a browser, by `status_client` and `status_view` in a terminal (`baton status`)
 progress      a line per optimizer step -> `metrics.jsonl`, `trackers`, the curve of `plot`; `summary` at the end
 trajectories  `trajectories` samples and reads the records, `trajectory_views` shows them
-alerts        `measure.alert_thresholds` are gauges, with which `deploy/prometheus/rules.yaml` compares
+alerts        `alert_thresholds` are gauges, with which `deploy/prometheus/rules.yaml` compares
 """

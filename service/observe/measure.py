@@ -10,22 +10,13 @@ import numpy as np
 import psutil
 
 from service.config import Config
-from service.observe.metrics import Metrics, long_batch_tokens
+from service.observe.alert_thresholds import alert_thresholds
+from service.observe.metrics import Metrics
 from service.observe.metrics_table import TABLE
 from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Steps, TrajectoryEnd
 
 if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
-
-
-def alert_thresholds(config: Config) -> dict[str, float]:
-    """The gauges that the alert rules compare with, by name; no rule is edited when a setting changes."""
-    return {
-        "baton_batch_padded_sequence_length_alert_tokens": long_batch_tokens(config),
-        "baton_staleness_budget_versions": config.buffer.max_staleness,
-        "baton_stall_deadline_seconds": config.run.stall_deadline,
-        "baton_generators_expected": config.generator.engines,
-    }
 
 
 def measure_run(metrics: Metrics, config: Config, version: str) -> None:

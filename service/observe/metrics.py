@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from service.config import Config
+from service.observe.alert_thresholds import long_batch_tokens
 from service.observe.metrics_table import BY_NAME, LENGTH, SECONDS, STALENESS, TURNS, Kind, Metric
 from service.types import Float64s, Int64s
 
@@ -33,12 +34,6 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 Key = tuple[str, ...]
 """The label values of a series, in the table's order."""
 Series = TypeVar("Series")
-
-
-def long_batch_tokens(config: Config) -> int:
-    """The padded length above which a mini-batch counts as long: as configured, or 12/16 of the longest row."""
-    longest = config.generator.max_input_length + config.generator.max_generate_length
-    return config.metrics.long_batch_tokens or longest * 12 // 16
 
 
 def bucket_bounds(config: Config) -> dict[str, tuple[float, ...]]:

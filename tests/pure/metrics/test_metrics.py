@@ -7,9 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.config import Config, load_config
+from service.observe.alert_thresholds import alert_thresholds, long_batch_tokens
 from service.observe.hub import Hub
-from service.observe.measure import alert_thresholds
-from service.observe.metrics import Metrics, bucket_bounds, long_batch_tokens
+from service.observe.metrics import Metrics, bucket_bounds
 from service.observe.metrics_table import LENGTH, TABLE
 
 CONFIG = Config()
