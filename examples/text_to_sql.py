@@ -43,8 +43,6 @@ class TextToSql:
         self._databases = Path(databases)
         self._explore = Reader(seconds, max_rows=shown_rows)
         self._judge = Reader(seconds, max_rows=JUDGED_ROWS)
-        self._database = self._databases
-        self._truth = ""
 
     def check_task(self, task: Task) -> None:
         """Raises where the row has no query as `ground_truth` or no valid `db_id`; the file is not looked for."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -57,7 +58,8 @@ async def run_trajectory(
     sink: StepSink,
 ) -> Played:
     """Play one episode; `sink` gets a step for each finished turn, then the trajectory's end."""
-    limits = limits.at(task.temperature)
+    if task.temperature is not None:
+        limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
     turns = conversation(limits.conversation, chat)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from service.config.tree import Config
 from service.rollout.chat.chat import Chat
@@ -30,12 +30,6 @@ class AgentLimits:
     def max_length(self) -> int:
         """Most tokens of a turn's prompt and response together, including an appended end."""
         return self.max_input_length + self.sampling.max_tokens + 1
-
-    def at(self, temperature: float | None) -> AgentLimits:
-        """The same limits at a prompt's own temperature; None keeps the configured one."""
-        if temperature is None:
-            return self
-        return replace(self, sampling=replace(self.sampling, temperature=temperature))
 
     @staticmethod
     def of(config: Config, chat: Chat) -> AgentLimits:
