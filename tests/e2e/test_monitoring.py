@@ -22,7 +22,7 @@ import psutil
 import pytest
 import yaml
 
-from scripts.dashboards import DASHBOARDS
+from scripts.dashboards.pages import DASHBOARDS
 from service.config import load_config
 from service.observe.metrics_table import TABLE
 from service.rollout.prompts.dataset import write_rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.dashboards import DASHBOARDS
+from scripts.dashboards.pages import DASHBOARDS
 from service.observe.metrics_table import TABLE
 
 FOLDER = Path("deploy/grafana")

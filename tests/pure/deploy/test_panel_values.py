@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.dashboards import DASHBOARDS
+from scripts.dashboards.pages import DASHBOARDS
 from scripts.dashboards.panels import last, last_ratio, mean, quantile, rate, rate_ratio
 
 SERIES = {
