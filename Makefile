@@ -5,7 +5,10 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --durations=15
+# Tests without Ray and vLLM share no process, port or folder: several run at once. Each of the others needs all cores.
+AT_ONCE := -n logical --maxprocesses 8 tests/pure tests/machine tests/sim
+IN_TURN := tests/e2e tests/browser tests/chaos tests/gpu
 # Settings of `make quickstart` over its configuration, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
 # cpu or cuda, to override the detected profile.
@@ -34,11 +37,13 @@ servers: dev ## Prometheus, Alertmanager and Chromium for the tests, as root wit
 	@$(BIN)/python scripts/servers.py
 test: dev servers ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing"
-	@$(PYTEST) --durations=15 -m "not full and not chaos" tests
+	@$(PYTEST) -m "not full" $(AT_ONCE)
+	@$(PYTEST) -m "not full and not chaos" $(IN_TURN)
 test-fast: dev ## only the tests that need neither Ray nor vLLM
 	@$(PYTEST) -m "not slow and not full" tests/pure
 test-full: dev servers ## all tests that run on CPU, except test-chaos
-	@$(PYTEST) --durations=15 -m "not chaos" --hypothesis-profile=fresh tests
+	@$(PYTEST) --hypothesis-profile=fresh $(AT_ONCE)
+	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh $(IN_TURN)
 test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (under twenty minutes)
 	@$(BIN)/python -m tests.chaos
 worlds: dev ## five thousand simulated runs with injected faults, on one core (about ten minutes)
