@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from service.config.rollout import EnvConfig
 from service.rollout.environment import Environment, Task
 from service.rollout.environments.registry import make_environment
-from service.rollout.isolation import Processes
+from service.rollout.isolation import IsolatedEnvironments
 
 
 class Environments:
@@ -19,18 +19,19 @@ class Environments:
         isolated = config.isolation == "process"
         self.room = Semaphore(config.max_processes) if isolated else nullcontext()
         """Held during an episode: isolated episodes wait here for a process, before any deadline starts."""
-        self._processes = Processes(config.max_observation_characters, config.trusted_modules) if isolated else None
+        limit, trusted = config.max_observation_characters, config.trusted_modules
+        self._isolated = IsolatedEnvironments(limit, trusted) if isolated else None
 
     def make(self, task: Task) -> Environment:
         """A new environment for one trajectory of the task; an empty `env_class` means the configured one."""
         config = self._config
         name = task.env_class or config.name
         options = config.options if name == config.name else config.class_options.get(name, {})
-        if self._processes is not None:
-            return self._processes.environment(name, options)
+        if self._isolated is not None:
+            return self._isolated.make(name, options)
         return make_environment(name, options, config.trusted_modules)
 
     async def close(self) -> None:
         """End the processes of isolated environments."""
-        if self._processes is not None:
-            await self._processes.close()
+        if self._isolated is not None:
+            await self._isolated.close()

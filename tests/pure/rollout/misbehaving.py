@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import time
@@ -79,6 +80,22 @@ class Abandons(Echo):
 
     async def step(self, text: str) -> StepResult:
         os._exit(3)
+
+
+class Detaches(Abandons):
+    """Starts its process in a session of its own, which outlives the process between them."""
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        subprocess.run(["sh", "-c", f"setsid sleep 600 > /dev/null & echo $! > {self.suffix}"], check=True)
+        return task.prompt
+
+
+class KeepsTheInterpreter(Detaches):
+    """Its first step lets no other thread of its process run."""
+
+    async def step(self, text: str) -> StepResult:
+        re.match("(a+)+$", "a" * 60 + "b")
+        return await super().step(text)
 
 
 class Forks(Echo):

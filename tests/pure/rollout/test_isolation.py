@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -17,24 +15,25 @@ import pytest
 
 from service.rollout.agent import Played
 from service.rollout.chat.chat import Chat
+from service.rollout.child_process import ChildDied
 from service.rollout.environment import Message, Task
-from service.rollout.isolation import EnvironmentDied, IsolatedEnvironment, Processes
+from service.rollout.isolation import IsolatedEnvironment, IsolatedEnvironments
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
 
 HERE = "tests.pure.rollout.misbehaving"
 
 
 @asynccontextmanager
-async def started() -> AsyncIterator[Processes]:
-    processes = Processes(max_observation_characters=100_000, trusted_modules=[HERE])
+async def started() -> AsyncIterator[IsolatedEnvironments]:
+    processes = IsolatedEnvironments(max_observation_characters=100_000, trusted_modules=[HERE])
     try:
         yield processes
     finally:
         await processes.close()
 
 
-def isolated(processes: Processes, name: str, **options: str) -> IsolatedEnvironment:
-    return processes.environment(f"{HERE}:{name}", options)
+def isolated(processes: IsolatedEnvironments, name: str, **options: str) -> IsolatedEnvironment:
+    return processes.make(f"{HERE}:{name}", options)
 
 
 @pytest.mark.asyncio
@@ -166,33 +165,56 @@ async def ended(pid: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_an_environment_started_ends_when_it_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Abandons", "Detaches"])
+async def test_what_an_environment_started_ends_when_it_dies(tmp_path: Path, name: str) -> None:
     async with started() as processes:
-        episode = isolated(processes, "Abandons", suffix=str(tmp_path / "pid"))
+        episode = isolated(processes, name, suffix=str(tmp_path / "pid"))
         await episode.reset(QUESTION, 0)
-        with pytest.raises(EnvironmentDied, match="ended with code 3"):
+        with pytest.raises(ChildDied, match="ended with code 3"):
             await episode.step("?")
         await ended(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.asyncio
-async def test_what_an_environment_started_ends_when_its_agent_loop_is_gone(tmp_path: Path) -> None:
-    make = {"name": f"{HERE}:Abandons", "options": {"suffix": str(tmp_path / "pid")}, "trusted": [HERE]}
-    request = json.dumps({"verb": "reset", "make": make, "task": asdict(QUESTION), "seed": 0, "number": 1})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "service.rollout.isolation"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
-    with process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{request}\n")
-        process.stdin.flush()
-        assert "returned" in json.loads(process.stdout.readline())
-        process.stdin.close()
+async def test_what_an_environment_started_ends_when_its_answer_is_no_longer_waited_for(tmp_path: Path) -> None:
+    async with started() as processes:
+        episode = isolated(processes, "KeepsTheInterpreter", suffix=str(tmp_path / "pid"))
+        await episode.reset(QUESTION, 0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await episode.step("?")
+        await episode.close()
         await ended(int((tmp_path / "pid").read_text()))
+
+
+GENERATOR = """
+import asyncio, sys
+from service.rollout.environment import Task
+from service.rollout.isolation import IsolatedEnvironments
+
+async def play(name, module, pid_file):
+    environments = IsolatedEnvironments(1000, [module])
+    episode = environments.make(f"{module}:{name}", {"suffix": pid_file})
+    await episode.reset(Task("p", (), ""), 0)
+    print("begun", flush=True)
+    await (episode.step("?") if name == "KeepsTheInterpreter" else asyncio.Event().wait())
+
+asyncio.run(play(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["Abandons", "Detaches", "KeepsTheInterpreter"])
+async def test_what_an_environment_started_ends_when_its_generator_is_killed(tmp_path: Path, name: str) -> None:
+    command = [sys.executable, "-c", GENERATOR, name, HERE, str(tmp_path / "pid")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as generator:
+        try:
+            assert generator.stdout is not None and generator.stdout.readline() == "begun\n"
+            children = psutil.Process(generator.pid).children(recursive=True)
+        finally:
+            generator.kill()
+    for pid in {int((tmp_path / "pid").read_text()), *(child.pid for child in children)}:
+        await ended(pid)
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,124 @@
+"""Inside a child process: a keeper that ends whatever the process starts, and the loop that answers requests.
+
+    parent: SIGTERM, or its death --> keeper --SIGKILL--> the process that answers, and all its descendants
+
+`python -m service.rollout.child_main MODULE` forks. The first process is the keeper; the second calls `MODULE.main()`.
+The keeper is the subreaper (prctl(2)) of its descendants: one that left its process group, its session or its parent
+becomes the keeper's own child, and ends with the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from service.rollout.traceback import describe_error
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+KILL_SECONDS = 10
+"""Seconds in which the descendants must end; the keeper then ends without them."""
+
+
+def main() -> None:
+    """Fork; keep the process that runs the module of the command line, and end as this process ended."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signals = {signal.SIGTERM, signal.SIGCHLD}
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    child = os.fork()
+    if not child:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        import_module(sys.argv[1]).main()
+        return
+    code = None
+    while code is None and signal.sigwait(signals) == signal.SIGCHLD:
+        code = _reap(child, os.WNOHANG)
+    if code is None:
+        os.kill(child, signal.SIGKILL)
+        code = _reap(child, 0)
+    _end_descendants()
+    _end_as(code or 0)
+
+
+def _reap(child: int, flags: int) -> int | None:
+    """Reap ended children until `child` is among them; returns its exit code, minus the signal that ended it."""
+    while True:
+        pid, status = os.waitpid(-1, flags)
+        if pid in (0, child):
+            return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def _end_descendants() -> None:
+    """Kill all descendants; each one's children become this process's own, until none is left."""
+    import psutil  # only here: most of its time a keeper waits, beside many others
+
+    signal.alarm(KILL_SECONDS)
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                process.kill()
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _end_as(code: int) -> None:
+    """End with this exit code, or by this signal."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
+        with suppress(OSError):  # SIGKILL has no disposition
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def serve(answer: Callable[[Any], Awaitable[Any]]) -> None:
+    """Answer one request after the other, each a line of JSON, until stdin closes."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # What runs here gets stderr as stdout and an empty stdin, so that its output is no answer and no request is lost.
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    asyncio.run(_serve(answer, requests, answers))
+
+
+async def _serve(answer: Callable[[Any], Awaitable[Any]], stdin: Any, answers: Any) -> None:
+    requests = asyncio.StreamReader(limit=sys.maxsize)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), stdin)
+    pid = os.getpid()
+    while line := await requests.readline():
+        request = json.loads(line)
+        try:
+            said = json.dumps({"number": request["number"], "returned": await answer(request)}, default=_plain)
+        except BaseException as error:  # noqa: BLE001 - `ChildProcess.ask` raises it in the parent
+            said = json.dumps({"number": request["number"], "raised": describe_error(error)})
+        if os.getpid() != pid:
+            os._exit(0)  # the answer was made by a fork of this process, too: this process answers
+        answers.write(said.encode() + b"\n")
+        answers.flush()
+    os._exit(0)  # at once, whatever still runs here
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item"):  # a number of numpy
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot leave its process")
+
+
+if __name__ == "__main__":
+    main()

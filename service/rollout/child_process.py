@@ -1,0 +1,154 @@
+"""Child processes that answer requests, one at a time: a hang, crash or flood affects only its own request.
+
+    parent --JSON line--> keeper and process (service.rollout.child_main) --JSON line--> parent
+
+A process is reused. It ends, with everything that it started, when its answer is no longer waited for (deadline,
+cancelled task), and when the parent ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from service.rollout.environment import OversizedOutput
+
+
+class ChildDied(Exception):
+    """The process ended before it answered, or answered out of order."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        """Its exit code, or minus the signal that ended it; None: it answered out of order."""
+
+
+class ChildRaised(Exception):
+    """An error that was raised in the process, as text."""
+
+
+class ChildProcesses:
+    """The child processes of one owner that run `module.main()`; idle ones are reused."""
+
+    def __init__(self, module: str, limit: int) -> None:
+        self._module = module
+        self._limit = limit
+        self._idle: list[ChildProcess] = []
+        self._all: set[ChildProcess] = set()
+        self._closed = False
+
+    async def take(self) -> ChildProcess:
+        """An idle process, or a new one."""
+        self._all = {child for child in self._all if not child.has_ended}
+        while self._idle:
+            child = self._idle.pop()
+            if child.usable:
+                return child
+        child = await ChildProcess.start(self._module, self._limit)
+        self._all.add(child)
+        if self._closed:
+            child.kill()
+        return child
+
+    def give_back(self, child: ChildProcess) -> None:
+        """Keep a process for the next taker, if it is still usable."""
+        if child.usable:
+            self._idle.append(child)
+
+    async def close(self) -> None:
+        """End all processes, also those that are starting right now."""
+        self._closed = True
+        for child in self._all:
+            child.kill()
+        await asyncio.gather(*(child.ended() for child in self._all))
+        self._all.clear()
+        self._idle.clear()
+
+
+class ChildProcess:
+    """One process, as its parent uses it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, limit: int) -> None:
+        self._process = process
+        self._limit = limit
+        self._broken = False
+        self._requests = 0
+
+    @staticmethod
+    async def start(module: str, limit: int) -> ChildProcess:
+        """Start a process with this process's import path; an answer may have at most `limit` bytes."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # the working folder is on the import path only where it is on this process's
+            "-m",
+            "service.rollout.child_main",
+            module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            limit=limit,
+            start_new_session=True,
+        )
+        return ChildProcess(process, limit)
+
+    @property
+    def usable(self) -> bool:
+        """True where the process can take another request."""
+        return not self._broken and not self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """True where the process has ended and was reaped."""
+        return self._process.returncode is not None
+
+    async def ask(self, request: Mapping[str, Any]) -> Any:
+        """Send a request and return the answer; without an answer, or when cancelled, end the process.
+
+        Raises:
+            ChildRaised: the request raised in the process.
+            ChildDied: the process ended, or answered out of order.
+            OversizedOutput: the answer is too large.
+        """
+        self._requests += 1
+        try:
+            answer = await self._answer(json.dumps({**request, "number": self._requests}).encode() + b"\n")
+            if answer["number"] != self._requests:
+                raise ChildDied("its process is out of step: it answered an earlier request again")
+        except BaseException:
+            self.kill()
+            raise
+        if "raised" in answer:
+            raise ChildRaised(answer["raised"])
+        return answer["returned"]
+
+    async def _answer(self, request: bytes) -> Any:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the process was started without pipes")
+        line = b""
+        try:
+            self._process.stdin.write(request)
+            await self._process.stdin.drain()
+            line = await self._process.stdout.readline()
+        except ValueError as error:  # StreamReader.readline raises this for a line beyond its limit
+            raise OversizedOutput(f"more than {self._limit} bytes at once") from error
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the process has ended; its exit code below says more
+        if not line.endswith(b"\n"):
+            code = await self._process.wait()
+            raise ChildDied(f"its process ended with code {code}", code)
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """End the process and all its descendants."""
+        self._broken = True
+        with suppress(ProcessLookupError):  # it has ended
+            self._process.terminate()  # its keeper kills the others
+
+    async def ended(self) -> None:
+        """Wait until the process and its descendants have ended."""
+        await self._process.wait()
