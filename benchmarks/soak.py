@@ -314,7 +314,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-", dir=arguments.folder, ignore_cleanup_errors=True) as name:
         ray_folder = tempfile.mkdtemp(prefix="soak-ray-")
         os.environ[MARK] = mark = Path(name).name
-        start_watchdog(mark, Path(ray_folder), Path(name))
+        start_watchdog(mark, Path(ray_folder))
         ray.init(
             address="local",
             namespace="soak",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, TypeVar
 
 from actors.calls import resolve_actor
+from actors.observe.logs import keep_log
 from actors.observe.telemetry import BufferTelemetry
 from service.clock import SystemClock
 from service.config import Config
@@ -74,6 +75,7 @@ class BufferActor:
         hub: Any,
         routing: Routing | None = None,
     ) -> None:
+        keep_log("buffer")
         self._config = Config.model_validate_json(config_json)
         sys.setswitchinterval(SWITCH_SECONDS)
         self._clock = SystemClock()

@@ -24,6 +24,7 @@ from actors.generator.actor import Generator
 from actors.generator.engine import engine_env
 from actors.generator.engine_arguments import SCRATCH
 from actors.generator.retrieval import with_retrieval
+from actors.observe.logs import log_env
 from actors.observe.metrics_hub import MetricsHub, with_free_port
 from actors.trainer.actor import TrainerRank
 from actors.trainer.group import TrainerGroup
@@ -39,9 +40,12 @@ BUFFER = "buffer"
 
 
 @contextmanager
-def ray_session(config: Config, mark: str, logs: Path, stopped: Callable[[], None] = lambda: None) -> Iterator[None]:
+def ray_session(
+    config: Config, mark: str, logs: Path | None = None, stopped: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Connect to the cluster that RAY_ADDRESS names, or start a local Ray and shut it down afterwards.
 
+    The actors write their logs into the folder `logs`, if there is one.
     Every process of the run has `mark` in its environment, by which the watchdog ends them all when this process dies.
     If a stop signal comes while this process is stuck in Ray's start, `stopped` is called before the process ends.
     """
@@ -58,16 +62,15 @@ def ray_session(config: Config, mark: str, logs: Path, stopped: Callable[[], Non
         # Ray raises a bare Exception where its node is not up in time, as on a busy machine.
         if not isinstance(error, RuntimeError | ConnectionError) and type(error) is not Exception:
             raise
-        (logs / "failure.txt").write_text(str(error))
-        raise RunFailed(f"Ray did not start: {in_a_line(error)} (full text: {logs / 'failure.txt'})") from error
+        raise RunFailed(f"Ray did not start: {in_a_line(error)}") from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _connect(config: Config, mark: str, logs: Path) -> None:
-    runtime_env = {"env_vars": {MARK: mark}}
+def _connect(config: Config, mark: str, logs: Path | None) -> None:
+    runtime_env = {"env_vars": {MARK: mark} | ({} if logs is None else log_env(logs))}
     namespace = f"baton-{config.run.name}-{mark}"
     if address := os.environ.get("RAY_ADDRESS"):
         _check_address(address)
@@ -78,7 +81,7 @@ def _connect(config: Config, mark: str, logs: Path) -> None:
         needed_cpus = config.trainer.ranks + config.generator.engines + (config.env.retrieval is not None)
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
         os.environ[SCRATCH] = str(folder)
-        start_watchdog(mark, folder, logs)
+        start_watchdog(mark, folder)
         ray.init(
             address="local",
             namespace=namespace,

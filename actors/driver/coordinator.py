@@ -15,6 +15,7 @@ from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
+from actors.observe.logs import say_which_are_elsewhere
 from actors.observe.metrics_hub import serving
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerLost
@@ -102,9 +103,7 @@ class Coordinator:
             await self._finish()
             await generating
         except ray.exceptions.RayError as error:
-            log = self._folder.path / LOGS / "failure.txt"
-            log.write_text(str(error))
-            raise RunFailed(f"an actor failed: {in_a_line(error)} (full text: {log})") from error
+            raise RunFailed(f"an actor failed: {in_a_line(error)} (full text: logs/driver.log)") from error
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -132,6 +131,7 @@ class Coordinator:
             # Not earlier: settings that the journal refuses must not replace those that it was written with.
             self._folder.write_config(self._config)
         url = await self._all_up()
+        say_which_are_elsewhere(self._config, self._folder.path / LOGS, self._say)
         self._folder.write_address(url)
         self._say(f"status page: {url}/status, metrics: {url}/metrics")
         if self._resume_from is not None:

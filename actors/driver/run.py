@@ -16,14 +16,16 @@ from actors.driver.cluster import gpus_each, place_actors, ray_session
 from actors.driver.coordinator import Coordinator
 from actors.driver.placement import missing_resources
 from actors.driver.signals import exit_on_stop_signals, force_after, on_stop_signal
+from actors.observe.logs import begin_logs
 from actors.observe.metrics_hub import with_free_port
 from service.cli.phases import phase, say
 from service.config import Config, check
 from service.errors import BatonError, RunFailed, UserError
 from service.files import recover_folder
+from service.observe.log_file import log_into
 from service.observe.progress import end_early
 from service.run.checkpoints import Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, FINAL, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder
+from service.run.folder import CHECKPOINTS, DRIVER_LOG, FINAL, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder
 from service.run.prepare import Prepared, prepare
 from service.run.writer import RunWriter
 
@@ -50,7 +52,7 @@ def run(config: Config, resume: Path | None = None) -> int:
     with lock_run(path):
         manifest = None if resume is None else newest_checkpoint(config, path)
         try:
-            with exit_on_stop_signals():
+            with exit_on_stop_signals(), log_into(folder.path / LOGS / DRIVER_LOG):
                 return _run(config, folder, manifest)
         except SystemExit as stopped:
             end_early(folder, say, 0 if manifest is None else manifest.step)
@@ -87,6 +89,7 @@ def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest:
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
+    begin_logs(config, folder.path / LOGS)
     with contextlib.ExitStack() as held:
         seconds = config.run.stop_grace
         countdown = held.enter_context(force_after(seconds, partial(_end_by_force, folder, seconds)))

@@ -31,13 +31,12 @@ DEADLINE = 15.0
 """Seconds after which the watchdog gives up on a process that cannot be killed."""
 
 
-def start_watchdog(mark: str, ray_folder: Path | None = None, logs: Path | None = None) -> None:
+def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
     """Start the watchdog of this process.
 
-    When this process has died, the watchdog ends the processes with `mark`, copies the workers' logs of the Ray in
-    `ray_folder` to `logs`, and deletes `ray_folder`.
+    When this process has died, the watchdog ends the processes with `mark`, and deletes the folder of the local Ray.
     """
-    folders = [str(folder) for folder in (ray_folder, logs) if folder is not None]
+    folders = [] if ray_folder is None else [str(ray_folder)]
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *folders]
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     # The first child exits at once: the watchdog is then no descendant of the driver, and ending those spares it.
@@ -93,14 +92,6 @@ def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
         time.sleep(0.1)
 
 
-def keep_logs(ray_folder: Path, logs: Path) -> None:
-    """Copy the logs of Ray's workers that are not empty."""
-    for source in ray_folder.glob("session_2*/logs/worker-*.*"):
-        with contextlib.suppress(OSError):  # a full disk must not keep the rest from being cleaned up
-            if source.stat().st_size:
-                shutil.copyfile(source, logs / source.name)
-
-
 def wait_for_death(process: int, mark: str) -> set[tuple[int, str]]:
     """Wait until a process has died; returns the marked processes and their descendants at the last scan.
 
@@ -126,10 +117,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_processes(mark, wait_for_death(owner, mark))
-    if len(folders) == 2:
-        keep_logs(*folders)
-    if folders:
-        shutil.rmtree(folders[0], ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

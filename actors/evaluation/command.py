@@ -58,9 +58,8 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
         manifest = prepare_weights(config, target)
         weights = target.weights(manifest)
         say(f"weights: {weights}")
-        (folder / "logs").mkdir()
         with phase("starting Ray", say):
-            held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder / "logs"))
+            held.enter_context(ray_session(config, uuid.uuid4().hex[:12]))
         try:
             config, _retrieval = with_retrieval(config, has_gpu=bool(gpus_each()))
             evaluating = _evaluate(config, target, manifest, files, folder / "exported", say)

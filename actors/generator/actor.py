@@ -23,6 +23,7 @@ from actors.generator.claims import Claimer, IdleTime
 from actors.generator.engine import VllmEngine
 from actors.generator.group_limit import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
+from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import WeightBytes
 from actors.weights.nccl_broadcast import MeetingPoint
@@ -58,6 +59,7 @@ class Generator:
     """Generates for one buffer until the buffer is drained; a plain class that the caller wraps as a Ray actor."""
 
     def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
+        keep_log(name)
         self._name = name
         self._config = Config.model_validate_json(config_json)
         self._buffer = resolve_actor(buffer)

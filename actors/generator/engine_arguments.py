@@ -48,7 +48,7 @@ def on_gpu() -> bool:
 def engine_env(config: Config) -> dict[str, str]:
     """Environment variables of an engine's process; they must be set before vLLM or torch are imported."""
     env = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),  # into the log of the generator
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",

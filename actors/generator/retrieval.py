@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from actors.observe.logs import keep_log
 from service.config import Config
 from service.config.rollout import RetrievalConfig
 from service.errors import RunFailed
@@ -23,6 +24,7 @@ class RetrievalServer:
     """Serves one corpus at its node's address, from its construction on; the caller wraps it as a Ray actor."""
 
     def __init__(self, config_json: str) -> None:
+        keep_log("retrieval")
         config = RetrievalConfig.model_validate_json(config_json)
         host = ray.util.get_node_ip_address()
         retriever = open_retriever(config, "cuda" if ray.get_gpu_ids() else "cpu")

@@ -15,6 +15,7 @@ from aiohttp import web
 
 import service
 from actors.calls import call
+from actors.observe.logs import keep_log
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
@@ -79,6 +80,7 @@ class MetricsHub:
     """Shell around `service.observe.hub.Hub`: an HTTP server in the actor's event loop."""
 
     def __init__(self, config_json: str) -> None:
+        keep_log("metrics-hub")
         config = Config.model_validate_json(config_json)
         self._host, self._port = config.metrics.host, config.metrics.port
         self._hub = Hub(SystemClock())

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save
 
 from actors.calls import resolve_actor
+from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import checksum_of
 from actors.weights.cuda_ipc import encode_handles
@@ -32,6 +33,7 @@ class TrainerRank:
     """One rank: holds its shard of the policy and steps on its part of each mini-batch."""
 
     def __init__(self, config_json: str, rank: int, hub: Any = None) -> None:
+        keep_log(f"trainer-{rank}")
         self._config = Config.model_validate_json(config_json)
         self._rank = rank
         self._world_size = self._config.trainer.ranks

@@ -19,6 +19,7 @@ examples:
   baton config show --config mine.yaml buffer.lookahead=0
   baton config schema > config.schema.json               # for completion in an editor
   baton status runs/quickstart                           # what a run is doing now
+  baton logs runs/quickstart --follow                    # what its parts print
   baton trajectories list runs/quickstart                # what the policy wrote
 
 `baton COMMAND --help` describes a command. Settings are written section.key=value, as many as you need.

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from service.cli import commands, help_texts, init
+from service.cli import commands, help_texts, init, logs
 from service.cli.recipes import config_file
 from service.cli.version import installed_version
 from service.errors import BatonError
@@ -90,6 +90,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     _add_status(added)
     _add_simulate(added, typed == "simulate")
     _add_replay(added, typed == "replay")
+    _add_logs(added)
     _add_trajectories(added)
     return parser
 
@@ -154,6 +155,11 @@ def _add_status(added: Any) -> None:
     parser = _command(added, "status", commands.status, summary, help_texts.STATUS, help_texts.STATUS_EXAMPLES)
     parser.add_argument("run", metavar="URL-OR-RUN", help=f"http://host:port, {RUN_HELP}")
     parser.add_argument("--json", action="store_true", help="print the /status document")
+
+
+def _add_logs(added: Any) -> None:
+    summary = "what the parts of a run print"
+    logs.add_arguments(_command(added, "logs", logs.run, summary, logs.ABOUT, logs.EXAMPLES), RUN_HELP)
 
 
 def _add_simulate(added: Any, whole: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -9,12 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+log = logging.getLogger("baton")
+log.setLevel(logging.INFO)
+
 SECONDS = 5.0
 """Seconds between two lines about one phase."""
 
 
 def say(line: str) -> None:
-    """Print a line at once; if the reader of the output is gone, work continues without output."""
+    """Print a line at once, and log it; if the reader of the output is gone, work continues without output."""
+    log.info(line)
     try:
         # One write, because the thread of a phase prints too.
         sys.stdout.write(f"{line}\n")

@@ -107,6 +107,6 @@ def _no_address(folder: Path) -> str:
         return f"{folder}: the run is starting; its status is there as soon as its actors are"
     return (
         f"{folder}: no process of this machine runs it, and it did not say how it ended: it was killed, or runs "
-        f"elsewhere; logs/ has what its processes printed, `baton run --resume {folder}` goes on from its newest "
+        f"elsewhere; logs/ has what its parts printed, `baton run --resume {folder}` goes on from its newest "
         "checkpoint"
     )

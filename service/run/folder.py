@@ -10,7 +10,7 @@ address.json        where the run's metrics service listens
 journal/            the buffer's journal
 checkpoints/        `step_<n>/`, each with a manifest
 final/              the final weights, a Hugging Face folder
-logs/               what the run's processes printed
+logs/               what each part of the run prints: `driver.log`, `generator-0.log`, ...
 summary.json        how the run ended
 """
 
@@ -41,6 +41,7 @@ JOURNAL = "journal"
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 LOGS = "logs"
+DRIVER_LOG = "driver.log"
 
 LOCK_SECONDS = 1.0
 """How long a run waits for the lock of its folder: `is_locked` holds the lock for an instant."""

@@ -27,6 +27,7 @@ from actors.calls import call
 from actors.driver.checkpointer import Checkpointer
 from actors.generator.claims import Claimer
 from actors.generator.outbox import Outbox, Unreachable
+from actors.observe.logs import keep_log
 from service.config import Config
 from service.files import partial_file, write_atomic
 from service.handoff.journal.journal import Journal
@@ -260,6 +261,7 @@ class FakeGenerator(Player):
     """Claims groups and sends their turns; without an engine."""
 
     def __init__(self, name: str, config_json: str, folder: str, turn_seconds: float, concurrency: int) -> None:
+        keep_log(name)
         self._name, self._folder = name, Path(folder)
         self._config = Config.model_validate_json(config_json)
         self._limits = Limits.of(self._config, VOCABULARY)
@@ -345,6 +347,7 @@ class FakeTrainer(Player):
     """Leases, checks what it got, commits and checkpoints; its weights are the fingerprint of what it trained."""
 
     def __init__(self, config_json: str, folder: str, step_seconds: float) -> None:
+        keep_log("trainer")
         self._config, self._folder = Config.model_validate_json(config_json), Path(folder)
         self._step_seconds = step_seconds
         self._doom = Doom(self._folder / "doom" / "trainer.json")

@@ -25,6 +25,7 @@ import ray
 import ray.exceptions
 
 from actors.generator.outbox import Unreachable
+from actors.observe.logs import log_env
 from service.config import Config
 from service.files import write_atomic
 from tests.chaos.cast import AnsweringEarly, DoomedBuffer, FakeGenerator, FakeTrainer, Scraper
@@ -98,7 +99,7 @@ def start_ray(folder: Path) -> None:
     write_atomic(folder / "mark", mark)
     os.environ[MARK] = mark
     ray_folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    start_watchdog(mark, ray_folder, folder / "logs")
+    start_watchdog(mark, ray_folder)
     ray.init(
         address="local",
         namespace="chaos",
@@ -106,7 +107,7 @@ def start_ray(folder: Path) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
-        runtime_env={"env_vars": {MARK: mark}},
+        runtime_env={"env_vars": {MARK: mark} | log_env(folder / "logs")},
         _temp_dir=str(ray_folder),
     )
 

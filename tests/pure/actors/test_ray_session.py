@@ -30,5 +30,3 @@ def test_a_ray_that_does_not_start_ends_the_run_with_a_reason_and_a_bug_stays_on
     monkeypatch.setattr(cluster.ray, "init", init)
     with pytest.raises(raised, match=str(failure)), cluster.ray_session(Config(), "mark", tmp_path):
         raise AssertionError("there is no Ray")
-    if raised is RunFailed:
-        assert (tmp_path / "failure.txt").read_text() == str(failure)

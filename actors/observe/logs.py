@@ -1,0 +1,115 @@
+"""Each actor's output goes to `logs/<part>.log` in the run folder, from the actor's construction on."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.driver.watchdog import MARK
+from service.config import Config
+from service.observe import log_file
+from service.observe.log_file import SUFFIX
+
+log = logging.getLogger(__name__)
+
+LOG_FOLDER = "BATON_LOG_FOLDER"
+"""Environment variable of a run's actors: inode number and path of the run's log folder."""
+
+PIPE_BYTES = 1 << 20
+"""Output that waits for the copying process before the actor has to wait."""
+START_SECONDS = 60.0
+
+
+def log_env(folder: Path) -> dict[str, str]:
+    """The environment variable by which actors find the folder of the logs."""
+    return {LOG_FOLDER: f"{folder.stat().st_ino}:{folder}"}
+
+
+def parts(config: Config) -> list[str]:
+    """The parts of a run; each has a log."""
+    retrieval = [] if config.env.retrieval is None else ["retrieval"]
+    generators = [f"generator-{number}" for number in range(config.generator.engines)]
+    trainers = [f"trainer-{rank}" for rank in range(config.trainer.ranks)]
+    return ["driver", "metrics-hub", "buffer", *retrieval, *generators, *trainers]
+
+
+def begin_logs(config: Config, folder: Path) -> None:
+    """Make the empty logs of a run whose actors are about to start."""
+    for part in parts(config):
+        (folder / f"{part}{SUFFIX}").touch()
+
+
+def say_which_are_elsewhere(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    """Say where the logs lie that are still empty after every actor's construction, also in these logs."""
+    for part in parts(config):
+        file = folder / f"{part}{SUFFIX}"
+        if file.exists() and not file.stat().st_size:
+            where = (
+                f"the log of {part} is on its host, which does not share the run folder, as {elsewhere(folder, part)} "
+                "among Ray's logs; `ray logs` and Ray's dashboard show it"
+            )
+            say(where)
+            file.write_text(f"{where}\n")
+
+
+def keep_log(part: str) -> None:
+    """Send what this process and its children print to the part's log, and the messages of Python's logging too.
+
+    Outside of a run nothing changes. On a host that does not share the run folder, the log lies beside Ray's own.
+    """
+    if (told := os.environ.get(LOG_FOLDER)) is None:
+        return
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    first = f"{part} begins: process {os.getpid()} on {socket.gethostname()}"
+    command = [sys.executable, "-I", "-S", log_file.__file__, str(_file(told, part)), first]
+    # Without the mark, because the watchdog must not end the copying before its writers.
+    environment = {key: value for key, value in os.environ.items() if key != MARK}
+    try:
+        nowhere = subprocess.DEVNULL
+        subprocess.run(
+            command,
+            check=True,
+            timeout=START_SECONDS,
+            start_new_session=True,
+            env=environment,
+            stdin=read,
+            stdout=nowhere,
+            stderr=nowhere,
+        )
+        for output in (sys.stdout.fileno(), sys.stderr.fileno()):
+            os.dup2(write, output)
+    except subprocess.CalledProcessError:
+        log.warning("%s cannot be written; the output of %s stays in this file of Ray", command[-2], part)
+    finally:
+        os.close(read)
+        os.close(write)
+    logging.basicConfig(format=log_file.MESSAGE)
+
+
+def _file(told: str, part: str) -> Path:
+    """The log in the run folder if this host shares that folder; else one in the folder of Ray's logs."""
+    inode, _, path = told.partition(":")
+    folder = Path(path)
+    if folder.is_dir() and folder.stat().st_ino == int(inode):
+        return folder / f"{part}{SUFFIX}"
+    output = Path(f"/proc/self/fd/{sys.stdout.fileno()}").readlink()
+    # With a setting of Ray's, its output is a pipe.
+    logs = output.parent if output.is_absolute() else Path(tempfile.gettempdir())
+    return logs / elsewhere(folder, part)
+
+
+def elsewhere(folder: Path, part: str) -> str:
+    """The name of a log among Ray's own.
+
+    >>> elsewhere(Path("/home/you/runs/quickstart/logs"), "buffer")
+    'baton-quickstart-buffer.log'
+    """
+    return f"baton-{folder.parent.name}-{part}{SUFFIX}"

@@ -1,0 +1,100 @@
+"""`baton logs`: what the parts of a run print, each in `logs/<part>.log` of the run folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from service.cli.phases import say
+from service.errors import UserError
+from service.observe.log_file import SUFFIX
+from service.run.folder import LOGS, run_folder
+
+ABOUT = """\
+Print the newest lines of a run's logs in the order of their times; with --follow, part by part, and go on with the
+lines that come until Ctrl-C. The parts are the driver, the metrics-hub, the buffer, the retrieval server, and every
+generator (generator-0, ...) and trainer rank (trainer-0, ...). The files are plain text: logs/PART.log in a run.
+"""
+
+EXAMPLES = """\
+examples:
+  baton logs runs/quickstart                             # the newest lines of all parts
+  baton logs runs/quickstart generator-0 --follow
+  baton logs runs/quickstart trainer-0 --last 1000
+"""
+
+HEADING = re.compile(r"==> (.+)\.log <==\n")
+"""Before the lines of another file in the output of `tail`; each line of a log begins with a time."""
+
+
+def count(text: str) -> int:
+    """A number of lines: 0 or more."""
+    if (number := int(text)) < 0:
+        raise ValueError("below 0")
+    return number
+
+
+def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("run", metavar="RUN", help=run_help)
+    parser.add_argument("part", metavar="PART", nargs="?", help="such as generator-0 (default: all parts)")
+    parser.add_argument("--last", type=count, default=50, metavar="N", help="the newest N lines (default 50)")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until Ctrl-C")
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the newest lines, and with --follow those that come."""
+    files = _files(run_folder(arguments.run) / LOGS, arguments.part)
+    lines = (_coming if arguments.follow else _newest)(files, arguments.last)
+    width = max(len(file.stem) for file in files)
+    for part, line in lines:
+        say(f"{part:{width}} {line}")
+    return 0
+
+
+def _files(folder: Path, part: str | None) -> list[Path]:
+    """The log of a part, or all of them.
+
+    Raises:
+        UserError: there is none.
+    """
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    chosen = [file for file in files if part in (None, file.stem)]
+    if chosen:
+        return chosen
+    there = ", ".join(file.stem for file in files)
+    raise UserError(f"{part}: no part of this run; it has {there}" if files else f"{folder}: there are no logs")
+
+
+def _newest(files: list[Path], last: int) -> Iterable[tuple[str, str]]:
+    """(part, line) of the newest lines of all files, in the order of their times."""
+    found: list[tuple[str, str]] = []
+    for file in files:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            found += [(file.stem, line.rstrip("\n")) for line in deque(lines, last)]
+    return deque(sorted(found, key=lambda line: line[1].split(" ")[0]), last)
+
+
+def _coming(files: list[Path], last: int) -> Iterator[tuple[str, str]]:
+    """(part, line) of each file's newest lines, then of those that are written, until Ctrl-C.
+
+    `tail` goes on where a log is renamed and begins anew, and ends with this process.
+    """
+    names = [file.name for file in files]
+    command = ["tail", f"--pid={os.getpid()}", "--verbose", f"--lines={last}", "--follow=name", "--retry", *names]
+    tail = subprocess.Popen(command, cwd=files[0].parent, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    part = ""
+    with tail:
+        try:
+            for line in tail.stdout or ():
+                if heading := HEADING.fullmatch(line):
+                    part = heading[1]
+                elif line != "\n":
+                    yield part, line.rstrip("\n")
+        finally:
+            tail.terminate()

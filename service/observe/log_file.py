@@ -1,0 +1,91 @@
+"""The log file of one part of a run, `logs/<part>.log`: bounded in size, with the time before each line.
+
+Run as a script, it copies its standard input into such a file, in a process of its own. A part that is killed loses
+nothing of what it wrote, and its child processes, such as vLLM's engine core, write into the same file. The script
+needs only the standard library, and ends when the last writer has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+LOG_BYTES = 16 << 20
+"""Size at which a log is renamed to `<part>.log.1`, and a new file begins."""
+OLDER_FILES = 3
+"""Renamed files that are kept; the oldest is deleted."""
+LINE_BYTES = 64 << 10
+"""A longer line is broken."""
+MESSAGE = "%(levelname)s %(name)s: %(message)s"
+"""How a message of Python's logging looks, without its time."""
+RAYS_MARK = b":actor_name:"
+"""Begins a line that Ray prints for its own reader of logs."""
+SUFFIX = ".log"
+
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+
+
+def log_handler(file: Path, message: str = "%(message)s") -> RotatingFileHandler:
+    """A handler that appends to a log; each message begins with the time in UTC, such as 2026-05-04T03:02:01.000Z."""
+    handler = RotatingFileHandler(file, maxBytes=LOG_BYTES, backupCount=OLDER_FILES, encoding="utf-8", errors="replace")
+    formatter = logging.Formatter(f"%(asctime)s.%(msecs)03dZ {message}", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    return handler
+
+
+def plain(line: bytes) -> str:
+    r"""A line as text; of a progress bar its last state, control characters as escapes.
+
+    >>> plain(b"10 %\r20 %\n"), plain(b"\x1b[31mred\n")
+    ('20 %', '\\x1b[31mred')
+    """
+    text = line.decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+@contextmanager
+def log_into(file: Path) -> Iterator[None]:
+    """Write this process's log messages into a file too, and the error that ends the block."""
+    root, in_file, on_terminal = logging.getLogger(), log_handler(file, MESSAGE), logging.StreamHandler()
+    on_terminal.setLevel(logging.WARNING)
+    for handler in (in_file, on_terminal):
+        root.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        told = {"name": file.stem, "levelname": "ERROR", "msg": str(error), "exc_info": sys.exc_info()}
+        in_file.emit(logging.makeLogRecord(told))
+        raise
+    finally:
+        for handler in (in_file, on_terminal):
+            root.removeHandler(handler)
+        in_file.close()
+
+
+def main() -> None:
+    """Copy the standard input into the file named on the command line, after the line named there."""
+    handler = log_handler(Path(sys.argv[1]))
+    handler.emit(logging.makeLogRecord({"msg": sys.argv[2]}))
+    if os.fork():
+        # The parent returns when the file is there. Ray ends an actor's children together with the actor; the copying
+        # process is a child of nobody.
+        os._exit(0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.raiseExceptions = False  # a full disk loses lines, and must not stop the part that writes them
+    while line := sys.stdin.buffer.readline(LINE_BYTES):
+        if not line.startswith(RAYS_MARK):
+            handler.emit(logging.makeLogRecord({"msg": plain(line)}))
+
+
+if __name__ == "__main__":
+    main()

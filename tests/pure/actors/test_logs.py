@@ -1,0 +1,101 @@
+"""What a part of a run prints lies in its log while it runs, however the part ends."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from actors.observe.logs import begin_logs, elsewhere, log_env, say_which_are_elsewhere
+from service.config import Config
+from service.observe.log_file import LOG_BYTES, OLDER_FILES
+from tests.waiting import until
+
+PART = "generator-0"
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
+BEGINNING = f"""
+import logging, os, signal, subprocess, sys
+from actors.observe.logs import keep_log
+keep_log("{PART}")
+"""
+
+
+def play(code: str, logs: Path, output: int | None = subprocess.DEVNULL) -> int:
+    """Run a part of which `logs` keeps the output; returns how its process ended."""
+    environment = {**os.environ, **log_env(logs)}
+    return subprocess.run([sys.executable, "-c", BEGINNING + code], env=environment, stdout=output).returncode
+
+
+def lines_of(file: Path, last: str) -> list[str]:
+    """The lines of a log without their times, once the last one is there."""
+    lines = until(lambda: last in file.read_text() and file.read_text().splitlines(), said=file.read_text)
+    assert all(TIME.match(line) for line in lines)
+    return [TIME.sub("", line, count=1) for line in lines]
+
+
+def test_a_log_has_the_output_of_a_killed_part_of_its_children_and_of_libraries(tmp_path: Path) -> None:
+    play(
+        """
+print("an environment prints")
+sys.stderr.write("10 %\\r20 %\\n")
+logging.getLogger("some.library").warning("a message")
+subprocess.run(["printf", "a child, \\033[31mred\\n"])
+os.write(1, b"the last word\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        tmp_path,
+    )
+    first, *lines = lines_of(tmp_path / f"{PART}.log", "the last word")
+    assert first.startswith(f"{PART} begins: process ")
+    assert lines == [
+        "an environment prints",
+        "20 %",
+        "WARNING some.library: a message",
+        r"a child, \x1b[31mred",
+        "the last word",
+    ]
+
+
+def test_a_log_goes_on_after_a_restart_and_stays_within_its_bound(tmp_path: Path) -> None:
+    lines = (OLDER_FILES + 2) * LOG_BYTES // 60_000
+    play("print('the first life')", tmp_path)
+    play(f"for _ in range({lines}): print('x' * 60_000)\nprint('the last word')", tmp_path)
+    assert lines_of(tmp_path / f"{PART}.log", "the last word")
+    files = list(tmp_path.iterdir())
+    assert len(files) == 1 + OLDER_FILES
+    assert sum(file.stat().st_size for file in files) <= len(files) * LOG_BYTES
+
+
+def test_a_log_that_cannot_be_written_leaves_the_output_where_it_was(tmp_path: Path) -> None:
+    (tmp_path / f"{PART}.log").mkdir()
+    with (tmp_path / "output").open("wb") as output:
+        assert play("print('goes on')", tmp_path, output.fileno()) == 0
+    assert (tmp_path / "output").read_text() == "goes on\n"
+
+
+def test_on_a_host_without_the_run_folder_the_log_is_beside_rays_and_the_run_says_where(tmp_path: Path) -> None:
+    logs, ray, other = tmp_path / "quickstart" / "logs", tmp_path / "ray", tmp_path / "moved"
+    logs.mkdir(parents=True)
+    ray.mkdir()
+    environment = {**os.environ, **log_env(logs)}
+    logs.rename(other)
+    logs.mkdir()  # another folder of the same name, as on another host
+    code = BEGINNING + "print('the last word')"
+    with (ray / "worker.out").open("wb") as output:
+        subprocess.run([sys.executable, "-c", code], env=environment, stdout=output, check=True)
+    assert lines_of(ray / elsewhere(logs, PART), "the last word")
+
+    said: list[str] = []
+    config = Config.model_validate({"generator": {"engines": 1}, "trainer": {"ranks": 1}})
+    begin_logs(config, other)
+    for part in ("driver", "metrics-hub", "buffer", "trainer-0"):
+        (other / f"{part}.log").write_text("begins\n")
+    say_which_are_elsewhere(config, other, said.append)
+    assert len(said) == 1 and PART in said[0] and elsewhere(other, PART) in said[0]
+    assert (other / f"{PART}.log").read_text() == f"{said[0]}\n"
+
+
+def test_outside_of_a_run_output_is_left_alone(tmp_path: Path) -> None:
+    code = BEGINNING + "print('as before')"
+    answer = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    assert answer.stdout == "as before\n"

@@ -1,0 +1,89 @@
+"""`baton logs` prints what the parts of a run print."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.cli.parser import main
+from service.observe.log_file import log_into
+from service.run.folder import CONFIG, DRIVER_LOG, LOGS
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / CONFIG).touch()
+    logs = tmp_path / LOGS
+    logs.mkdir()
+    (logs / "buffer.log").write_text("2026-01-01T00:00:02.000Z second\n2026-01-01T00:00:04.000Z fourth\n")
+    (logs / "driver.log").write_text("2026-01-01T00:00:01.000Z first\n2026-01-01T00:00:03.000Z third\n")
+    (logs / "trainer-0.log").touch()
+    return tmp_path
+
+
+def test_the_newest_lines_of_all_parts_come_in_the_order_of_their_times(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["logs", str(run), "--last", "3"]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(part, word) for part, _, word in shown] == [
+        ("buffer", "second"),
+        ("driver", "third"),
+        ("buffer", "fourth"),
+    ]
+
+    assert main(["logs", str(run), "driver"]) == 0
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["first", "third"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["generator-7"], r"generator-7: no part of this run; it has buffer, driver, trainer-0"),
+        (["--last", "-1"], "-1"),
+    ],
+)
+def test_a_part_that_is_not_there_and_a_wrong_number_are_one_line(
+    words: list[str], reason: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["logs", str(run), *words])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    assert re.search(reason, capsys.readouterr().err)
+
+
+def test_following_goes_on_with_lines_of_every_part_also_after_a_log_was_renamed(run: Path) -> None:
+    command = [sys.executable, "-m", "service", "logs", str(run), "--follow"]
+    following = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})
+    assert following.stdout is not None
+    lines = iter(following.stdout)
+    try:
+        assert [next(lines).split()[2] for _ in range(4)] == ["second", "fourth", "first", "third"]
+        with (run / LOGS / "trainer-0.log").open("a") as file:
+            file.write("2026-01-01T00:00:05.000Z fifth\n")
+        assert next(lines).split() == ["trainer-0", "2026-01-01T00:00:05.000Z", "fifth"]
+        (run / LOGS / "buffer.log").rename(run / LOGS / "buffer.log.1")
+        (run / LOGS / "buffer.log").write_text("2026-01-01T00:00:06.000Z sixth\n")
+        assert next(lines).split()[::2] == ["buffer", "sixth"]
+    finally:
+        following.terminate()
+        following.wait(timeout=60)
+        following.stdout.close()
+
+
+def test_the_drivers_log_has_what_is_said_and_how_the_run_failed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from service.cli.phases import say
+
+    file = run / LOGS / DRIVER_LOG
+    with pytest.raises(ZeroDivisionError), log_into(file):
+        say("step 1")
+        _ = 1 // 0
+    log = file.read_text()
+    assert "INFO baton: step 1\n" in log
+    assert "Traceback" in log and "ZeroDivisionError" in log
+    assert capsys.readouterr().out == "step 1\n"
