@@ -109,7 +109,7 @@ def _file(told: str, part: str) -> Path:
 def elsewhere(folder: Path, part: str) -> str:
     """The name of a log among Ray's own.
 
-    >>> elsewhere(Path("/home/you/runs/quickstart/logs"), "buffer")
+    >>> elsewhere(Path("runs/quickstart/logs"), "buffer")
     'baton-quickstart-buffer.log'
     """
     return f"baton-{folder.parent.name}-{part}{SUFFIX}"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.run.folder import LOGS
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
@@ -55,6 +56,10 @@ def test_a_short_run_trains_and_leaves_its_folder(drive: Drive, left_over: LeftO
     assert summary["tokens"]["trained"] > 0 and summary["tokens"]["open"] == 0
     assert (run.folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert any((run.folder / "tensorboard").iterdir())
+    logs = {file.stem: file.read_text() for file in (run.folder / LOGS).iterdir()}
+    assert logs.keys() == {"driver", "metrics-hub", "buffer", "generator-0", "trainer-0", "trainer-1"}
+    assert all(f"{part} begins" in log for part, log in logs.items() if part != "driver")
+    assert "vllm" in logs["generator-0"].lower() and run.said[-1] in logs["driver"]
     assert_final_weights_load_and_differ(run.folder)
     assert left_over(MARK, run.mark, END_SECONDS) == {}
 
