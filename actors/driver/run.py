@@ -22,10 +22,10 @@ from service.cli.phases import phase, say
 from service.config import Config, check
 from service.errors import BatonError, RunFailed, UserError
 from service.files import recover_folder
-from service.observe.log_file import log_into
 from service.observe.progress import end_early
 from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, DRIVER_LOG, FINAL, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder
+from service.run.log_file import log_into
 from service.run.prepare import Prepared, prepare
 from service.run.writer import RunWriter
 

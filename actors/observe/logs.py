@@ -14,8 +14,8 @@ from pathlib import Path
 
 from actors.driver.watchdog import MARK
 from service.config import Config
-from service.observe import log_file
-from service.observe.log_file import SUFFIX
+from service.run import log_file
+from service.run.log_file import SUFFIX
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from service.cli.phases import say
 from service.errors import UserError
-from service.observe.log_file import SUFFIX
 from service.run.folder import LOGS, run_folder
+from service.run.log_file import SUFFIX
 
 ABOUT = """\
 Print the newest lines of a run's logs in the order of their times; with --follow, part by part, and go on with the

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actors.observe.logs import begin_logs, elsewhere, log_env, say_which_are_elsewhere
 from service.config import Config
-from service.observe.log_file import LOG_BYTES, OLDER_FILES
+from service.run.log_file import LOG_BYTES, OLDER_FILES
 from tests.waiting import until
 
 PART = "generator-0"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from service.cli.parser import main
-from service.observe.log_file import log_into
 from service.run.folder import CONFIG, DRIVER_LOG, LOGS
+from service.run.log_file import log_into
 
 
 @pytest.fixture
