@@ -31,6 +31,10 @@ Item = TypeVar("Item", bound=np.generic)
 AnyTable = TypeVar("AnyTable", bound="Table")
 
 
+ALIGNMENT = 64
+"""Bytes, to a multiple of which columns begin."""
+
+
 class About(NamedTuple):
     """What the annotation of a column says beyond its name and type."""
 
@@ -146,11 +150,7 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
         offsets_X = getattr(table, columns.offsets)
         start_X, stop_X = offsets_X[index_X], offsets_X[index_X + 1]
         made[columns.offsets] = offsets_of(stop_X - start_X)
-        made |= segments_of(table, start_X, stop_X)
-        for column in columns.tokens if copy else ():
-            array = getattr(table, column.name)
-            if array is not None and np.may_share_memory(made[column.name], array):
-                made[column.name] = made[column.name].copy()
+        made |= segments_of(table, start_X, stop_X, copy)
     names, code = columns.names[0]
     if len(strings := getattr(table, names)) > 1:
         used, renumbered_X = np.unique(made[code], return_inverse=True)
@@ -158,10 +158,37 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
     return replace(table, **made)
 
 
-def segments_of(table: Table, start_S: Int64s, stop_S: Int64s) -> dict[str, Any]:
-    """Every token column of a table, as the segments `start:stop` one after the other."""
+def segments_of(table: Table, start_S: Int64s, stop_S: Int64s, copy: bool = False) -> dict[str, Any]:
+    """Every token column of a table, as the segments `start:stop` one after the other; views where they are one piece.
+
+    Segments that lie side by side and stay side by side are copied as one:
+
+        select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
+    """
     arrays = {column.name: getattr(table, column.name) for column in columns_of(type(table)).tokens}
-    return {name: None if array is None else copy_segments(array, start_S, stop_S) for name, array in arrays.items()}
+    known = {name: array for name, array in arrays.items() if array is not None}
+    breaks = np.flatnonzero(start_S[1:] != stop_S[:-1])
+    starts = start_S[np.concatenate(([0], breaks + 1))].tolist() if len(start_S) else [0]
+    stops = stop_S[np.concatenate((breaks, [len(stop_S) - 1]))].tolist() if len(start_S) else [0]
+    if len(starts) == 1 and not copy:
+        return arrays | {name: array[starts[0] : stops[0]] for name, array in known.items()}
+    pieces = [slice(*bounds) for bounds in zip(starts, stops, strict=True)]
+    return arrays | _joined({name: [array[piece] for piece in pieces] for name, array in known.items()})
+
+
+def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """Each column's parts one after the other; all columns lie in one piece of memory.
+
+    One large piece is page-faulted in faster than several, which costs more than the copying itself.
+    """
+    heads = {name: (sum(map(len, arrays)), *arrays[0].shape[1:]) for name, arrays in parts.items()}
+    sizes = {name: math.prod(shape) * parts[name][0].itemsize for name, shape in heads.items()}
+    room, stop, made = np.empty(sum(size + -size % ALIGNMENT for size in sizes.values()), np.uint8), 0, {}
+    for name, arrays in parts.items():
+        start, stop = stop, stop + sizes[name] + -sizes[name] % ALIGNMENT
+        made[name] = room[start : start + sizes[name]].view(arrays[0].dtype).reshape(heads[name])
+        np.concatenate(arrays, out=made[name])
+    return made
 
 
 def concat(tables: Sequence[AnyTable]) -> AnyTable:
@@ -182,22 +209,20 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
         lasts_T = np.cumsum([len(offsets) for offsets in parts[columns.offsets]]) - 1
         made[columns.offsets] = offsets_of(np.delete(np.diff(np.concatenate(parts[columns.offsets])), lasts_T[:-1]))
         counts = [len(tokens) for tokens in parts[columns.tokens[0].name]]
-        made |= {column.name: _joined_tokens(column, parts[column.name], counts) for column in columns.tokens}
+        known = {column.name: _filled_up(column, parts[column.name], counts) for column in columns.tokens}
+        made |= dict.fromkeys(known) | _joined({name: arrays for name, arrays in known.items() if arrays})
     return of(**made)
 
 
-def _joined_tokens(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Sequence[int]) -> NDArray[Any] | None:
-    """A token column of several tables; None if no table has it."""
+def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Sequence[int]) -> list[NDArray[Any]]:
+    """A token column of several tables, where it is missing with its fill value; nothing if no table has it."""
     known = [array for array in arrays if array is not None]
-    if not known:
-        return None
-    if len(known) < len(arrays):
-        known = [
-            filled(column, count, known[0].shape[1:]) if array is None else array
-            for array, count in zip(arrays, counts, strict=True)
-        ]
-    joined: NDArray[Any] = np.concatenate(known)
-    return joined
+    if len(known) in (0, len(arrays)):
+        return known
+    shape = known[0].shape[1:]
+    return [
+        filled(column, count, shape) if array is None else array for array, count in zip(arrays, counts, strict=True)
+    ]
 
 
 def filled(column: Column, count: int, shape: tuple[int, ...] = ()) -> NDArray[Any]:
@@ -218,23 +243,6 @@ def offsets_of(length_X: NDArray[np.integer[Any]]) -> Int64s:
 def lengths_of(offsets_X: Int64s) -> Int64s:
     """The items' lengths from their offsets: [0 3 5] -> [3 2]."""
     return offsets_X[1:] - offsets_X[:-1]
-
-
-def copy_segments(column_N: NDArray[Item], start_S: Int64s, stop_S: Int64s) -> NDArray[Item]:
-    """The segments `start:stop` of a token column, one after the other; a view where they are one piece.
-
-    Segments that lie side by side and stay side by side are copied as one:
-
-        select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
-    """
-    if len(start_S) == 0:
-        return column_N[:0]
-    breaks = np.flatnonzero(start_S[1:] != stop_S[:-1])
-    starts = start_S[np.concatenate(([0], breaks + 1))].tolist()
-    stops = stop_S[np.concatenate((breaks, [len(stop_S) - 1]))].tolist()
-    if len(starts) == 1:
-        return column_N[starts[0] : stops[0]]
-    return np.concatenate([column_N[start:stop] for start, stop in zip(starts, stops, strict=True)])
 
 
 def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tuple[Int64s, Int64s]:

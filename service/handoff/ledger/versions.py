@@ -50,7 +50,7 @@ class VersionHistory:
             if incarnation <= at.incarnation:
                 step_N = np.where(versions_N < incarnation << 32, np.minimum(step_N, common), step_N)
         stale_N = np.int32(at.step) - step_N
-        stale_N[step_N < 0] = -1
+        stale_N |= step_N >> 31  # -1 where the step is negative, else unchanged
         return stale_N
 
     def _note(self, version: PolicyVersion) -> None:

@@ -125,8 +125,7 @@ def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
     columns["prompt_length_K"][items] -= np.array(length, np.int32)
     start_K, stop_K = steps.offsets_K[:-1].copy(), steps.offsets_K[1:]
     start_K[items] += length
-    for name, array in segments_of(steps, start_K, stop_K).items():  # a view would keep the whole message in memory
-        columns[name] = array if array is None or array.base is None else array.copy()
+    columns |= segments_of(steps, start_K, stop_K, copy=True)  # a view would keep the whole message in memory
     return replace(steps, offsets_K=offsets_of(stop_K - start_K), **columns)
 
 
