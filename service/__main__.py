@@ -1,11 +1,16 @@
 """`python -m service` is the command `baton`."""
 
+import os
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
     # Before any other import: those would fail on an old Python with a traceback.
     sys.stderr.write("baton: Python 3.11 or newer is needed, this is %d.%d\n" % sys.version_info[:2])  # noqa: UP031
     sys.exit(2)
+
+if not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+    # `python -m` puts the current folder first, and a file there would be loaded in place of a module of that name.
+    del sys.path[0]
 
 from service.cli.parser import main
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -30,6 +31,7 @@ from actors.trainer.actor import TrainerRank
 from actors.trainer.group import TrainerGroup
 from service.config import Config
 from service.errors import RunFailed, UserError
+from service.interop.user_functions import FOLDER, SAFE_PATH, user_folder
 from service.run.prepare import Prepared
 
 CONNECT_SECONDS = 10.0
@@ -69,14 +71,25 @@ def ray_session(
         ray.shutdown()
 
 
+class _Job(JobConfig):  # type: ignore[misc]
+    """A Ray job whose workers have no folder of the driver's in front of their import path, where Ray would put it."""
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
+
+
 def _connect(config: Config, mark: str, logs: Path | None) -> None:
-    runtime_env = {"env_vars": {MARK: mark} | ({} if logs is None else log_env(logs))}
+    os.environ[SAFE_PATH] = "1"
+    variables = {MARK: mark, SAFE_PATH: "1", FOLDER: str(user_folder())}
+    runtime_env = {"env_vars": variables | ({} if logs is None else log_env(logs))}
     namespace = f"baton-{config.run.name}-{mark}"
     if address := os.environ.get("RAY_ADDRESS"):
         _check_address(address)
         os.environ.pop(SCRATCH, None)
         start_watchdog(mark)
-        ray.init(namespace=namespace, runtime_env=runtime_env, log_to_driver=False, logging_level="error")
+        ray.init(
+            namespace=namespace, job_config=_Job(), runtime_env=runtime_env, log_to_driver=False, logging_level="error"
+        )
     else:
         needed_cpus = config.trainer.ranks + config.generator.engines + (config.env.retrieval is not None)
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
@@ -85,6 +98,7 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
         ray.init(
             address="local",
             namespace=namespace,
+            job_config=_Job(),
             num_cpus=max(os.cpu_count() or 1, needed_cpus),
             include_dashboard=False,
             runtime_env=runtime_env,

@@ -33,7 +33,7 @@ REFUSALS = (OSError, RuntimeError, ValueError, ray.exceptions.RayError, aiohttp.
 ADDRESS = "RAY_API_SERVER_ADDRESS"
 
 LEFT_OUT = [".git", ".venv", "runs", "build", "dist", "tests", "benchmarks", "docs", "**/__pycache__"]
-"""Parts of the working directory that the job does not need."""
+"""Parts of the current folder that the job does not need."""
 
 
 def submit_run(
@@ -52,19 +52,19 @@ def submit_run(
 def entrypoint(files: Sequence[Path], overrides: Sequence[str], folder: Path) -> str:
     """The command of the job, which runs in a copy of `folder`.
 
-    >>> entrypoint([Path("configs/quickstart.yaml")], ["run.seed=1"], Path.cwd())
-    'python -m service run --config configs/quickstart.yaml run.seed=1'
+    >>> entrypoint([Path("mine.yaml")], ["run.seed=1"], Path("/home/me/my task"))
+    'cd "${PYTHONPATH%%:*}"/\'my task\' && exec baton run --config mine.yaml run.seed=1'
 
     Raises:
         UserError: a file lies outside the folder.
     """
-    words = ["python", "-m", "service", "run"]
+    words = ["baton", "run"]
     for file in files:
         path = (folder / file).resolve()
         if not path.is_relative_to(folder.resolve()):
             raise UserError(f"{file}: not inside {folder}, the folder that is copied for the job; move the file there")
         words += ["--config", str(path.relative_to(folder.resolve()))]
-    return shlex.join([*words, *overrides])
+    return f'cd "${{PYTHONPATH%%:*}}"/{shlex.quote(folder.resolve().name)} && exec {shlex.join([*words, *overrides])}'
 
 
 def submit(
@@ -106,7 +106,9 @@ def _submitted(command: str, address: str | None, connect: Callable[[str | None]
         while True:
             try:
                 client = connect(address)
-                environment = {"working_dir": ".", "excludes": LEFT_OUT}
+                # As a working directory the copy itself would be first on Python's path, before the standard library;
+                # as a module it is the folder that contains the copy.
+                environment = {"py_modules": [str(Path.cwd())], "excludes": LEFT_OUT}
                 return client, client.submit_job(entrypoint=command, runtime_env=environment)
             except REFUSALS as error:
                 reason = _reason(error)

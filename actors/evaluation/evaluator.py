@@ -11,6 +11,7 @@ from actors.calls import call
 from actors.generator.engine import VllmEngine
 from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
+from service.interop.user_functions import enter_user_folder
 from service.rollout.player import Player
 from service.types import PolicyVersion
 
@@ -33,6 +34,7 @@ class Evaluator:
     """One engine that evaluates one model; a plain class that the caller wraps as a Ray actor."""
 
     def __init__(self, config_json: str, model_folder: str) -> None:
+        enter_user_folder()
         self._config = Config.model_validate_json(config_json)
         self._engine = VllmEngine(self._config, Path(model_folder))
         self._player = Player(self._config, Path(model_folder), self._engine)

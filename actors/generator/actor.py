@@ -32,6 +32,7 @@ from service.errors import RunFailed, Starved
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.verbs import Assignment
+from service.interop.user_functions import enter_user_folder
 from service.observe.measure import measure_ended, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
@@ -61,6 +62,7 @@ class Generator:
     def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
         keep_log(name)
         self._name = name
+        enter_user_folder()
         self._config = Config.model_validate_json(config_json)
         self._buffer = resolve_actor(buffer)
         self._tasks = load_tasks(Path(tasks_file))

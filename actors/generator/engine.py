@@ -31,6 +31,7 @@ from actors.weights.nccl_broadcast import MeetingPoint, decode_announcement, ini
 from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
 from service.config import Config
 from service.errors import RunFailed, Starved
+from service.interop.user_functions import SAFE_PATH
 from service.rollout.engine import Generation, Sampling
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
 
@@ -107,6 +108,8 @@ class VllmEngine:
         self._serve(version)
         await self.generate(np.ones(8, np.int32), Sampling(max_tokens=2), "warm-up")
         self.counts.clear()
+        # The engine's processes are there; a program that an environment starts may have modules beside it.
+        os.environ.pop(SAFE_PATH, None)
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
         """Sample one turn.

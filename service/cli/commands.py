@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from service.errors import UserError
@@ -20,7 +21,15 @@ PIPED_WIDTH = 120
 
 
 def in_ray(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Dispatch to the commands that import Ray; the only import of `actors` in `service`."""
+    """Dispatch to the commands that import Ray; the only import of `actors` in `service`.
+
+    Raises:
+        UserError: another package named `actors` comes before Baton's on the import path.
+    """
+    found, beside = find_spec("actors"), Path(__file__).parents[2] / "actors" / "__init__.py"
+    if found is None or found.origin is None or Path(found.origin).resolve() != beside.resolve():
+        other = "is missing" if found is None else f"is {found.origin or 'a folder without __init__.py'}"
+        raise UserError(f"the package actors {other}, not {beside}; take the other one off PYTHONPATH, or uninstall it")
     from actors.driver.commands import COMMANDS
 
     return COMMANDS[arguments.name](arguments, overrides)

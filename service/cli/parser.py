@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -28,9 +27,6 @@ RUN_HELP = "a run folder, or the name of a run"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Wrong input prints one line and returns 2."""
-    if argv is None and os.getcwd() not in sys.path:
-        # As with `python -m`: the user's modules, such as environments, are found in the current folder.
-        sys.path.insert(0, os.getcwd())
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     arguments = _parser(words[0] if words else "").parse_args(words)
     try:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from service.config.model_folder import check_model_folder, is_model_folder
 from service.config.tree import Config
 from service.errors import UserError
+from service.interop.user_functions import find_user_module
 
 Kind = Literal["file", "folder"]
 
@@ -90,12 +91,12 @@ def _module_problems(config: Config) -> Iterator[_PathProblem]:
         yield _PathProblem(message, False)
     for name in ("estimator", "loss"):
         package = getattr(config.algorithm, name).rpartition(":")[0].partition(".")[0]
-        if package and find_spec(package) is None:
-            message = (
-                f"algorithm.{name}: there is no module {package!r} on this machine; install it, or put its folder on "
-                "PYTHONPATH"
-            )
-            yield _PathProblem(message, False)
+        try:
+            wrong = package and not find_user_module(package) and f"there is no module {package!r} on this machine"
+        except ImportError as error:
+            wrong = str(error)
+        if wrong:
+            yield _PathProblem(f"algorithm.{name}: {wrong}; install it, or start in its folder", False)
 
 
 def _path_problems(setting: str, path: Path | None, what: str, wanted: Kind, hint: str) -> Iterator[_PathProblem]:

@@ -1,15 +1,71 @@
-"""Functions that a setting names: built-in ones by name, a user's own as `module:name`, which the module registers."""
+"""What a user's own module gives: a function that a setting names as `module:name`, an environment's class.
+
+The folder of such modules is the current folder of the command that started the run. It becomes the last entry of the
+import path, and only when a setting names a module: a file there that is named like a module of Python, of an
+installed package or of Baton is never loaded in its place.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 from service.errors import ConfigError
 
 Registered = TypeVar("Registered")
+
+FOLDER = "BATON_FOLDER"
+"""Environment variable of a run's processes: the folder of the user's modules."""
+
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Environment variable by which Python leaves the current folder out of the import path of `-c` and `-m`."""
+
+
+def user_folder() -> Path:
+    """The folder of the user's modules."""
+    return Path(os.environ.get(FOLDER) or Path.cwd())
+
+
+def enter_user_folder() -> None:
+    """Make the user's folder the current one where this machine has it: an environment may read files beside it."""
+    if user_folder().is_dir():
+        os.chdir(user_folder())
+
+
+def import_user_module(name: str) -> ModuleType:
+    """The module that a setting names.
+
+    Raises:
+        ImportError: there is no such module, or one of that name that is not the user's comes first.
+        Exception: whatever the module raises while it is imported.
+    """
+    find_user_module(name)
+    return import_module(name)
+
+
+def find_user_module(name: str) -> bool:
+    """Whether the module that a setting names, or the package that it is in, can be found; nothing is imported.
+
+    Raises:
+        ImportError: the user's folder has a module of that name, but another one comes first on the import path.
+    """
+    package, folder = name.partition(".")[0], str(user_folder())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    found, own = find_spec(package), PathFinder.find_spec(package, [folder])
+    if found and own and own.origin and os.path.realpath(found.origin or "") != os.path.realpath(own.origin):
+        raise ImportError(
+            f"{own.origin} has the name of another module, {found.origin}, which comes first; give it another name"
+        )
+    return found is not None
 
 
 def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | None:
@@ -41,7 +97,7 @@ def registered(key: str, kind: str, setting: str, known: Mapping[str, Registered
     module, _, name = setting.rpartition(":")
     if module:
         try:
-            import_module(module)
+            import_user_module(module)
         except ImportError as error:
             raise ConfigError(f"{key}: the module {module!r} cannot be imported: {error}") from error
     if name not in known:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from service.interop.user_functions import SAFE_PATH
 from service.rollout.environment import OversizedOutput
 
 
@@ -84,13 +85,13 @@ class ChildProcess:
         """Start a process with this process's import path; an answer may have at most `limit` bytes."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # the working folder is on the import path only where it is on this process's
+            "-P",  # the current folder is on the import path only where it is on this process's
             "-m",
             "service.rollout.child_main",
             module,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=_environment(),
             limit=limit,
             start_new_session=True,
         )
@@ -152,3 +153,9 @@ class ChildProcess:
     async def ended(self) -> None:
         """Wait until the process and its descendants have ended."""
         await self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """The environment variables of a process: this process's import path, and Python's usual one for its children."""
+    kept = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from service.errors import UserError
+from service.interop.user_functions import import_user_module, user_folder
 from service.rollout.environment import Environment, Message
 
 Options = Mapping[str, str | int | float | bool]
@@ -95,11 +95,11 @@ def _path(name: str, trusted_modules: Sequence[str]) -> str:
 
 def _module(module_name: str, name: str) -> ModuleType:
     try:
-        return import_module(module_name)
+        return import_user_module(module_name) if ":" in name else import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         raise UserError(
             f"env.name: the environment {name!r} cannot be loaded, importing {module_name} failed: "
-            f"{type(error).__name__}: {error} (modules are looked up in {Path.cwd()} and among installed packages)"
+            f"{type(error).__name__}: {error} (modules are looked up among installed packages and in {user_folder()})"
         ) from error
 
 

@@ -51,15 +51,17 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_names_files_as_the_copy_has_them(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     command = entrypoint([tmp_path / "configs/a.yaml", Path("b.yaml")], ["run.name=a b", "--run.seed", "3"], tmp_path)
-    assert command == "python -m service run --config configs/a.yaml --config b.yaml 'run.name=a b' --run.seed 3"
+    where, _, words = command.partition(" && exec ")
+    assert where == f'cd "${{PYTHONPATH%%:*}}"/{tmp_path.name}'
+    assert words == "baton run --config configs/a.yaml --config b.yaml 'run.name=a b' --run.seed 3"
     with pytest.raises(UserError, match=r"outside\.yaml: not inside"):
         entrypoint([tmp_path.parent / "outside.yaml"], [], tmp_path)
 
 
 def test_a_cluster_that_is_still_starting_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
     client = FakeClient(refusals=3)
-    assert submit("python -m service run", None, follow=True, connect=client) == 0
-    assert client.jobs[0]["entrypoint"] == "python -m service run"
+    assert submit("baton run", None, follow=True, connect=client) == 0
+    assert client.jobs[0]["entrypoint"] == "baton run"
     assert ".venv" in client.jobs[0]["runtime_env"]["excludes"]
     assert capsys.readouterr().out.endswith("step 1\nstep 2\njob-1: SUCCEEDED\n")
 

@@ -1,0 +1,72 @@
+"""A run that is started in a folder whose files are named like modules of Python, of Ray and of Baton."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import hostile_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "run.max_steps=2", "data.make_rows=null", "data.train=rows.jsonl", "model.warm_start=null", "metrics.port=0",
+    "env.name=my_envs:Escape", "env.trusted_modules=[my_envs]", "trainer.mini_batch_size=2", "trainer.ranks=1",
+    "generator.concurrent_groups=4",
+]  # fmt: skip
+
+
+WORKER = """
+from pathlib import Path
+import ray
+from actors.driver.cluster import ray_session
+from service.config import Config
+
+def look():
+    import html, os, sys
+    return html.__file__, [path for path in sys.path if path in ("", os.getcwd())]
+
+with ray_session(Config(), "mark", Path()):
+    print(*ray.get(ray.remote(look).remote(), timeout=120), sep="\\n")
+"""
+
+
+def run_in(folder: Path, *command: str) -> str:
+    """What a command printed in the folder; it has to end well, and nothing there may be executed."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LOADED": str(folder / "loaded")},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert not (folder / "executed").exists(), (folder / "executed").read_text()
+    return done.stdout
+
+
+def test_a_worker_has_the_standard_library_and_no_folder_of_the_drivers_on_its_path(tmp_path: Path) -> None:
+    folder = hostile_folder.make(tmp_path)
+    html, on_path = run_in(folder, sys.executable, "-P", "-c", WORKER).splitlines()
+    assert not Path(html).is_relative_to(folder)
+    assert on_path == "[]"
+
+
+@pytest.mark.full
+def test_a_run_trains_there_and_its_generator_loads_the_standard_library(tmp_path: Path) -> None:
+    folder = hostile_folder.make(tmp_path)
+    baton = str(Path(sys.executable).with_name("baton"))
+    said = run_in(folder, baton, "run", "--config", str(ROOT / "configs/quickstart.yaml"), *SMALL)
+    assert "finished after 2 optimizer steps" in said
+    html, current, child = (folder / "loaded").read_text().split("\n")
+    assert not Path(html).is_relative_to(folder)
+    assert (current, child) == (str(folder), "helped")
