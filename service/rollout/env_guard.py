@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numpy as np
 
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.chat.chat import MessagesRefused
+from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Engine, Generation
 from service.rollout.environment import Environment, Message, OversizedOutput, StepResult
 from service.rollout.limits import AgentLimits

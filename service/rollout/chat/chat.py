@@ -10,45 +10,35 @@ response `look fox age <|im_end|>`, the observation `17` becomes
 
 so the next prompt is exactly prompt + response + delta, and the history is neither rendered nor tokenised again.
 
-Only the template writes special tokens. A special token in a message, such as `<|im_end|>`, is plain text: the template
-renders a placeholder for it, which is then tokenised as ordinary characters. So no message can open or close a turn.
+Only the template writes special tokens (`special_tokens.py`), so no message can open or close a turn.
 """
 
 from __future__ import annotations
 
-import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from service.config.rollout import GeneratorConfig
-from service.errors import UserError
+from service.rollout.chat.special_tokens import MessagesRefused, SpecialTokens
 from service.rollout.chat.tokenizer import load_tokenizer
-from service.rollout.environment import Message, is_text
+from service.rollout.environment import Message
 from service.types import Int32s
 
-MARK = "baton-marks-the-response"
-"""Placeholder for a response, to find the template's text after it."""
+MARK = f"baton-marks-the-response-{secrets.token_hex(8)}"
+"""Placeholder for a response, to find the template's text after it; random, so that no message can write it."""
 CACHED_PROMPTS = 4096
 CACHED_CHARACTERS = 4096
 """Longer messages are not cached, so that the cache stays small."""
-
-OPEN, CLOSE = "\ue000", "\ue001"
-"""Private-use characters around the number of a text that is hidden from the template."""
-HIDDEN = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
 Tool = Mapping[str, Any]
 """The JSON schema of a tool, as templates expect it."""
-
-
-class MessagesRefused(UserError):
-    """The chat template or the tokenizer refuses these messages."""
 
 
 class Chat:
@@ -60,16 +50,9 @@ class Chat:
         self._tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
         self._template_options = dict(template_options or {})
-        self._backend = tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        specials = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        specials |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        longest_first = sorted(specials, key=len, reverse=True)
-        self._special_text = re.compile("|".join(map(re.escape, [*longest_first, OPEN])))
-        self._special_ids = frozenset(specials.values()) - {tokenizer.unk_token_id}
-        self._prompts = _cached(lambda messages: self._ids(*self._render(messages)))
-        self._deltas = _cached(lambda messages: self._ids(*self._after_mark(messages)))
+        self._special_tokens = SpecialTokens(tokenizer)
+        self._prompts = _cached(lambda messages: self._special_tokens.encode(self._render(messages)))
+        self._deltas = _cached(lambda messages: self._special_tokens.encode(self._after_mark(messages)))
         self.end_id = self._find_end()
         """The token that ends a turn; `end_token` appends it where the policy stopped without one."""
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
@@ -78,7 +61,7 @@ class Chat:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
         """[P] ids of a whole prompt, ending in the template's opening of the assistant's turn."""
         if tools:
-            return self._ids(*self._render(messages, tools))
+            return self._special_tokens.encode(self._render(messages, tools))
         return self._prompts(messages)
 
     def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
@@ -88,7 +71,7 @@ class Chat:
 
     def text(self, response_ids: Int32s) -> str:
         """The text of a response, without special tokens."""
-        return str(self._backend.decode(response_ids.tolist(), skip_special_tokens=True))
+        return self._special_tokens.decode(response_ids)
 
     def encode(self, text: str) -> Int32s:
         """The ids of a text that the template rendered; special tokens in it are special.
@@ -96,59 +79,40 @@ class Chat:
         Raises:
             MessagesRefused: the text holds half of a surrogate pair, which no tokenizer takes.
         """
-        if not is_text(text):
-            raise MessagesRefused("a message holds half a surrogate pair, which is no text")
-        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        return self._special_tokens.encode(self._special_tokens.name(text))
 
     def plain(self, text: str) -> Int32s:
         """The ids of a text from a policy, an environment or a dataset; special tokens in it are ordinary text."""
-        self._backend.encode_special_tokens = True
-        try:
-            token_ids = self.encode(text)
-            if not self._special_ids.isdisjoint(token_ids.tolist()):
-                # A vocabulary may have a special token among its ordinary words; such a word is cut in two.
-                token_ids = self.encode(self._special_text.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text))
-        finally:
-            self._backend.encode_special_tokens = False
-        return token_ids
+        return self._special_tokens.encode(text)
 
-    def _ids(self, text: str, hidden: Sequence[str]) -> Int32s:
-        """The ids of a rendered text with its hidden texts put back."""
-        if not hidden:
-            return self.encode(text)
-        parts = enumerate(HIDDEN.split(text))
-        return np.concatenate([self.plain(hidden[int(part)]) if i % 2 else self.encode(part) for i, part in parts])
-
-    def _after_mark(self, messages: Sequence[Message]) -> tuple[str, list[str]]:
-        text, hidden = self._render([*ASKED, *messages])
-        _, found, after = text.partition(MARK)
+    def _after_mark(self, messages: Sequence[Message]) -> str:
+        _, found, after = self._render([*ASKED, *messages]).partition(MARK)
         if not found:
             raise MessagesRefused("the chat template leaves out an assistant's message; use another template")
-        return after, hidden
+        return after
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[str, list[str]]:
-        """The rendered text, in which special tokens of the messages are replaced by numbers; and those tokens."""
-        hidden: list[str] = []
-
-        def hide(found: re.Match[str]) -> str:
-            hidden.append(found[0])
-            return f"{OPEN}{len(hidden) - 1}{CLOSE}"
-
-        visible = [
-            {key: self._special_text.sub(hide, value) if isinstance(value, str) else value for key, value in of.items()}
-            for of in messages
-        ]
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        """The rendered text, with names in place of the template's special tokens."""
         try:
+            roles = {message["role"] for message in messages}
+            hidden = self._special_tokens.hide([messages, tools], names={role for role in roles if role.isidentifier()})
+            visible, described = hidden.values
             text = self._tokenizer.apply_chat_template(
-                visible, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **self._template_options
+                visible,
+                tools=described or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._template_options,
             )
+        except MessagesRefused:
+            raise
         except Exception as error:  # a template is a program of the model: it may raise anything
             raise MessagesRefused(f"the chat template refuses: {type(error).__name__}: {error}") from error
-        return str(text), hidden
+        return hidden.restore(self._special_tokens.name(str(text)))
 
     def _find_end(self) -> int:
         """The special token with which the template closes an assistant's message; else the end of sequence."""
-        following = self._ids(*self._after_mark([Message(role="user", content="?")]))
+        following = self._special_tokens.encode(self._after_mark([Message(role="user", content="?")]))
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         if len(following) and int(following[0]) in special:
             return int(following[0])
@@ -170,8 +134,8 @@ def _cached(make: Callable[[Sequence[Message]], Int32s]) -> Callable[[Sequence[M
         return ids
 
     def cached(messages: Sequence[Message]) -> Int32s:
-        # A template may use further fields than role and content.
-        if any(len(message) != 2 for message in messages):
+        # A template may use further fields than role and content, and content that is no text.
+        if any(len(message) != 2 or not isinstance(message["content"], str) for message in messages):
             return make(messages)
         if sum(len(message["content"]) for message in messages) > CACHED_CHARACTERS:
             return make(messages)

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from examples import lookup
 from service.errors import UserError
-from service.rollout.chat.chat import Chat, MessagesRefused
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.chat.tokenizer import END, load_tokenizer, make_tokenizer
 from service.rollout.environment import Message
 from service.types import Int32s

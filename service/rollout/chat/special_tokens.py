@@ -1,0 +1,185 @@
+"""Special tokens come from the chat template only: in a message their characters are ordinary text.
+
+    message              17<|im_end|>
+    the template reads   17?|im_end|>                    `?`: a stand-in for `<`, a character that occurs nowhere else
+    it renders           ...user\\n17?|im_end|><|im_end|>
+    named                ...user\\n17<|im_end|>NAME       the template's token is NAME now, the message is whole again
+
+A tokenizer that has each NAME in place of its special token then encodes the text in one piece. A stand-in is one
+character for one, so a template that measures, cuts, trims or quotes a text treats it as it treats other words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
+from itertools import chain
+from numbers import Number
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase
+
+from service.errors import UserError
+from service.rollout.environment import is_text
+from service.types import Int32s
+
+PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+"""Unicode's characters for private use, of which stand-ins are chosen."""
+
+
+class MessagesRefused(UserError):
+    """The chat template or the tokenizer refuses these messages."""
+
+
+class Hidden(NamedTuple):
+    """What a template is given, and how its rendering is read."""
+
+    values: Any
+    restore: Callable[[str], str]
+    """Puts the characters back for which stand-ins stand."""
+
+
+class SpecialTokens:
+    """Encodes texts in which the template's special tokens are told from the same characters in a message."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._template = str(tokenizer.chat_template)
+        added = {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self._ids = frozenset(ids.values()) - {tokenizer.unk_token_id}
+        self._special = re.compile("|".join(map(re.escape, sorted(ids, key=len, reverse=True))))
+        self._template_words = frozenset(re.findall(r"\w+", self._special.sub(" ", self._template)))
+        self._longest = max(map(len, ids))
+        self._beginnings = frozenset(token[:k] for token in ids for k in range(1, len(token)))
+        self._endings = frozenset(token[k:] for token in ids for k in range(1, len(token)))
+        self._all = "\0".join(ids)
+        # Random, so that no message can write a name.
+        self._names = {token: f"{secrets.token_hex(16)}." for token in ids}
+        self._backend = deepcopy(tokenizer.backend_tokenizer)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.add_tokens([_named(name, added.get(token)) for token, name in self._names.items()])
+        self._backend.encode_special_tokens = True
+        named = {self._backend.token_to_id(name): ids[token] for token, name in self._names.items()}
+        self._id_of = np.arange(max(named) + 1, dtype=np.int32)
+        self._id_of[list(named)] = list(named.values())
+
+    def name(self, rendered: str) -> str:
+        """The text with a name in place of each special token."""
+        return self._special.sub(lambda found: self._names[found[0]], rendered)
+
+    def encode(self, named: str) -> Int32s:
+        """[T] ids of a text: a name becomes its special token, everything else becomes ordinary tokens.
+
+        Raises:
+            MessagesRefused: the text holds half of a surrogate pair, which no tokenizer takes, or the tokenizer makes a
+                special token of ordinary text.
+        """
+        if not is_text(named):
+            raise MessagesRefused("a message holds half a surrogate pair, which is no text")
+        ids = self._backend.encode(named, add_special_tokens=False).ids
+        if not self._ids.isdisjoint(ids):
+            # A vocabulary may have a special token among its ordinary words; such a word is cut in two.
+            cut = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", named)
+            ids = self._backend.encode(cut, add_special_tokens=False).ids
+            if not self._ids.isdisjoint(ids):
+                raise MessagesRefused("the tokenizer makes a special token of ordinary text in a message")
+        return self._id_of.take(np.asarray(ids, dtype=np.int64))
+
+    def decode(self, token_ids: Int32s) -> str:
+        """The text of the ids, without special tokens."""
+        return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def hide(self, values: Any, names: Collection[str] = ()) -> Hidden:
+        """Copies of `values` in which no text, nor several texts side by side, can make a special token.
+
+        A word of the template, and a text in `names`, stays whole: the template may itself write it between the marks
+        of a special token, as in `<|` role `|>`.
+
+        Raises:
+            MessagesRefused: `values` holds something else than texts, numbers, lists and mappings.
+        """
+        copied = _copied(values, str.__str__)
+        stand_ins = _StandIns(lambda: json.dumps([copied, self._template], ensure_ascii=False, default=str))
+
+        def hide(text: str) -> str:
+            # Without its first character a special token may still hold another one.
+            while self._special.search(text):
+                text = self._special.sub(lambda found: stand_ins.of(found[0][0]) + found[0][1:], text)
+            for position in self._open(text, names):
+                text = text[:position] + stand_ins.of(text[position]) + text[position + 1 :]
+            return text
+
+        return Hidden(_copied(copied, hide), stand_ins.restore)
+
+    def _open(self, text: str, names: Collection[str]) -> set[int]:
+        """Where a character has to be hidden because the text next to this one may complete a special token."""
+        lengths = range(1, min(len(text), self._longest - 1) + 1)
+        positions = {len(text) - k for k in lengths if text[-k:] in self._beginnings}
+        if not text or text in self._template_words or text in names:
+            return positions
+        is_inside = len(text) < self._longest and text in self._all
+        completes = is_inside or any(text[:k] in self._endings for k in lengths)
+        return positions | {0} if completes else positions
+
+
+class _StandIns:
+    """The characters that stand for others in one rendering."""
+
+    def __init__(self, everything: Callable[[], str]) -> None:
+        self._everything = everything
+        """Gives all that is rendered, as JSON: neither a stand-in nor its escapes occur in there."""
+        self._unused: Iterator[str] = iter(())
+        self._stand_ins: dict[str, str] = {}
+
+    def of(self, character: str) -> str:
+        """The character that stands for this one."""
+        if not self._stand_ins:
+            self._unused = _unused(self._everything())
+        if character not in self._stand_ins:
+            stand_in = next(self._unused, None)
+            if stand_in is None:
+                raise MessagesRefused("no character is left to stand for one of a special token in a message")
+            self._stand_ins[character] = stand_in
+        return self._stand_ins[character]
+
+    def restore(self, text: str) -> str:
+        """The text with the characters put back; a template may have written a stand-in as JSON escapes."""
+        for character, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in, character).replace(_escaped(stand_in), _escaped(character))
+        return text
+
+
+def _unused(everything: str) -> Iterator[str]:
+    used = frozenset(everything)
+    private = map(chr, chain.from_iterable(PRIVATE))
+    return (one for one in private if one not in used and _escaped(one) not in everything)
+
+
+def _escaped(character: str) -> str:
+    return json.dumps(character)[1:-1]
+
+
+def _named(name: str, token: AddedToken | None) -> AddedToken:
+    """A token that encodes `name` and strips the spaces around it as `token` does."""
+    strips = {} if token is None else {"lstrip": token.lstrip, "rstrip": token.rstrip}
+    return AddedToken(name, special=False, normalized=False, **strips)
+
+
+def _copied(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of nested values with all texts changed, those of keys too."""
+    if isinstance(value, str):
+        return change(str.__str__(value))
+    if isinstance(value, Mapping):
+        return {_copied(key, change): _copied(of, change) for key, of in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(of, change) for of in value]
+    if value is None or isinstance(value, Number):
+        return value
+    raise MessagesRefused(f"a message holds a {type(value).__name__}; texts, numbers, lists and mappings are allowed")
