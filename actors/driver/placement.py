@@ -48,12 +48,16 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
     bundle = rank_bundle(config, gpus)
     if gpus and config.weights.transport == "ipc":
         bundle["GPU"] = SHARED_GPU
+    # micro-batches differ in length, which leaves holes between fixed segments; CUDA IPC shares fixed segments only
+    movable = gpus and config.weights.transport != "ipc"
+    env_vars = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if movable else {}
     return {
         "name": f"trainer-{rank}",
         "num_cpus": bundle.pop("CPU"),
         "num_gpus": bundle.pop("GPU", 0),
         "resources": bundle,
         "max_restarts": -1,
+        "runtime_env": {"env_vars": env_vars},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank),
     }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from actors.weights.checksum import checksum_of
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.nccl_broadcast import MeetingPoint, NcclSender, encode_announcement
 from service.config import Config
+from service.errors import UserError
 from service.handoff.steps.wire import decode_mini_batch
 from service.learn.learner import Learner, StepReport
 from service.learn.supervised import SupervisedSteps
@@ -66,8 +68,12 @@ class TrainerRank:
         """Join the process group and load the policy from disk."""
         if self._world_size > 1:
             address, port = meeting_point
+            backend = process_group_backend(self._device, self._config.trainer.cpu_offload)
+            if "gloo" in backend:
+                # gloo binds the address of the host's name, which on many hosts is 127.0.1.1
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(ray.util.get_node_ip_address()))
             dist.init_process_group(
-                "cuda:nccl,cpu:gloo" if self._device.type == "cuda" else "gloo",
+                backend,
                 init_method=f"tcp://{address}:{port}",
                 rank=self._rank,
                 world_size=self._world_size,
@@ -151,6 +157,28 @@ class TrainerRank:
         if self._learner is None:
             raise ValueError(f"trainer rank {self._rank} was used before load()")
         return self._learner
+
+
+def process_group_backend(device: torch.device, cpu_offload: bool) -> str:
+    """Backends of the ranks' process group: gloo only where tensors on the CPU are reduced."""
+    if device.type == "cpu":
+        return "gloo"
+    return "cuda:nccl,cpu:gloo" if cpu_offload else "cuda:nccl"
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this address.
+
+    Raises:
+        UserError: no interface has it.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    raise UserError(
+        f"no network interface of this host has the address {address} that Ray gives to its node; "
+        "start Ray with --node-ip-address, or set GLOO_SOCKET_IFNAME"
+    )
 
 
 def _with_checksum(data: bytes) -> tuple[NDArray[np.uint8], int]:

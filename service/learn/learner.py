@@ -23,7 +23,6 @@ from service.learn.device_batch import DeviceBatch
 from service.learn.losses.objective import FixedLogprobs, Objective
 from service.learn.model.frozen_weights import FrozenWeights
 from service.learn.model.policy import Policy
-from service.learn.model.sharding import set_gradient_sync
 from service.learn.optimizer import Optimizer, learning_rate, square_norm
 from service.learn.step_metrics import Sums, not_finite, step_metrics
 from service.types import MicroBatch, MiniBatch
@@ -76,7 +75,6 @@ class Learner:
         fixed = self._fixed_logprobs(micros)
         inputs = self._objective.prepare(batch, micros, fixed)
         for i, micro in enumerate(micros):
-            set_gradient_sync(policy.model, i == len(micros) - 1)
             loss = self._objective.loss(micro, fixed[i], inputs, policy.model(micro), sums)
             loss.backward()  # type: ignore[no-untyped-call]
         return sums

@@ -16,7 +16,6 @@ from service.config.tree import Config
 from service.errors import RunFailed
 from service.learn.device_batch import unsampled_micro_batch
 from service.learn.model.policy import Policy
-from service.learn.model.sharding import set_gradient_sync
 from service.learn.optimizer import Optimizer, square_norm
 from service.learn.step_metrics import Sums
 from service.types import MicroBatch, SupervisedRow
@@ -86,8 +85,7 @@ class SupervisedSteps:
         """Add up the gradient; returns the loss and the squared norm of the gradient over all ranks."""
         policy = self._policy
         sums = Sums(policy.device, policy.world_size)
-        for number, micro in enumerate(micros, start=1):
-            set_gradient_sync(policy.model, number == len(micros))
+        for micro in micros:
             loss = -policy.model(policy.to_device(micro)).logprob_M.sum() / n_tokens
             loss.backward()
             sums.add("loss", loss)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from service.config.tree import Config
@@ -82,9 +81,11 @@ class Policy:
         return None if whole is None else split_experts(whole)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the weights, whole or not at all; every rank must call."""
+        """Write a Hugging Face folder with the weights, whole or not at all; every rank must call.
+
+        Rank 0 writes. The other ranks return at once: a collective operation that waited for the disk would run into
+        the deadline of collectives.
+        """
         whole = self.weights()
         if whole is not None:
             write_folder(folder, self._folder, whole)
-        if self.world_size > 1:
-            dist.barrier()

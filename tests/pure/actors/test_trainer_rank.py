@@ -1,0 +1,56 @@
+"""How a trainer rank is started and joins its process group, on hosts with and without GPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import psutil
+import pytest
+import torch
+
+from actors.driver.placement import rank_options
+from actors.trainer.actor import interface_of, process_group_backend
+from service.config import Config, TrainerConfig, WeightsConfig
+from service.errors import UserError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def options(transport: Literal["memory", "nccl", "ipc"], gpus: int) -> dict[str, Any]:
+    config = Config(weights=WeightsConfig(transport=transport), trainer=TrainerConfig(ranks=2))
+    return rank_options(config, gpus, SimpleNamespace(), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", ["memory", "nccl"])
+def test_memory_of_a_gpu_is_reserved_in_segments_that_grow(transport: Literal["memory", "nccl"]) -> None:
+    assert options(transport, 1)["runtime_env"]["env_vars"] == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_memory_that_cuda_ipc_shares_lies_in_fixed_segments() -> None:
+    assert options("ipc", 1)["runtime_env"]["env_vars"] == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "cpu_offload", "backend"),
+    [(CPU, False, "gloo"), (CPU, True, "gloo"), (CUDA, False, "cuda:nccl"), (CUDA, True, "cuda:nccl,cpu:gloo")],
+)
+def test_gloo_takes_part_only_where_tensors_lie_on_the_cpu(
+    device: torch.device, cpu_offload: bool, backend: str
+) -> None:
+    assert process_group_backend(device, cpu_offload) == backend
+
+
+def test_gloo_binds_the_interface_of_the_address_that_ray_uses() -> None:
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family.name == "AF_INET":
+                found = {each.address for each in psutil.net_if_addrs()[interface_of(address.address)]}
+                assert address.address in found, name
+
+
+def test_an_address_that_no_interface_has_is_one_line() -> None:
+    with pytest.raises(
+        UserError, match=r"no network interface of this host has the address 203\.0\.113\.9 .*--node-ip"
+    ):
+        interface_of("203.0.113.9")
