@@ -17,6 +17,7 @@ from service.columns import columns_of
 from service.config.load import section_of
 from service.config.tree import Config
 from service.observe.metrics_table import TABLE, Metric
+from service.observe.step_keys import MEANINGS
 from service.types import Steps
 
 ROOT = Path(__file__).parent.parent
@@ -31,12 +32,21 @@ Made from `service/observe/metrics_table.py` by `python -m scripts.docs`.
 A run serves its metrics at `metrics.host:metrics.port`, path `/metrics`. Every series has the labels `role` and `ident`
 of the actor that measured it. Label values are bounded, and no label holds text of a prompt. Histograms have the same
 buckets in every actor of a run: lengths have sixteen even buckets up to `max_input_length + max_generate_length`, and
-one more bound at `metrics.long_batch_tokens`, the threshold of an alert. `metrics.jsonl` and TensorBoard use the keys
-of the last column; one line of `metrics.jsonl` is one optimizer step. Ray's own metrics endpoints, which `/sd` lists,
-also serve IN_RAY, with the run's name as a label.
+one more bound at `metrics.long_batch_tokens`, the threshold of an alert. Ray's own metrics endpoints, which `/sd`
+lists, also serve IN_RAY, with the run's name as a label.
 
-| metric | kind | labels | meaning | key in `metrics.jsonl` |
-|---|---|---|---|---|
+| metric | kind | labels | meaning |
+|---|---|---|---|
+"""
+
+KEYS_INTRO = """
+## Keys of `metrics.jsonl`
+
+One line of `metrics.jsonl` is one optimizer step. TensorBoard and Weights & Biases use the same keys. Means are per
+trajectory unless the key says otherwise. `<...>` stands for a name or a number.
+
+| key | meaning | metric |
+|---|---|---|
 """
 
 CONFIG_INTRO = """\
@@ -56,13 +66,18 @@ Lengths are in tokens, times in seconds, memory in bytes.
 def metrics_page() -> str:
     """`docs/metrics.md`."""
     in_ray = ", ".join(f"`ray_{metric.name}`" for metric in TABLE if metric.in_ray)
-    return METRICS_INTRO.replace("IN_RAY", in_ray) + "".join(_metric_line(metric) for metric in TABLE)
+    metrics = METRICS_INTRO.replace("IN_RAY", in_ray) + "".join(_metric_line(metric) for metric in TABLE)
+    return metrics + KEYS_INTRO + "".join(_key_line(key, meaning) for key, meaning in sorted(MEANINGS.items()))
 
 
 def _metric_line(metric: Metric) -> str:
     labels = ", ".join(f"`{label}`" for label in metric.labels)
-    key = f"`{metric.key}`" if metric.key else ""
-    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} | {key} |\n"
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |\n"
+
+
+def _key_line(key: str, meaning: str) -> str:
+    names = ", ".join(f"`{metric.name}`" for metric in TABLE if metric.key == key)
+    return f"| `{key}` | {meaning} | {names} |\n"
 
 
 def configuration_page() -> str:

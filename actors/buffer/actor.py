@@ -23,7 +23,7 @@ from service.handoff.journal.journal import Journal
 from service.handoff.steps.validate import Routing
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
-from service.observe.trajectories import LostTrajectories, trajectory_records
+from service.observe.trajectories.records import LostTrajectories, trajectory_records
 from service.rollout.prompts.dataset import load_tasks
 from service.types import MiniBatch, PolicyVersion, Refusal
 

@@ -25,7 +25,7 @@ from service.errors import RunFailed
 from service.handoff.verbs import Wait
 from service.observe.logprob_mismatch import logprob_mismatch
 from service.observe.progress import QUIET_SECONDS, Progress
-from service.observe.trajectories import describe_ends, trained
+from service.observe.trajectories.records import describe_ends, trained
 from service.run.checkpoints import Manifest
 from service.run.folder import FINAL, JOURNAL, LOGS
 from service.run.prepare import Prepared, demonstrations

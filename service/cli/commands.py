@@ -105,8 +105,8 @@ def trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> in
     """Print a line for each kept trajectory."""
     from rich.console import Console
 
-    from service.observe.trajectories import find_recorded_run, load_records
-    from service.observe.trajectory_views import print_list
+    from service.observe.trajectories.records import find_recorded_run, load_records
+    from service.observe.trajectories.terminal import print_list
 
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     print_list(console, load_records(find_recorded_run(arguments.run))[-arguments.last :])
@@ -117,8 +117,8 @@ def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> in
     """Print one trajectory."""
     from rich.console import Console
 
-    from service.observe.trajectories import find_record, find_recorded_run, load_records
-    from service.observe.trajectory_views import print_record
+    from service.observe.trajectories.records import find_record, find_recorded_run, load_records
+    from service.observe.trajectories.terminal import print_record
 
     folder = find_recorded_run(arguments.run)
     record = find_record(load_records(folder), arguments.id)
@@ -128,8 +128,8 @@ def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> in
 
 def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write trajectories as an HTML page."""
-    from service.observe.trajectories import find_recorded_run, load_records
-    from service.observe.trajectory_views import html_page
+    from service.observe.trajectories.page import html_page
+    from service.observe.trajectories.records import find_recorded_run, load_records
 
     folder = find_recorded_run(arguments.run)
     records = load_records(folder)[-arguments.last :]
@@ -143,7 +143,7 @@ def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]
     """A run's staleness bound, and a function from token ids to the text of each token."""
     from service.config import load
     from service.config.model_folder import TOKENIZER, read_tokenizer
-    from service.observe.trajectory_views import pieces
+    from service.observe.trajectories.tokens import pieces
     from service.run.folder import CONFIG, initial_model
 
     config = load([folder / CONFIG], []).config

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from service.run.folder import LOGS
+from tests.step_keys import without_meaning
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
@@ -45,6 +46,7 @@ def test_a_short_run_trains_and_leaves_its_folder(drive: Drive, left_over: LeftO
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["trainer/global_step"] for line in lines] == list(range(1, 13))
     for line in lines:
+        assert without_meaning(line) == []
         assert 0 <= line["reward/avg_raw_reward"] <= 1
         assert 0 <= line["async/staleness_max"] <= 4
         assert line["generate/num_seq_after_merge"] < line["generate/num_seq_before_merge"]

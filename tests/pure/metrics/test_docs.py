@@ -8,6 +8,7 @@ from scripts.docs import FILES, configuration_page, metrics_page
 from service.config.load import key_paths, section_of
 from service.config.tree import Config
 from service.observe.metrics_table import TABLE
+from service.observe.step_keys import MEANINGS
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -19,6 +20,8 @@ def test_every_metric_and_every_setting_is_on_its_page() -> None:
     metrics, configuration = metrics_page(), configuration_page()
     for metric in TABLE:
         assert f"| `{metric.name}` | {metric.kind} |" in metrics
+    for key, meaning in MEANINGS.items():
+        assert f"| `{key}` | {meaning} |" in metrics
     for path in key_paths():
         text = f"## `{'.'.join(path)}`" if _is_section(path) else f"| `{path[-1]}` |"
         assert text in configuration, path

@@ -16,7 +16,8 @@ from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_min
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
-from service.observe.trajectories import (
+from service.observe.trajectories.page import html_page
+from service.observe.trajectories.records import (
     describe_ends,
     find_record,
     find_recorded_run,
@@ -24,17 +25,8 @@ from service.observe.trajectories import (
     trained,
     trajectory_records,
 )
-from service.observe.trajectory_views import (
-    LOSS,
-    MASKED,
-    PROMPT,
-    STALE,
-    html_page,
-    pieces,
-    print_list,
-    print_record,
-    tokens_of,
-)
+from service.observe.trajectories.terminal import print_list, print_record
+from service.observe.trajectories.tokens import LOSS, MASKED, PROMPT, STALE, pieces, tokens_of
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.writer import RunWriter
 from service.types import NO_VERSION, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId

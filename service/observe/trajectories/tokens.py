@@ -1,20 +1,11 @@
-"""Views of trajectory records: a list and one trajectory for the terminal, and a self-contained HTML page."""
+"""The tokens of a trajectory record with the text and the kind of each, and lines about records and steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
-from pathlib import Path
-from string import Template
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from service.observe.trajectories import Record
-
-PAGE = Path(__file__).with_name("trajectories_page.html")
+from service.observe.trajectories.records import Record
 
 Words = Callable[[Sequence[int]], list[str]]
 """From token ids to the text that each of them adds."""
@@ -23,8 +14,6 @@ CONTEXT_TOKENS = 4
 """Tokens before a token that may decide its text."""
 
 PROMPT, LOSS, STALE, MASKED, UNUSED = "prompt", "loss", "stale", "masked", "unused"
-
-STYLES = {PROMPT: "dim", LOSS: "green", STALE: "yellow", MASKED: "magenta", UNUSED: "blue"}
 
 LEGEND = {
     PROMPT: "prompt or observation",
@@ -83,49 +72,12 @@ def _kind(mask: int, version: str | None, record: Record, max_staleness: int) ->
     return STALE if trained_at - sampled_at > max_staleness else LOSS
 
 
-def print_list(console: Console, records: Sequence[Record]) -> None:
-    """Print a table with one line per trajectory."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("id", no_wrap=True)
-    table.add_column("fate", no_wrap=True)
-    for name in ("step", "return", "advantage", "turns", "rows", "loss tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ended by")
-    for record in records:
-        table.add_row(
-            record["id"],
-            fate_of(record),
-            str(record["optimizer_step"]),
-            _number(record["return"], ".2f"),
-            _number(record["advantage"], "+.2f"),
-            str(len(record["steps"])),
-            str(record["rows"]),
-            f"{record['loss_tokens']}/{record['sampled_tokens']}",
-            record["stop_reason"],
-        )
-    console.print(table)
-
-
-def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
-    """Print one trajectory step by step; the colour of a token shows its kind."""
-    console.print(Text(record["id"], style="bold"))
-    console.print(Text(headline(record)))
-    for kind, meaning in LEGEND.items():
-        console.print(Text("  \u25a0 ", style=STYLES[kind]) + Text(meaning, style="dim"))
-    for step in record["steps"]:
-        console.print(Text(f"\nstep {step['index']}  {step_line(step)}", style="bold"))
-        line = Text()
-        for token in tokens_of(step, record, max_staleness, words):
-            line.append(token.text, style=STYLES[token.kind])
-        console.print(line)
-
-
 def headline(record: Record) -> str:
     """The fate of a trajectory in one line."""
     when = "in" if record["fate"] == "trained" else "after"
     return (
         f"{fate_of(record)} {when} optimizer step {record['optimizer_step']} (at policy {record['trained_at']}), "
-        f"return {_number(record['return'], 'g')}, advantage {_number(record['advantage'], '+.3f')}, "
+        f"return {number(record['return'], 'g')}, advantage {number(record['advantage'], '+.3f')}, "
         f"{_counted(len(record['steps']), 'turn')} in {_counted(record['rows'], 'row')}, {record['loss_tokens']} of "
         f"{record['sampled_tokens']} sampled tokens carry loss, ended by {record['stop_reason']}"
     )
@@ -140,7 +92,8 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """A number in this format; a record without it has none."""
     return "none" if value is None else format(value, form)
 
 
@@ -149,35 +102,3 @@ def step_line(step: Record) -> str:
     reward = step["reward"] if isinstance(step["reward"], int | float) else sum(step["reward"])
     versions = ", ".join(dict.fromkeys(version for _, version in step["versions"] if version)) or "none"
     return f"row {step['row']}, policy {versions}, reward {reward:g}, {step['stop_reason']}"
-
-
-def html_page(title: str, records: Sequence[Record], max_staleness: int, words: Words) -> str:
-    """All records on one page without external parts; all text from records is escaped."""
-    legend = "".join(f'<span class="{kind}">{escape(meaning)}</span>' for kind, meaning in LEGEND.items())
-    body = "\n".join(_html_record(record, max_staleness, words) for record in records)
-    page = Template(PAGE.read_text(encoding="utf-8"))
-    return page.substitute(title=escape(title), legend=legend, body=body)
-
-
-def _html_record(record: Record, max_staleness: int, words: Words) -> str:
-    parts = [
-        f"<details><summary><h2>{escape(record['id'])}</h2>"
-        f"<span>step {record['optimizer_step']}, return {_number(record['return'], 'g')}, "
-        f"{escape(fate_of(record))}</span></summary>",
-        f"<p>{escape(headline(record))}</p>",
-    ]
-    for step in record["steps"]:
-        parts.append(f'<div class="step">step {step["index"]}: {escape(step_line(step))}</div><div class="tokens">')
-        parts += [_html_token(token) for token in tokens_of(step, record, max_staleness, words)]
-        parts.append("</div>")
-    return "".join([*parts, "</details>"])
-
-
-def _html_token(token: Token) -> str:
-    notes = []
-    if token.logprob is not None and token.kind != MASKED:
-        notes.append(f"log-probability {token.logprob:.3f}")
-    if token.version is not None:
-        notes.append(f"policy {token.version}")
-    title = f' title="{escape(", ".join(notes))}"' if notes else ""
-    return f'<span class="{token.kind}"{title}>{escape(token.text)}</span>'

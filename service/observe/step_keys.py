@@ -1,0 +1,71 @@
+"""The keys of a line of `metrics.jsonl`, which trackers show too, with their meaning.
+
+The keys of which there is also a Prometheus metric are those of `metrics_table`; this table has the others. In
+step-wise training a mean is over trajectories unless the key says otherwise. `<...>` in a key stands for a name.
+"""
+
+from __future__ import annotations
+
+from service.observe.metrics_table import TABLE
+from service.rollout.environments.env_metrics import MAX_NAMES
+
+_RATIO = {
+    "is_ratio_mean": "Mean importance ratio",
+    "is_ratio_std": "Standard deviation of the importance ratios",
+    "is_ratio_max": "Largest importance ratio",
+    "effective_sample_fraction": "Effective sample size by the importance ratios, (sum r)^2 / (n sum r^2), 0 to 1,",
+}
+_AT_STALENESS = "of the loss tokens at this staleness: `<versions>` is `0`, `1`, `2`, `3_4`, `5_8` or `9_up`."
+
+STEP_KEYS: dict[str, str] = {
+    "trainer/incarnation": "Incarnation of the trainer; with the step it is the policy's version.",
+    "reward/mean_positive_reward": "Mean of the returns of the mini-batch, negative ones counted as 0.",
+    "reward/avg_pass_at_<n>": "Fraction of groups, filtered ones too, in whose `<n>` samples a return is positive.",
+    "generate/batch_num_seq": "Rows of the mini-batch.",
+    "generate/batch_num_tokens": "Tokens of the mini-batch's rows.",
+    "generate/merge_ratio": "Steps for each row: how many turns share a row on average.",
+    "generate/tokens_before_merge": "Tokens that the rows would have without merging.",
+    "generate/tokens_after_merge": "Tokens of the merged rows.",
+    "generate/steps_extended": "Steps that extended the row of the step before them.",
+    "generate/steps_forked": "Steps that began another row because they left the sampled text of an earlier one.",
+    "generate/steps_realigned": "Steps whose drifted prefix was realigned (`drift: realign`).",
+    "generate/steps_reset": "Steps that began another row because they share at most a first prompt.",
+    "generate/realigned_tokens": "Sampled tokens that carry no loss because their context was realigned.",
+    "generate/batch_imbalance": "Cost of the most loaded rank, over the mean cost of a rank.",
+    "generate/batch_num_micro_batches": "Micro-batches of all ranks.",
+    "generate/batch_num_dummies": "Micro-batches without tokens, which give every rank the same number.",
+    "generate/filtered_groups": "Groups that filters removed since the mini-batch before.",
+    "generate/avg_num_tokens": "Mean tokens of a trajectory after its first prompts, observations included.",
+    "generate/avg_assistant_tokens": "Mean tokens of a trajectory that the policy sampled.",
+    "generate/avg_num_turns": "Mean turns of a trajectory.",
+    "tokens/loss": "Sampled tokens that carry loss.",
+    "tokens/masked": "Sampled tokens that carry no loss for another reason than their staleness.",
+    "async/staleness_max": "Largest staleness of a token of the mini-batch that a policy sampled.",
+    "async/stale_tokens": "Tokens too stale to carry loss.",
+    "async/stale_tokens_quarter_<q>": "The same, of a quarter of the trajectories by length; 4 has the longest.",
+    "async/trainer_wait_fraction": "Fraction of the training's time for which the trainer waited.",
+    "async/generator_wait_fraction": "Fraction of their time for which the generators waited for work.",
+    "policy/is_ratio_std": f"{_RATIO['is_ratio_std']} of the loss tokens.",
+    "policy/is_ratio_max": f"{_RATIO['is_ratio_max']} of a loss token.",
+    "policy/effective_sample_fraction": f"{_RATIO['effective_sample_fraction']} of the loss tokens.",
+    "policy/loss_metrics/masked_ratio": "Fraction of loss tokens whose loss a correction set to 0.",
+    "policy/loss_metrics/truncated_ratio": "Fraction of loss tokens whose importance weight was truncated.",
+    "policy/reference_kl": "Approximate divergence from the reference weights (`algorithm.kl_coef`).",
+    "policy/by_staleness/<versions>/tokens": f"Number {_AT_STALENESS}",
+    **{f"policy/by_staleness/<versions>/{name}": f"{text} {_AT_STALENESS}" for name, text in _RATIO.items()},
+    "policy/by_staleness/<versions>/kl": f"Approximate divergence of trainer and sampling policy {_AT_STALENESS}",
+    "policy/by_staleness/<versions>/clip_ratio": f"Clipped fraction {_AT_STALENESS}",
+    "timing/eval": "Seconds of the evaluations after this step.",
+    "eval/<set>/avg_score": "Mean return over the evaluation set.",
+    "eval/<set>/pass_at_<k>": "Chance that one of `<k>` samples of a prompt has a positive return.",
+    "eval/<set>/avg_turns": "Mean turns of an evaluated trajectory.",
+    "eval/<set>/avg_tokens": "Mean sampled tokens of an evaluated trajectory.",
+    "eval/<set>/lost_trajectories": "Evaluated trajectories that engine or environment lost; no mean counts them.",
+    "environment/<environment>/<name>": (
+        "Mean of what the environment returns as `info`, over the trajectories that ended since the step before; "
+        f"at most {MAX_NAMES} names."
+    ),
+}
+
+MEANINGS: dict[str, str] = {metric.key: metric.help for metric in reversed(TABLE) if metric.key} | STEP_KEYS
+"""Every key with its meaning."""

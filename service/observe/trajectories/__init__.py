@@ -1,0 +1,1 @@
+"""Records of trajectories for people: `records` samples and reads them, `terminal` and `page` show them."""

@@ -1,0 +1,68 @@
+"""Every key of `metrics.jsonl` has a meaning, which the documentation shows."""
+
+from pathlib import Path
+
+import numpy as np
+
+from service.config import Config
+from service.evaluation.scores import EvalTrajectory, summarize
+from service.handoff import BatchSettings, CompleteGroup, VersionHistory, batch_of_rank, form_mini_batch
+from service.handoff.batches.form import with_filtered
+from service.handoff.ledger.state import FilteredStats
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import ends_table
+from service.learn.learner import Learner
+from service.observe.metrics_table import TABLE
+from service.observe.progress import Progress
+from service.run.folder import METRICS, read_lines
+from service.run.writer import RunWriter
+from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.learn.builders import CPU, settings, small_model
+from tests.step_keys import without_meaning
+
+N = 2
+"""Samples of a group, and turns of a trajectory."""
+
+
+def group(group_id: int) -> CompleteGroup:
+    """Turns that merge, of two versions."""
+    steps, ends = [], []
+    for sample in range(N):
+        trajectory, uid, text = TrajectoryId(group_id, sample), f"p{group_id}", [5, 6]
+        for index in range(N):
+            response = [7 + sample, 8 + index]
+            tokens = (np.array(text, np.int32), np.array(response, np.int32), np.full(2, -3, np.float32))
+            version = np.full(2, PolicyVersion(0, index).pack())
+            steps.append(Step(trajectory, uid, index, *tokens, np.ones(2, np.bool_), version, 1.0))
+            text = [*text, *response, 9]
+        ends.append(TrajectoryEnd(trajectory, uid, N, "stop", float(sample)))
+    return CompleteGroup(group_id, uid, steps_table(steps), ends_table(ends))
+
+
+def line(config: Config, folder: Path) -> dict[str, float]:
+    """The line of a step with everything that a line can have."""
+    history = VersionHistory()
+    history.publish(PolicyVersion(0, 1))
+    groups = [group(number) for number in range(2)]
+    batch = with_filtered(form_mini_batch(0, groups, history, BatchSettings.of(config)), groups, FilteredStats())
+    report = Learner(config, small_model(folder / "model"), CPU, 0, 1).step(batch_of_rank(batch, 0))
+    assert report.applied
+    played = [EvalTrajectory(f"p{prompt}", 1.0, 1, 4, "stop") for prompt in range(2) for _ in range(N)]
+    environments = {"hangman": {"trajectories": 2.0, "won": 1.0}}
+    generator = {"name": "g", "pid": 1, "elapsed_seconds": 9.0, "wait_seconds": 1.0, "environments": environments}
+    run = RunWriter(folder / "run")
+    progress = Progress(config, run, lambda said: None)
+    measured = report.metrics | summarize("held_out", played).metrics()
+    progress.stepped(PolicyVersion(0, 2), batch.metrics, measured, [generator])
+    run.close()
+    (written,) = read_lines(folder / "run" / METRICS)
+    return written
+
+
+def test_every_key_of_a_line_has_a_meaning(tmp_path: Path) -> None:
+    trainer = {"ranks": 1, "mini_batch_size": 2, "max_tokens_per_micro_batch": 64}
+    written = line(settings({"n_samples_per_prompt": N, "kl_coef": 0.1}, trainer), tmp_path)
+    assert without_meaning(written) == []
+    assert {"policy/reference_kl", "policy/by_staleness/1/kl", "environment/hangman/won"} <= written.keys()
+    assert {metric.key for metric in TABLE} - written.keys() == {""}
+    assert without_meaning(["policy/new", "rewards", *written]) == ["policy/new", "rewards"]

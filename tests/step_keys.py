@@ -1,0 +1,16 @@
+"""Which keys of a line of `metrics.jsonl` have a meaning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from service.observe.step_keys import MEANINGS
+
+_NAME = re.compile(r"<\w+>")
+_KEYS = re.compile("|".join(".+".join(map(re.escape, _NAME.split(key))) for key in MEANINGS))
+
+
+def without_meaning(keys: Iterable[str]) -> list[str]:
+    """The keys to add to `service.observe.step_keys`, or to the metrics' table."""
+    return [key for key in keys if not _KEYS.fullmatch(key)]
