@@ -336,7 +336,7 @@ def test_a_run_that_has_just_begun_has_a_status_too() -> None:
     assert lines[0] == "run: starting, step 0, policy 0.0" and any("GENERATORS" in line for line in lines)
 
 
-COMMANDS = ("init", "run", "submit", "eval", "config", "status", "simulate", "replay", "trajectories")
+COMMANDS = ("init", "run", "submit", "eval", "config", "status", "logs", "simulate", "replay", "trajectories")
 ACTIONS = (("config", ("show", "validate", "schema")), ("trajectories", ("list", "show", "export-html")))
 
 
