@@ -1,36 +1,47 @@
-"""Runs a policy's SQL read-only: a statement can change nothing, load no code and exhaust neither time nor memory."""
+"""Runs a policy's SQL read-only: a statement can change nothing, load no code and exhaust neither time nor memory.
+
+Statements run in a few child processes, one at a time in each. The kernel ends a process whose statement takes too
+long, and refuses it memory beyond its limit; the next statement gets a new process.
+`python -m service.rollout.child_main examples.sqlite_query` is the inside of such a process.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import os
+import resource
+import signal
 import sqlite3
+from asyncio import AbstractEventLoop
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
-from service.clock import Clock, SystemClock
+from service.rollout.child_main import serve
+from service.rollout.child_process import ChildDied, ChildProcesses
+
+PROCESSES = min(max(2, os.cpu_count() or 1), 16)
+"""Most processes that run statements at once; further statements wait for their turn."""
+MEMORY = 512 << 20
+"""Bytes of address space of a process."""
+TEMPORARY_FILE = 1 << 30
+"""Bytes of a temporary file, such as that of a large sort."""
+ANSWER = 1 << 24
+"""Most bytes of a result as JSON."""
+SHOWN_CHARACTERS = 80
+"""Most characters of one cell in a result that is shown."""
+OUT_OF_MEMORY = 3
+"""Exit code of a process whose statement needed more than `MEMORY`."""
 
 READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
-INSTRUCTIONS_BETWEEN_LOOKS = 100
-"""Virtual machine instructions between two checks of the query's deadline."""
-LIMITS = {
-    sqlite3.SQLITE_LIMIT_LENGTH: 200_000,
-    sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
-    sqlite3.SQLITE_LIMIT_COLUMN: 200,
-    sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 20,
-    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 200,
-    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
-}
-"""Sizes of values, statements and patterns, whose handling the deadline cannot interrupt."""
-
 FORBIDDEN = frozenset({"load_extension", "fts3_tokenizer"})
-"""Functions that load code, or access this process's memory."""
-SEARCHING = frozenset({"instr", "replace", "trim", "ltrim", "rtrim"})
-"""Functions that take up to the product of their arguments' lengths, which the deadline cannot interrupt."""
-MOST_SEARCHES = 10
-"""Most calls of such functions in one statement."""
-
-CLOCK = SystemClock()
+"""Functions that load code, or access the process's memory."""
+LIMITS = {sqlite3.SQLITE_LIMIT_COLUMN: 200, sqlite3.SQLITE_LIMIT_ATTACHED: 0}
 
 Cell = int | float | str | bytes | None
 
@@ -48,67 +59,142 @@ class Result:
     truncated: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Runs one statement at a time against a database file that it opens read-only."""
+class QueryProcesses:
+    """The processes of an event loop; its open episodes share them, and the last one to close ends them."""
 
-    seconds: float = 5.0
-    """Seconds that a query may take."""
-    max_rows: int = 1000
-    max_bytes: int = 8 << 20
-    """Bytes of text and blobs in one result."""
-    clock: Clock = CLOCK
+    _of_loop: ClassVar[WeakKeyDictionary[AbstractEventLoop, QueryProcesses]] = WeakKeyDictionary()
 
-    def query(self, database: Path, sql: str) -> Result:
-        """The first rows of a statement's result.
+    def __init__(self) -> None:
+        self._children = ChildProcesses("examples.sqlite_query", ANSWER)
+        self._room = asyncio.Semaphore(PROCESSES)
+        self._episodes = 0
+
+    @classmethod
+    def join(cls) -> QueryProcesses:
+        """The processes of the running event loop, for one more episode."""
+        shared = cls._of_loop.setdefault(asyncio.get_running_loop(), cls())
+        shared._episodes += 1
+        return shared
+
+    async def leave(self) -> None:
+        """One episode less."""
+        self._episodes -= 1
+        if not self._episodes:
+            del self._of_loop[asyncio.get_running_loop()]
+            await self._children.close()
+
+    async def shown(self, database: Path, sql: str, max_rows: int, seconds: float) -> str:
+        """As `shown`, of the first rows of a statement's result.
 
         Raises:
             QueryFailed: the statement is wrong, writes, or takes too much time or memory.
         """
-        try:
-            with closing(self._open(database)) as connection:
-                cursor = connection.execute(sql)
-                rows = self._fetch(cursor)
-                columns = tuple(column[0] for column in cursor.description or ())
-        except (sqlite3.Error, sqlite3.Warning) as error:
-            late = f"the query took longer than {self.seconds:g} s"
-            raise QueryFailed(late if str(error) == "interrupted" else str(error)) from error
-        except (MemoryError, OverflowError, ValueError) as error:  # a value or statement too large for Python
-            raise QueryFailed(str(error) or type(error).__name__) from error
-        return Result(columns, rows[: self.max_rows], len(rows) > self.max_rows)
+        return str(await self._ask("shown", database, sql, max_rows, seconds))
 
-    def _fetch(self, cursor: sqlite3.Cursor) -> list[tuple[Cell, ...]]:
-        rows: list[tuple[Cell, ...]] = []
-        size = 0
-        for row in cursor:
-            rows.append(row)
-            size += sum(len(cell) for cell in row if isinstance(cell, str | bytes))
-            if size > self.max_bytes:
-                raise QueryFailed(f"the result is larger than {self.max_bytes} bytes")
-            if len(rows) > self.max_rows:
-                break
-        return rows
+    async def digest(self, database: Path, sql: str, max_rows: int, seconds: float, ordered: bool) -> str | None:
+        """As `digest`, of a statement's result.
 
-    def _open(self, database: Path) -> sqlite3.Connection:
-        connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
-        for limit, value in LIMITS.items():
-            connection.setlimit(limit, value)
-        connection.text_factory = partial(str, encoding="utf-8", errors="replace")
-        deadline = self.clock.monotonic() + self.seconds
-        connection.set_progress_handler(lambda: self.clock.monotonic() > deadline, INSTRUCTIONS_BETWEEN_LOOKS)
-        connection.set_authorizer(_Authorizer())
-        return connection
+        Raises:
+            QueryFailed: the statement is wrong, writes, or takes too much time or memory.
+        """
+        found: str | None = await self._ask("digest", database, sql, max_rows, seconds, ordered=ordered)
+        return found
+
+    async def _ask(self, verb: str, database: Path, sql: str, max_rows: int, seconds: float, **more: bool) -> Any:
+        limits = {"max_rows": max_rows, "seconds": seconds}
+        async with self._room:
+            process = await self._children.take()
+            try:
+                answer = await process.ask({"verb": verb, "database": str(database), "sql": sql, **limits, **more})
+            except ChildDied as died:
+                ends: dict[int | None, str] = {
+                    -signal.SIGALRM: f"the query took longer than {seconds:g} s",
+                    OUT_OF_MEMORY: f"the query needs more than {MEMORY >> 20} MiB of memory",
+                }
+                raise QueryFailed(ends.get(died.code, str(died))) from died
+            finally:
+                self._children.give_back(process)
+        if "failed" in answer:
+            raise QueryFailed(answer["failed"])
+        return answer["found"]
 
 
-class _Authorizer:
-    """Allows one statement to read, and to call functions that are harmless and fast."""
+def read(database: Path, sql: str, max_rows: int) -> Result:
+    """The first rows of a statement's result; in this process, without limits of time and memory.
 
-    def __init__(self) -> None:
-        self._searches = 0
+    Raises:
+        QueryFailed: the statement is wrong, or writes.
+    """
+    try:
+        with closing(_open(database)) as connection:
+            cursor = connection.execute(sql)
+            rows = cursor.fetchmany(max_rows + 1)
+            columns = tuple(column[0] for column in cursor.description or ())
+    except (sqlite3.Error, sqlite3.Warning, OverflowError, ValueError) as error:
+        raise QueryFailed(str(error) or type(error).__name__) from error
+    return Result(columns, rows[:max_rows], len(rows) > max_rows)
 
-    def __call__(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
-        if action not in READING:
-            return sqlite3.SQLITE_DENY
-        name = second.lower() if action == sqlite3.SQLITE_FUNCTION and second is not None else ""
-        self._searches += name in SEARCHING
-        return sqlite3.SQLITE_DENY if name in FORBIDDEN or self._searches > MOST_SEARCHES else sqlite3.SQLITE_OK
+
+def _open(database: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    for limit, value in LIMITS.items():
+        connection.setlimit(limit, value)
+    connection.text_factory = partial(str, encoding="utf-8", errors="replace")
+    connection.set_authorizer(_authorize)
+    return connection
+
+
+def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    calls_forbidden = action == sqlite3.SQLITE_FUNCTION and second is not None and second.lower() in FORBIDDEN
+    return sqlite3.SQLITE_OK if action in READING and not calls_forbidden else sqlite3.SQLITE_DENY
+
+
+def shown(result: Result) -> str:
+    """A result as lines of cells separated by bars, the column names first."""
+    lines = [" | ".join(map(_shown_cell, row)) for row in (result.columns, *result.rows)]
+    if result.truncated:
+        lines.append(f"... only the first {len(result.rows)} rows")
+    return "\n".join(lines)
+
+
+def _shown_cell(cell: Cell) -> str:
+    text = "NULL" if cell is None else str(cell)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def digest(result: Result, ordered: bool) -> str | None:
+    """The same text for the same rows equally often, in the same order if `ordered`; floats count to six digits.
+
+    None: the result has more rows than were read.
+    """
+    rows = [repr(tuple(map(_comparable, row))) for row in result.rows]
+    text = "\n".join(rows if ordered else sorted(rows))
+    return None if result.truncated else hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _comparable(cell: Cell) -> Cell:
+    if not isinstance(cell, float):
+        return cell
+    rounded = float(f"{cell:.6g}")
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+async def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one statement; SIGALRM, which nothing here handles, ends this process when its time is over."""
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+    try:
+        result = read(Path(request["database"]), request["sql"], request["max_rows"])
+        return {"found": shown(result) if request["verb"] == "shown" else digest(result, request["ordered"])}
+    except QueryFailed as failed:
+        return {"failed": str(failed)}
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def main() -> None:
+    """Inside the process: run one statement after the other until stdin closes."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (TEMPORARY_FILE, TEMPORARY_FILE))
+    serve(_answer)

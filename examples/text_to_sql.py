@@ -12,9 +12,7 @@ about the database in `examples.data`, in words of a small vocabulary.
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from examples import data
-from examples.sqlite_query import Cell, QueryFailed, Reader, Result
+from examples.sqlite_query import QueryFailed, QueryProcesses, read, shown
 from service.rollout.environment import Message, StepResult, Task, is_text
 
 DATABASES = Path(__file__).parent / "data" / "databases"
@@ -30,8 +28,6 @@ DATABASES = Path(__file__).parent / "data" / "databases"
 SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
 SOLUTION = re.compile(r"<solution>(.*?)</solution>", re.DOTALL)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-SHOWN_CHARACTERS = 80
-"""Most characters of one cell in an observation."""
 JUDGED_ROWS = 10_000
 """Most rows of a solution; a longer result scores 0."""
 
@@ -41,8 +37,9 @@ class TextToSql:
 
     def __init__(self, databases: str = str(DATABASES), seconds: float = 5.0, shown_rows: int = 20) -> None:
         self._databases = Path(databases)
-        self._explore = Reader(seconds, max_rows=shown_rows)
-        self._judge = Reader(seconds, max_rows=JUDGED_ROWS)
+        self._seconds = seconds
+        self._shown_rows = shown_rows
+        self._queries: QueryProcesses | None = None
 
     def check_task(self, task: Task) -> None:
         """Raises where the row has no query as `ground_truth` or no valid `db_id`; the file is not looked for."""
@@ -54,34 +51,42 @@ class TextToSql:
         """The row's prompt; raises where the database is missing."""
         self._database = database_file(self._databases, str(task.extra_info["db_id"]))
         self._truth = str(task.reward_spec["ground_truth"])
+        self._queries = QueryProcesses.join()
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
         """Run a query, or score a solution."""
+        if self._queries is None:
+            raise RuntimeError("step before reset")
         solutions = SOLUTION.findall(text)
         if solutions:
-            right = await asyncio.to_thread(self._is_right, solutions[-1])
+            right = await self._is_right(self._queries, solutions[-1])
             return StepResult((), float(right), True, {"solved": float(right)})
         queries = SQL.findall(text)
-        text = await asyncio.to_thread(self._observation, queries[-1]) if queries else "give <sql> or <solution>"
+        text = await self._observation(self._queries, queries[-1]) if queries else "give <sql> or <solution>"
         observation = Message(role="user", content=f"<observation> {text} </observation>")
         return StepResult([observation], 0.0, False, {"queries": 1.0 if queries else 0.0})
 
     async def close(self) -> None:
-        """Nothing to close: each query opens the database itself."""
+        """Leave the processes that run queries."""
+        if self._queries is not None:
+            queries, self._queries = self._queries, None
+            await queries.leave()
 
-    def _observation(self, sql: str) -> str:
+    async def _observation(self, queries: QueryProcesses, sql: str) -> str:
         try:
-            return shown(self._explore.query(self._database, sql))
+            return await queries.shown(self._database, sql, self._shown_rows, self._seconds)
         except QueryFailed as failed:
             return f"error : {failed}"
 
-    def _is_right(self, sql: str) -> bool:
-        truth = self._judge.query(self._database, self._truth)
+    async def _is_right(self, queries: QueryProcesses, sql: str) -> bool:
+        ordered = "order by" in self._truth.lower()
+        truth = await queries.digest(self._database, self._truth, JUDGED_ROWS, self._seconds, ordered)
         try:
-            return same_rows(truth, self._judge.query(self._database, sql), ordered="order by" in self._truth.lower())
+            given = await queries.digest(self._database, sql, JUDGED_ROWS, self._seconds, ordered)
         except QueryFailed:
             return False
+        return truth is not None and truth == given
 
 
 def database_file(folder: Path, db_id: str) -> Path:
@@ -100,31 +105,6 @@ def database_file(folder: Path, db_id: str) -> Path:
 def _check_name(db_id: str) -> None:
     if not NAME.fullmatch(db_id):
         raise ValueError(f"db_id {db_id!r:.80} is no name of a database")
-
-
-def shown(result: Result) -> str:
-    """A result as lines of cells separated by bars, the column names first."""
-    lines = [" | ".join(result.columns), *(" | ".join(map(_shown_cell, row)) for row in result.rows)]
-    if result.truncated:
-        lines.append(f"... only the first {len(result.rows)} rows")
-    return "\n".join(lines)
-
-
-def same_rows(truth: Result, given: Result, ordered: bool) -> bool:
-    """True where both have the same rows equally often, and in the same order if `ordered`; floats to six digits."""
-    if truth.truncated or given.truncated:
-        return False
-    wanted, found = ([tuple(map(_comparable, row)) for row in result.rows] for result in (truth, given))
-    return wanted == found if ordered else Counter(wanted) == Counter(found)
-
-
-def _shown_cell(cell: Cell) -> str:
-    text = "NULL" if cell is None else str(cell)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
-
-
-def _comparable(cell: Cell) -> Cell:
-    return float(f"{cell:.6g}") if isinstance(cell, float) else cell
 
 
 DB_ID = "towns"
@@ -205,7 +185,7 @@ def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> l
 
 def _demonstration(asked: SqlQuestion, right: bool) -> list[Message]:
     sql = asked.sql if right else asked.wrong
-    observation = shown(Reader().query(database_file(DATABASES, DB_ID), sql))
+    observation = shown(read(database_file(DATABASES, DB_ID), sql, JUDGED_ROWS))
     return [
         _prompt(asked),
         Message(role="assistant", content=f"<sql> {sql} </sql>"),
