@@ -23,7 +23,7 @@ from service.cli.phases import phase
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import Wait
-from service.observe.logprob_mismatch import logprob_mismatch
+from service.observe.logprob_mismatch import LogprobCheck
 from service.observe.progress import QUIET_SECONDS, Progress
 from service.observe.trajectories.records import describe_ends, trained
 from service.run.checkpoints import Manifest
@@ -68,6 +68,7 @@ class Coordinator:
         self._version = PolicyVersion(0, 0)
         self._waits_for = ""
         self._bad_steps = 0
+        self._logprobs = LogprobCheck(config.weights)
         self._trainer_failures = 0
         self._starting: asyncio.Task[None] | None = None
         """Set while the actors start."""
@@ -219,7 +220,7 @@ class Coordinator:
         if not report.applied:
             await self._release(leased, report.reason or "not applied")
             return
-        if (why := logprob_mismatch(report.metrics, self._config.weights)) is not None:
+        if (why := self._logprobs.mismatch(self._version.step + 1, report.metrics)) is not None:
             raise RunFailed(why)
         self._version = PolicyVersion(self._version.incarnation, self._version.step + 1)
         _accepted(await ask_buffer(self._buffer.commit, self._version.incarnation, leased.lease, self._version))

@@ -139,6 +139,7 @@ class WeightsConfig(Section):
     sync_deadline: Seconds = 300.0
     """Seconds in which an update of an engine must end."""
     verify: bool = False
-    """Fail if engine and trainer disagree on the log-probabilities of tokens that the newest policy sampled."""
+    """Fail if engine and trainer disagree, in several steps in a row, on the log-probabilities of more than a tenth of
+    the tokens that the newest policy sampled."""
     verify_tolerance: Annotated[float, Field(gt=0)] = 1e-3
-    """Largest root mean square difference of the two log-probabilities in nats; bfloat16 needs about 0.1."""
+    """Nats by which the two log-probabilities of a token may differ; bfloat16 needs about 0.1."""

@@ -12,6 +12,7 @@ from service.learn.losses.loss import safe_exp
 
 STALENESS_EDGES = (1, 2, 3, 5, 9)
 STALENESS_BINS = ("0", "1", "2", "3_4", "5_8", "9_up")
+BY_STALENESS = ("tokens", "ratio", "square", "kl", "clipped", "differing")
 
 
 class Sums:
@@ -55,7 +56,9 @@ class Sums:
 class RatioMetrics:
     """Importance ratios of the trained policy over the rollout, in all and by staleness."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tolerance: float) -> None:
+        """`tolerance`: size of a log ratio, in nats, beyond which engine and trainer count as differing."""
+        self._tolerance = tolerance
         # made once, because copying constants to the device waits for the device
         self._edges = torch.tensor(STALENESS_EDGES, device=device)
 
@@ -64,11 +67,14 @@ class RatioMetrics:
         ratio_M = safe_exp(log_ratio_M)
         sums.max("ratio_max", ratio_M)
         kl_M = ratio_M - 1 - log_ratio_M
-        clipped_M = clipped_M.to(ratio_M.dtype)
-        measured = torch.stack([torch.ones_like(ratio_M), ratio_M, ratio_M.square(), kl_M, clipped_M]).double()
+        # "not within", so that NaN counts as differing
+        differing_M = ~(log_ratio_M.abs() <= self._tolerance)
+        clipped_M, differing_M = (flag_M.to(ratio_M.dtype) for flag_M in (clipped_M, differing_M))
+        ones_M = torch.ones_like(ratio_M)
+        measured = torch.stack([ones_M, ratio_M, ratio_M.square(), kl_M, clipped_M, differing_M]).double()
         bin_M = torch.bucketize(staleness_M, self._edges, right=True)
         by_bin = measured.new_zeros(len(measured), len(STALENESS_BINS)).index_add(1, bin_M, measured)
-        for name, bins in zip(("tokens", "ratio", "square", "kl", "clipped"), by_bin, strict=True):
+        for name, bins in zip(BY_STALENESS, by_bin, strict=True):
             sums.add(name, bins)
         largest = torch.full_like(by_bin[0], -torch.inf).scatter_reduce(0, bin_M, ratio_M.double(), "amax")
         for i in range(len(STALENESS_BINS)):
@@ -102,6 +108,7 @@ def step_metrics(totals: dict[str, float], n_loss_tokens: int) -> dict[str, floa
             metrics |= _ratio_metrics(key, mean, square, totals[f"largest/{i}"])
             metrics[f"{key}/kl"] = totals[f"kl/{i}"] / tokens
             metrics[f"{key}/clip_ratio"] = totals[f"clipped/{i}"] / tokens
+            metrics[f"{key}/differing_fraction"] = totals[f"differing/{i}"] / tokens
     return metrics
 
 

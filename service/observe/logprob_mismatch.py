@@ -3,6 +3,12 @@
 Both are log-probabilities of the same token under the same weights, so they differ by rounding only. A larger
 difference means that the engine serves other weights than the trainer sent, or samples from another distribution than
 the trainer assumes.
+
+Rounding in bfloat16 has rare outliers, which would dominate a mean. What counts is therefore the fraction of tokens
+that differ by more than `weights.verify_tolerance`:
+
+    differences 0.01 0.02 4.0 0.01 ... (100 tokens), tolerance 0.1   ->   0.01: rounding
+    differences 0.2  0.3  0.1 0.25 ... (100 tokens), tolerance 0.1   ->   0.9: other weights
 """
 
 from __future__ import annotations
@@ -12,22 +18,49 @@ from collections.abc import Mapping
 
 from service.config.learn import WeightsConfig
 
-FRESH_KL = "policy/by_staleness/0/kl"
+FRESH = "policy/by_staleness/0"
+"""Metrics of the tokens that the newest policy sampled."""
+
+LARGEST_FRACTION = 0.1
+"""Fraction of the newest policy's tokens that may differ by more than the tolerance."""
+
+MIN_TOKENS = 50
+"""A step with fewer tokens of the newest policy says nothing."""
+
+STEPS_IN_A_ROW = 3
+"""Steps that must disagree, one after the other, before the run ends."""
 
 
-def logprob_mismatch(metrics: Mapping[str, float], weights: WeightsConfig) -> str | None:
-    """The reason to end the run; None if the difference is within `weights.verify_tolerance`.
+class LogprobCheck:
+    """Finds out over the steps of a run whether engine and trainer disagree."""
 
-    None too if `weights.verify` is off, or if the step had no token of the newest policy. The metric is the mean of
-    `ratio - 1 - log ratio`, which is half the mean square of a small log ratio.
-    """
-    divergence = metrics.get(FRESH_KL)
-    if not weights.verify or divergence is None:
-        return None
-    difference = math.sqrt(2 * max(divergence, 0.0))
-    if difference <= weights.verify_tolerance:
-        return None
-    return (
-        f"engine and trainer disagree about the newest policy by {difference:.2g} nats a token (root mean square), "
-        f"weights.verify_tolerance is {weights.verify_tolerance:g}: the engine does not serve what the trainer sent"
-    )
+    def __init__(self, weights: WeightsConfig) -> None:
+        self._weights = weights
+        self._disagreed = 0
+        self._agreed_at: int | None = None
+
+    def mismatch(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """The reason to end the run after this step; None where there is none, or `weights.verify` is off."""
+        if not self._weights.verify or metrics.get(f"{FRESH}/tokens", 0) < MIN_TOKENS:
+            return None
+        differing = metrics[f"{FRESH}/differing_fraction"]
+        if differing <= LARGEST_FRACTION:
+            self._disagreed, self._agreed_at = 0, step
+            return None
+        self._disagreed += 1
+        if self._disagreed < STEPS_IN_A_ROW:
+            return None
+        root_mean_square = math.sqrt(2 * max(metrics[f"{FRESH}/kl"], 0.0))
+        return (
+            f"engine and trainer disagree about the newest policy in {self._disagreed} steps in a row: {differing:.0%} "
+            f"of {metrics[f'{FRESH}/tokens']:.0f} tokens differ by more than weights.verify_tolerance "
+            f"({self._weights.verify_tolerance:g} nats; root mean square about {root_mean_square:.2g}). {self._cause()}"
+        )
+
+    def _cause(self) -> str:
+        if self._agreed_at is None:
+            return (
+                "They have not agreed in any step, so look at what differs between them from the start: model.dtype, "
+                "generator.engine_args (quantization, rope scaling), sampling settings that change the distribution"
+            )
+        return f"They agreed until step {self._agreed_at}: the engine does not serve what the trainer sent"

@@ -55,6 +55,9 @@ STEP_KEYS: dict[str, str] = {
     **{f"policy/by_staleness/<versions>/{name}": f"{text} {_AT_STALENESS}" for name, text in _RATIO.items()},
     "policy/by_staleness/<versions>/kl": f"Approximate divergence of trainer and sampling policy {_AT_STALENESS}",
     "policy/by_staleness/<versions>/clip_ratio": f"Clipped fraction {_AT_STALENESS}",
+    "policy/by_staleness/<versions>/differing_fraction": (
+        f"Fraction whose log-probability differs by more than `weights.verify_tolerance` {_AT_STALENESS}"
+    ),
     "timing/eval": "Seconds of the evaluations after this step.",
     "eval/<set>/avg_score": "Mean return over the evaluation set.",
     "eval/<set>/pass_at_<k>": "Chance that one of `<k>` samples of a prompt has a positive return.",

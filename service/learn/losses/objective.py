@@ -74,7 +74,7 @@ class Objective:
         self._dtype = dtype
         self._loss = loss_named(config.algorithm.loss)
         self._corrects_trajectories = over_trajectory(config.algorithm.correction)
-        self._ratio_metrics = RatioMetrics(device)
+        self._ratio_metrics = RatioMetrics(device, config.weights.verify_tolerance)
 
     @property
     def needs_current(self) -> bool:

@@ -1,42 +1,74 @@
 """Engine and trainer give the newest policy's tokens the same log-probabilities, or the run ends with the reason."""
 
-import numpy as np
 import pytest
+import torch
 
 from service.config import Config, WeightsConfig, check
 from service.errors import ConfigError
-from service.observe.logprob_mismatch import FRESH_KL, logprob_mismatch
+from service.learn.step_metrics import RatioMetrics, Sums
+from service.observe.logprob_mismatch import FRESH, LARGEST_FRACTION, MIN_TOKENS, STEPS_IN_A_ROW, LogprobCheck
 
-VERIFY = WeightsConfig(verify=True, verify_tolerance=1e-3)
-
-
-def divergence(difference: float) -> float:
-    """What the trainer reports when every log-probability is off by this much, up or down."""
-    log_ratio = np.array([difference, -difference])
-    return float(np.mean(np.exp(log_ratio) - 1 - log_ratio))
+VERIFY = WeightsConfig(verify=True, verify_tolerance=0.1)
 
 
-def test_differences_within_the_tolerance_pass() -> None:
-    assert logprob_mismatch({FRESH_KL: divergence(9e-4)}, VERIFY) is None
+def measured(differences: list[float]) -> dict[str, float]:
+    """The metrics of fresh tokens whose two log-probabilities differ by these nats."""
+    log_ratio_M = torch.tensor(differences, dtype=torch.float64)
+    sums, none_M = Sums(torch.device("cpu"), 1), torch.zeros(len(differences), dtype=torch.int64)
+    RatioMetrics(torch.device("cpu"), VERIFY.verify_tolerance).add(sums, log_ratio_M, none_M.bool(), none_M)
+    totals = sums.totals()
+    tokens = totals["tokens/0"]
+    return {
+        f"{FRESH}/tokens": tokens,
+        f"{FRESH}/kl": totals["kl/0"] / tokens,
+        f"{FRESH}/differing_fraction": totals["differing/0"] / tokens,
+    }
 
 
-def test_differences_beyond_the_tolerance_are_said_in_nats() -> None:
-    why = logprob_mismatch({FRESH_KL: divergence(0.02)}, VERIFY)
-    assert why is not None and "0.02 nats" in why
+AGREE, DIFFER = measured([0.03, -0.05] * MIN_TOKENS), measured([0.2, -0.3] * MIN_TOKENS)
 
 
-def test_a_difference_beyond_the_tolerance_or_not_a_number_is_a_mismatch() -> None:
-    assert logprob_mismatch({FRESH_KL: divergence(1.1e-3)}, VERIFY) is not None
-    assert logprob_mismatch({FRESH_KL: float("nan")}, VERIFY) is not None
+def mismatches(steps: list[dict[str, float]], weights: WeightsConfig = VERIFY) -> list[str | None]:
+    check = LogprobCheck(weights)
+    return [check.mismatch(number, metrics) for number, metrics in enumerate(steps, start=1)]
 
 
-def test_rounding_below_zero_is_no_mismatch() -> None:
-    assert logprob_mismatch({FRESH_KL: -1e-9}, VERIFY) is None
+def test_rounding_with_a_few_huge_outliers_is_no_mismatch() -> None:
+    outliers = int(2 * MIN_TOKENS * LARGEST_FRACTION) - 1
+    rounding = measured([0.03] * (2 * MIN_TOKENS - outliers) + [12.0] * outliers)
+    assert mismatches([rounding] * 10) == [None] * 10
+
+
+def test_tokens_that_differ_in_several_steps_in_a_row_are_said_with_their_number() -> None:
+    *before, why = mismatches([DIFFER] * STEPS_IN_A_ROW)
+    assert before == [None] * (STEPS_IN_A_ROW - 1)
+    assert why is not None and f"100% of {2 * MIN_TOKENS} tokens" in why and "0.1 nats" in why
+
+
+def test_a_step_that_agrees_begins_the_count_anew() -> None:
+    nearly = [DIFFER] * (STEPS_IN_A_ROW - 1)
+    assert not any(mismatches([*nearly, AGREE, *nearly]))
+
+
+def test_the_reason_says_whether_they_ever_agreed() -> None:
+    never, once = (mismatches([*before, *[DIFFER] * STEPS_IN_A_ROW])[-1] for before in ([], [AGREE]))
+    assert never is not None and "have not agreed in any step" in never
+    assert once is not None and "agreed until step 1: the engine does not serve what the trainer sent" in once
+
+
+def test_too_few_tokens_neither_accuse_nor_acquit() -> None:
+    few = measured([5.0] * (MIN_TOKENS - 1))
+    assert mismatches([few] * 10) == [None] * 10
+    assert mismatches([DIFFER, few, *[DIFFER] * (STEPS_IN_A_ROW - 1)])[-1] is not None
+
+
+def test_log_probabilities_that_are_not_numbers_differ() -> None:
+    assert mismatches([measured([float("nan")] * MIN_TOKENS)] * STEPS_IN_A_ROW)[-1] is not None
 
 
 def test_nothing_is_said_without_fresh_tokens_or_without_being_asked() -> None:
-    assert logprob_mismatch({}, VERIFY) is None
-    assert logprob_mismatch({FRESH_KL: 1.0}, WeightsConfig()) is None
+    assert mismatches([{}] * STEPS_IN_A_ROW) == [None] * STEPS_IN_A_ROW
+    assert mismatches([DIFFER] * STEPS_IN_A_ROW, WeightsConfig()) == [None] * STEPS_IN_A_ROW
 
 
 def test_a_kept_kv_cache_cannot_be_verified() -> None:
