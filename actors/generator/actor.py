@@ -113,7 +113,8 @@ class Generator:
         """Claim, play and submit until the buffer is drained or `stop` is called.
 
         Raises:
-            RunFailed: the engine died, or another incarnation took this generator's place.
+            RunFailed: the engine died, another incarnation took this generator's place, or too many environments did
+                not return after they were cancelled.
             Starved: the buffer did not answer within its deadline.
         """
         if self._joined is None:
@@ -262,6 +263,7 @@ class Generator:
             "counts": dict(self._counts),
             "environments": self._player.env_metrics.sums,
             "last_failure": self._player.last_failure,
+            "leaked_tasks": len(self._player.leaked),
             "engine": dict(engine),
             "outbox": dict(joined.outbox.counts) if joined is not None else {},
             "refusals": dict(joined.outbox.refusals) if joined is not None else {},
@@ -284,6 +286,7 @@ class Generator:
         metrics.set("baton_generator_running_requests", self._engine.running)
         metrics.set("baton_generator_policy_version", self._engine.serving.step)
         metrics.set("baton_generator_group_limit", self._limit.groups)
+        metrics.set("baton_environment_leaked_tasks", len(self._player.leaked))
         metrics.count_to("baton_prefix_cached_tokens_total", self._engine.counts["cached_tokens"])
         if (load := self._engine.load) is not None:
             metrics.set("baton_generator_waiting_requests", load.waiting)

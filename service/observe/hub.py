@@ -59,6 +59,10 @@ class _Pushed:
         """Whether the push is recent."""
         return self.age(now) <= SILENT_SECONDS
 
+    def value(self, name: str) -> float:
+        """The number of a family without labels of its own; 0 where the actor has not measured it."""
+        return float(self.samples[name].split()[-1]) if name in self.samples else 0.0
+
     def sample(self, name: str, value: float) -> bytes:
         """A line of samples about this actor."""
         return f'{name}{{ident="{self.ident}",role="{self.role}"}} {value!r}\n'.encode()
@@ -131,6 +135,7 @@ class Hub:
                 "ident": pushed.ident,
                 "state": "up" if pushed.is_up(now) else "silent",
                 "age_seconds": round(pushed.age(now), 3),
+                "leaked_tasks": int(pushed.value("baton_environment_leaked_tasks")),
             }
             for _, pushed in sorted(self._sources.items())
         ]

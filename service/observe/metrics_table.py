@@ -170,6 +170,10 @@ GENERATORS_AND_WEIGHTS = (
     gauge("baton_generator_policy_version", "Optimizer steps of the policy that an engine serves."),
     gauge("baton_generators_expected", "Generators that the configuration asks for."),
     counter("baton_environment_errors_total", "Trajectories that ended because their environment failed.", ("env",)),
+    gauge(
+        "baton_environment_leaked_tasks",
+        "Episodes whose environment did not return after it was cancelled; beyond a bound the generator is renewed.",
+    ),
     histogram(
         "baton_weight_sync_seconds",
         "Seconds from sending weights until the engines serve them.",

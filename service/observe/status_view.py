@@ -108,6 +108,8 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         yield "waits", f"{wait['who']} for {wait['reason']}{detail}, {_duration(now - wait['since'])}"
     if silent := [actor["ident"] for actor in status["actors"] if actor["state"] != "up"]:
         yield "silent", ", ".join(silent)
+    if leaked := [f"{actor['ident']} {actor['leaked_tasks']}" for actor in status["actors"] if actor["leaked_tasks"]]:
+        yield "leaked", f"episodes that did not return after their cancellation: {', '.join(leaked)}"
 
 
 def _wrapped(line: str, width: int) -> list[str]:

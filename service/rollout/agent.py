@@ -7,9 +7,10 @@ The trajectory's end with its reason comes last. An unfinished turn appends no s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -17,22 +18,15 @@ from typing import NamedTuple
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.conversation import conversation
-from service.rollout.engine import Engine
-from service.rollout.env_guard import (
-    TrajectoryFailed,
-    ask_environment,
-    checked_messages,
-    checked_result,
-    close_environment,
-    generate_turn,
-    render,
-)
-from service.rollout.environment import Environment, Task
+from service.rollout.chat.conversation import Prompt, conversation
+from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.engine import Engine, Generation
+from service.rollout.env_guard import EnvGuard, TrajectoryFailed
+from service.rollout.environment import Task
 from service.rollout.episode import Episode
 from service.rollout.limits import AgentLimits
-from service.rollout.traceback import describe_error
-from service.types import TrajectoryEnd, TrajectoryId
+from service.rollout.validate_generation import validate_generation
+from service.types import Int32s, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +44,7 @@ class Played(NamedTuple):
 async def run_trajectory(
     trajectory: TrajectoryId,
     task: Task,
-    environment: Environment,
+    environment: EnvGuard,
     engine: Engine,
     chat: Chat,
     limits: AgentLimits,
@@ -63,37 +57,63 @@ async def run_trajectory(
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
     turns = conversation(limits.conversation, chat)
     try:
-        messages = checked_messages(await ask_environment(limits, environment.reset, task, seed), limits)
-        prompt = render(partial(turns.begin, messages, task.tools))
+        messages = await environment.reset(task, seed)
+        prompt = _rendered(partial(turns.begin, messages, task.tools))
         while (prompt_ids := episode.next_prompt(prompt)) is not None:
             request_id = f"{trajectory}/turn={episode.n_steps}"
-            generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
+            generation = await _generate(engine, prompt_ids, limits, chat.vocab_size, request_id)
             text = _cut_at_stop(chat.text(generation.token_ids), limits.sampling.stop)
-            result = checked_result(await ask_environment(limits, environment.step, text), limits)
+            result = await environment.step(text)
             response = turns.close(generation, episode.is_last(result.done))
-            episode.finish_turn(response, generation, float(result.reward))
+            episode.finish_turn(response, generation, result.reward)
             info.update(result.info)
             if result.done:
                 break
             if result.history is not None:
-                prompt = render(partial(turns.begin, checked_messages(result.history, limits), task.tools))
+                prompt = _rendered(partial(turns.begin, result.history, task.tools))
             else:
-                prompt = render(partial(turns.follow, text, response.token_ids, result.messages))
+                prompt = _rendered(partial(turns.follow, text, response.token_ids, result.messages))
     except TrajectoryFailed as failed:
         log.warning("%s of prompt %s is lost: %s", trajectory, task.uid, failed)
         episode.stop_reason, failure = failed.reason, str(failed)
     finally:
-        await close_environment(environment, limits, trajectory)
+        await environment.close(trajectory)
     return Played(episode.finish(), info, failure)
 
 
-def lost_trajectory(trajectory: TrajectoryId, task: Task, error: Exception, sink: StepSink) -> Played:
-    """End a trajectory without steps, because its environment could not be made."""
-    failed = TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, describe_error(error))
-    log.warning("%s of prompt %s is lost: %s", trajectory, task.uid, failed)
-    end = TrajectoryEnd(trajectory, task.uid, 0, str(failed.reason), 0.0)
-    sink.end(end)
-    return Played(end, {}, str(failed))
+async def _generate(
+    engine: Engine, prompt_ids: Int32s, limits: AgentLimits, vocab_size: int, request_id: str
+) -> Generation:
+    """Sample one turn of the policy; the engine's own errors propagate.
+
+    Raises:
+        TrajectoryFailed: the turn was aborted, took too long, or its columns are malformed.
+    """
+    try:
+        async with asyncio.timeout(limits.request_deadline) as scope:
+            generation = await engine.generate(prompt_ids, limits.sampling, request_id)
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise TrajectoryFailed(StopReason.ENGINE_TIMEOUT, f"no turn after {limits.request_deadline:g} s") from error
+    if generation.stop_reason == StopReason.ABORT:
+        raise TrajectoryFailed(StopReason.ABORT, "the engine aborted the turn")
+    problem = validate_generation(generation, len(prompt_ids), limits.sampling.max_tokens, vocab_size)
+    if problem is not None:
+        raise TrajectoryFailed(StopReason.ENGINE_OUTPUT, f"the engine answered {request_id} with {problem}")
+    return generation
+
+
+def _rendered(make_prompt: Callable[[], Prompt]) -> Prompt:
+    """Call `make_prompt`, which renders an environment's messages with the chat template.
+
+    Raises:
+        TrajectoryFailed: the chat template refuses the messages.
+    """
+    try:
+        return make_prompt()
+    except MessagesRefused as error:
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
 
 
 def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:

@@ -1,161 +1,256 @@
-"""Calls to the environment and the engine, with deadlines and checks: a failure ends only its own trajectory."""
+"""The guard around a trajectory's environment: whatever its code does costs no other trajectory.
+
+    agent loop --reset, step, close--> task of the environment: its code, then a copy of the returned value
+               <--plain values, or why the trajectory fails--
+
+All code of the environment runs in a task of its own, for the whole episode. The agent loop waits for answers until
+their deadline and never for the task: one that swallows its cancellation is left to itself, and counted.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from numbers import Real
-from typing import Any, ParamSpec, TypeVar, cast
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from service.errors import RunFailed
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.engine import Engine, Generation
-from service.rollout.environment import Environment, Message, OversizedOutput, StepResult
+from service.rollout.environment import Environment, Message, OversizedOutput, StepResult, Task
 from service.rollout.limits import AgentLimits
-from service.rollout.traceback import describe_error
-from service.rollout.validate_generation import validate_generation
-from service.types import Int32s, TrajectoryId
+from service.rollout.plain_values import Copier, NotPlain
+from service.rollout.traceback import describe_error, type_name
+from service.terminal import in_one_line
+from service.types import TrajectoryId
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-P = ParamSpec("P")
-
+RETURN_SECONDS = 5.0
+"""Seconds in which a cancelled call has to return and the environment to close, before its task is left to itself."""
+MAX_LEAKED_TASKS = 100
+"""Most tasks of environments left to themselves in a process; then the process has to be renewed."""
 MESSAGE_KEYS = ("role", "content")
+NUMBER_CHARACTERS = 1 << 10
+"""Most characters of a reward."""
+INFO_CHARACTERS = 1 << 16
+"""Most characters of all names and values in one `info`."""
 
 
 class TrajectoryFailed(Exception):
     """The trajectory is lost; all others go on."""
 
     def __init__(self, reason: StopReason, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
+        super().__init__(f"{reason}: {in_one_line(detail)}")
         self.reason = reason
 
 
-async def generate_turn(
-    engine: Engine, prompt_ids: Int32s, limits: AgentLimits, vocab_size: int, request_id: str
-) -> Generation:
-    """Sample one turn of the policy; the engine's own errors propagate.
+class _Refused(Exception):
+    """What the environment returned is not allowed."""
 
-    Raises:
-        TrajectoryFailed: the turn was aborted, took too long, or its columns are malformed.
-    """
+    def __init__(self, reason: StopReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+class LeakedTasks:
+    """The tasks of environments that did not return after they were cancelled; one that returns later is forgotten."""
+
+    def __init__(self) -> None:
+        self._names: dict[asyncio.Task[None], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, task: asyncio.Task[None], name: str) -> None:
+        """Count a task of the environment `name`, until it returns."""
+        self._names[task] = name
+        task.add_done_callback(self._names.pop)
+
+    def check(self) -> None:
+        """Raises `RunFailed` where there are too many."""
+        if len(self) > MAX_LEAKED_TASKS:
+            names = ", ".join(f"{n} of {name}" for name, n in Counter(self._names.values()).most_common(3))
+            raise RunFailed(
+                f"{len(self)} episodes did not return after they were cancelled ({names}); their environment swallows "
+                "asyncio.CancelledError: let it pass, or set env.isolation to process"
+            )
+
+
+class _Call(NamedTuple):
+    method: str
+    arguments: tuple[Any, ...]
+    read: Callable[[Any], Any]
+    answer: asyncio.Future[Any]
+    """The plain result, or a `TrajectoryFailed`."""
+
+
+class EnvGuard:
+    """One trajectory's environment: `make` makes it, `name` names it in messages."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Environment], limits: AgentLimits, leaked: LeakedTasks | None = None
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._limits = limits
+        self._leaked = LeakedTasks() if leaked is None else leaked
+        self._calls: asyncio.Queue[_Call | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._gave_up = False
+        """The task was cancelled during a call, which may still run."""
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        """Make the environment, begin the episode and return the first messages.
+
+        Raises:
+            TrajectoryFailed: the environment raised, was late, or returned what is not allowed.
+        """
+        messages: list[Message] = await self._ask("reset", partial(_messages, "messages", self._limits), task, seed)
+        return messages
+
+    async def step(self, text: str) -> StepResult:
+        """The answer to one turn of the policy, in plain values.
+
+        Raises:
+            TrajectoryFailed: the environment raised, was late, or returned what is not allowed.
+        """
+        result: StepResult = await self._ask("step", partial(_step_result, self._limits), text)
+        return result
+
+    async def close(self, trajectory: TrajectoryId) -> None:
+        """End the episode; what fails here is logged, because the trajectory is over."""
+        if self._task is None:
+            return
+        self._calls.put_nowait(None)
+        seconds = self._limits.step_deadline
+        seconds = min(seconds, RETURN_SECONDS) if self._gave_up else seconds
+        try:
+            await asyncio.wait({self._task}, timeout=seconds)
+        finally:
+            if not self._task.done():
+                if not self._gave_up:
+                    self._task.cancel()
+                self._leaked.add(self._task, self._name)
+                log.warning("%s: %s was left to itself, it did not end within %g s", trajectory, self._name, seconds)
+
+    async def _ask(self, method: str, read: Callable[[Any], Any], *arguments: Any) -> Any:
+        if self._task is None:
+            self._task = asyncio.create_task(self._serve(), name=self._name)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls.put_nowait(_Call(method, arguments, read, answer))
+        try:
+            deadline = self._limits.step_deadline
+            await asyncio.wait({answer, self._task}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also when the trajectory is cancelled
+            if not answer.done():
+                self._gave_up = True
+                self._task.cancel()
+        if not answer.done():
+            if self._task.done():
+                raise self._failed(StopReason.ENVIRONMENT_ERROR, method, "it cancelled its own task")
+            raise self._failed(StopReason.ENVIRONMENT_TIMEOUT, method, f"no answer after {deadline:g} s")
+        result = answer.result()
+        if isinstance(result, TrajectoryFailed):
+            raise result
+        return result
+
+    async def _serve(self) -> None:
+        """The environment's task: one call after the other; the environment is closed after the last one."""
+        environment: Any = None
+        while (call := await _next(self._calls)) is not None:
+            try:
+                if environment is None:
+                    environment = self._make()
+                answer = call.read(await getattr(environment, call.method)(*call.arguments))
+            except BaseException as error:  # noqa: BLE001 - code of users and policies may raise anything, SystemExit too
+                answer = self._failure(call.method, error)
+            call.answer.set_result(answer)
+            if (task := asyncio.current_task()) is not None:
+                for _ in range(task.cancelling()):
+                    task.uncancel()  # deadlines inside of `close` look at this count
+        if environment is not None:
+            try:
+                await environment.close()
+            except BaseException as error:  # noqa: BLE001 - as above
+                log.warning("%s", self._failure("close", error))
+
+    def _failure(self, method: str, error: BaseException) -> TrajectoryFailed:
+        """Why the trajectory fails after this error of the environment."""
+        kind = type(error)  # `isinstance` would ask the error itself
+        if kind is _Refused:
+            return self._failed(error.reason, method, error.detail)  # type: ignore[attr-defined]
+        if issubclass(kind, asyncio.CancelledError):
+            return self._failed(StopReason.ENVIRONMENT_ERROR, method, "what it waited for was cancelled")
+        oversized = issubclass(kind, OversizedOutput)
+        reason = StopReason.ENVIRONMENT_OUTPUT if oversized else StopReason.ENVIRONMENT_ERROR
+        return self._failed(reason, method, describe_error(error))
+
+    def _failed(self, reason: StopReason, method: str, detail: str) -> TrajectoryFailed:
+        return TrajectoryFailed(reason, f"{self._name}.{method}: {detail}")
+
+
+async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
+    """The next call; None after the last one, or where the task was cancelled between two calls."""
     try:
-        async with asyncio.timeout(limits.request_deadline) as scope:
-            generation = await engine.generate(prompt_ids, limits.sampling, request_id)
-    except TimeoutError as error:
-        if not scope.expired():
-            raise
-        raise TrajectoryFailed(StopReason.ENGINE_TIMEOUT, f"no turn after {limits.request_deadline:g} s") from error
-    if generation.stop_reason == StopReason.ABORT:
-        raise TrajectoryFailed(StopReason.ABORT, "the engine aborted the turn")
-    problem = validate_generation(generation, len(prompt_ids), limits.sampling.max_tokens, vocab_size)
-    if problem is not None:
-        raise TrajectoryFailed(StopReason.ENGINE_OUTPUT, f"the engine answered {request_id} with {problem}")
-    return generation
+        return await calls.get()
+    except asyncio.CancelledError:
+        return None
 
 
-async def ask_environment(limits: AgentLimits, method: Callable[P, Awaitable[T]], *args: P.args, **more: P.kwargs) -> T:
-    """The answer of a method of the environment.
+def _step_result(limits: AgentLimits, result: Any) -> StepResult:
+    if not issubclass(type(result), StepResult):
+        raise _Refused(StopReason.ENVIRONMENT_ERROR, f"returned a {type_name(result)}; a StepResult is needed")
+    messages, reward, done, info, history = tuple.__iter__(result)
+    ends = _plain("done", done, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
+    if not isinstance(ends, int):
+        raise _Refused(StopReason.ENVIRONMENT_ERROR, f"done is {ends!r:.80}; true or false is needed")
+    number = _plain("reward", reward, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_REWARD)
+    if not isinstance(number, int | float) or not math.isfinite(_float(number)):
+        raise _Refused(StopReason.ENVIRONMENT_REWARD, f"reward is {number!r:.80}; a finite number is needed")
+    return StepResult(
+        () if ends else _messages("messages", limits, messages),
+        float(number),
+        bool(ends),
+        {} if info is None else _info(info),
+        None if ends or history is None else _messages("history", limits, history),
+    )
 
-    Raises:
-        TrajectoryFailed: the environment raised, or did not answer within `limits.step_deadline`.
-    """
+
+def _messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
+    messages: Any = _plain(field, value, limits.max_observation_characters, StopReason.ENVIRONMENT_OUTPUT)
+    if not isinstance(messages, list):
+        raise _Refused(StopReason.ENVIRONMENT_OUTPUT, f"{field} is a {type_name(value)}; a list of messages is needed")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in MESSAGE_KEYS):
+            raise _Refused(StopReason.ENVIRONMENT_OUTPUT, f"{field}[{i}] needs a role and a text as content")
+    return messages
+
+
+def _info(value: Any) -> dict[str, float]:
+    info = _plain("info", value, INFO_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
+    if not isinstance(info, dict):
+        raise _Refused(StopReason.ENVIRONMENT_ERROR, f"info is a {type_name(value)}; numbers by name are needed")
+    for name, number in info.items():
+        if not isinstance(number, int | float):
+            raise _Refused(StopReason.ENVIRONMENT_ERROR, f"info[{name!r:.80}] is {number!r:.80}; a number is needed")
+    return {name: _float(number) for name, number in info.items()}
+
+
+def _float(number: float) -> float:
+    """The number; NaN where it is not finite or beyond every float."""
     try:
-        async with asyncio.timeout(limits.step_deadline) as scope:
-            return await method(*args, **more)
-    except asyncio.CancelledError as error:
-        current = asyncio.current_task()
-        if current is None or current.cancelling():
-            raise
-        # Not the trajectory was cancelled, but something inside the environment.
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, "what it waited for was cancelled") from error
-    except OversizedOutput as error:
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
-    except BaseException as error:
-        # The environment may execute text of the policy, so any exception is possible, SystemExit included.
-        if isinstance(error, TimeoutError) and scope.expired():
-            late = f"no answer after {limits.step_deadline:g} s"
-            raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, describe_error(error)) from error
+        return float(number) if math.isfinite(number) else math.nan
+    except OverflowError:
+        return math.nan
 
 
-async def close_environment(environment: Environment, limits: AgentLimits, trajectory: TrajectoryId) -> None:
-    """Close the environment; a failure is only logged, because the trajectory is over."""
+def _plain(field: str, value: Any, most: int, reason: StopReason) -> Any:
     try:
-        await ask_environment(limits, environment.close)
-    except TrajectoryFailed as failed:
-        log.warning("%s: the environment did not close: %s", trajectory, failed)
-
-
-def checked_result(result: StepResult, limits: AgentLimits) -> StepResult:
-    """The result with its values converted to plain Python types.
-
-    Raises:
-        TrajectoryFailed: it is no `StepResult`, its reward is not finite, or another field is malformed or too large.
-    """
-    if not isinstance(result, StepResult):
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"step returned a {type(result).__name__}, no StepResult")
-    if not isinstance(result.reward, Real) or not _is_finite(result.reward):
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, f"the reward is {_shown(result.reward)}")
-    if not isinstance(result.done, bool | np.bool_ | int):
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"done is true or false, not {_shown(result.done)}")
-    messages = () if result.done else checked_messages(result.messages, limits)
-    done, info = bool(result.done), _checked_info(result.info)
-    return result._replace(messages=messages, reward=float(result.reward), done=done, info=info)
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
-
-
-def _shown(value: Any) -> str:
-    try:
-        return f"{value!r:.80}"
-    except Exception:  # noqa: BLE001 - an integer of too many digits, or any error in a user's `__repr__`
-        return f"a {type(value).__name__}"
-
-
-def _checked_info(info: Any) -> dict[str, float]:
-    info = {} if info is None else info
-    if not isinstance(info, Mapping) or not all(isinstance(value, Real | np.bool_) for value in info.values()):
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"info holds numbers by name, not {_shown(info)}")
-    return {str(name): float(value) if _is_finite(value) else math.nan for name, value in info.items()}
-
-
-def checked_messages(messages: Sequence[Message], limits: AgentLimits) -> Sequence[Message]:
-    """Copies of the messages, because the environment may reuse its own objects.
-
-    Raises:
-        TrajectoryFailed: a message is malformed, or all together exceed `limits.max_observation_characters`.
-    """
-    if not isinstance(messages, Sequence):
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"{type(messages).__name__} is no list of messages")
-    size = 0
-    for message in messages:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in MESSAGE_KEYS):
-            raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, "a message needs a role and a text as content")
-        size += len(message["content"])
-    if size > limits.max_observation_characters:
-        allowed = f"{limits.max_observation_characters} are allowed"
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, f"{size} characters at once; {allowed}")
-    return [cast(Message, dict(message)) for message in messages]
-
-
-def render(make_prompt: Callable[[], T]) -> T:
-    """Call `make_prompt`, which renders an environment's messages with the chat template.
-
-    Raises:
-        TrajectoryFailed: the chat template refuses the messages.
-    """
-    try:
-        return make_prompt()
-    except MessagesRefused as error:
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
+        return Copier(most).copy(value)
+    except NotPlain as refused:
+        raise _Refused(reason, f"{field}{refused}") from None
+    except BaseException as error:  # noqa: BLE001 - the copy runs methods of the value's class, which may raise anything
+        raise _Refused(reason, f"{field} cannot be read: {describe_error(error)}") from None

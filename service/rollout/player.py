@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from service.config import Config
-from service.errors import UserError
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import StepColumns, StepSink
-from service.rollout.agent import Played, lost_trajectory, run_trajectory
+from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine
+from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.environments.factory import Environments
@@ -35,11 +36,16 @@ class Player:
         self._environments = Environments(config.env)
         self.last_failure = ""
         """Why the most recent lost trajectory was lost."""
+        self.leaked = LeakedTasks()
         self.env_metrics = EnvMetrics()
         """The `info` of the environments, summed over the trajectories played for training."""
 
     async def play(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
-        """Play one trajectory for training; its steps and its end go to `sink`."""
+        """Play one trajectory for training; its steps and its end go to `sink`.
+
+        Raises:
+            RunFailed: too many environments did not return after they were cancelled; this process has to be renewed.
+        """
         # All samples of a group share the environment's seed, so that only the policy differs.
         played = await self._play(trajectory, task, sink, f"{self._config.run.seed}/{trajectory.group_id}")
         if not played.failure:
@@ -74,21 +80,19 @@ class Player:
         await self._environments.close()
 
     async def _play(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> Played:
+        self.leaked.check()
         async with self._environments.room:
-            try:
-                environment = self._environments.make(task)
-            except UserError as error:  # the same constructor worked at the start
-                played = lost_trajectory(trajectory, task, error, sink)
-            else:
-                played = await run_trajectory(
-                    trajectory,
-                    deepcopy(task),  # an environment may change its row, which other trajectories share
-                    environment,
-                    self._engine,
-                    self._chat,
-                    self._limits,
-                    xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF,
-                    sink,
-                )
+            name = task.env_class or self._config.env.name
+            guard = EnvGuard(name, partial(self._environments.make, task), self._limits, self.leaked)
+            played = await run_trajectory(
+                trajectory,
+                deepcopy(task),  # an environment may change its row, which other trajectories share
+                guard,
+                self._engine,
+                self._chat,
+                self._limits,
+                xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF,
+                sink,
+            )
         self.last_failure = played.failure or self.last_failure
         return played

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +26,11 @@ from service.handoff.steps.tables import end_objects, trajectory_ids
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
+from service.rollout import env_guard
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.engine import Generation, Sampling
+from service.rollout.environment import Message, StepResult, Task
 from service.rollout.player import Player
 from service.rollout.prompts.dataset import write_rows
 from service.types import NO_VERSION, Int32s, PolicyVersion, StepGroup, TrajectoryId
@@ -107,16 +111,23 @@ def engine_of(generator: Generator) -> FakeEngine:
     return generator._engine
 
 
+def join(generator: Generator, config: Config, folder: Path, buffer: FakeBuffer) -> AnsweringEngine:
+    """Give the generator an engine that answers, a buffer, and the configured environment for every row."""
+    generator._tasks = [replace(task, env_class=config.env.name) for task in generator._tasks]
+    engine = AnsweringEngine(load_chat(folder, config.generator).end_id)
+    generator._engine = engine  # type: ignore[assignment]
+    generator._player = Player(config, folder, engine)
+    outbox = Outbox("g", 1, buffer.submit, 60.0, generator._close, generator._cancel, generator._unmeasured.append)
+    generator._joined = Joined(Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
+    return engine
+
+
 async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted(
     generator: Generator, tmp_path: Path
 ) -> None:
     config, max_turns = Config(), Config().env.max_turns
-    engine = AnsweringEngine(load_chat(tmp_path, config.generator).end_id)
-    generator._engine = engine  # type: ignore[assignment]
-    generator._player = Player(config, tmp_path, engine)
     buffer = FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 4)) for g in range(2)))
-    outbox = Outbox("g", 1, buffer.submit, 60.0, generator._close, generator._cancel, generator._unmeasured.append)
-    generator._joined = Joined(Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
+    engine = join(generator, config, tmp_path, buffer)
     async with asyncio.timeout(120):
         await generator.run()
     steps = [identity for group in buffer.groups for identity in trajectory_ids(group.steps)]
@@ -131,6 +142,59 @@ async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted
     generator._measure_now(generator._metrics)
     counted = f'baton_generated_tokens_total{{ident="g",role="generator"}} {6 * max_turns}.0'
     assert counted.encode() in generator._metrics.snapshot()
+
+
+class Swallows:
+    """Swallows the first cancellation of its step and never returns."""
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        return list(task.prompt)
+
+    async def step(self, text: str) -> StepResult:
+        with suppress(BaseException):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+        return StepResult((), 1.0, True)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def swallows(monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setattr(env_guard, "RETURN_SECONDS", 0.05)
+    env = {"name": f"{__name__}:Swallows", "trusted_modules": [__name__], "step_deadline": 0.05}
+    return Config.model_validate({"env": env})
+
+
+async def test_environments_that_swallow_their_cancellation_keep_no_slot_and_are_counted(
+    generator: Generator, tmp_path: Path, swallows: Config
+) -> None:
+    buffer = FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 0)) for g in range(2)))
+    join(generator, swallows, tmp_path, buffer)
+    async with asyncio.timeout(120):
+        await generator.run()
+    ends = [end for group in buffer.groups for end in end_objects(group.ends)]
+    assert [end.stop_reason for end in ends] == ["environment_timeout"] * 6
+    status = await generator.status()
+    assert (status["groups"], status["trajectories"], status["leaked_tasks"]) == (0, 0, 6)
+    generator._measure_now(generator._metrics)
+    assert b'baton_environment_leaked_tasks{ident="g",role="generator"} 6.0' in generator._metrics.snapshot()
+
+
+async def test_beyond_the_bound_of_leaked_tasks_the_generator_ends_so_that_its_process_is_renewed(
+    generator: Generator, tmp_path: Path, swallows: Config, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env_guard, "MAX_LEAKED_TASKS", 2)
+    monkeypatch.setattr(generator._limit, "groups", 1)
+    groups = (Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 0)) for g in range(2))
+    join(generator, swallows, tmp_path, FakeBuffer(*groups))
+    async with asyncio.timeout(120):
+        with pytest.raises(RunFailed, match="3 episodes did not return after they were cancelled"):
+            await generator.run()
+        while not exits:
+            await asyncio.sleep(0.01)
+    assert exits == [1]
 
 
 async def test_held_weights_can_be_opened_until_they_are_released(generator: Generator) -> None:

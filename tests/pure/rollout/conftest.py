@@ -15,6 +15,7 @@ from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
+from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.limits import AgentLimits
 from service.types import Int32s, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
@@ -104,13 +105,15 @@ async def play(
     environment: Environment,
     task: Task = QUESTION,
     observe: Callable[[Played], None] | None = None,
+    leaked: LeakedTasks | None = None,
     **changed: object,
 ) -> tuple[list[Step], TrajectoryEnd]:
     """One whole trajectory: its steps and its end."""
     allowed = limits(chat, **changed)
     columns = StepColumns()
     of = TrajectoryId(3, 1)
-    played = await run_trajectory(of, task, environment, engine, chat, allowed, 0, columns)
+    guard = EnvGuard("scripted", lambda: environment, allowed, leaked)
+    played = await run_trajectory(of, task, guard, engine, chat, allowed, 0, columns)
     if columns.ends != [played.end]:
         raise AssertionError(f"one end: {columns.ends}")
     if observe is not None:

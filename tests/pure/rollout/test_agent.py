@@ -334,17 +334,17 @@ async def test_facts_that_are_missing_or_too_large_for_a_float_cost_nothing(
 
 @pytest.mark.parametrize("mode", ["append", "rerender", "inline"])
 @pytest.mark.parametrize(
-    "result",
+    ("result", "n_steps"),
     [
-        told("half \ud800 pair"),
-        told("17")._replace(history=[]),
-        told("17")._replace(history=[{"role": "\udfff", "content": "17"}]),
+        (told("half \ud800 pair"), 0),
+        (told("17")._replace(history=[]), 1),
+        (told("17")._replace(history=[{"role": "\udfff", "content": "17"}]), 0),
     ],
 )
 @pytest.mark.asyncio
-async def test_messages_that_are_no_prompt_end_their_own_trajectory_after_its_finished_step(
-    chat: Chat, result: StepResult, mode: Mode
+async def test_messages_that_are_no_prompt_end_their_own_trajectory_also_after_its_finished_step(
+    chat: Chat, result: StepResult, n_steps: int, mode: Mode
 ) -> None:
     engine = ScriptedEngine(chat, lambda words: "look fox age")
     steps, end = await play(chat, engine, ScriptedEnvironment([result]), conversation=mode)
-    assert (len(steps), end.n_steps, end.stop_reason) == (1, 1, "environment_output")
+    assert (len(steps), end.n_steps, end.stop_reason) == (n_steps, n_steps, "environment_output")
