@@ -43,6 +43,11 @@ async def call(method: Any, *arguments: Any, who: str, within: float | None = CA
         raise Starved(f"no answer of {who} for {within:.0f} s") from None
 
 
+def may_be_dropped(waiting: asyncio.Future[Any]) -> None:
+    """Keep asyncio from reporting an error of this wait where nobody waits for it any more."""
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
 def in_a_line(error: BaseException) -> str:
     """The error in one line, without its traceback."""
     if isinstance(error, ray.exceptions.RayTaskError):

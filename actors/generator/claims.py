@@ -98,11 +98,10 @@ class Claimer:
             await asyncio.wait([poll, look], return_when=asyncio.FIRST_COMPLETED)
         finally:
             look.cancel()
-        if poll.done():
-            return poll.result()
-        # The poll goes on in the background; an assignment that it brings late is still used.
-        poll.add_done_callback(self._take_late)
-        return None
+            if not poll.done():
+                # The poll goes on in the background; an assignment that it brings late is still used.
+                poll.add_done_callback(self._take_late)
+        return poll.result() if poll.done() else None
 
     def _take_late(self, poll: asyncio.Future[ClaimAnswer]) -> None:
         if poll.cancelled() or poll.exception() is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from actors.calls import CALL_SECONDS, call, in_a_line
+from actors.calls import CALL_SECONDS, call, in_a_line, may_be_dropped
 from actors.evaluation.evaluator import evaluate_on
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerGroup
@@ -31,6 +31,8 @@ STATUS_SECONDS = 5.0
 """Seconds after which a generator that does not answer is left out of a report."""
 CHECK_SECONDS = 5.0
 """Seconds between two health checks of a generator."""
+BLOCKED = "an environment that blocks its process needs env.isolation: process"
+"""The usual reason for a generator that does not answer."""
 GENERATOR_FAILED = (ray.exceptions.RayActorError, BatonError)
 """Errors of a call to a generator whose process, engine or node died; any other error is a bug."""
 
@@ -92,13 +94,14 @@ class GeneratorPool:
         """Wait until a generator ends; one that does not answer within `generator.silent_deadline` counts as failed."""
         generator = self._generators[name]
         running = asyncio.ensure_future(call(generator.run, who=name, within=None))
+        may_be_dropped(running)  # where the status fails at the same time
         try:
             while True:
                 await asyncio.wait([running], timeout=CHECK_SECONDS)
                 if running.done():
                     running.result()
                     return
-                await call(generator.status, who=name, within=self._config.generator.silent_deadline)
+                await call(generator.status, who=f"{name} ({BLOCKED})", within=self._config.generator.silent_deadline)
         finally:
             running.cancel()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray.exceptions
 
-from actors.calls import call
+from actors.calls import call, may_be_dropped
 from actors.weights.checksum import PublishedWeights
 from service.errors import BatonError
 
@@ -74,6 +74,7 @@ class NodeFiles:
                 path = asyncio.ensure_future(
                     call(hold, weights.data, weights.checksum, who=name, within=self._deadline)
                 )
+                may_be_dropped(path)  # all who wait for it may be cancelled
                 held = self._held[node] = HeldFile(weights, name, path)
             held.users += 1
             try:

@@ -92,7 +92,7 @@ class EnvConfig(Section):
     max_processes: Positive = 256
     """Most processes of one generator at once; further episodes wait for one to end."""
     max_observation_characters: Positive = 1 << 20
-    """Most characters of one observation; with a longer one the trajectory fails."""
+    """Most characters of one observation, over all texts and names of its messages; with more the trajectory fails."""
     retrieval: RetrievalConfig | None = None
     """Start a retrieval server; its address becomes the option `url` of the environment `name`."""
 

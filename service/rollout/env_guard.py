@@ -175,7 +175,7 @@ class EnvGuard:
             try:
                 await environment.close()
             except BaseException as error:  # noqa: BLE001 - as above
-                log.warning("%s", self._failure("close", error))
+                log.warning("an episode did not close: %s", self._failure("close", error))
 
     def _failure(self, method: str, error: BaseException) -> TrajectoryFailed:
         """Why the trajectory fails after this error of the environment."""

@@ -23,7 +23,7 @@ class AgentLimits:
     """Seconds for one turn in the engine."""
     sampling: Sampling
     max_observation_characters: int = 1 << 20
-    """Most characters of one observation."""
+    """Most characters of one observation, over all texts and names of its messages."""
     conversation: Mode = "append"
 
     @property

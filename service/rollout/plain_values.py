@@ -8,7 +8,7 @@ nothing of these classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -39,7 +39,7 @@ class NotPlain(Exception):
 class Copier:
     """Copies values that together have at most `most` characters, counted over all their texts and names.
 
-    Values of the types `also` are kept as they are.
+    Values of the types `also` are kept as they are; with `any_text`, texts may hold half a surrogate pair.
 
     >>> Copier(1000).copy({"hits": (np.float32(0.5), None)})
     {'hits': [0.5, None]}
@@ -48,9 +48,10 @@ class Copier:
     service.rollout.plain_values.NotPlain: ['hits'][1] is a set; allowed are texts, numbers, None, lists and mappings
     """
 
-    def __init__(self, most: int, also: tuple[type, ...] = ()) -> None:
+    def __init__(self, most: int, also: tuple[type, ...] = (), any_text: bool = False) -> None:
         self._most = self._left = most
         self._also = also
+        self._any_text = any_text
         self._depth = 0
 
     def copy(self, value: Any) -> Any:
@@ -65,6 +66,10 @@ class Copier:
         self._count(VALUE_CHARACTERS)
         if value is None or kind is bool or issubclass(kind, self._also):
             return value
+        if kind is dict or issubclass(kind, Mapping):
+            return self._container(self._mapping, value)
+        if kind is list or (issubclass(kind, Sequence) and not issubclass(kind, bytes | bytearray | memoryview)):
+            return self._container(self._list, value)
         if issubclass(kind, int):
             number = int.__int__(value)
             self._count(number.bit_length() // 3)
@@ -74,21 +79,25 @@ class Copier:
             return float(item) if isinstance(item, np.generic) else self.copy(item)
         if issubclass(kind, Real):
             return float(value)
-        if issubclass(kind, bytes | bytearray | memoryview) or not issubclass(kind, Mapping | Sequence):
-            raise NotPlain(f"is a {type_name(value)}; allowed are texts, numbers, None, lists and mappings")
+        raise NotPlain(f"is a {type_name(value)}; allowed are texts, numbers, None, lists and mappings")
+
+    def _container(self, copy: Callable[[Any], Any], value: Any) -> Any:
         if self._depth == MAX_DEPTH:
             raise NotPlain(f"is nested too deeply; allowed are {MAX_DEPTH} levels")
         self._depth += 1
-        copied: Any
-        if issubclass(kind, Mapping):
-            copied = {}
-            for key, item in value.items():
-                name = self._name(key)
-                copied[name] = self._at(name, item)
-        else:
-            copied = [self._at(i, item) for i, item in enumerate(value)]
+        copied = copy(value)
         self._depth -= 1
         return copied
+
+    def _mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
+        copied = {}
+        for key, item in value.items():
+            name = self._name(key)
+            copied[name] = self._at(name, item)
+        return copied
+
+    def _list(self, value: Sequence[Any]) -> list[Any]:
+        return [self._at(i, item) for i, item in enumerate(value)]
 
     def _at(self, place: int | str, value: object) -> Any:
         try:
@@ -110,7 +119,7 @@ class Copier:
     def _text(self, value: object) -> str:
         text = str.__str__(value)
         self._count(len(text))
-        if not is_text(text):
+        if not (self._any_text or text.isascii() or is_text(text)):
             raise NotPlain("holds half a surrogate pair; allowed is text that UTF-8 can encode")
         return text
 

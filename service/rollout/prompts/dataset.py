@@ -5,7 +5,8 @@
 
 `prompt` is required (a plain text is one user message). verl's `reward_model` is read as `reward_spec`. `uid` names the
 row in logs and journals; the default is the file's name and the row's number. `tools` (JSON schemas) go into the chat
-template, and `temperature` replaces the configured one. All other columns join `extra_info`.
+template, and `temperature` replaces the configured one. All other columns join `extra_info`. Texts, depth and size of a
+row are checked as those of an environment's answers are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,16 @@ from service.config.rollout import COLDEST, HOTTEST
 from service.errors import UserError
 from service.files import atomic_file
 from service.rollout.environment import Message, Task, is_text
+from service.rollout.plain_values import Copier, NotPlain
 
 COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model", "extra_info", "tools", "temperature"})
 
+ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
+"""Columns whose texts go into prompts, logs and journals: UTF-8 has to encode them."""
+COLUMN_CHARACTERS = 1 << 24
+"""Most characters of one column of a row."""
+COLUMN_TYPES = (bytes, date, time, timedelta, Decimal)
+"""Types of parquet columns beside those of JSON."""
 MAX_UID_LENGTH = 512
 """Characters; a message to the buffer has the uid of every step in its header, whose size is limited."""
 
@@ -65,7 +75,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         for number, row in enumerate(rows):
             try:
                 line = json.dumps(row, ensure_ascii=False)
-            except TypeError as error:
+            except (TypeError, ValueError, RecursionError) as error:  # another type, a cycle, too deep
                 raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
             # Half a surrogate pair cannot be encoded as UTF-8, but JSON can escape it.
             file.write(f"{line if is_text(line) else json.dumps(row)}\n")
@@ -111,12 +121,18 @@ class _Row:
     """The columns of one row, checked while they are read; errors name file, row and column."""
 
     def __init__(self, columns: Mapping[str, Any], number: int, path: Path) -> None:
-        self._columns = columns
         self._number = number
         self._path = path
+        self._columns = {str(column): self._plain(str(column), value) for column, value in columns.items()}
 
     def error(self, column: str, problem: str) -> UserError:
         return UserError(f"dataset {self._path}, row {self._number}, column {column}: {problem}")
+
+    def _plain(self, column: str, value: Any) -> Any:
+        try:
+            return Copier(COLUMN_CHARACTERS, COLUMN_TYPES, any_text=column not in ENCODED).copy(value)
+        except NotPlain as refused:
+            raise self.error(column, str(refused).strip()) from refused
 
     def task(self) -> Task:
         others = {column: value for column, value in self._columns.items() if column not in COLUMNS}
@@ -147,8 +163,6 @@ class _Row:
         for key in ("role", "content"):
             if not isinstance(value.get(key), str):
                 raise self.error("prompt", f"message {i} has no text as {key}")
-            if not is_text(value[key]):
-                raise self.error("prompt", f"message {i} has half a surrogate pair in its {key}, which is no text")
         return Message(role=value["role"], content=value["content"])
 
     def _mapping(self, column: str) -> dict[str, Any]:
@@ -165,9 +179,7 @@ class _Row:
             raise self.error("tools", f"no JSON: {error}") from error
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
             raise self.error("tools", f"give a list of JSON schemas, not {value!r:.80}")
-        if tools and not is_text(json.dumps(tools, ensure_ascii=False, default=str)):
-            raise self.error("tools", "holds half a surrogate pair, which is no text")
-        return tuple(tools or ())
+        return tuple(self._plain("tools", tools) or ())
 
     def _temperature(self) -> float | None:
         value = self._columns.get("temperature")
@@ -181,6 +193,4 @@ class _Row:
         value = self._columns.get(column)
         if value is not None and not isinstance(value, str):
             raise self.error(column, f"give a text, not {value!r:.80}")
-        if value and not is_text(value):
-            raise self.error(column, f"{value!r:.80} holds half a surrogate pair, which is no text")
         return value or ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -114,6 +115,30 @@ async def test_who_gives_up_waiting_for_a_file_leaves_it_to_the_others(pair: Pai
     first.gate.set()
     assert await waits == "/first/1"
     assert first.paths == set()
+
+
+async def test_a_file_that_fails_after_everybody_gave_up_waiting_is_no_forgotten_error(pair: Pair) -> None:
+    files, first, _ = pair
+    first.gate.clear()
+    first.failing["hold"] = Starved("no answer of first")
+    forgotten: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: forgotten.append(context))
+
+    async def take() -> None:
+        async with files.path_for("first", WEIGHTS):
+            pass
+
+    taking = asyncio.ensure_future(take())
+    await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.wait([taking])
+    first.gate.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert first.failing == {}, "the file failed"
+    files.forget("first")
+    gc.collect()
+    assert forgotten == []
 
 
 async def test_a_holder_that_dies_takes_its_file_along_and_nobody_fails_over_giving_it_back(pair: Pair) -> None:

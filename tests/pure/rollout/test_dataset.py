@@ -12,7 +12,7 @@ import pytest
 
 from examples import lookup
 from service.errors import UserError
-from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.prompts.dataset import COLUMN_CHARACTERS, load_tasks, write_rows
 
 PROMPT = [{"role": "user", "content": "6 times 7?"}]
 
@@ -21,6 +21,13 @@ def written(tmp_path: Path, *rows: Any) -> Path:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"x": [value]}
+    return value
 
 
 def test_rows_that_an_environment_made_are_read_back_as_tasks(tmp_path: Path) -> None:
@@ -102,7 +109,16 @@ def test_a_file_as_other_systems_write_it_is_read_too(tmp_path: Path) -> None:
         (["prompt"], "row 1: a row is an object with columns"),
         ({"prompt": PROMPT, "tools": "[bad"}, "row 1, column tools: no JSON"),
         ({"prompt": PROMPT, "tools": "[" * 100_000}, "row 1, column tools: no JSON"),
-        ({"prompt": "half a pair \ud800"}, "row 1, column prompt: message 0 has half a surrogate pair"),
+        ({"prompt": "half a pair \ud800"}, "row 1, column prompt: holds half a surrogate pair"),
+        (
+            {"prompt": [PROMPT[0] | {"content": "\ud800"}]},
+            r"row 1, column prompt: \[0\]\['content'\] holds half a surr",
+        ),
+        (
+            {"prompt": PROMPT, "note": nested(350)},
+            r"column note: \['x'\].* is nested too deeply; allowed are 64 levels",
+        ),
+        ({"prompt": "x" * (COLUMN_CHARACTERS + 1)}, "column prompt: is too large; allowed are 16777216 characters"),
     ],
 )
 def test_a_bad_row_is_named_by_row_and_column(tmp_path: Path, row: Any, message: str) -> None:
