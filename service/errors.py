@@ -10,7 +10,15 @@ BatonError
 
 Bad *data* raises none of these: it becomes a `service.types.Refusal`, a value with a reason.
 A bug raises an exception of Python (ValueError, TypeError, ...), which nothing catches.
+Messages may hold texts of users, models and environments; `printable` makes them safe for a terminal.
 """
+
+from __future__ import annotations
+
+import unicodedata
+
+UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
+"""Unicode categories: control, format (such as a change of direction), half a surrogate pair, private, separators."""
 
 
 class BatonError(Exception):
@@ -43,3 +51,24 @@ class WeightsGone(BatonError):
 
 class RunFailed(BatonError):
     """The run cannot make progress; the message says why."""
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    r"""The text with every character escaped that could steer a terminal, or that UTF-8 cannot encode.
+
+    >>> print(printable("\x1b[2J gone, \ud800 and \u202e"))
+    \x1b[2J gone, \ud800 and \u202e
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if character not in keep and unicodedata.category(character) in UNSAFE
+        else character
+        for character in text
+    )
+
+
+def in_one_line(text: str) -> str:
+    """The text made printable, and line ends escaped too."""
+    return printable(text, keep="")

@@ -17,13 +17,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from service.errors import RunFailed
+from service.errors import RunFailed, in_one_line
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.environment import Environment, Message, OversizedOutput, StepResult, Task
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import Copier, NotPlain
 from service.rollout.traceback import describe_error, type_name
-from service.terminal import in_one_line
 from service.types import TrajectoryId
 
 log = logging.getLogger(__name__)
