@@ -133,7 +133,7 @@ def test_a_row_that_its_environment_could_not_play_is_named_before_the_run(
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize(("whose", "what"), [(Echo, "__init__"), (environments, "import_module")])
+@pytest.mark.parametrize(("whose", "what"), [(Echo, "__init__"), (environments, "import_user_module")])
 def test_an_environment_that_exits_while_it_is_made_is_a_clear_line(
     whose: object, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
