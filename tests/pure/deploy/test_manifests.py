@@ -193,7 +193,7 @@ def test_pods_are_locked_down(document: Document) -> None:
             security = container["securityContext"]
             assert security["readOnlyRootFilesystem"] is True and security["allowPrivilegeEscalation"] is False
             assert security["capabilities"]["drop"] == ["ALL"]
-            assert set(security["capabilities"].get("add", [])) <= {"IPC_LOCK"}
+            assert "add" not in security["capabilities"]
             assert {"cpu", "memory"} <= set(container["resources"]["limits"])
 
 
@@ -244,10 +244,33 @@ def test_gpu_workers_have_rdma_shared_memory_and_a_fixed_number() -> None:
             pod = group["template"]["spec"]
             limits = pod["containers"][0]["resources"]["limits"]
             assert limits["nvidia.com/gpu"] == "8" and limits["rdma/ib"] == "1"
-            assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
             shared = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
             assert shared["emptyDir"]["medium"] == "Memory"
             assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
+
+
+@needs_kubectl
+def test_the_efa_variant_asks_for_efa_instead_of_infiniband(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "kuberay")
+    overlay = {"resources": ["../base"], "components": ["../efa"]}
+    (tmp_path / "kuberay/aws").mkdir()
+    (tmp_path / "kuberay/aws/kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    made = documents(tmp_path / "kuberay/aws")
+    for document in made:
+        validate(document)
+    cluster = next(document["spec"] for document in made if document["kind"] == "RayCluster")
+    for group in cluster["workerGroupSpecs"]:
+        container = group["template"]["spec"]["containers"][0]
+        env = {each["name"]: each["value"] for each in container["env"]}
+        assert env["FI_PROVIDER"] == "efa" and "NCCL_IB_HCA" not in env
+        for kind in ("requests", "limits"):
+            assert container["resources"][kind]["vpc.amazonaws.com/efa"] == "32"
+            assert "rdma/ib" not in container["resources"][kind]
+
+
+def test_the_image_has_the_user_space_of_infiniband() -> None:
+    installed = set(Path("deploy/container/Dockerfile").read_text().split())
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= installed
 
 
 def test_monitors_and_policies_name_ports_that_containers_have() -> None:
