@@ -15,6 +15,7 @@ from aiohttp import web
 
 import service
 from actors.calls import call
+from actors.observe.http_guard import for_own_names, listen
 from actors.observe.logs import keep_log
 from service.clock import SystemClock
 from service.config import Config
@@ -85,6 +86,7 @@ class MetricsHub:
         self._host, self._port = config.metrics.host, config.metrics.port
         self._hub = Hub(SystemClock())
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._url = ""
         self._starting = asyncio.Lock()
         self._refused = False
@@ -107,14 +109,16 @@ class MetricsHub:
         runner = web.AppRunner(self._app(), access_log=None)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._host, self._port).start()
+            if (server := runner.server) is None:
+                raise RuntimeError("the runner is set up, but has no server")
+            self._listener = await listen(server, self._host, self._port)
         except OSError as error:
             await runner.cleanup()
             self._refused = True
             raise UserError(_bind_message(self._host, self._port, error)) from None
         self._runner = runner
         host = "127.0.0.1" if self._host in ("0.0.0.0", "::", "localhost") else self._host
-        self._url = f"http://{host}:{runner.addresses[0][1]}"
+        self._url = f"http://{host}:{self._listener.sockets[0].getsockname()[1]}"
 
     async def push(self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
         """Store the metrics of `role/ident`, and its reports for the status; a restarted hub starts to serve again."""
@@ -126,12 +130,13 @@ class MetricsHub:
 
     async def stop(self) -> None:
         """Close the port."""
-        if self._runner is not None:
+        if self._runner is not None and self._listener is not None:
+            self._listener.close()
             await self._runner.cleanup()
             self._runner = None
 
     def _app(self) -> web.Application:
-        app = web.Application()
+        app = web.Application(middlewares=[for_own_names(self._host)])
         app.add_routes(
             [
                 web.get("/", self._get_page),

@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
+from ipaddress import ip_address
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 from service.errors import UserError
 from service.files import is_locked
+from service.observe.harmless import harmless
 from service.observe.status import SCHEMA, Status
 from service.run.folder import ADDRESS, RUNS, SUMMARY, find_run, no_such_run
 
 FETCH_SECONDS = 5.0
+"""Longest wait for a whole status document."""
 MAX_STATUS_BYTES = 16 << 20
+
+SCHEMES = ("http://", "https://")
 
 DAMAGED = (ValueError, TypeError, KeyError, RecursionError, OSError)
 """The errors of reading a damaged JSON file."""
@@ -37,8 +46,9 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
             raise UserError(_no_address(folder)) from error
         raise
     # An address outlives its run, and the next run may listen at the same port.
-    served = status["run"].get("folder")
-    if folder is None or served is None or Path(served) == folder.resolve():
+    run = status.get("run")
+    served = run.get("folder") if isinstance(run, dict) else None
+    if folder is None or not isinstance(served, str) or Path(served) == folder.resolve():
         return status
     if summary is None:
         raise UserError(f"{folder}: this run does not answer; at its address answers {served}")
@@ -51,13 +61,16 @@ def status_address(target: str, runs: Path = RUNS) -> str:
     Raises:
         UserError: there is no such run, or it has no address.
     """
-    if target.startswith(("http://", "https://")):
+    if target.startswith(SCHEMES):
         return target.rstrip("/").removesuffix("/status")
     if (folder := find_run(target, runs)) is not None:
         if not (folder / ADDRESS).exists():
             raise UserError(_no_address(folder))
         try:
-            return str(json.loads((folder / ADDRESS).read_text(encoding="utf-8"))["url"])
+            url = str(json.loads((folder / ADDRESS).read_text(encoding="utf-8"))["url"])
+            if not url.startswith(SCHEMES):
+                raise ValueError(f"{url:.200} is no address of a web page")
+            return url
         except DAMAGED as error:
             raise UserError(f"{folder / ADDRESS} is damaged: {error!r}") from None
     host, _, port = target.rpartition(":")
@@ -73,12 +86,11 @@ def fetch_status(address: str) -> Status:
         UserError: no server answers there, or the answer is not a status document.
     """
     try:
-        with urllib.request.urlopen(f"{address}/status", timeout=FETCH_SECONDS) as answer:
-            status = json.loads(answer.read(MAX_STATUS_BYTES))
+        status = json.loads(_fetched(f"{address}/status"))
     except urllib.error.HTTPError as error:
         raise UserError(f"{address}: something answers there, but not with a run's status ({error})") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+    except (OSError, ValueError, RecursionError, HTTPException) as error:
+        reason = " ".join(harmless(str(getattr(error, "reason", error))[:200]).split())
         raise UserError(
             f"{address}: no run answers there ({reason}); it has ended, has not started yet, or its metrics service "
             "died and is back within seconds"
@@ -88,6 +100,42 @@ def fetch_status(address: str) -> Status:
     return status
 
 
+def _fetched(url: str) -> bytes:
+    """What is served at `url`, within `FETCH_SECONDS` in all; a server on this machine is asked without a proxy."""
+    here = is_loopback(urlsplit(url).hostname or "")
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
+    answers: SimpleQueue[bytes | Exception] = SimpleQueue()
+
+    def fetch() -> None:
+        try:
+            with opener.open(url, timeout=FETCH_SECONDS) as answer:
+                answers.put(answer.read(MAX_STATUS_BYTES))
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            answers.put(error)
+
+    # The timeout of a socket begins anew with every byte; a server that sends byte by byte would take for ever.
+    Thread(target=fetch, daemon=True).start()
+    try:
+        answer = answers.get(timeout=FETCH_SECONDS)
+    except Empty:
+        raise TimeoutError(f"no whole answer in {FETCH_SECONDS:g} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is of this machine.
+
+    >>> [is_loopback(host) for host in ("localhost", "127.0.0.2", "::1", "10.0.0.1", "head")]
+    [True, True, True, False, False]
+    """
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _read_summary(folder: Path) -> dict[str, Any] | None:
     """The summary of a run that has ended; None for a running or killed run."""
     file = folder / SUMMARY
@@ -95,7 +143,8 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        summary["state"]
+        if not isinstance(summary["state"], str):
+            raise TypeError("state is not a text")
     except DAMAGED as error:
         raise UserError(f"{file} is damaged: {error!r}") from None
     return summary

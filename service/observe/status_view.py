@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from service.errors import UserError
+from service.observe.harmless import harmless
 from service.observe.status import Status
 from service.observe.summary import summary_lines
 
@@ -17,8 +19,24 @@ VERBS = ("claim", "submit", "lease", "publish")
 LABEL_WIDTH = 10
 
 
+ODD = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+"""The errors of reading a document in which something is missing or of another type."""
+
+
 def status_lines(status: Status, width: int | None = None) -> list[str]:
-    """The lines about a running or an ended run, wrapped to `width` columns."""
+    """The lines about a running or an ended run, wrapped to `width` columns.
+
+    Raises:
+        UserError: the document is not what a run of this version serves or writes.
+    """
+    try:
+        return [harmless(line) for line in _lines(status, width)]
+    except ODD as error:
+        what = "summary" if "summary" in status else "status"
+        raise UserError(f"this is no {what} that this version of Baton can show ({error!r:.200}); try --json") from None
+
+
+def _lines(status: Status, width: int | None) -> list[str]:
     if "summary" in status:
         first, *rest = summary_lines(status["summary"])
         return [f"{status['folder']}: {first}", *(f"  {line}" for line in rest)]

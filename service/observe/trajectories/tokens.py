@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from service.observe.harmless import harmless
 from service.observe.trajectories.records import Record
 
 Words = Callable[[Sequence[int]], list[str]]
@@ -22,10 +23,6 @@ LEGEND = {
     MASKED: "in the response, no loss (appended by code)",
     UNUSED: "sampled, but its group was not trained",
 }
-
-HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-HARMLESS |= {127: 0x2421} | dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
-"""What to show for characters that would control a terminal or reverse the direction of text."""
 
 
 class Token(NamedTuple):
@@ -53,7 +50,7 @@ def pieces(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> 
 
 def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) -> Iterator[Token]:
     """The tokens that a step adds: the new part of its prompt, then its response."""
-    texts = [text.translate(HARMLESS) for text in words([*step["prompt_ids"], *step["response_ids"]])]
+    texts = [harmless(text) for text in words([*step["prompt_ids"], *step["response_ids"]])]
     n_prompt = len(step["prompt_ids"])
     for text in texts[:n_prompt]:
         yield Token(text, PROMPT, None, None)

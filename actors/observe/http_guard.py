@@ -1,0 +1,94 @@
+"""What keeps a stranger from stopping the hub's HTTP server, or from reading it through somebody's browser."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from functools import cache
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from aiohttp.web_protocol import RequestHandler
+
+MOST_CONNECTIONS = 128
+"""Connections at a time; a further one takes the place of the oldest."""
+CONNECTION_SECONDS = 30.0
+"""Longest life of a connection, which has one request: time to send it and to take the answer."""
+
+OWN_NAMES = ("localhost", socket.gethostname().lower())
+NOT_OWN = "This name is none of this host; use the host's own name, its address, or localhost.\n"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def listen(server: web.Server, host: str, port: int) -> asyncio.Server:
+    """Listen as `web.TCPSite` does, with a bound on the number and on the life of connections.
+
+    A connection that never sends its request would otherwise hold a file descriptor for ever, and with the last
+    descriptor the server would be gone.
+    """
+    loop = asyncio.get_running_loop()
+
+    def accept() -> asyncio.Protocol:
+        if len(server.connections) >= MOST_CONNECTIONS:
+            _cut(server.connections[0])
+        connection = server()
+        loop.call_later(CONNECTION_SECONDS, _cut, connection)
+        return connection
+
+    return await loop.create_server(accept, host, port)
+
+
+def _cut(connection: RequestHandler) -> None:
+    if connection.transport is not None:
+        connection.transport.abort()
+
+
+def for_own_names(configured: str) -> Middleware:
+    """A middleware that answers requests to this host only, and one request of each connection.
+
+    A page of a stranger whose name is made to mean this machine (DNS rebinding) could read the answers with the browser
+    of somebody who is let in here. The browser sends the stranger's name as `Host`, and never an address.
+    """
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        name = host_name(request.host)
+        own = name in (configured.lower(), *OWN_NAMES) or is_address(name)
+        if not own and name != await asyncio.to_thread(full_name):
+            return web.Response(status=421, text=NOT_OWN)
+        response = await handler(request)
+        response.force_close()
+        return response
+
+    return answer
+
+
+@cache
+def full_name() -> str:
+    """This host's name with its domain; the first call may ask a name server."""
+    return socket.getfqdn().lower()
+
+
+def host_name(host: str) -> str:
+    """The name in a `Host` header, in lower case; empty if the header is malformed.
+
+    >>> [host_name(host) for host in ("Localhost:9400", "[::1]:9400", "10.0.0.7", "[")]
+    ['localhost', '::1', '10.0.0.7', '']
+    """
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_address(name: str) -> bool:
+    """Whether a name is an IP address."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

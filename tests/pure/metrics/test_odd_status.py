@@ -1,0 +1,166 @@
+"""`baton status` shows a page or says one line, whatever answers and whatever is in the way."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.cli.parser import main
+from service.clock import SystemClock
+from service.errors import UserError
+from service.observe import status_client
+from service.observe.hub import Hub
+from service.observe.status import SCHEMA
+from service.observe.status_view import status_lines
+from service.run.folder import CONFIG, SUMMARY
+
+WORDS = sorted(
+    {"summary", "folder", "state", "reason", "tokens", "waits", "actors", "step", "run", "buffer", "policy_version"}
+    | {"groups", "role", "since", "who", "detail", "started", "max_steps", "incarnation", "seconds", "reward_gain"}
+    | {"reward/avg_raw_reward", "timing/step", "trainer_wait_fraction", "steps", "time", "stepped", "generators"}
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS) | st.text(), inner, max_size=6),
+    max_leaves=12,
+)
+
+
+def whole() -> dict[str, Any]:
+    """A document with every part."""
+    hub = Hub(SystemClock())
+    hub.push("generator/generator-0", b"")
+    hub.put_status("run", {"name": "r", "started": 1.0, "stepped": 2.0, "max_steps": 9, "generators": 1})
+    wait = {"who": "trainer", "reason": "groups", "detail": "3 of 4", "since": 1.0}
+    hub.put_status("buffer", {"groups": {"open": 3}, "tokens": {"open": 9}, "waits": [wait], "issued": 4})
+    hub.put_status("step", {"reward/avg_raw_reward": 0.5, "timing/step": 1.0})
+    return hub.status()
+
+
+def paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to every value of a document."""
+    if path:
+        yield path
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        yield from paths(child, (*path, key))
+
+
+def shown(document: Any) -> str:
+    """The page, or the line that says why there is none."""
+    try:
+        return "\n".join(status_lines(document, 80))
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+
+
+@given(path=st.sampled_from(list(paths(whole()))), value=JSON)
+def test_a_document_of_which_a_part_is_anything_else_is_a_page_or_one_line(path: tuple[Any, ...], value: Any) -> None:
+    document = whole()
+    node = document
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    assert shown(document)
+    del node[path[-1]]
+    assert shown(document)
+
+
+@given(document=st.dictionaries(st.sampled_from(WORDS), JSON), summary=JSON)
+def test_any_document_and_any_summary_are_a_page_or_one_line(document: dict[str, Any], summary: Any) -> None:
+    assert shown(document)
+    assert shown({"folder": "runs/r", "summary": summary})
+
+
+def test_no_text_of_a_document_controls_the_terminal() -> None:
+    document = whole()
+    document["run"]["name"] = "\x1b]0;owned\x07\x9b2J"
+    document["waits"][0]["detail"] = "\x1b[2J"
+    assert not set(shown(document)) & {"\x1b", "\x07", "\x9b"}
+
+
+@pytest.mark.parametrize("summary", ["[]", '{"state": 3}', '{"state": "failed", "reason": {}}', "[" * 2000])
+def test_an_odd_summary_is_one_line(summary: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / CONFIG).touch()
+    (tmp_path / SUMMARY).write_text(summary)
+    assert main(["status", str(tmp_path)]) in (0, 2)
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err and len((printed.err + printed.out).splitlines()) <= 2
+
+
+@contextmanager
+def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a server that answers one connection at will."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                answer(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(timeout=60)
+
+
+def test_a_server_that_sends_byte_by_byte_is_left_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status_client, "FETCH_SECONDS", 0.5)
+    over = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+        while not over.wait(0.05):
+            connection.sendall(b"x")
+
+    with serving(drip) as url:
+        began = time.monotonic()
+        assert main(["status", url]) == 2
+        assert time.monotonic() - began < 30
+        over.set()
+    assert "no whole answer in 0.5 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"])
+def test_an_answer_that_is_no_http_is_one_line(said: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(said)
+
+    with serving(answer) as url:
+        assert main(["status", url]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_run_on_this_machine_is_asked_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Status(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({**whole(), "schema": SCHEMA}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: object) -> None: ...
+
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Status) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert main(["status", f"127.0.0.1:{server.server_port}"]) == 0
+    assert "r: starting" in capsys.readouterr().out
