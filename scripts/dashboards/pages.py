@@ -183,7 +183,7 @@ GENERATORS = dashboard(
     "baton-generators",
     "Baton: generators",
     "The work of the engines, their waits, and how new weights reach them.",
-    (2, 2, 3, 1),
+    (2, 2, 3, 2),
     graph(
         "Tokens a second",
         "Sampled tokens of each engine.",
@@ -228,6 +228,12 @@ GENERATORS = dashboard(
         "Completed trajectories a second, by stop reason.",
         Query(rate("baton_completed_trajectories_total", "stop_reason"), "{{stop_reason}}"),
         stacked=True,
+    ),
+    graph(
+        "Cut responses",
+        "Fraction of the responses that reached `generator.max_generate_length`, by turn.",
+        Query(rate_ratio("baton_truncated_responses_total", "baton_responses_total", "turns"), "turn {{turns}}"),
+        unit="percentunit",
     ),
 )
 

@@ -84,9 +84,9 @@ def quantile(q: float, name: str) -> str:
     return f"histogram_quantile({q}, {rate(f'{name}_bucket', 'le')})"
 
 
-def rate_ratio(part: str, whole: str) -> str:
+def rate_ratio(part: str, whole: str, by: str = "") -> str:
     """The growth of one counter over the growth of another."""
-    return f"{rate(part)} / {rate(whole)}"
+    return f"{rate(part, by)} / {rate(whole, by)}"
 
 
 def last_ratio(part: str, whole: str) -> str:

@@ -56,7 +56,8 @@ class AlgorithmConfig(Section):
     filter_zero_variance: bool = False
     """Filter groups whose returns are all equal: they are not trained, and other groups take their slots."""
     filter_over_long: Fraction | None = None
-    """Filter groups in which more than this fraction of the trajectories ended at the length limit; None: off."""
+    """Filter groups in which more than this fraction of the trajectories ended at a length limit (stop reason `length`
+    or `truncated`); None: off."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per sampled token, for `reinforce++`."""
     loss: str = "ppo_clip"

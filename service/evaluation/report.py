@@ -17,12 +17,13 @@ if TYPE_CHECKING:  # the command line checks `--output` before anything large is
 
 def table(evaluations: Sequence[Evaluation]) -> str:
     """One line per set below a head line, with aligned columns."""
-    head = ("set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "lost")
+    head = ("set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "cut", "lost")
     lines = [head]
     for of in evaluations:
         passed = " ".join(f"@{k} {chance:.3f}" for k, chance in of.pass_at.items()) or "-"
         means = (f"{of.avg_score:.3f}", passed, f"{of.avg_turns:.2f}", f"{of.avg_tokens:.1f}")
-        lines.append((of.name, str(of.n_prompts), str(of.n_trajectories), *means, str(of.n_lost)))
+        ends = (f"{of.truncated_ratio:.1%}", str(of.n_lost))
+        lines.append((of.name, str(of.n_prompts), str(of.n_trajectories), *means, *ends))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 

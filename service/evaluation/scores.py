@@ -26,6 +26,8 @@ class EvalTrajectory:
     n_tokens: int
     """Tokens that the policy sampled."""
     stop_reason: str
+    n_truncated: int = 0
+    """Turns whose response was cut at the length limit."""
 
     @property
     def is_lost(self) -> bool:
@@ -42,6 +44,8 @@ class Evaluation:
     pass_at: Mapping[int, float]
     avg_turns: float
     avg_tokens: float
+    truncated_ratio: float
+    """Fraction of the turns whose response was cut at the length limit."""
     n_prompts: int
     n_trajectories: int
     n_lost: int
@@ -69,6 +73,7 @@ class Evaluation:
             **{f"pass_at_{k}": chance for k, chance in self.pass_at.items()},
             "avg_turns": self.avg_turns,
             "avg_tokens": self.avg_tokens,
+            "truncated_ratio": self.truncated_ratio,
         }
 
 
@@ -97,6 +102,7 @@ def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:
         pass_at=_pass_at(list(rewards.values())),
         avg_turns=_mean([trajectory.n_turns for trajectory in kept]),
         avg_tokens=_mean([trajectory.n_tokens for trajectory in kept]),
+        truncated_ratio=sum(of.n_truncated for of in kept) / max(sum(of.n_turns for of in kept), 1),
         n_prompts=len({trajectory.prompt_uid for trajectory in played}),
         n_trajectories=len(played),
         n_lost=len(played) - len(kept),

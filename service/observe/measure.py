@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 
 from service.config import Config
+from service.handoff.steps.truncation import by_turn
 from service.observe.alert_thresholds import alert_thresholds
 from service.observe.metrics import Metrics
 from service.observe.metrics_table import TABLE
@@ -58,6 +59,9 @@ def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
     response_K = np.concatenate([np.diff(steps.offsets_K) - steps.prompt_length_K for steps in tables])
     metrics.observe("baton_step_prompt_length_tokens", prompt_K)
     metrics.observe("baton_step_response_length_tokens", response_K)
+    for turns, n_responses, n_truncated in by_turn(tables):
+        metrics.count("baton_responses_total", n_responses, turns=turns)
+        metrics.count("baton_truncated_responses_total", n_truncated, turns=turns)
     metrics.count("baton_generated_tokens_total", sum(int(np.count_nonzero(steps.loss_mask_N)) for steps in tables))
 
 

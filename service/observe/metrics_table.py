@@ -50,6 +50,11 @@ LENGTHS_AND_PADDING = (
     ),
     gauge("baton_batch_longest_row_tokens", "Longest row of the last mini-batch.", key="generate/batch_longest_row"),
     gauge(
+        "baton_batch_truncated_ratio",
+        "Fraction of the responses of the last mini-batch that were cut at `generator.max_generate_length`.",
+        key="generate/truncated_ratio",
+    ),
+    gauge(
         "baton_batch_padding_ratio",
         "Fraction of the positions of the last padded batch that hold no token.",
         key="generate/batch_padding_ratio",
@@ -71,6 +76,8 @@ LENGTHS_AND_PADDING = (
         key="generate/prefix_mismatches",
     ),
     histogram("baton_trajectory_turns", "Turns of a completed trajectory.", buckets=TURNS),
+    counter("baton_responses_total", "Responses of the policy, by their turn, counted from 1.", ("turns",)),
+    counter("baton_truncated_responses_total", "Those that were cut at `generator.max_generate_length`.", ("turns",)),
 )
 
 BUFFER = (

@@ -38,6 +38,9 @@ STEP_KEYS: dict[str, str] = {
     "generate/avg_num_tokens": "Mean tokens of a trajectory after its first prompts, observations included.",
     "generate/avg_assistant_tokens": "Mean tokens of a trajectory that the policy sampled.",
     "generate/avg_num_turns": "Mean turns of a trajectory.",
+    "generate/truncated_ratio_turn_<turns>": (
+        "The same, of the responses of some turns: `<turns>` is `1`, `2`, `3`, `4`, `5_8`, `9_16`, `17_32` or `33_up`."
+    ),
     "tokens/loss": "Sampled tokens that carry loss.",
     "tokens/masked": "Sampled tokens that carry no loss for another reason than their staleness.",
     "async/staleness_max": "Largest staleness of a token of the mini-batch that a policy sampled.",
@@ -63,6 +66,7 @@ STEP_KEYS: dict[str, str] = {
     "eval/<set>/pass_at_<k>": "Chance that one of `<k>` samples of a prompt has a positive return.",
     "eval/<set>/avg_turns": "Mean turns of an evaluated trajectory.",
     "eval/<set>/avg_tokens": "Mean sampled tokens of an evaluated trajectory.",
+    "eval/<set>/truncated_ratio": "Fraction of the evaluated responses that were cut at the length limit.",
     "eval/<set>/lost_trajectories": "Evaluated trajectories that engine or environment lost; no mean counts them.",
     "environment/<environment>/<name>": (
         "Mean of what the environment returns as `info`, over the trajectories that ended since the step before; "

@@ -34,6 +34,8 @@ class Episode:
         """Prompt tokens of the current turn that no earlier step carries."""
         self._extends: Extension | None = None
         self._reward = 0.0
+        self._truncated = False
+        """True where the newest response was cut at `max_generate_length`."""
         self.n_steps = 0
         self.stop_reason = StopReason.STOP
 
@@ -71,10 +73,13 @@ class Episode:
         )
         self._extends = Extension(self.n_steps, self._length, digest(self._history[: self._length]))
         self._reward = reward
+        self._truncated = generation.stop_reason == StopReason.LENGTH
         self.n_steps += 1
 
     def finish(self) -> TrajectoryEnd:
         """Append the trajectory's end, and return it."""
+        if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
+            self.stop_reason = StopReason.TRUNCATED
         end = TrajectoryEnd(self._trajectory, self._uid, self.n_steps, str(self.stop_reason), self._reward)
         self._sink.end(end)
         return end

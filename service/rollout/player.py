@@ -13,6 +13,7 @@ import xxhash
 from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import StepColumns, StepSink
+from service.handoff.steps.truncation import is_truncated_K
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine
@@ -69,8 +70,9 @@ class Player:
             async with running:
                 seed = f"{self._config.run.seed}/eval/{name}/{uid}"
                 end = (await self._play(TrajectoryId(-1 - row, sample), tasks[row], columns, seed)).end
-            n_tokens = int(columns.steps().loss_mask_N.sum())
-            return EvalTrajectory(uid, end.reward, end.n_steps, n_tokens, end.stop_reason)
+            steps = columns.steps()
+            n_tokens, n_truncated = int(steps.loss_mask_N.sum()), int(is_truncated_K(steps).sum())
+            return EvalTrajectory(uid, end.reward, end.n_steps, n_tokens, end.stop_reason, n_truncated)
 
         rows = shard.rows(len(tasks))
         return await asyncio.gather(*(play(row, sample) for row in rows for sample in range(n_samples)))

@@ -50,7 +50,7 @@ def test_a_small_recipe_runs(drive: Callable[..., Any], recipe: str, settings: l
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["state"] == "finished" and summary["tokens"]["trained"] > 0 and summary["tokens"]["open"] == 0
     kept = list(read_lines(run.folder / "trajectories.jsonl"))
-    assert {record["stop_reason"] for record in kept} <= {"stop", "length", "max_turns"}
+    assert {record["stop_reason"] for record in kept} <= {"stop", "truncated", "length", "max_turns"}
     if told is not None:
         assert any(told in text for text in prompts(run.folder, kept))
         assert all(line["generate/num_seq_before_merge"] > line["generate/num_seq_after_merge"] for line in lines)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from service.handoff.batches.pack import Placement
+from service.handoff.steps.truncation import by_turn, is_truncated_K
 from service.types import Float64s, Int32s, Int64s, Rows, Steps
 
 
@@ -57,12 +58,15 @@ def reward_metrics(return_G: Float64s, prompt_G: Int32s) -> dict[str, float]:
 
 
 def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
-    """Per trajectory: its turns, the tokens after its first prompts, and those of them that the policy sampled."""
+    """Per trajectory its turns, its tokens after first prompts, and its sampled tokens; the share of cut responses."""
+    cut = {turns: n_truncated / n for turns, n, n_truncated in by_turn([steps])}
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     return {
         "generate/avg_num_tokens": responses / max(count, 1),
         "generate/avg_assistant_tokens": int(np.count_nonzero(steps.loss_mask_N)) / max(count, 1),
         "generate/avg_num_turns": len(steps) / max(count, 1),
+        "generate/truncated_ratio": float(is_truncated_K(steps).mean()) if len(steps) else 0.0,
+        **{f"generate/truncated_ratio_turn_{turns}": ratio for turns, ratio in cut.items()},
     }
 
 

@@ -1,9 +1,11 @@
 """Filters: complete groups that end untrained, each with a counted reason, and vacate their slot.
 
-| reason          | setting                | the group                                                             |
-|-----------------|------------------------|-----------------------------------------------------------------------|
-| `zero_variance` | `filter_zero_variance` | all returns are equal, so every advantage would be 0                  |
-| `over_long`     | `filter_over_long`     | more than that fraction of its trajectories ended at the length limit |
+| reason          | setting                | the group                                                     |
+|-----------------|------------------------|---------------------------------------------------------------|
+| `zero_variance` | `filter_zero_variance` | all returns are equal, so every advantage would be 0          |
+| `over_long`     | `filter_over_long`     | more than that fraction of its trajectories are over-long     |
+
+A trajectory is over-long where its next prompt had no room, or its last response was cut (`OVER_LONG`).
 """
 
 from __future__ import annotations
@@ -19,9 +21,7 @@ from service.handoff.ledger.events import Filtered
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import complete_group
-
-AT_LENGTH_LIMIT = "length"
-"""The stop reason of a trajectory that had no room for another token."""
+from service.handoff.steps.stop_reason import OVER_LONG
 
 
 def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Filtered | None:
@@ -38,8 +38,8 @@ def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Filtered | None
 
 
 def over_long_fraction(group: CompleteGroup) -> float:
-    """Fraction of the group's trajectories that ended at the length limit."""
-    long = [reason == AT_LENGTH_LIMIT for reason in group.ends.stop_reasons]
+    """Fraction of the group's trajectories that ended at a length limit."""
+    long = [reason in OVER_LONG for reason in group.ends.stop_reasons]
     return float(np.mean([long[code] for code in group.ends.stop_reason_E.tolist()] or [False]))
 
 

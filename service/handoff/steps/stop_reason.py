@@ -10,6 +10,8 @@ class StopReason(StrEnum):
 
     STOP = "stop"
     """The environment ended the episode."""
+    TRUNCATED = "truncated"
+    """The last response was cut at `max_generate_length`; after it the environment or `max_turns` ended the episode."""
     LENGTH = "length"
     """The next prompt would exceed `max_input_length`."""
     MAX_TURNS = "max_turns"
@@ -26,5 +28,7 @@ class StopReason(StrEnum):
     """The messages were malformed or too large."""
 
 
-FAILURES = frozenset(StopReason) - {StopReason.STOP, StopReason.LENGTH, StopReason.MAX_TURNS}
+OVER_LONG = frozenset({StopReason.LENGTH, StopReason.TRUNCATED})
+"""Reasons that tell of a trajectory at a length limit."""
+FAILURES = frozenset(StopReason) - OVER_LONG - {StopReason.STOP, StopReason.MAX_TURNS}
 """Reasons that are no result of the policy: the attempt is lost, and the trajectory starts again."""

@@ -12,6 +12,7 @@ from service.handoff.batches.pack import Layout, place
 from service.handoff.ledger.events import Filtered
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
+from service.handoff.steps.stop_reason import OVER_LONG
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
@@ -58,6 +59,7 @@ def test_without_step_wise_every_trajectory_is_one_sequence(step_wise: bool, one
     batch = form_mini_batch(1, [group(rng, 0), group(rng, 1)], history_up_to(4), BatchSettings.of(config))
     assert (batch.rows_G == 1).all() == one_row
     assert batch.metrics["generate/batch_num_seq"] == batch.rows_G.sum()
+    assert batch.metrics["generate/truncated_ratio"] == 0.0
 
 
 def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> None:
@@ -115,9 +117,10 @@ def test_zero_variance_looks_at_returns() -> None:
 
 
 @pytest.mark.parametrize(("share", "taken"), [(0.0, True), (0.49, True), (0.5, False), (1.0, False)])
-def test_over_long_looks_at_how_trajectories_ended(share: float, taken: bool) -> None:
+@pytest.mark.parametrize("reason", sorted(OVER_LONG))
+def test_over_long_looks_at_how_trajectories_ended(share: float, taken: bool, reason: str) -> None:
     ends = [end(TrajectoryId(0, s), reward=float(s)) for s in range(4)]
-    ends = [e._replace(stop_reason="length") if s % 2 else e for s, e in enumerate(ends)]
+    ends = [e._replace(stop_reason=reason) if s % 2 else e for s, e in enumerate(ends)]
     found = filtered(group_of(*ends), AlgorithmConfig(filter_over_long=share))
     assert found == (Filtered(0, "over_long", 4, 6.0, True) if taken else None)
 

@@ -1,7 +1,7 @@
 """What happens in a run becomes the right numbers."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,16 @@ def test_a_turn_counts_its_whole_prompt_and_only_sampled_tokens(metrics: Metrics
     assert value(metrics, "baton_generated_tokens_total") == 8
     assert value(metrics, "baton_trajectory_turns_sum") == 2
     assert value(metrics, "baton_completed_trajectories_total", stop_reason="stop") == 1
+
+
+def test_cut_responses_are_counted_by_turn(metrics: Metrics) -> None:
+    steps = [
+        replace(step(3, 5), index=index, stop_reason=reason) for index, reason in enumerate(["length", "stop"] * 4)
+    ]
+    measure_steps(metrics, [steps_table(steps), steps_table([replace(step(3, 5), index=99, stop_reason="length")])])
+    for turns, n_responses, n_truncated in (("1", 1, 1), ("2", 1, 0), ("4", 1, 0), ("5_8", 4, 2), ("33_up", 1, 1)):
+        assert value(metrics, "baton_responses_total", turns=turns) == n_responses
+        assert value(metrics, "baton_truncated_responses_total", turns=turns) == n_truncated
 
 
 def micro_batch(lengths: list[int], trajectories: list[int], staleness: int) -> MicroBatch:

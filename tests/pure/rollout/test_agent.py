@@ -179,6 +179,34 @@ async def test_the_last_turn_allowed_ends_the_trajectory_with_that_reason(chat: 
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("cut", "n_turns", "done", "reason"),
+    [
+        ({0, 1}, 2, True, "truncated"),
+        ({1}, 2, False, "truncated"),
+        ({0}, 2, True, "stop"),
+        ({0}, 2, False, "max_turns"),
+        ({1}, 9, False, "length"),
+    ],
+)
+async def test_a_trajectory_whose_last_response_was_cut_says_so(
+    chat: Chat, cut: set[int], n_turns: int, done: bool, reason: str
+) -> None:
+    said = chat.encode("look fox age").tolist()
+
+    def script(words: list[str]) -> Generation:
+        is_cut = len(engine.prompts) - 1 in cut
+        return generated(said, "length", sampled_end=False) if is_cut else generated([*said, chat.end_id])
+
+    engine = ScriptedEngine(chat, script)
+    environment = ScriptedEnvironment([told("17"), told("17", done=done)])
+    fits = 64 if reason != "length" else len(chat.prompt(QUESTION.prompt)) + 12
+    steps, end = await play(chat, engine, environment, max_turns=n_turns, max_input_length=fits)
+    assert (len(steps), end.stop_reason) == (2, reason)
+    assert [step.stop_reason for step in steps] == ["length" if turn in cut else "stop" for turn in range(2)]
+
+
+@pytest.mark.asyncio
 async def test_the_environment_hears_the_text_up_to_its_stop_string_and_the_ids_stay_whole(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age owl").tolist(), sampled_end=False))
     environment = ScriptedEnvironment([told("x", 0.0, True)])

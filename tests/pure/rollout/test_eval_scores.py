@@ -36,12 +36,20 @@ def test_lost_trajectories_are_counted_and_left_out_of_the_means() -> None:
     assert found.stop_reasons == {"stop": 1, "max_turns": 1, "environment_error": 1, "engine_timeout": 1}
 
 
+def test_the_share_of_cut_responses_is_over_the_turns_of_trajectories_that_were_not_lost() -> None:
+    cut = EvalTrajectory("a", 0.0, 3, 8, "truncated", n_truncated=2)
+    lost = EvalTrajectory("a", 0.0, 3, 8, "environment_error", n_truncated=3)
+    found = summarize("dev", [cut, played("a", 1.0, n_turns=5), lost])
+    assert found.metrics()["eval/dev/truncated_ratio"] == found.record()["truncated_ratio"] == 0.25
+    assert "25.0%" in table([found])
+
+
 def test_a_set_of_which_everything_was_lost_still_has_a_line() -> None:
     found = summarize("dev", [played("a", 0.0, "environment_error")])
     assert (found.avg_score, found.pass_at, found.n_lost) == (0.0, {}, 1)
     head, line = table([found]).splitlines()
-    assert head.split() == ["set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "lost"]
-    assert line.split() == ["dev", "1", "1", "0.000", "-", "0.00", "0.0", "1"]
+    assert head.split() == ["set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "cut", "lost"]
+    assert line.split() == ["dev", "1", "1", "0.000", "-", "0.00", "0.0", "0.0%", "1"]
 
 
 @pytest.mark.parametrize("most", [None, 7, 100])
