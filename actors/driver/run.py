@@ -92,7 +92,7 @@ def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest:
     begin_logs(config, folder.path / LOGS)
     with contextlib.ExitStack() as held:
         seconds = config.run.stop_grace
-        countdown = held.enter_context(force_after(seconds, partial(_end_by_force, folder, seconds)))
+        countdown = held.enter_context(force_after(seconds, partial(end_by_force, folder, seconds)))
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
             held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
         if missing := missing_resources(config, gpus_each()):
@@ -136,10 +136,12 @@ async def _until_stopped(coordinator: Coordinator, countdown: Callable[[int], No
     return 128 + coordinator.stopped_by if coordinator.stopped_by else 0
 
 
-def _end_by_force(folder: RunWriter, seconds: float, number: int) -> None:
+def end_by_force(folder: RunWriter, seconds: float, number: int) -> None:
     """End this process now; the watchdog ends the others."""
     reason = f"ended by force: {seconds:g} s after the stop signal (run.stop_grace) the run had not ended in order"
-    if not (folder.path / SUMMARY).exists():
-        folder.write_summary({"state": "stopped", "steps": folder.step, "reason": reason})
-    say(reason)
-    os._exit(128 + number)
+    try:
+        if not (folder.path / SUMMARY).exists():
+            folder.write_summary({"state": "stopped", "steps": folder.step, "reason": reason})
+        say(reason)
+    finally:  # the disk may be full, and the terminal closed
+        os._exit(128 + number)

@@ -53,6 +53,8 @@ def write_task(folder: Path) -> list[str]:
     Raises:
         UserError: the name cannot be that of a run, or the folder holds something.
     """
+    if folder.name in ("", ".."):  # `.` and `..` say where, not how the folder is called
+        folder = folder.resolve()
     name = folder.resolve().name
     if not NAME.fullmatch(name):
         nearest = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_") or "my-task"

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""At most thirty years: clocks and timers of the operating system overflow beyond."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 MergeMode = Literal["off", "linear", "tree"]
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -101,7 +101,7 @@ class BufferConfig(Section):
     """Leases of a group, after which it is refused."""
     max_bytes: Positive = 4 << 30
     """Bytes in memory that admitted groups may need at worst."""
-    max_group_bytes: Positive = 256 << 20
+    max_group_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = 256 << 20
     """Bytes of one group, in equal parts for its trajectories; a message beyond its trajectory's part is refused."""
     max_journal_bytes: Positive = 64 << 30
     """Bytes of the journal on disk."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from service.config import Config, resolved_yaml
-from service.files import atomic_file, write_atomic
+from service.files import append_lines, atomic_file, write_atomic
 from service.observe.plot import draw_learning_curve
 from service.observe.trackers import TensorBoard, Wandb, open_trackers
 from service.run.folder import ADDRESS, CONFIG, EVALUATIONS, LOGS, METRICS, SUMMARY, TRAJECTORIES, read_lines
@@ -54,7 +54,7 @@ class RunWriter:
         if "trainer/global_step" not in numbers:
             raise ValueError("a line of metrics.jsonl needs trainer/global_step")
         if self._metrics is None:
-            self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
+            self._metrics = append_lines(self.path / METRICS)
             self._trackers = open_trackers(self._config, self.path)
         line = {key: _number(value) for key, value in numbers.items()}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
@@ -74,7 +74,7 @@ class RunWriter:
 
     def append_evaluations(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Append a line for each set that was evaluated after an optimizer step."""
-        with (self.path / EVALUATIONS).open("a", encoding="utf-8") as file:
+        with append_lines(self.path / EVALUATIONS) as file:
             file.writelines(json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records)
 
     def append_trajectories(self, trajectories: Sequence[Mapping[str, Any]]) -> int:
@@ -82,7 +82,7 @@ class RunWriter:
         if self._trajectories_full or not trajectories:
             return 0
         kept = 0
-        with (self.path / TRAJECTORIES).open("a", encoding="utf-8") as file:
+        with append_lines(self.path / TRAJECTORIES) as file:
             for trajectory in trajectories:
                 if file.tell() >= TRAJECTORIES_BYTES:
                     self._trajectories_full = True
