@@ -28,10 +28,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from examples import data
+from service.config.rollout import RetrievalConfig
 from service.rollout.chat.tools import answer, tool_calls
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.retrieval.client import RetrievalClient
-from service.rollout.retrieval.retriever import Retriever, WordEncoder, load_corpus
+from service.rollout.retrieval.retriever import Retriever, check_retriever
 
 SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -57,7 +58,9 @@ class SearchR1:
         self._truths: frozenset[str] = frozenset()
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row has no answer as its `ground_truth`."""
+        """Raises where the row has no answer as its `ground_truth`, or the memory cannot hold the corpus's words."""
+        if not self.url:
+            _check_corpus(Path(self.corpus))
         if not truths(task.reward_spec["ground_truth"]):
             raise ValueError("ground_truth has no answer")
 
@@ -120,9 +123,11 @@ def found_by_words(corpus: Path, query: str, topk: int) -> list[str]:
 
 
 @lru_cache(maxsize=4)
-def _by_words(corpus: Path) -> Retriever:
-    passages = load_corpus(corpus)
-    return Retriever.of(passages, WordEncoder([passage.contents for passage in passages]))
+def _check_corpus(corpus: Path) -> None:
+    check_retriever(RetrievalConfig(corpus=corpus))
+
+
+_by_words = lru_cache(maxsize=4)(Retriever.by_words)
 
 
 TAGS = ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")

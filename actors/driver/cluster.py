@@ -91,7 +91,8 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
             namespace=namespace, job_config=_Job(), runtime_env=runtime_env, log_to_driver=False, logging_level="error"
         )
     else:
-        needed_cpus = config.trainer.ranks + config.generator.engines + (config.env.retrieval is not None)
+        retrieval = config.env.retrieval
+        needed_cpus = config.trainer.ranks + config.generator.engines + (retrieval.cpus if retrieval is not None else 0)
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
         os.environ[SCRATCH] = str(folder)
         start_watchdog(mark, folder)

@@ -55,7 +55,7 @@ def with_retrieval(config: Config, has_gpu: bool) -> tuple[Config, Any | None]:
         return config, None
     actor = (
         ray.remote(RetrievalServer)
-        .options(num_cpus=1, num_gpus=retrieval.gpus if has_gpu else 0, max_restarts=-1)
+        .options(num_cpus=retrieval.cpus, num_gpus=retrieval.gpus if has_gpu else 0, max_restarts=-1)
         .remote(retrieval.model_dump_json())
     )
     try:

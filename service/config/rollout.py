@@ -60,13 +60,16 @@ class RetrievalConfig(Section):
     encoder: Path | None = None
     """A Hugging Face folder of a dense encoder; None: passages are ranked by common words."""
     embeddings: Path | None = None
-    """File of the corpus's vectors (.npy), written if missing; None: they are computed at every start."""
+    """File of the vectors that the encoder makes of the corpus (.npy), written if missing; None: they are computed at
+    every start."""
     query_prefix: str = ""
     """Text before each query, such as `query: ` for E5."""
     passage_prefix: str = ""
     """Text before each passage, such as `passage: ` for E5."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs of the encoder, or a fraction of one; 0: it runs on the CPU."""
+    """GPUs of the encoder and of the search in its vectors, or a fraction of one; 0: they run on the CPU."""
+    cpus: Positive = 1
+    """CPUs of the server, and threads of an encoder and its search on the CPU."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the server; 0 takes a free one. After a restart, environments find the server only on a fixed port."""
     start_deadline: Seconds = 1800.0

@@ -15,6 +15,7 @@ from service.rollout.environment import Environment, Task
 from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
 from service.rollout.prompts.dataset import load_tasks, tasks_of
+from service.rollout.retrieval.retriever import check_retriever
 
 SYNTHETIC = Path("made")
 """Stands for the file of synthetic rows in messages."""
@@ -24,9 +25,12 @@ def check_inputs(config: Config) -> None:
     """Make every configured environment and read every dataset that exists.
 
     Raises:
-        UserError: an environment is unknown, untrusted or refuses its options; a dataset's row is malformed.
+        UserError: an environment is unknown, untrusted or refuses its options; a dataset's row is malformed; the
+            corpus of the retrieval server needs more memory than this machine has.
     """
     data, env = config.data, config.env
+    if env.retrieval is not None:
+        check_retriever(env.retrieval)
     make_environment(env.name, env.options, env.trusted_modules)
     needed: dict[SyntheticFunction, bool] = {
         "rows": data.make_rows is not None or data.eval_make_rows is not None,

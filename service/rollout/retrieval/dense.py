@@ -1,9 +1,10 @@
-"""A dense encoder from a Hugging Face folder: the mean of the last hidden states, scaled to length 1."""
+"""Search by vectors: an encoder from a Hugging Face folder, and exact search by products with all vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from service.config.model_folder import is_model_folder
 from service.errors import UserError
-from service.types import Float32s
+from service.files import atomic_file
+from service.types import Float32s, Int64s
 
 UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, SafetensorError,
@@ -22,8 +24,25 @@ UNREADABLE = (
 """The errors of transformers for a broken folder depend on what is broken."""
 
 
+CHUNK = 1 << 18
+"""Vectors whose scores are in memory at once: 1 MiB for each query."""
+
+
+class Encoder(Protocol):
+    """Turns texts into vectors of length 1."""
+
+    def passages(self, texts: Sequence[str]) -> Float32s:
+        """[N, d] vectors of passages."""
+
+    def queries(self, texts: Sequence[str]) -> Float32s:
+        """[Q, d] vectors of queries."""
+
+
 class DenseEncoder:
-    """An encoder model; some models, such as E5, need a prefix (`query: `, `passage: `) before the text."""
+    """An encoder model; the mean of its last hidden states is scaled to length 1.
+
+    Some models, such as E5, need a prefix (`query: `, `passage: `) before the text.
+    """
 
     def __init__(
         self,
@@ -76,3 +95,86 @@ class DenseEncoder:
         mean = torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1).clamp(min=1)
         normal: Float32s = torch.nn.functional.normalize(mean, dim=1).cpu().numpy()
         return normal
+
+
+class DenseIndex:
+    """All passages' vectors on one device: half precision on a GPU, else float32 on all threads of torch.
+
+    Raises:
+        UserError: the GPU has too little free memory.
+    """
+
+    def __init__(self, encoder: Encoder, vectors_Nd: Float32s, device: torch.device) -> None:
+        self._encoder = encoder
+        if device.type != "cuda":
+            self.vectors_Nd = torch.from_numpy(vectors_Nd)
+            return
+        needed, free = 2 * vectors_Nd.size, torch.cuda.mem_get_info(device)[0]
+        if needed > free:
+            raise UserError(
+                f"the corpus's vectors need {needed / 2**30:.1f} GiB on the GPU, {free / 2**30:.1f} GiB are free; "
+                "env.retrieval.gpus: 0 searches on the CPU"
+            )
+        self.vectors_Nd = half_precision(vectors_Nd, device)
+
+    def search(self, queries: Sequence[str], topk: int) -> tuple[Float32s, Int64s]:
+        """As `Index.search`; among equal scores any."""
+        vectors_Qd = torch.from_numpy(self._encoder.queries(queries)).to(self.vectors_Nd)
+        scores, numbers = nearest(vectors_Qd, self.vectors_Nd, topk)
+        return scores.cpu().numpy(), numbers.cpu().numpy()
+
+
+def half_precision(vectors_Nd: Float32s, device: torch.device) -> torch.Tensor:
+    """[N, d] the vectors in half precision on a device; the host converts one chunk at a time."""
+    found = torch.empty(vectors_Nd.shape, dtype=torch.float16, device=device)
+    for chunk, part in zip(torch.split(found, CHUNK), torch.split(torch.from_numpy(vectors_Nd), CHUNK), strict=True):
+        chunk.copy_(part.to(torch.float16))
+    return found
+
+
+def nearest(queries_Qd: torch.Tensor, vectors_Nd: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[Q, topk] largest inner products, largest first, in float32, and the numbers of their vectors."""
+    best = queries_Qd.new_empty((len(queries_Qd), 0), dtype=torch.float32)
+    numbers = torch.empty_like(best, dtype=torch.int64)
+    for i, chunk in enumerate(torch.split(vectors_Nd, CHUNK)):
+        scores = _products(queries_Qd, chunk)
+        of_chunk, found = scores.topk(min(topk, len(chunk)))
+        best, numbers = torch.cat([best, of_chunk], dim=1), torch.cat([numbers, found + i * CHUNK], dim=1)
+        best, kept = best.topk(min(topk, best.shape[1]))
+        numbers = numbers.gather(1, kept)
+    return best, numbers
+
+
+def _products(queries_Qd: torch.Tensor, vectors_Nd: torch.Tensor) -> torch.Tensor:
+    """[Q, N] inner products in float32, which keeps near scores apart; a product on the CPU has no `out_dtype`."""
+    if not vectors_Nd.is_cuda:
+        return queries_Qd @ vectors_Nd.T
+    return torch.mm(queries_Qd, vectors_Nd.T, out_dtype=torch.float32)
+
+
+def encoded(texts: Sequence[str], encoder: Encoder, file: Path | None) -> Float32s:
+    """[N, d] vectors of passages, read from a file (.npy) or computed; the file is written if it is missing.
+
+    Raises:
+        UserError: the file holds no vectors, or vectors of another corpus or encoder.
+    """
+    if file is not None and file.is_file():
+        return _load_vectors(file, (len(texts), encoder.queries(["width"]).shape[1]))
+    vectors = encoder.passages(texts)
+    if file is not None:
+        # An open file, because np.save appends .npy to a name without it.
+        with atomic_file(file) as partial, partial.open("wb") as opened:
+            np.save(opened, vectors)
+    return vectors
+
+
+def _load_vectors(path: Path, shape: tuple[int, int]) -> Float32s:
+    try:
+        # Mapped and writable (in memory only), because torch warns of arrays that are not.
+        vectors: Float32s = np.load(path, mmap_mode="c", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} holds no vectors ({error}); remove it") from error
+    if vectors.shape != shape or vectors.dtype != np.float32:
+        found = f"vectors of {vectors.dtype} {list(vectors.shape)}"
+        raise UserError(f"{path} has {found}, this corpus and encoder have float32 {list(shape)}; remove it")
+    return vectors

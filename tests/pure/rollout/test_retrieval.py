@@ -22,15 +22,17 @@ from aiohttp import web
 
 from service.rollout.retrieval import server
 from service.rollout.retrieval.__main__ import main
-from service.rollout.retrieval.retriever import Hit, Index, Passage, Retriever, WordEncoder
+from service.rollout.retrieval.corpus import Passage
+from service.rollout.retrieval.retriever import Hit, Index, Retriever
 from service.rollout.retrieval.server import MAX_BODY_BYTES, Batcher, application
+from service.rollout.retrieval.words import WordIndex
 from service.types import Float32s, Int64s
 
 TEXTS = ["marn lies on the olt", "the olt flows through sarn", "sarn is known for salt"]
 
 
 def retriever(texts: Sequence[str] = TEXTS) -> Retriever:
-    return Retriever.of([Passage(str(i), text) for i, text in enumerate(texts)], WordEncoder(texts))
+    return Retriever([Passage(str(i), text) for i, text in enumerate(texts)], WordIndex(texts))
 
 
 @asynccontextmanager
@@ -186,7 +188,7 @@ async def test_requests_that_are_malformed_get_their_reason_as_json() -> None:
 class Broken:
     """An index without vectors."""
 
-    def search(self, queries: Float32s, topk: int) -> tuple[Float32s, Int64s]:
+    def search(self, queries: Sequence[str], topk: int) -> tuple[Float32s, Int64s]:
         raise IndexError("no vectors")
 
 
@@ -214,7 +216,7 @@ class Counting:
         self.index = index
         self.sizes: list[int] = []
 
-    def search(self, queries: Float32s, topk: int) -> tuple[Float32s, Int64s]:
+    def search(self, queries: Sequence[str], topk: int) -> tuple[Float32s, Int64s]:
         self.sizes.append(len(queries))
         return self.index.search(queries, topk)
 
@@ -226,7 +228,7 @@ class Slow(Counting):
         super().__init__(index)
         self.may = Event()
 
-    def search(self, queries: Float32s, topk: int) -> tuple[Float32s, Int64s]:
+    def search(self, queries: Sequence[str], topk: int) -> tuple[Float32s, Int64s]:
         assert self.may.wait(60)
         return super().search(queries, topk)
 

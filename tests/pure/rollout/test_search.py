@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import BertConfig, BertModel
 
 from examples import data, search_r1
 from examples.search_r1 import SearchR1, normal
 from service.errors import UserError
-from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
-from service.rollout.retrieval.dense import DenseEncoder
-from service.rollout.retrieval.retriever import NumpyIndex, Passage, Retriever, WordEncoder, flat_index, load_corpus
+from service.rollout.retrieval.corpus import load_corpus
+from service.rollout.retrieval.retriever import Retriever
 from service.rollout.retrieval.server import application
-from tests.pure.rollout.test_retrieval import TEXTS, retriever, served
+from tests.pure.rollout.test_retrieval import retriever, served
 
 
 def test_passages_that_share_rare_words_come_first() -> None:
@@ -43,8 +37,7 @@ def question(truth: Any) -> Task:
 @pytest.mark.asyncio
 async def test_a_search_is_answered_with_the_same_passages_by_the_server_and_in_process() -> None:
     town = data.geography().towns[0]
-    passages = load_corpus(data.CORPUS)
-    whole = Retriever.of(passages, WordEncoder([passage.contents for passage in passages]))
+    whole = Retriever.by_words(data.CORPUS)
     async with served(application(whole)) as url:
         told = []
         for environment in (SearchR1(), SearchR1(url=f"{url}/retrieve")):
@@ -128,79 +121,3 @@ def test_a_file_that_is_no_corpus_is_refused_by_row(tmp_path: Path, content: byt
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_corpus(path)
-
-
-def test_vectors_are_written_once_and_read_afterwards(tmp_path: Path) -> None:
-    passages = [Passage(str(i), text) for i, text in enumerate(TEXTS)]
-    encoder, embeddings = WordEncoder(TEXTS), tmp_path / "vectors.npy"
-    first = Retriever.of(passages, encoder, embeddings).search(TEXTS, 3)
-    written = embeddings.stat().st_mtime_ns
-    assert Retriever.of(passages, encoder, embeddings).search(TEXTS, 3) == first
-    assert embeddings.stat().st_mtime_ns == written
-    assert os.listdir(tmp_path) == ["vectors.npy"]
-
-
-def test_vectors_are_kept_under_the_configured_name(tmp_path: Path) -> None:
-    Retriever.of([Passage("0", "salt")], WordEncoder(["salt"]), tmp_path / "vectors")
-    assert os.listdir(tmp_path) == ["vectors"]
-
-
-@pytest.mark.parametrize(
-    ("write", "told"),
-    [
-        (lambda path: np.save(path, np.zeros((2, 3), np.float32)), r"float32 \[2, 3\], .* float32 \[3, \d+\]"),
-        (lambda path: np.save(path, np.zeros((3, 2), np.float32)), r"float32 \[3, 2\], .* float32 \[3, \d+\]"),
-        (lambda path: np.save(path, np.array([{}])), "no vectors"),
-        (lambda path: path.write_bytes(b"\x93NUMPY\x01\0\x76\0{'descr"), "no vectors"),
-    ],
-)
-def test_kept_vectors_that_do_not_fit_corpus_and_encoder_are_refused(
-    tmp_path: Path, write: Callable[[Path], Any], told: str
-) -> None:
-    write(tmp_path / "vectors.npy")
-    passages = [Passage(str(i), text) for i, text in enumerate(TEXTS)]
-    with pytest.raises(UserError, match=f"vectors.npy .*{told}.*remove it"):
-        Retriever.of(passages, WordEncoder(TEXTS), tmp_path / "vectors.npy")
-
-
-@pytest.mark.parametrize("library", ["faiss", "numpy"])
-def test_a_flat_index_finds_what_comparing_with_everything_finds(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if library == "faiss":
-        pytest.importorskip("faiss")
-    else:
-        monkeypatch.setitem(sys.modules, "faiss", None)
-    rng = np.random.default_rng(0)
-    vectors = rng.standard_normal((500, 16)).astype(np.float32)
-    queries = rng.standard_normal((7, 16)).astype(np.float32)
-    index = flat_index(vectors)
-    assert isinstance(index, NumpyIndex) == (library == "numpy")
-    scores, numbers = index.search(queries, 5)
-    for query, row, nearest in zip(queries, scores, numbers, strict=True):
-        everything = vectors @ query
-        assert nearest.tolist() == np.argsort(-everything)[:5].tolist()
-        np.testing.assert_allclose(row, everything[nearest], rtol=1e-5)
-
-
-def test_a_dense_encoder_averages_over_real_tokens_only(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    make_tokenizer(tmp_path, sorted({word for text in TEXTS for word in text.split()}))
-    tiny = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    BertModel(tiny).save_pretrained(tmp_path)
-    encoder = DenseEncoder(tmp_path, torch.device("cpu"), batch_size=2)
-    vectors = encoder.passages([*TEXTS, "olt"])
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
-    # Padding beside a longer text must not change a shorter one, nor must the order.
-    np.testing.assert_allclose(encoder.queries(["olt"])[0], vectors[3], atol=1e-5)
-    np.testing.assert_allclose(encoder.passages([TEXTS[2]])[0], vectors[2], atol=1e-5)
-    # A question may have no token at all, alone or beside others.
-    assert not encoder.queries([""]).any()
-    assert not encoder.queries(["olt", ""])[1].any()
-
-
-def test_a_folder_without_an_encoder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no config\.json"):
-        DenseEncoder(tmp_path, torch.device("cpu"))
-    for text in ("{", "{}", '{"model_type": "bert", "hidden_size": "wide"}'):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(UserError, match=r"^encoder: .* holds no encoder that can be read: .+$"):
-            DenseEncoder(tmp_path, torch.device("cpu"))
