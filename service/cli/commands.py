@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from service.errors import UserError
+from service.errors import UserError, printable
 
 PIPED_WIDTH = 120
 """Columns of a table that is not written to a terminal."""
@@ -97,7 +97,7 @@ def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(json.dumps(status, indent=2))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print("\n".join(status_lines(status, width)))
+        print(printable("\n".join(status_lines(status, width))))
     return 0
 
 

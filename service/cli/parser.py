@@ -13,7 +13,7 @@ from typing import Any
 from service.cli import commands, help_texts, init, logs
 from service.cli.recipes import config_file
 from service.cli.version import installed_version
-from service.errors import BatonError
+from service.errors import BatonError, printable
 
 WITHOUT_SETTINGS = ("trajectories", "status")
 """Commands in which a word with = is no setting: `group=812/sample=3/attempt=0`."""
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.command(arguments, overrides))
     except BatonError as error:
-        for line in str(error).splitlines():
+        for line in printable(str(error)).splitlines():
             print(f"baton: {line}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:
-        print(f"baton: {error.filename or 'output'!s:.200}: {error.strerror or error}", file=sys.stderr)
+        print(printable(f"baton: {error.filename or 'output'!s:.200}: {error.strerror or error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from service.errors import printable
+
 log = logging.getLogger("baton")
 log.setLevel(logging.INFO)
 
@@ -19,6 +21,7 @@ SECONDS = 5.0
 
 def say(line: str) -> None:
     """Print a line at once, and log it; if the reader of the output is gone, work continues without output."""
+    line = printable(line)
     log.info(line)
     try:
         # One write, because the thread of a phase prints too.

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from service.errors import in_one_line
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
@@ -74,7 +75,7 @@ async def run_trajectory(
             else:
                 prompt = _rendered(partial(turns.follow, text, response.token_ids, result.messages))
     except TrajectoryFailed as failed:
-        log.warning("%s of prompt %s is lost: %s", trajectory, task.uid, failed)
+        log.warning("%s of prompt %s is lost: %s", trajectory, in_one_line(task.uid), failed)
         episode.stop_reason, failure = failed.reason, str(failed)
     finally:
         await environment.close(trajectory)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from service.config import Config, resolved_yaml
+from service.errors import printable
 from service.files import append_lines, atomic_file, write_atomic
 from service.observe.plot import draw_learning_curve
 from service.observe.trackers import TensorBoard, Wandb, open_trackers
@@ -99,6 +100,7 @@ class RunWriter:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write how the run ended, as one JSON object."""
+        summary = {key: printable(value) if isinstance(value, str) else value for key, value in summary.items()}
         write_atomic(self.path / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
 
     def close(self) -> None:
