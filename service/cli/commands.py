@@ -16,7 +16,7 @@ from pathlib import Path
 
 from service.errors import UserError, printable
 
-PIPED_WIDTH = 120
+PIPED_WIDTH = 200
 """Columns of a table that is not written to a terminal."""
 
 
@@ -109,7 +109,8 @@ def trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> in
     from service.observe.trajectories.terminal import print_list
 
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    print_list(console, load_records(find_recorded_run(arguments.run))[-arguments.last :])
+    records = load_records(find_recorded_run(arguments.run))
+    print_list(console, records[-arguments.last :], len(records))
     return 0
 
 
@@ -132,10 +133,11 @@ def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> 
     from service.observe.trajectories.records import find_recorded_run, load_records
 
     folder = find_recorded_run(arguments.run)
-    records = load_records(folder)[-arguments.last :]
+    records = load_records(folder)
+    kept, records = len(records), records[-arguments.last :]
     output = arguments.output or folder / "trajectories.html"
-    output.write_text(html_page(f"Trajectories of {folder.name}", records, *_how_to_show(folder)), "utf-8")
-    print(f"{len(records)} trajectories written to {output}")
+    output.write_text(html_page(f"Trajectories of {folder.name}", records, kept, *_how_to_show(folder)), "utf-8")
+    print(f"{len(records)} of {kept} kept trajectories written to {output}")
     return 0
 
 

@@ -33,9 +33,9 @@ HEADING = re.compile(r"==> (.+)\.log <==\n")
 
 
 def count(text: str) -> int:
-    """A number of lines: 0 or more."""
-    if (number := int(text)) < 0:
-        raise ValueError("below 0")
+    """A number from 1 on."""
+    if (number := int(text)) < 1:
+        raise ValueError("below 1")
     return number
 
 

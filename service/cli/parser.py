@@ -191,7 +191,9 @@ def _add_trajectories(added: Any) -> None:
     shown.add_argument("id", metavar="ID", nargs="?", help=named)
     exported.add_argument("--output", type=Path, metavar="FILE", help="default: trajectories.html in the run folder")
     for action in (listed, exported):
-        action.add_argument("--last", type=int, default=50, metavar="N", help="the last N kept ones (default 50)")
+        action.add_argument(
+            "--last", type=logs.count, default=50, metavar="N", help="the last N kept ones (default 50)"
+        )
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

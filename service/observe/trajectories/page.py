@@ -1,8 +1,10 @@
-"""Trajectory records on a self-contained HTML page."""
+"""Trajectory records on a self-contained HTML page: a table to filter and to sort, and each trajectory's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 from string import Template
@@ -16,36 +18,84 @@ from service.observe.trajectories.tokens import (
     fate_of,
     headline,
     number,
+    preview,
+    staleness,
     step_line,
     tokens_of,
 )
 
 PAGE = Path(__file__).with_name("page.html")
+COLUMNS = 9
 
 
-def html_page(title: str, records: Sequence[Record], max_staleness: int, words: Words) -> str:
-    """All records on one page without external parts; all text from records is escaped."""
-    legend = "".join(f'<span class="{kind}">{escape(meaning)}</span>' for kind, meaning in LEGEND.items())
-    body = "\n".join(_html_record(record, max_staleness, words) for record in records)
-    page = Template(PAGE.read_text(encoding="utf-8"))
-    return page.substitute(title=escape(title), legend=legend, body=body)
+def html_page(title: str, records: Sequence[Record], kept: int, max_staleness: int, words: Words) -> str:
+    """Some of the `kept` records on one page without external parts.
+
+    All text of records is escaped, and the page's content security policy admits its own script only.
+    """
+    page = PAGE.read_text(encoding="utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    legend = (f'<span class="{kind}">{escape(meaning)}</span>' for kind, meaning in LEGEND.items())
+    bodies = (_body(order, record, max_staleness, words) for order, record in enumerate(records))
+    return Template(page).substitute(
+        title=escape(title),
+        hash=f"sha256-{b64encode(sha256(script.encode()).digest()).decode()}",
+        legend="".join(legend),
+        fates=_options(record["fate"] for record in records),
+        stops=_options(record["stop_reason"] for record in records),
+        count=len(records),
+        kept=kept,
+        body="\n".join(bodies),
+    )
 
 
-def _html_record(record: Record, max_staleness: int, words: Words) -> str:
-    parts = [
-        f"<details><summary><h2>{escape(record['id'])}</h2>"
-        f"<span>step {record['optimizer_step']}, return {number(record['return'], 'g')}, "
-        f"{escape(fate_of(record))}</span></summary>",
-        f"<p>{escape(headline(record))}</p>",
-    ]
+def _options(names: Iterable[str]) -> str:
+    return "".join(f"<option>{escape(name)}</option>" for name in sorted(set(names)))
+
+
+def _body(order: int, record: Record, max_staleness: int, words: Words) -> str:
+    """A trajectory: its line in the table, and its tokens below, which are hidden at first."""
+    oldest = staleness(record)
+    facts = {
+        "order": order,
+        "fate": record["fate"],
+        "return": "" if record["return"] is None else record["return"],
+        "turns": len(record["steps"]),
+        "length": record["sampled_tokens"],
+        "staleness": "" if oldest is None else oldest,
+        "stop": record["stop_reason"],
+    }
+    cells = (
+        ("step", "number", str(record["optimizer_step"])),
+        ("fate", "", fate_of(record)),
+        ("return", "number", number(record["return"], "g")),
+        ("turns", "number", str(facts["turns"])),
+        ("tokens", "number", str(facts["length"])),
+        ("staleness", "number", "none" if oldest is None else str(oldest)),
+        ("ended by", "", record["stop_reason"]),
+    )
+    return "".join(
+        [
+            "<tbody", *(f' data-{name}="{escape(str(fact))}"' for name, fact in facts.items()), ">",
+            '<tr class="row" tabindex="0" aria-expanded="false">', f'<td class="id">{escape(record["id"])}</td>',
+            *(f'<td data-name="{name}" class="{kind}">{escape(text)}</td>' for name, kind, text in cells),
+            f'<td class="preview"><div>{escape(preview(record, words))}</div></td></tr>',
+            f'<tr class="detail" hidden><td colspan="{COLUMNS}"><p>{escape(headline(record))}</p>',
+            *_tokens(record, max_staleness, words), "</td></tr></tbody>",
+        ]
+    )  # fmt: skip
+
+
+def _tokens(record: Record, max_staleness: int, words: Words) -> Iterable[str]:
+    """The steps of a trajectory with the kind of each token."""
     for step in record["steps"]:
-        parts.append(f'<div class="step">step {step["index"]}: {escape(step_line(step))}</div><div class="tokens">')
-        parts += [_html_token(token) for token in tokens_of(step, record, max_staleness, words)]
-        parts.append("</div>")
-    return "".join([*parts, "</details>"])
+        line = f"step {step['index']}: {step_line(step)}"
+        yield f'<div class="step">{escape(line)}</div><div class="tokens">'
+        yield from map(_token, tokens_of(step, record, max_staleness, words))
+        yield "</div>"
 
 
-def _html_token(token: Token) -> str:
+def _token(token: Token) -> str:
     notes = []
     if token.logprob is not None and token.kind != MASKED:
         notes.append(f"log-probability {token.logprob:.3f}")

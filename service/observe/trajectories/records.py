@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 
 from service.config import Config
@@ -34,6 +35,42 @@ from service.run.folder import RUNS, TRAJECTORIES, read_lines, run_folder
 from service.types import NO_VERSION, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 Record = dict[str, Any]
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Version = Annotated[str, msgspec.Meta(pattern=r"^\d+\.\d+$")]
+
+
+class StepShape(TypedDict):
+    index: int
+    prompt_ids: list[TokenId]
+    response_ids: list[TokenId]
+    logprobs: list[float | None] | None
+    loss_mask: list[int]
+    versions: list[tuple[int, Version | None]]
+    reward: float | list[float]
+    stop_reason: str | None
+    row: int | None
+
+
+RecordShape = TypedDict(
+    "RecordShape",
+    {
+        "id": str,
+        "fate": str,
+        "reason": NotRequired[str],
+        "optimizer_step": int,
+        "trained_at": Version,
+        "return": float | None,
+        "advantage": float | None,
+        "stop_reason": str,
+        "loss_tokens": int,
+        "sampled_tokens": int,
+        "rows": int,
+        "steps": list[StepShape],
+    },
+)
+"""What a record in a file must hold to be shown."""
 
 
 def trajectory_records(
@@ -191,11 +228,22 @@ def load_records(folder: Path) -> list[Record]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{folder / TRAJECTORIES}: not JSON: {error}") from None
     for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict) or not {"id", "steps"} <= record.keys():
-            raise UserError(f"{folder / TRAJECTORIES}, line {number}: no trajectory")
+        try:
+            _check(msgspec.convert(record, RecordShape))
+        except ValueError as error:
+            raise UserError(f"{folder / TRAJECTORIES}, line {number}: no trajectory: {error}") from None
     if not records:
         raise UserError(f"{folder}: this run has kept no trajectories yet")
     return records
+
+
+def _check(record: RecordShape) -> None:
+    """Raises ValueError where the facts about a step's tokens are not one for each token."""
+    for step in record["steps"]:
+        tokens = len(step["response_ids"])
+        facts = [len(step["loss_mask"]), sum(count for count, _ in step["versions"])]
+        if facts != [tokens, tokens] or len(step["logprobs"] or step["response_ids"]) != tokens:
+            raise ValueError(f"step {step['index']} has {tokens} tokens, but not as many facts about them")
 
 
 def find_record(records: Sequence[Record], wanted: str | None) -> Record:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from service.observe.harmless import harmless
 from service.observe.trajectories.records import Record
 from service.observe.trajectories.tokens import (
     LEGEND,
@@ -25,40 +27,62 @@ from service.observe.trajectories.tokens import (
 )
 
 STYLES = {PROMPT: "dim", LOSS: "green", STALE: "yellow", MASKED: "magenta", UNUSED: "blue"}
+MARKS = {PROMPT: ("", ""), LOSS: ("{+", "+}"), STALE: ("{~", "~}"), MASKED: ("{-", "-}"), UNUSED: ("{?", "?}")}
+"""Around tokens of a kind where the output has no colours, as in a pipe."""
+
+WIDE = 110
+"""Columns from which a list has room for all that it says about a trajectory."""
 
 
-def print_list(console: Console, records: Sequence[Record]) -> None:
-    """Print a table with one line per trajectory."""
+def print_list(console: Console, records: Sequence[Record], kept: int) -> None:
+    """Print a table with one line per trajectory, and what the list leaves out of the `kept` ones."""
+    is_wide = console.width >= WIDE
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("id", no_wrap=True)
-    table.add_column("fate", no_wrap=True)
-    for name in ("step", "return", "advantage", "turns", "rows", "loss tokens"):
+    table.add_column("fate", overflow="fold")
+    for name in _numbers(records[0], is_wide) if records else ():
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ended by")
+    table.add_column("ended by", overflow="fold")
     for record in records:
-        table.add_row(
-            record["id"],
-            fate_of(record),
-            str(record["optimizer_step"]),
-            number(record["return"], ".2f"),
-            number(record["advantage"], "+.2f"),
-            str(len(record["steps"])),
-            str(record["rows"]),
-            f"{record['loss_tokens']}/{record['sampled_tokens']}",
-            record["stop_reason"],
+        fate, ended_by = (
+            Text(harmless(fate_of(record) if is_wide else record["fate"])),
+            Text(harmless(record["stop_reason"])),
         )
+        table.add_row(Text(harmless(record["id"])), fate, *_numbers(record, is_wide).values(), ended_by)
     console.print(table)
+    notes = [] if len(records) == kept else [f"the newest {len(records)} of {kept} kept trajectories (--last N)"]
+    notes += [] if is_wide else [f"reasons, advantage, turns and rows are shown from {WIDE} columns on"]
+    if notes:
+        console.print(Text("; ".join(notes), style="dim"))
+
+
+def _numbers(record: Record, is_wide: bool) -> dict[str, str]:
+    """The columns of numbers: name -> what they say of a trajectory."""
+    wide = {
+        "advantage": number(record["advantage"], "+.2f"),
+        "turns": str(len(record["steps"])),
+        "rows": str(record["rows"]),
+    }
+    return {
+        "step": str(record["optimizer_step"]),
+        "return": number(record["return"], ".2f"),
+        **(wide if is_wide else {}),
+        "loss tokens": f"{record['loss_tokens']}/{record['sampled_tokens']}",
+    }
 
 
 def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
-    """Print one trajectory step by step; the colour of a token shows its kind."""
-    console.print(Text(record["id"], style="bold"))
-    console.print(Text(headline(record)))
+    """Print one trajectory step by step; the colour of a token shows its kind, or marks where there are no colours."""
+    has_colours = console.color_system is not None and not console.no_color
+    console.print(Text(harmless(record["id"]), style="bold"))
+    console.print(Text(harmless(headline(record))), soft_wrap=not console.is_terminal)
     for kind, meaning in LEGEND.items():
-        console.print(Text("  \u25a0 ", style=STYLES[kind]) + Text(meaning, style="dim"))
+        sign = "\u25a0" if has_colours else " ".join(MARKS[kind]).strip() or "plain"
+        console.print(Text(f"  {sign} ", style=STYLES[kind]) + Text(meaning, style="dim"))
     for step in record["steps"]:
-        console.print(Text(f"\nstep {step['index']}  {step_line(step)}", style="bold"))
+        console.print(Text(f"\nstep {step['index']}  {harmless(step_line(step))}", style="bold"))
         line = Text()
-        for token in tokens_of(step, record, max_staleness, words):
-            line.append(token.text, style=STYLES[token.kind])
-        console.print(line)
+        for kind, tokens in groupby(tokens_of(step, record, max_staleness, words), key=lambda token: token.kind):
+            begin, end = ("", "") if has_colours else MARKS[kind]
+            line.append(begin + "".join(token.text for token in tokens) + end, style=STYLES[kind])
+        console.print(line, soft_wrap=not console.is_terminal)

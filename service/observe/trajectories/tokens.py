@@ -11,6 +11,7 @@ from service.observe.trajectories.records import Record
 Words = Callable[[Sequence[int]], list[str]]
 """From token ids to the text that each of them adds."""
 
+PREVIEW_TOKENS = 60
 CONTEXT_TOKENS = 4
 """Tokens before a token that may decide its text."""
 
@@ -65,8 +66,26 @@ def _kind(mask: int, version: str | None, record: Record, max_staleness: int) ->
         return MASKED
     if record["fate"] != "trained":
         return UNUSED
-    trained_at, sampled_at = (int(text.partition(".")[2]) for text in (record["trained_at"], version))
-    return STALE if trained_at - sampled_at > max_staleness else LOSS
+    return STALE if _steps_of(record["trained_at"]) - _steps_of(version) > max_staleness else LOSS
+
+
+def staleness(record: Record) -> int | None:
+    """The largest staleness of a sampled token when the trajectory was trained; None without such a token."""
+    versions = {version for step in record["steps"] for _, version in step["versions"] if version is not None}
+    return max((_steps_of(record["trained_at"]) - _steps_of(version) for version in versions), default=None)
+
+
+def _steps_of(version: str) -> int:
+    """The optimizer steps of a policy version: `1.36` -> 36."""
+    return int(version.partition(".")[2])
+
+
+def preview(record: Record, words: Words) -> str:
+    """The beginning of the last response, in one line."""
+    if not record["steps"]:
+        return ""
+    text = harmless("".join(words(record["steps"][-1]["response_ids"][:PREVIEW_TOKENS])))
+    return " ".join(text.split())
 
 
 def headline(record: Record) -> str:

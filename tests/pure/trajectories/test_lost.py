@@ -103,11 +103,11 @@ def test_they_are_listed_shown_and_exported_with_their_fate(tmp_path: Path) -> N
     records = json.loads(json.dumps(lost.take()))
     assert {token.kind for token in tokens_of(records[0]["steps"][0], records[0], 8, words)} == {"prompt", UNUSED}
     console = Console(file=StringIO(), width=140, force_terminal=False)
-    print_list(console, records)
+    print_list(console, records, len(records))
     for record in records:
         print_record(console, record, 8, words)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    page = html_page("run", records, 8, words)
+    page = html_page("run", records, len(records), 8, words)
     for text in (shown, page):
         assert "filtered (zero_variance)" in text and "expired (run_end)" in text
     assert "return none" in shown and 'class="unused"' in page

@@ -135,18 +135,47 @@ def test_what_a_token_adds_keeps_its_spaces() -> None:
 
 def test_the_terminal_shows_a_list_and_one_trajectory() -> None:
     console = Console(file=StringIO(), width=120, force_terminal=False)
-    print_list(console, records())
+    print_list(console, records(), 3)
     print_record(console, json.loads(json.dumps(records()[0])), 8, letters)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.count("group=7/sample=0/attempt=0") == 2
-    assert "<1><2><10><11><3>" in shown and "step 1  row 0, policy 1.1" in shown
+    assert "step 1  row 0, policy 1.1" in shown
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_list_holds_its_width_and_says_what_it_leaves_out(width: int) -> None:
+    console = Console(file=StringIO(), width=width, force_terminal=False)
+    lost = {**records()[0], "id": "group=100812/sample=13/attempt=2", "fate": "filtered", "reason": "zero_variance"}
+    print_list(console, [lost, *records()], 812)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= width
+    for text in (lost["id"], "filtered", "3/3", "stop", "the newest 4 of 812 kept trajectories"):
+        assert text in shown
+    assert ("advantage, turns and rows are shown from" in " ".join(shown.split())) == (width == 80)
+    assert ("(zero_variance)" in shown) == (width == 120)
+    print_list(console, records(), 3)
+    assert "newest" not in console.file.getvalue().removeprefix(shown)  # type: ignore[attr-defined]
+
+
+def test_the_kind_of_a_token_is_in_the_text_where_there_are_no_colours() -> None:
+    record = json.loads(json.dumps(records()[0]))
+    piped, coloured = (Console(file=StringIO(), width=80, force_terminal=is_tty) for is_tty in (False, True))
+    for console in (piped, coloured):
+        print_record(console, record, 8, letters)
+    shown, seen = piped.file.getvalue(), coloured.file.getvalue()  # type: ignore[attr-defined]
+    assert "<1><2>{+<10><11>+}{-<3>-}" in shown and "{+ +} sampled, carries loss" in shown
+    assert "{+" not in seen and "\x1b[32m<10><11>" in seen
+    long = {**record, "steps": [{**record["steps"][0], "prompt_ids": [1] * 100}]}
+    print_record(piped, long, 8, letters)
+    assert "<1>" * 100 in piped.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_page_needs_nothing_from_outside_and_escapes_what_models_say() -> None:
     page = html_page(
-        "<run>", json.loads(json.dumps(records())), 8, lambda ids: ["<script>alert(1)</script>"] * len(ids)
+        "<run>", json.loads(json.dumps(records())), 812, 8, lambda ids: ["<script>alert(1)</script>"] * len(ids)
     )
-    assert "<script" not in page and "&lt;script&gt;" in page and "<h1>&lt;run&gt;</h1>" in page
+    assert page.count("<script") == 1 and "&lt;script&gt;" in page and "<h1>&lt;run&gt;</h1>" in page
+    assert "of 3 on this page; the run kept 812" in page
     assert "://" not in page and 'class="loss" title="log-probability -0.500, policy 1.0"' in page
 
 
@@ -186,8 +215,33 @@ def test_the_commands_read_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.count("group=") == 2
     assert main(["trajectories", "list", str(tmp_path / "none")]) == 2
     assert "neither a run folder (with config.yaml) nor the name of a run" in capsys.readouterr().err
-    (tmp_path / "r" / "trajectories.jsonl").write_text("{broken}\n")
-    assert main(["trajectories", "list", str(tmp_path / "r")]) == 2
+    with pytest.raises(SystemExit):
+        main(["trajectories", "list", str(tmp_path / "r"), "--last", "0"])
+
+
+BAD = "<img src=x>"
+ODD = {
+    "optimizer_step": BAD, "return": BAD, "advantage": [], "fate": None, "rows": "1", "trained_at": "x", "steps": BAD,
+    "stop_reason": 3, "loss_tokens": BAD, "reason": 4, "id": 7,
+}  # fmt: skip
+ODD_STEP = {
+    "index": BAD, "prompt_ids": [-1], "response_ids": [1 << 40], "loss_mask": [1], "versions": [[1, BAD]],
+    "logprobs": [0.0], "reward": BAD, "row": BAD, "stop_reason": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("action", ["list", "show", "export-html"])
+def test_a_line_that_is_no_record_is_named(action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").touch()
+    whole = json.loads(json.dumps(records()[0]))
+    step, *steps = whole["steps"]
+    odd = [{**whole, name: value} for name, value in ODD.items()]
+    odd += [{**whole, "steps": [{**step, name: value}, *steps]} for name, value in ODD_STEP.items()]
+    for line in ("{broken}", "[]", "[" * 3000, *map(json.dumps, odd)):
+        (tmp_path / "trajectories.jsonl").write_text(f"{json.dumps(whole)}\n{line}\n")
+        assert main(["trajectories", action, str(tmp_path)]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert "trajectories.jsonl" in said
 
 
 def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(
