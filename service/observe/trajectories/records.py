@@ -35,13 +35,13 @@ from service.run.folder import RUNS, TRAJECTORIES, read_lines, run_folder
 from service.types import NO_VERSION, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 Record = dict[str, Any]
-
-
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Version = Annotated[str, msgspec.Meta(pattern=r"^\d+\.\d+$")]
 
 
 class StepShape(TypedDict):
+    """What a step of a record must hold to be shown."""
+
     index: int
     prompt_ids: list[TokenId]
     response_ids: list[TokenId]
