@@ -138,7 +138,9 @@ def _column(name: str, hint: Any) -> Iterator[Column]:
 
 
 def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
-    """The items at these positions, in this order; token columns are views where the tokens are one piece.
+    """The items at these positions, in this order, with the names that they use.
+
+    Token columns are views where the tokens are one piece.
 
     `copy`: token columns never share memory with the table.
     """
@@ -151,10 +153,10 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
         start_X, stop_X = offsets_X[index_X], offsets_X[index_X + 1]
         made[columns.offsets] = offsets_of(stop_X - start_X)
         made |= segments_of(table, start_X, stop_X, copy)
-    names, code = columns.names[0]
-    if len(strings := getattr(table, names)) > 1:
-        used, renumbered_X = np.unique(made[code], return_inverse=True)
-        made[names], made[code] = tuple(strings[name] for name in used), renumbered_X.astype(np.int32)
+    for names, code in columns.names:
+        if len(strings := getattr(table, names)) > 1:
+            used, renumbered_X = np.unique(made[code], return_inverse=True)
+            made[names], made[code] = tuple(strings[name] for name in used), renumbered_X.astype(np.int32)
     return replace(table, **made)
 
 

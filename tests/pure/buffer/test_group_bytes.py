@@ -170,6 +170,19 @@ def test_names_as_long_as_they_may_be_stay_within_the_reservation(tmp_path: Path
     accepted_within(world, [replace(long, stop_reason=LONG_NAME)], [], step_bytes(long))
 
 
+def test_names_of_repeated_steps_take_no_room_in_the_journal(tmp_path: Path) -> None:
+    turns = 8
+    world = World(tmp_path, config(env={"max_turns": turns}))
+    work = world.generator.claimed()
+    of = TrajectoryId(work.group_id, 0)
+    steps = [
+        replace(full_step(of, work.prompt_uid, index, world.settings, START), stop_reason=f"{index}{LONG_NAME[1:]}")
+        for index in range(turns)
+    ]
+    for index in range(turns):
+        accepted_within(world, steps[: index + 1], [], step_bytes(steps[index]))
+
+
 def test_a_trajectory_that_outgrows_its_part_of_the_group_is_refused(tmp_path: Path) -> None:
     made = config()
     one_turn = made.algorithm.n_samples_per_prompt * (worst_step_bytes(made) + ITEM_BYTES)
