@@ -18,17 +18,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer.actor import BufferActor
 from actors.calls import in_a_line
-from actors.driver.placement import beside_rank, cpus_each, place_ranks, rank_options
+from actors.driver.placement import engine_index, engine_options, gpus_each, rank_options, reserve, run_bundles
 from actors.driver.signals import when_stuck
 from actors.driver.watchdog import MARK, start_watchdog
 from actors.generator.actor import Generator
-from actors.generator.engine import engine_env
 from actors.generator.engine_arguments import SCRATCH
 from actors.generator.retrieval import with_retrieval
 from actors.observe.logs import log_env
 from actors.observe.metrics_hub import MetricsHub, with_free_port
 from actors.trainer.actor import TrainerRank
 from actors.trainer.group import TrainerGroup
+from service.cli.phases import say
 from service.config import Config
 from service.errors import RunFailed, UserError
 from service.interop.user_functions import FOLDER, SAFE_PATH, user_folder
@@ -135,12 +135,16 @@ class Cluster:
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
-    """Create every actor of the run; the coordinator starts them."""
+    """Create every actor of the run, as soon as the cluster has room for the ranks and the engines.
+
+    Raises:
+        RunFailed: there was no room within `trainer.start_deadline`.
+    """
     gpus = gpus_each()
     if config.weights.transport != "memory" and not gpus:
         how = f"weights.transport: {config.weights.transport}"
         raise UserError(f"{how} sends weights from GPU to GPU, but Ray has no GPU; use memory")
-    room = place_ranks(config, gpus)
+    room = reserve(run_bundles(config, gpus), config.trainer.start_deadline, say)
     config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()
     # Prometheus scrapes the hub on the driver's node, also after a restart of the hub.
@@ -157,26 +161,11 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
     )
     generators = tuple(
         ray.remote(Generator)
-        .options(name=f"generator-{i}", max_restarts=-1, **engine_options(config, gpus) | beside_rank(config, room, i))
+        .options(name=f"generator-{i}", max_restarts=-1, **engine_options(config, gpus, room, engine_index(config, i)))
         .remote(f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), BUFFER, HUB)
         for i in range(config.generator.engines)
     )
     return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), retrieval)
-
-
-def gpus_each() -> int:
-    """GPUs of a trainer rank, and of each tensor-parallel rank of an engine: 1 if the cluster has GPUs, else 0."""
-    return 1 if ray.cluster_resources().get("GPU", 0) else 0
-
-
-def engine_options(config: Config, gpus: int) -> dict[str, Any]:
-    """Options of an actor that holds an engine."""
-    return {
-        "num_cpus": cpus_each(gpus),
-        "num_gpus": gpus * config.generator.tensor_parallel_size,
-        "max_concurrency": 1000,
-        "runtime_env": {"env_vars": engine_env(config)},
-    }
 
 
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:

@@ -1,14 +1,27 @@
-"""Places the trainer's ranks and the engines on nodes: ranks on nodes with their accelerator, on as few as possible."""
+"""Reserves room for the trainer's ranks and the engines: one placement group, all of it or nothing.
+
+A bundle is the room of one rank or of one engine, whose GPUs are on one node. Two ranks and an engine of two GPUs:
+
+    bundles   {CPU 1, GPU 1}  {CPU 1, GPU 1}  {CPU 1, GPU 2}
+    index      rank 0          rank 1          generator-0
+
+Actors keep their bundle when they restart.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.generator.engine import engine_env
 from service.config import Config
+from service.errors import RunFailed
 
 ACCELERATOR_SHARE = 0.001
 """Amount of the resource `accelerator_type:H100` for a rank; every node with such GPUs has 1."""
@@ -16,66 +29,127 @@ ACCELERATOR_SHARE = 0.001
 SHARED_GPU = 0.5
 """GPUs of a rank, and of an engine, that share one."""
 
+QUIET_SECONDS = 2.0
+"""How long a run waits for room before it says what is missing."""
 
-def cpus_each(gpus: int) -> float:
-    """CPUs of a rank or an engine; half a CPU without GPUs, so that a small run fits on two cores."""
-    return 1.0 if gpus else 0.5
+Bundle = dict[str, float]
 
 
-def rank_bundle(config: Config, gpus: int) -> dict[str, float]:
-    """The resources of one rank."""
-    bundle = {"CPU": cpus_each(gpus)}
-    if gpus:
-        bundle["GPU"] = float(gpus)
+class Node(NamedTuple):
+    """A node of the cluster, with what it has in all."""
+
+    address: str
+    resources: Mapping[str, float]
+
+
+def gpus_each() -> int:
+    """GPUs of a trainer rank, and of each tensor-parallel rank of an engine: 1 if the cluster has GPUs, else 0."""
+    return 1 if ray.cluster_resources().get("GPU", 0) else 0
+
+
+def rank_bundle(config: Config, gpus: int) -> Bundle:
+    """The room of one rank; with CUDA IPC that of an engine too, which shares the rank's GPU."""
+    bundle = _bundle(gpus)
+    if config.weights.transport == "ipc":
+        bundle["CPU"] *= 2
     if config.trainer.accelerator is not None:
         bundle[f"accelerator_type:{config.trainer.accelerator}"] = ACCELERATOR_SHARE
     return bundle
 
 
-def place_ranks(config: Config, gpus: int) -> PlacementGroup:
-    """A placement group with a bundle for each rank, which the ranks keep when they restart; it fills nodes in turn.
+def engine_bundle(config: Config, gpus: int) -> Bundle:
+    """The room of one engine."""
+    return _bundle(gpus * config.generator.tensor_parallel_size)
 
-    With CUDA IPC, each bundle has room for an engine too.
+
+def _bundle(gpus: int) -> Bundle:
+    # half a CPU without GPUs, so that a small run fits on two cores
+    return {"CPU": 1.0, "GPU": float(gpus)} if gpus else {"CPU": 0.5}
+
+
+def run_bundles(config: Config, gpus: int) -> list[Bundle]:
+    """The room of a run: all ranks, then all engines that have a room of their own."""
+    engines = 0 if config.weights.transport == "ipc" else config.generator.engines
+    return [rank_bundle(config, gpus)] * config.trainer.ranks + [engine_bundle(config, gpus)] * engines
+
+
+def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str], None]) -> PlacementGroup:
+    """A placement group with these bundles, on as few nodes as possible; waits until the cluster has room for it.
+
+    Raises:
+        RunFailed: there was no room for `within` seconds.
     """
-    bundle = rank_bundle(config, gpus)
-    if config.weights.transport == "ipc":
-        bundle["CPU"] += cpus_each(gpus)
-    return placement_group([bundle] * config.trainer.ranks, strategy="PACK")
+    room = placement_group(list(bundles), strategy="PACK")
+    deadline = time.monotonic() + within
+    if room.wait(timeout_seconds=min(QUIET_SECONDS, within)):
+        return room
+    said = ""
+    while (left := deadline - time.monotonic()) > 0:
+        if (missing := missing_room(bundles, nodes())) != said:
+            say(f"WAITING for room in the Ray cluster: {missing}")
+            said = missing
+        if room.wait(timeout_seconds=min(QUIET_SECONDS, left)):
+            return room
+    raise RunFailed(f"no room in the Ray cluster for {within:g} s: {missing_room(bundles, nodes())}")
+
+
+def nodes() -> list[Node]:
+    """The nodes of the cluster."""
+    return [Node(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def missing_room(bundles: Iterable[Bundle], nodes: Sequence[Node]) -> str:
+    """The bundles that find no place on these nodes, in words, with what every node has."""
+    free = [Counter(node.resources) for node in nodes]
+    homeless: Counter[str] = Counter()
+    for bundle in sorted(bundles, key=lambda bundle: -bundle.get("GPU", 0)):
+        home = next((node for node in free if all(node[name] >= n for name, n in bundle.items())), None)
+        if home is None:
+            homeless[_in_words(bundle)] += 1
+        else:
+            home.subtract(bundle)
+    needed = "; ".join(f"{number} x ({words})" for words, number in homeless.items())
+    has = "; ".join(f"{node.address} has {_in_words(node.resources) or 'none of it'}" for node in nodes)
+    if not homeless:
+        return f"other work of the cluster holds what this run needs ({has})"
+    return f"no node has room for {needed}, each on one node ({has})"
+
+
+def _in_words(resources: Mapping[str, float]) -> str:
+    """`2 GPU, 1 CPU`: without memory and the names of nodes."""
+    named = {name: n for name, n in resources.items() if name in ("GPU", "CPU") or name.startswith("accelerator_type:")}
+    return ", ".join(f"{n:g} {name}" for name, n in sorted(named.items(), reverse=True))
 
 
 def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> dict[str, Any]:
     """Actor options of one rank."""
+    shares = config.weights.transport == "ipc"
     bundle = rank_bundle(config, gpus)
-    if gpus and config.weights.transport == "ipc":
-        bundle["GPU"] = SHARED_GPU
     # micro-batches differ in length, which leaves holes between fixed segments; CUDA IPC shares fixed segments only
-    movable = gpus and config.weights.transport != "ipc"
-    env_vars = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if movable else {}
+    env_vars = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if gpus and not shares else {}
     return {
         "name": f"trainer-{rank}",
-        "num_cpus": bundle.pop("CPU"),
-        "num_gpus": bundle.pop("GPU", 0),
-        "resources": bundle,
+        "num_cpus": _bundle(gpus)["CPU"],
+        "num_gpus": SHARED_GPU if gpus and shares else gpus,
+        "resources": {name: n for name, n in bundle.items() if name.startswith("accelerator_type:")},
         "max_restarts": -1,
         "runtime_env": {"env_vars": env_vars},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank),
     }
 
 
-def beside_rank(config: Config, room: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Actor options of an engine: with CUDA IPC on the GPU of a rank, else anywhere."""
-    if config.weights.transport != "ipc":
-        return {}
-    here = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank)
-    return {"num_gpus": SHARED_GPU, "scheduling_strategy": here}
+def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int) -> dict[str, Any]:
+    """Actor options of an actor that holds an engine, in this bundle of its own or of a rank."""
+    shares = config.weights.transport == "ipc"
+    return {
+        "num_cpus": _bundle(gpus)["CPU"],
+        "num_gpus": SHARED_GPU if gpus and shares else gpus * config.generator.tensor_parallel_size,
+        "max_concurrency": 1000,
+        "runtime_env": {"env_vars": engine_env(config)},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),
+    }
 
 
-def missing_resources(config: Config, gpus: int) -> str:
-    """Resources that the ranks and engines need and the cluster does not have, in words; empty if it has enough."""
-    has = ray.cluster_resources()
-    needs = {name: amount * config.trainer.ranks for name, amount in rank_bundle(config, gpus).items()}
-    needs["CPU"] += config.generator.engines * cpus_each(gpus)
-    if gpus and config.weights.transport != "ipc":
-        needs["GPU"] += gpus * config.generator.tensor_parallel_size * config.generator.engines
-    short = {name: amount for name, amount in needs.items() if has.get(name, 0) < amount}
-    return ", ".join(f"{amount:g} {name} (it has {has.get(name, 0):g})" for name, amount in short.items())
+def engine_index(config: Config, engine: int) -> int:
+    """The index of an engine's bundle among those of its run: its own, or with CUDA IPC that of a rank."""
+    return engine if config.weights.transport == "ipc" else config.trainer.ranks + engine

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from actors.driver.authentication import keep_token_private, refuse_open_ray
-from actors.driver.cluster import gpus_each, place_actors, ray_session
+from actors.driver.cluster import place_actors, ray_session
 from actors.driver.coordinator import Coordinator
-from actors.driver.placement import missing_resources
 from actors.driver.signals import exit_on_stop_signals, force_after, on_stop_signal
 from actors.observe.logs import begin_logs
 from actors.observe.metrics_hub import with_free_port
@@ -95,8 +94,6 @@ def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest:
         countdown = held.enter_context(force_after(seconds, partial(end_by_force, folder, seconds)))
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
             held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
-        if missing := missing_resources(config, gpus_each()):
-            say(f"WAITING for resources that the Ray cluster does not have: {missing}")
         cluster = place_actors(config, prepared, folder.path / JOURNAL)
         coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
         return asyncio.run(_until_stopped(coordinator, countdown))

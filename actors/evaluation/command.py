@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import ray
 import ray.exceptions
+from ray.util import remove_placement_group
 
 from actors.calls import call, in_a_line
 from actors.driver.authentication import keep_token_private, refuse_open_ray
-from actors.driver.cluster import engine_options, gpus_each, place_trainer, ray_session
-from actors.driver.placement import place_ranks
+from actors.driver.cluster import place_trainer, ray_session
+from actors.driver.placement import engine_bundle, engine_options, gpus_each, rank_bundle, reserve
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
 from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.generator.retrieval import with_retrieval
@@ -106,12 +107,16 @@ async def _evaluate(
 ) -> list[Evaluation]:
     if manifest is not None:
         with phase(f"reading the weights of step {manifest.step}", say):
-            await _export(config, target, manifest, exported)
+            await _export(config, target, manifest, exported, say)
     model = exported if manifest is not None else target.model
     gpus = gpus_each()
+    bundles = [engine_bundle(config, gpus)] * config.generator.engines
+    room = await asyncio.to_thread(reserve, bundles, config.generator.start_deadline, say)
     engines: list[Any] = [
-        ray.remote(Evaluator).options(**engine_options(config, gpus)).remote(config.model_dump_json(), str(model))
-        for _ in range(config.generator.engines)
+        ray.remote(Evaluator)
+        .options(**engine_options(config, gpus, room, bundle))
+        .remote(config.model_dump_json(), str(model))
+        for bundle in range(len(bundles))
     ]
     with phase("loading the model: engines start", say):
         await asyncio.gather(
@@ -130,10 +135,14 @@ async def _evaluate(
     return results
 
 
-async def _export(config: Config, target: EvalTarget, manifest: Manifest, folder: Path) -> None:
+async def _export(
+    config: Config, target: EvalTarget, manifest: Manifest, folder: Path, say: Callable[[str], None]
+) -> None:
     """Write a checkpoint's weights as a Hugging Face folder."""
     gpus = gpus_each()
-    trainer = place_trainer(config, gpus, place_ranks(config, gpus))
+    bundles = [rank_bundle(config, gpus)] * config.trainer.ranks
+    room = await asyncio.to_thread(reserve, bundles, config.trainer.start_deadline, say)
+    trainer = place_trainer(config, gpus, room)
     await trainer.load(target.begun_with(config))
     path = target.weights(manifest)
     try:
@@ -144,3 +153,5 @@ async def _export(config: Config, target: EvalTarget, manifest: Manifest, folder
         raise UserError(f"{path}: the run has deleted this checkpoint meanwhile; evaluate a newer one") from error
     await trainer.export(folder)
     trainer.end()
+    # the engines may need the same GPUs
+    remove_placement_group(room)

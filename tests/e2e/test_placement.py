@@ -1,4 +1,4 @@
-"""The trainer's ranks are placed together, and what a cluster lacks for them is said."""
+"""Ranks and engines are placed together, all or none, and what a cluster lacks for them is said."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ pytestmark = pytest.mark.slow
 QUICKSTART = "configs/quickstart.yaml"
 
 
-def test_ranks_share_a_node_where_they_fit(local_ray: None) -> None:
+def test_ranks_and_engines_share_a_node_where_they_fit(local_ray: None) -> None:
     import ray
     from ray.util import placement_group_table, remove_placement_group
 
-    from actors.driver.placement import place_ranks, rank_options
+    from actors.driver.placement import engine_index, engine_options, rank_options, reserve, run_bundles
 
-    config = load_config([QUICKSTART], ["trainer.ranks=3"])
-    room = place_ranks(config, gpus=0)
+    config = load_config([QUICKSTART], ["trainer.ranks=2", "generator.engines=1"])
+    room = reserve(run_bundles(config, gpus=0), 240, print)
     try:
-        assert room.wait(timeout_seconds=240)
         table = placement_group_table(room)
         assert table["strategy"] == "PACK" and len(set(table["bundles_to_node_id"].values())) == 1
 
@@ -32,52 +31,62 @@ def test_ranks_share_a_node_where_they_fit(local_ray: None) -> None:
             def node(self) -> str:
                 return str(ray.get_runtime_context().get_node_id())
 
-        actors = [
-            ray.remote(Where).options(**rank_options(config, 0, room, rank) | {"name": f"where-{rank}"}).remote()
-            for rank in range(3)
-        ]
+        options = [rank_options(config, 0, room, rank) | {"name": f"where-{rank}"} for rank in range(2)]
+        options.append(engine_options(config, 0, room, engine_index(config, 0)))
+        actors = [ray.remote(Where).options(**each).remote() for each in options]
         nodes = ray.get([actor.node.remote() for actor in actors], timeout=240)
         assert set(nodes) == set(table["bundles_to_node_id"].values())
     finally:
         remove_placement_group(room)
 
 
+def test_a_run_that_no_cluster_of_this_size_can_hold_ends_with_what_is_missing(local_ray: None) -> None:
+    from actors.driver.placement import reserve, run_bundles
+    from service.errors import RunFailed
+
+    config, said = load_config([QUICKSTART], ["trainer.ranks=2", "trainer.accelerator=H100"]), list[str]()
+    with pytest.raises(RunFailed, match=r"no room in the Ray cluster for 3 s: .* 2 x \(0\.001 accelerator_type:H100"):
+        reserve(run_bundles(config, gpus=0), 3, said.append)
+    assert len(said) == 1 and said[0].startswith("WAITING for room in the Ray cluster: no node has room for 2 x (")
+
+
 WHERE = """
 import sys, tempfile
 import ray
-from actors.driver.placement import beside_rank, place_ranks, rank_options
+from actors.driver.placement import engine_index, engine_options, rank_options, reserve, run_bundles
 from service.config import load_config
 
 class Where:
     def gpus(self):
         return ray.get_gpu_ids()
 
-config = load_config(["configs/quickstart.yaml"], ["weights.transport=ipc", "trainer.ranks=3", "generator.engines=2"])
+config = load_config(["configs/quickstart.yaml"], [*sys.argv[1:], "trainer.ranks=3", "generator.engines=2"])
 with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-    ray.init(address="local", num_cpus=8, num_gpus=3, include_dashboard=False, logging_level="error", _temp_dir=folder)
-    room = place_ranks(config, gpus=1)
+    ray.init(address="local", num_cpus=8, num_gpus=7, include_dashboard=False, logging_level="error", _temp_dir=folder)
+    room = reserve(run_bundles(config, gpus=1), 60, print)
     where = ray.remote(Where)
-    actors = [where.options(**beside_rank(config, room, engine)).remote() for engine in range(2)]
-    actors += [where.options(**rank_options(config, 1, room, rank)).remote() for rank in range(3)]
+    options = [engine_options(config, 1, room, engine_index(config, engine)) for engine in range(2)]
+    options += [rank_options(config, 1, room, rank) for rank in range(3)]
+    actors = [where.options(**each).remote() for each in options]
     print(ray.get([actor.gpus.remote() for actor in actors], timeout=60))
     ray.shutdown()
 """
 
 
-def test_where_weights_go_by_cuda_ipc_each_engine_is_on_the_gpu_of_a_rank() -> None:
-    said = subprocess.run([sys.executable, "-c", WHERE], capture_output=True, text=True, timeout=200)
+def gpus_of(*settings: str) -> list[list[int]]:
+    """The GPUs of two engines and three ranks."""
+    said = subprocess.run([sys.executable, "-c", WHERE, *settings], capture_output=True, text=True, timeout=240)
     assert said.returncode == 0, said.stderr
-    first, second, *ranks = json.loads(said.stdout.splitlines()[-1])
+    return list(json.loads(said.stdout.splitlines()[-1]))
+
+
+def test_where_weights_go_by_cuda_ipc_each_engine_is_on_the_gpu_of_a_rank() -> None:
+    first, second, *ranks = gpus_of("weights.transport=ipc")
     assert [first, second] == ranks[:2]
-    assert sorted(ranks) == [[0], [1], [2]]
+    assert len({gpu for (gpu,) in ranks}) == 3
 
 
-def test_what_the_cluster_lacks_is_named(local_ray: None) -> None:
-    from actors.driver.placement import missing_resources, rank_bundle
-
-    config = load_config([QUICKSTART], ["trainer.ranks=2", "trainer.accelerator=H100", "generator.engines=3"])
-    assert rank_bundle(config, 1) == {"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}
-    assert missing_resources(config, 1) == "5 GPU (it has 0), 0.002 accelerator_type:H100 (it has 0)"
-    assert missing_resources(load_config([QUICKSTART]), 0) == ""
-    shared = load_config([QUICKSTART], ["weights.transport=ipc", "trainer.ranks=2", "generator.engines=2"])
-    assert missing_resources(shared, 1) == "2 GPU (it has 0)"
+def test_else_every_rank_and_every_engine_has_gpus_of_its_own() -> None:
+    first, second, *ranks = gpus_of("generator.tensor_parallel_size=2")
+    assert len(first) == len(second) == 2 and all(len(rank) == 1 for rank in ranks)
+    assert len({gpu for gpus in (first, second, *ranks) for gpu in gpus}) == 7

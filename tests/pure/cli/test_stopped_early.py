@@ -116,8 +116,6 @@ running.prepare = lambda config, path: None
 running.keep_token_private = lambda environment, home: None
 running.ray_session = lambda *words: contextlib.nullcontext()
 running.place_actors = lambda *words: None
-running.missing_resources = lambda *words: ""
-running.gpus_each = lambda: 0
 settings = ["run.dir=" + sys.argv[1], "metrics.port=0", "run.stop_grace=0.2"]
 sys.exit(running.run(load_config(["configs/quickstart.yaml"], settings)))
 """
