@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 Int16s = NDArray[np.int16]
@@ -289,6 +290,15 @@ def bytes_per_token(table: Table) -> int:
 def token_bytes(token_ids: Int32s) -> memoryview:
     """Token ids as little-endian int32 bytes; a view where they already lie like that in memory."""
     return np.ascontiguousarray(token_ids, "<i4").data.cast("B")
+
+
+def digest(token_ids: Int32s) -> int:
+    """64-bit fingerprint of token ids, by which a step names the tokens that it extends.
+
+    >>> digest(np.array([10, 20, 30, 40, 50], np.int32)) == digest(np.arange(10, 60, 10, np.int32))
+    True
+    """
+    return int(xxhash.xxh3_64_intdigest(token_bytes(token_ids)))
 
 
 def codes_of(strings: Sequence[str]) -> tuple[tuple[str, ...], Int32s]:

@@ -71,7 +71,7 @@ class Extension(NamedTuple):
     """The checked reference of a step that carries only its new prompt tokens.
 
     The full prompt is the first `length` tokens (prompt and response) of step `step` of the same trajectory,
-    whose `service.handoff.prefixes.tree.digest` is `digest`, followed by the step's own `prompt_ids`.
+    whose `service.columns.digest` is `digest`, followed by the step's own `prompt_ids`.
     """
 
     step: int

@@ -24,7 +24,7 @@ from service.handoff.steps.validate import Routing
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.observe.trajectories.records import LostTrajectories, trajectory_records
-from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.dataset import load_tasks, rows_digest
 from service.types import MiniBatch, PolicyVersion, Refusal
 
 Answer = TypeVar("Answer")
@@ -84,9 +84,17 @@ class BufferActor:
         try:
             self._journal_lock = lock_journal(Path(journal_folder), LOCK_SECONDS)
             self._journal = Journal(Path(journal_folder), self._clock)
-            prompt_uids = [task.uid for task in load_tasks(Path(tasks_file))]
-            seed = self._config.run.seed
-            self._opened = Buffer(self._config, vocab_size, prompt_uids, self._journal, self._clock, seed, routing)
+            tasks = load_tasks(Path(tasks_file))
+            self._opened = Buffer(
+                self._config,
+                vocab_size,
+                [task.uid for task in tasks],
+                self._journal,
+                self._clock,
+                self._config.run.seed,
+                routing,
+                rows_digest(tasks),
+            )
         except Exception as error:  # noqa: BLE001 - raised by `_buffer` at the first call
             # Ray would restart an actor whose constructor raises again and again.
             self._failure = error

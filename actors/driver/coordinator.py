@@ -22,7 +22,7 @@ from actors.trainer.group import TrainerLost
 from service.cli.phases import phase
 from service.config import Config
 from service.errors import RunFailed
-from service.handoff.verbs import Wait
+from service.handoff.verbs import Wait, WaitReason
 from service.observe.logprob_mismatch import LogprobCheck
 from service.observe.progress import QUIET_SECONDS, Progress
 from service.observe.trajectories.records import describe_ends, trained
@@ -260,6 +260,8 @@ class Coordinator:
             _accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
             self._failures.check(await self._generator_pool.statuses())
+            if answer.reason is WaitReason.FILTERED:
+                raise RunFailed(f"{answer.detail}; nothing is left to learn from")
             if time.monotonic() - start > self._config.run.stall_deadline:
                 raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")
         return None

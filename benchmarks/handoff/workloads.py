@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from service.handoff.prefixes.tree import digest
+from service.columns import digest
 from service.types import Extension, Int32s, Step, TrajectoryEnd, TrajectoryId
 
 VOCAB_SIZE = 150_000

@@ -74,8 +74,7 @@ class Admission:
 
     def _unfinished(self, ledger: Ledger) -> int:
         """Trajectories that may still bring steps."""
-        held = sum(len(keys) for keys in ledger.held.values())
-        return held + sum(len(samples) for samples in ledger.unassigned.values())
+        return len(ledger.held) + sum(len(samples) for samples in ledger.unassigned.values())
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from service.config.tree import Config
 from service.handoff.batches.filters import end_filtered
 from service.handoff.ledger import events
-from service.handoff.ledger.lifecycle import UNFINISHED
+from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.state import Group
 from service.types import Refusal, RefusalReason, StepGroup, TrajectoryId
@@ -25,9 +25,9 @@ class Attempts:
         """New attempts for samples of a group, or its end when there are none left."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
-            self._record.add(events.Expired(group_id, RUN_END))
+            self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
         elif max(trajectories[sample].attempt for sample in samples) + 1 >= self._config.buffer.max_attempts:
-            self._record.add(events.Refused(group_id, str(RefusalReason.MAX_ATTEMPTS)))
+            self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_ATTEMPTS))
         else:
             self._record.add(events.Restarted(group_id, samples, reason))
 
@@ -46,7 +46,7 @@ class Attempts:
 
     def end_overdue_groups(self, now: float) -> None:
         """Apply `buffer.on_group_deadline` to groups that take too long; by default nothing happens."""
-        issued_at, settings = self._record.issued_at, self._config.buffer
+        issued_at, settings = self._record.ledger.issued_at, self._config.buffer
         while issued_at:
             group_id, since = next(iter(issued_at.items()))
             group = self._record.ledger.state.groups.get(group_id)
@@ -65,7 +65,7 @@ class Attempts:
             self._record.add(events.Truncated(group_id, open_samples, GROUP_DEADLINE))
             end_filtered(self._record, self._config.algorithm, [group_id])
         else:
-            self._record.add(events.Expired(group_id, GROUP_DEADLINE))
+            self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
         """Restart a trajectory whose own message was refused: without that message it cannot become whole.
@@ -83,8 +83,8 @@ class Attempts:
 
     def restart_silent(self, now: float) -> None:
         """Restart trajectories without progress for `buffer.step_deadline` seconds."""
-        while self._record.last_progress:
-            (group_id, sample), since = next(iter(self._record.last_progress.items()))
+        while self._record.ledger.held:
+            (group_id, sample), since = next(iter(self._record.ledger.held.items()))
             if now - since < self._config.buffer.step_deadline:
                 break
             self.restart(group_id, (sample,), "silent")

@@ -17,9 +17,9 @@ from service.config.tree import Config
 from service.errors import RunFailed
 from service.handoff.admission import Admission
 from service.handoff.attempts import RUN_END, Attempts
-from service.handoff.batches.batch import CompleteGroup
+from service.handoff.batches.batch import CompleteGroup, Formed
 from service.handoff.batches.filters import end_filtered
-from service.handoff.batches.form import BatchFormer, BatchJob, FormedBatch, Unscored
+from service.handoff.batches.form import BatchFormer, BatchJob, Unscored
 from service.handoff.claims import Claims
 from service.handoff.group_bytes import JOURNAL_SEGMENTS, worst_trajectory_bytes
 from service.handoff.journal.journal import Journal
@@ -29,7 +29,7 @@ from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd
 from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.lookahead import Lookahead
-from service.handoff.prompts import Prompts
+from service.handoff.prompts import Prompts, opening
 from service.handoff.status import BufferStatus
 from service.handoff.steps.validate import Limits, Routing, refusal
 from service.handoff.steps.wire import decode, encode
@@ -50,8 +50,17 @@ class Buffer:
         clock: Clock,
         seed: int,
         routing: Routing | None = None,
+        rows_digest: str = "",
     ) -> None:
-        """`routing`: which routed experts the model can replay; None: not known."""
+        """`routing`: which routed experts the model can replay; None: not known.
+
+        `rows_digest`: changes when the rows behind the prompts change; their uids count in any case.
+
+        Raises:
+            ConfigError: a bound cannot hold one mini-batch, or there is no such estimator.
+            JournalError: the journal is damaged.
+            UserError: the journal's run began with other rows or settings.
+        """
         self._config = config
         self._clock = clock
         self._limits = Limits.of(config, vocab_size, routing)
@@ -62,7 +71,7 @@ class Buffer:
         self._admission = Admission(config, self._lookahead, experts_per_token)
         journal.configure(config.buffer.max_journal_bytes // JOURNAL_SEGMENTS, config.buffer.record)
         algorithm = config.algorithm
-        opened = events.Opened(seed, prompts.digest(), algorithm.n_samples_per_prompt, config.trainer.mini_batch_size)
+        opened = opening(config, vocab_size, seed, prompt_uids, rows_digest)
         self._record = opened_record(opened, self._limits, journal, clock)
         self.ledger = self._record.ledger
         self._attempts = Attempts(config, self._record)
@@ -110,7 +119,7 @@ class Buffer:
     def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
         """Journal and apply what is new in a valid message; then attempts that failed start anew."""
         member = self.ledger.state.generators[message.sender.generator]
-        if member.has(message.sender.sequence):
+        if self.ledger.received(message.sender):
             return Receipt(max(member.position, self._restart_failed(message)), duplicate=True)
         shared = with_shared_prefixes(self.ledger, self._record.store, message)
         new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes)
@@ -120,8 +129,8 @@ class Buffer:
         if not new.additions:
             failed = self._restart_failed(message)
             return Receipt(failed or member.position, not (failed or new.superseded), new.superseded)
-        if shared is not message or not new.is_whole(message):
-            data = encode(new.only(shared))
+        if (kept := new.only(shared)) is not message:
+            data = encode(kept)
         position = self._record.accept(data, shared, new.additions)
         if self._filters:
             end_filtered(self._record, self._config.algorithm, {addition.group_id for addition in new.additions})
@@ -150,18 +159,18 @@ class Buffer:
             return self._waits.begin("trainer", *why)
         return self._batches.begin(self._next_groups(), trainer_incarnation)
 
-    def finish_lease(self, job: BatchJob, formed: FormedBatch | Unscored) -> MiniBatch | Wait | Refusal:
+    def finish_lease(self, job: BatchJob, made: Formed | Unscored) -> MiniBatch | Wait | Refusal:
         """Lease what was formed; forms another mini-batch when the trainer, its version or a group changed meanwhile.
 
         A group to which the estimator gave no finite advantage is refused for good; the other groups are formed again.
         """
-        if isinstance(formed, Unscored):
+        if isinstance(made, Unscored):
             groups = self.ledger.state.groups
-            for group_id in formed.group_ids:
+            for group_id in made.group_ids:
                 if group_id in groups and groups[group_id].state is GroupState.COMPLETE:
-                    self._record.add(events.Refused(group_id, str(RefusalReason.ADVANTAGE)))
+                    self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.ADVANTAGE))
             return self.lease(job.trainer_incarnation)
-        batch = self._batches.finish(job, formed)
+        batch = self._batches.finish(job, made)
         if batch is None:
             return self.lease(job.trainer_incarnation)
         self._lookahead.trainer_waited(self._waits.end("trainer"))
@@ -231,10 +240,7 @@ class Buffer:
             return
         self._record.add(events.Left(generator, incarnation, reason))
         self._waits.end(f"generator {generator}")
-        by_group: dict[int, list[int]] = {}
-        for group_id, sample in sorted(self.ledger.held[generator]):
-            by_group.setdefault(group_id, []).append(sample)
-        for group_id, samples in by_group.items():
+        for group_id, samples in self.ledger.held_by(generator).items():
             self._attempts.restart(group_id, tuple(samples), "generator_left")
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
@@ -246,7 +252,7 @@ class Buffer:
         if self.ledger.state.draining is None:
             self._record.add(events.Drained(reason))
             for group_id in list(self.ledger.unassigned):
-                self._record.add(events.Expired(group_id, RUN_END))
+                self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def resume(self) -> None:
         """Issue prompts again after a drain."""
@@ -259,13 +265,13 @@ class Buffer:
         for lease in list(self.ledger.state.leases):
             self._record.add(events.Released(lease, RUN_END))
         for group_id in [o for o, group in self.ledger.state.groups.items() if group.state not in USED]:
-            self._record.add(events.Expired(group_id, RUN_END))
+            self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def tick(self) -> None:
         """Apply deadlines that have passed."""
         now, settings = self._clock.monotonic(), self._config.buffer
         self._attempts.restart_silent(now)
-        for lease, since in list(self._record.leased_at.items()):
+        for lease, since in list(self.ledger.leased_at.items()):
             if now - since >= settings.lease_deadline:
                 self._release(lease, "deadline")
         self._attempts.end_overdue_groups(now)
@@ -303,7 +309,7 @@ class Buffer:
             accepted_tokens=state.accepted,
             tokens={str(fate): count for fate, count in state.fates.items()},
             issued=state.next_group_id,
-            frontier=ledger.frontier,
+            frontier=min(state.groups, default=state.next_group_id),
             next_slot=ledger.next_slot,
             lookahead=self._lookahead.value,
             lengths=state.lengths.export(),
@@ -343,7 +349,7 @@ class Buffer:
         self._record.add(events.Released(lease, reason))
         for group_id in group_ids:
             if self.ledger.state.groups[group_id].lease_count >= self._config.buffer.max_lease_attempts:
-                self._record.add(events.Refused(group_id, str(RefusalReason.MAX_LEASE_ATTEMPTS)))
+                self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_LEASE_ATTEMPTS))
 
     def _refuse(self, refused: Refusal) -> Refusal:
         self._refused[str(refused.reason)] += 1

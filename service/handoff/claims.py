@@ -40,11 +40,11 @@ class Claims:
         """What a claim got when it was first answered, as far as its generator still holds it."""
         ledger = self._record.ledger
         group_id, attempts = ledger.state.generators[claim.generator].given[claim.request_id]
-        held, groups = ledger.held[claim.generator], ledger.state.groups
+        groups = ledger.state.groups
         samples = tuple(
             sample
             for sample, attempt in attempts.items()
-            if (group_id, sample) in held and groups[group_id].trajectories[sample].attempt == attempt
+            if (group_id, sample) in ledger.held and groups[group_id].trajectories[sample].attempt == attempt
         )
         if samples:
             return self._assignment(group_id, samples)

@@ -1,4 +1,4 @@
-"""Which row of the dataset each group_id stands for."""
+"""Which row of the dataset each group_id stands for, and what must not change while a journal is used."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
+from service.config.tree import Config
+from service.handoff.ledger.events import Opened
 from service.types import Int64s
 
 
@@ -33,13 +35,21 @@ class Prompts:
         """The row's uid."""
         return self._uids[row]
 
-    def digest(self) -> int:
-        """Changes when the rows, their order or the seed change."""
-        return xxhash.xxh3_64_intdigest("\n".join((*self._uids, str(self._seed), str(self._shuffle))).encode())
-
     def _order(self, epoch: int) -> Int64s:
         """The epoch's order of rows; the newest two are kept."""
         if epoch not in self._orders:
             order = np.random.default_rng((self._seed, epoch)).permutation(len(self._uids))
             self._orders = {e: kept for e, kept in self._orders.items() if e == epoch - 1} | {epoch: order}
         return self._orders[epoch]
+
+
+def opening(config: Config, vocab_size: int, seed: int, uids: Sequence[str], rows_digest: str) -> Opened:
+    """The rows and settings with which a run begins, and without which its journal means something else."""
+    settings = {
+        "run.seed": seed,
+        "data.shuffle": int(config.data.shuffle),
+        "algorithm.n_samples_per_prompt": config.algorithm.n_samples_per_prompt,
+        "trainer.mini_batch_size": config.trainer.mini_batch_size,
+        "the model's vocabulary": vocab_size,
+    }
+    return Opened(xxhash.xxh3_64_hexdigest("\n".join(uids).encode()) + rows_digest, settings)

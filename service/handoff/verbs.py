@@ -48,6 +48,8 @@ class WaitReason(StrEnum):
     """claim: the run ends; no more prompts are issued."""
     GROUPS = "groups"
     """lease: fewer than `mini_batch_size` groups are complete."""
+    FILTERED = "filtered"
+    """lease: so many groups in a row were filtered that no mini-batch is to be expected."""
     SLOT = "slot"
     """lease with `order: strict`: the next slots are not complete."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from service.config.tree import Config
+from service.handoff.ledger.events import GroupStats
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.status import Waiting
@@ -10,6 +11,11 @@ from service.handoff.verbs import Wait, WaitReason
 
 SILENT_FRACTION = 0.5
 """Fraction of the step deadline after which the status names a silent trajectory."""
+
+
+FRUITLESS_GROUPS, FRUITLESS_MINI_BATCHES = 512, 16
+"""Groups that were filtered one after the other, in groups and in mini-batches, after which no lease is to be expected.
+So many are rare even where one group in a hundred is of use."""
 
 
 class Waits:
@@ -37,7 +43,7 @@ class Waits:
         """All waits, and the trajectory that has been silent longest once that is long."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
-        for (group_id, sample), since in self._record.last_progress.items():
+        for (group_id, sample), since in self._record.ledger.held.items():
             if now - since >= SILENT_FRACTION * self._config.buffer.step_deadline:
                 waits.append(
                     Waiting(f"group={group_id}/sample={sample}", "silent", self._silence(group_id, sample), now - since)
@@ -52,10 +58,14 @@ class Waits:
         growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN]
         if ledger.state.draining is not None and complete + growing < size:
             return WaitReason.DRAINED, f"{complete + growing} groups are left, a mini-batch takes {size}"
+        filtered = describe_filtered(ledger.state.filtered)
+        if not complete and ledger.state.filtered.groups >= max(FRUITLESS_GROUPS, FRUITLESS_MINI_BATCHES * size):
+            return WaitReason.FILTERED, filtered
         if self._config.buffer.order == "strict":
             return self._slot_wait(size)
         if complete < size:
-            return WaitReason.GROUPS, f"{complete} of {size} groups are complete{self._longest_silent()}"
+            detail = f"{complete} of {size} groups are complete{f'; {filtered}' if filtered else ''}"
+            return WaitReason.GROUPS, f"{detail}{self._longest_silent()}"
         return None
 
     def _slot_wait(self, size: int) -> tuple[WaitReason, str] | None:
@@ -70,14 +80,27 @@ class Waits:
         return None
 
     def _longest_silent(self) -> str:
-        for group_id, sample in self._record.last_progress:
+        for group_id, sample in self._record.ledger.held:
             return f"; longest silent is {self._silence(group_id, sample)}"
         return ""
 
     def _silence(self, group_id: int, sample: int) -> str:
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
-        since = self._record.last_progress.get((group_id, sample))
+        since = self._record.ledger.held.get((group_id, sample))
         seconds = "" if since is None else f", silent for {self._clock.monotonic() - since:.0f} s"
         where = "waiting for a claim" if trajectory.generator is None else f"on {trajectory.generator}"
         steps = len(trajectory.indices)
         return f"group={group_id}/sample={sample}/attempt={trajectory.attempt} after {steps} steps {where}{seconds}"
+
+
+def describe_filtered(filtered: GroupStats) -> str:
+    """`591 groups finished, all filtered: every return was 0.0`; empty if no group was filtered."""
+    if not filtered.groups:
+        return ""
+    if filtered.zeros == filtered.groups or filtered.ones == filtered.groups:
+        why = f"every return was {0.0 if filtered.zeros else 1.0}"
+    elif filtered.flat == filtered.groups:
+        why = "the returns of each group were all the same"
+    else:
+        why = "the returns of a group were all the same, or too many of its trajectories over-long"
+    return f"{filtered.groups} groups finished, all filtered: {why}"

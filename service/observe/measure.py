@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 
 from service.config import Config
-from service.handoff.steps.truncation import by_turn
+from service.handoff.steps.tables import by_turn
 from service.observe.alert_thresholds import alert_thresholds
 from service.observe.metrics import Metrics
 from service.observe.metrics_table import TABLE

@@ -137,6 +137,13 @@ TRAINER = (
         buckets=SECONDS,
     ),
     gauge("baton_reward", "Mean reward of the last mini-batch, before any filter.", key="reward/avg_raw_reward"),
+    gauge(
+        "baton_groups_without_variance",
+        "Fraction of groups whose returns are all equal, which teach nothing; filtered groups count too.",
+        key="reward/groups_without_variance",
+    ),
+    gauge("baton_groups_all_zero", "Fraction of groups of which every return is 0.", key="reward/groups_all_zero"),
+    gauge("baton_groups_all_one", "Fraction of groups of which every return is 1.", key="reward/groups_all_one"),
     gauge("baton_policy_loss", "Loss of the last optimizer step.", key="policy/policy_loss"),
     gauge("baton_policy_entropy", "Entropy of the policy in the last step.", key="policy/policy_entropy"),
     gauge(

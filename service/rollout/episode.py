@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.handoff.prefixes.tree import digest
+from service.columns import digest
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.conversation import Prompt

@@ -13,7 +13,7 @@ import xxhash
 from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import StepColumns, StepSink
-from service.handoff.steps.truncation import is_truncated_K
+from service.handoff.steps.tables import is_truncated_K
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine

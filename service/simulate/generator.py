@@ -35,12 +35,12 @@ class SimulatedGenerator(Client):
         self._unsent: list[tuple[TrajectoryId, int]] = []
         """(trajectory, step index) of the steps in the outbox."""
         self._served_from: list[float] = [0.0]
-        self._served: list[int] = [PolicyVersion(0, 0).pack()]
+        self._served = [PolicyVersion(0, 0)]
 
     @property
     def serving(self) -> PolicyVersion:
         """The version that the engine serves."""
-        return PolicyVersion.unpack(self._served[-1])
+        return self._served[-1]
 
     def start(self) -> None:
         """Join, then keep every slot busy."""
@@ -51,7 +51,7 @@ class SimulatedGenerator(Client):
         """Swap newer weights in, in flight; returns the version that tokens sampled from now on have."""
         if version > self.serving:
             self._served_from.append(self.loop.now)
-            self._served.append(version.pack())
+            self._served.append(version)
             self._host.look_soon()
         return self.serving
 
@@ -141,7 +141,7 @@ class SimulatedGenerator(Client):
         """The version that was served when each token was sampled."""
         at_T = began + (np.arange(count) + 0.5) * self._scenario.token_seconds
         place_T = np.searchsorted(self._served_from, at_T, side="right") - 1
-        return np.array(self._served, np.int64)[place_T]
+        return np.array([version.pack() for version in self._served])[place_T]
 
     def _send(self) -> Activity:
         """Send the steps that finish within the linger time in one message."""

@@ -28,13 +28,14 @@ from actors.driver.checkpointer import Checkpointer
 from actors.generator.claims import Claimer
 from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.logs import keep_log
+from service.columns import digest
 from service.config import Config
 from service.files import partial_file, write_atomic
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.lifecycle import USED
-from service.handoff.prefixes.tree import digest
+from service.handoff.ledger.replaying import restored
 from service.handoff.steps.builder import append_step
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode, decode_mini_batch
@@ -204,7 +205,7 @@ def lost(ledger: Ledger, group_id: int, sample: int, attempt: int, index: int) -
 
 def comparable_digest(ledger: Ledger) -> str:
     """The ledger's digest without what differs between two runs of the same history: message numbers and positions."""
-    ours = Ledger.restored(ledger.snapshot())
+    ours = restored(ledger.snapshot())
     ours.state.generators.clear()
     for group in ours.state.groups.values():
         group.first_position = None

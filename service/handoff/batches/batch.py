@@ -1,4 +1,9 @@
-"""Forming a mini-batch of whole groups: merge, score, mask stale tokens, pack."""
+"""Forming a mini-batch of whole groups: merge, score, mask stale tokens, pack, measure.
+
+`generate/batch_padded_seq_len` is the padded length: the length of every row if all rows lay in one rectangle.
+
+    rows of 6, 5 and 3 tokens   ->   padded length 6, 14 tokens, padding ratio 1 - 14 / (3 * 6)
+"""
 
 from __future__ import annotations
 
@@ -10,21 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from service.columns import concat, lengths_of, select, trajectories
-from service.handoff.batches.batch_metrics import (
-    length_metrics,
-    merge_metrics,
-    reward_metrics,
-    staleness_metrics,
-    token_metrics,
-    turn_metrics,
-)
-from service.handoff.batches.pack import Layout, in_packing_order, micro_batches, place
-from service.handoff.batches.score import ReturnRule, advantages, returns
-from service.handoff.ledger.versions import VersionHistory
+from service.handoff.batches.pack import Layout, Placement, in_packing_order, micro_batches, place
+from service.handoff.batches.score import ReturnRule, advantages, group_stats, returns
+from service.handoff.ledger.events import GroupStats
+from service.handoff.ledger.versions import VersionHistory, version_of
 from service.handoff.prefixes.branches import Drift, Mode
 from service.handoff.prefixes.merge import check_choice, merge
-from service.handoff.steps.tables import concat_steps, name_of
-from service.types import NO_VERSION, Ends, Int32s, Int64s, MiniBatch, PolicyVersion, Row, Rows, Steps
+from service.handoff.steps.tables import by_turn, concat_steps, is_truncated_K, name_of
+from service.types import NO_VERSION, Ends, Int32s, Int64s, MiniBatch, Row, Rows, Steps
 
 if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
     from service.config.tree import Config
@@ -104,10 +102,26 @@ def mini_batch_boundaries(rows: Sequence[Row], mini_batch_size: int) -> list[tup
     return list(pairwise(bounds))
 
 
+class Formed(NamedTuple):
+    """A mini-batch, and what only its lease needs."""
+
+    batch: MiniBatch
+    stale_G: Int64s
+    """Tokens of each trajectory that are too stale to carry loss."""
+
+
 def form_mini_batch(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
 ) -> MiniBatch:
     """The mini-batch of these groups, in their order, for a trainer at the history's newest version.
+
+    Raises: see `formed`.
+    """
+    return formed(lease, groups, history, settings).batch
+
+
+def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings) -> Formed:
+    """As `form_mini_batch`, with the stale tokens of each trajectory.
 
     Raises:
         ValueError: no groups; a sampled token without log-probability, or of a version that is not published yet;
@@ -117,7 +131,7 @@ def form_mini_batch(
         raise ValueError("a mini-batch of no groups")
     steps = concat_steps([group.steps for group in groups])
     ends, prompt_G = _ends_in_order(groups)
-    _refuse_untrainable(steps, history.current)
+    _refuse_untrainable(steps, history)
     merged = merge(steps, settings.mode, settings.drift, settings.max_drift_tokens)
     length_R, trajectory_R = lengths_of(merged.rows.offsets_R), _trajectory_of_rows(merged.rows, ends)
     placement = place(length_R, trajectory_R, settings.ranks, settings.token_budget, settings.layout)
@@ -128,14 +142,15 @@ def form_mini_batch(
     loss_tokens_G = _per_trajectory(packed, trajectory_R, len(ends))
     return_G = returns(steps, ends, settings.returns)
     metrics = (
-        merge_metrics(merged.counts)
-        | length_metrics(length_R, placement)
-        | reward_metrics(return_G, prompt_G)
-        | turn_metrics(packed, steps, len(ends))
-        | staleness_metrics(staleness_N, sampled_G, stale_G)
-        | token_metrics(steps, loss_tokens_G, stale_G)
+        _merge_metrics(merged.counts)
+        | _length_metrics(length_R, placement)
+        | reward_metrics(group_stats(return_G, prompt_G))
+        | {"reward/mean_positive_reward": float(np.maximum(return_G, 0).sum() / max(len(return_G), 1))}
+        | _turn_metrics(packed, steps, len(ends))
+        | _staleness_metrics(staleness_N, sampled_G, stale_G)
+        | _token_metrics(steps, loss_tokens_G, stale_G)
     )
-    return MiniBatch(
+    batch = MiniBatch(
         lease=lease,
         groups=tuple(group.group_id for group in groups),
         advantage_G=advantages(settings.estimator, return_G, prompt_G).astype(np.float32),
@@ -146,20 +161,21 @@ def form_mini_batch(
         ranks=micro_batches(packed, staleness_N, trajectory_R, placement),
         metrics=metrics,
     )
+    return Formed(batch, stale_G)
 
 
-def _refuse_untrainable(steps: Steps, current: PolicyVersion) -> None:
+def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
     """ValueError on sampled tokens without an importance ratio or a staleness."""
     if not steps.has_logprobs_K.all():
         lacking_N = steps.loss_mask_N & ~np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
         if lacking_N.any():
             k = int(np.searchsorted(steps.offsets_K, lacking_N.argmax(), "right")) - 1
             raise ValueError(f"{name_of(steps, k)} has tokens to train, but logprobs=None: no ratio can be taken")
-    if (newest := int(steps.versions_N.max(initial=NO_VERSION))) > current.pack():
+    if (newest := int(steps.versions_N.max(initial=NO_VERSION))) > history.published[history.current]:
         k = int(np.searchsorted(steps.offsets_K, steps.versions_N.argmax(), "right")) - 1
         raise ValueError(
-            f"{name_of(steps, k)} was sampled at version {PolicyVersion.unpack(newest)}, but the newest of the history "
-            f"is {current}; publish it there first"
+            f"{name_of(steps, k)} was sampled at version {version_of(newest)}, but the newest of the history "
+            f"is {history.current}; publish it there first"
         )
 
 
@@ -212,3 +228,91 @@ def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
     bounds = rows.offsets_R.tolist()
     tokens_R = [np.count_nonzero(rows.loss_mask_N[start:stop]) for start, stop in pairwise(bounds)]
     return np.bincount(trajectory_R, tokens_R, minlength=count).astype(np.int64)
+
+
+# -- metrics: each function one family ------------------------------------------------------------------------------
+
+
+def _merge_metrics(counts: dict[str, int]) -> dict[str, float]:
+    """Steps before and rows after the merge, and how each step joined its row (`Merged.counts`)."""
+    return {
+        "generate/num_seq_before_merge": counts["steps"],
+        "generate/num_seq_after_merge": counts["rows"],
+        "generate/batch_num_seq": counts["rows"],
+        "generate/merge_ratio": counts["steps"] / max(counts["rows"], 1),
+        "generate/tokens_before_merge": counts["tokens_before"],
+        "generate/tokens_after_merge": counts["tokens_after"],
+        "generate/prefix_mismatches": counts["forked"] + counts["realigned"] + counts["reset"],
+        **{f"generate/steps_{outcome}": counts[outcome] for outcome in ("extended", "forked", "realigned", "reset")},
+        "generate/realigned_tokens": counts["realigned_tokens"],
+    }
+
+
+def _length_metrics(length_R: Int64s, placement: Placement) -> dict[str, float]:
+    """Lengths of the rows, the padded length among them, and how evenly the rows are placed."""
+    longest = int(length_R.max(initial=0))
+    total = int(length_R.sum())
+    return {
+        "generate/batch_padded_seq_len": longest,
+        "generate/batch_longest_row": longest,
+        "generate/batch_padding_ratio": 1 - total / (longest * len(length_R)) if total else 0.0,
+        "generate/batch_num_tokens": total,
+        "generate/batch_imbalance": placement.imbalance,
+        "generate/batch_num_micro_batches": sum(len(rank) for rank in placement.ranks),
+        "generate/batch_num_dummies": sum(not rows for rank in placement.ranks for rows in rank),
+    }
+
+
+def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> dict[str, float]:
+    """Mean return, and the fractions of groups that have a positive return, or returns that are all equal.
+
+    `filtered`: groups that filters removed, which count as if they were trained too.
+    """
+    every = trained if filtered is None else trained + filtered
+    if not trained.groups:
+        return {}
+    return {
+        "reward/avg_raw_reward": every.return_sum / every.trajectories,
+        f"reward/avg_pass_at_{round(trained.trajectories / trained.groups)}": every.passed / every.groups,
+        "reward/groups_without_variance": every.flat / every.groups,
+        "reward/groups_all_zero": every.zeros / every.groups,
+        "reward/groups_all_one": every.ones / every.groups,
+        "generate/filtered_groups": float(every.groups - trained.groups),
+    }
+
+
+def _turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
+    """Per trajectory its turns, its tokens after first prompts, and its sampled tokens; the share of cut responses."""
+    cut = {turns: n_truncated / n for turns, n, n_truncated in by_turn([steps])}
+    responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
+    return {
+        "generate/avg_num_tokens": responses / max(count, 1),
+        "generate/avg_assistant_tokens": int(np.count_nonzero(steps.loss_mask_N)) / max(count, 1),
+        "generate/avg_num_turns": len(steps) / max(count, 1),
+        "generate/truncated_ratio": float(is_truncated_K(steps).mean()) if len(steps) else 0.0,
+        **{f"generate/truncated_ratio_turn_{turns}": ratio for turns, ratio in cut.items()},
+    }
+
+
+def _staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
+    """Staleness of sampled tokens; the stale ones also by the length of their trajectory (quarter 4: the longest)."""
+    sampled = int(np.count_nonzero(staleness_N >= 0))
+    ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # each other token counts as -1
+    quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)
+    return {
+        "async/staleness_mean": ages / max(sampled, 1),
+        "async/staleness_max": float(staleness_N.max(initial=0)),
+        "async/stale_tokens": float(stale_G.sum()),
+        **{f"async/stale_tokens_quarter_{q}": float(part.sum()) for q, part in enumerate(quarters, 1)},
+    }
+
+
+def _token_metrics(steps: Steps, loss_tokens_G: Int64s, stale_G: Int64s) -> dict[str, float]:
+    """Sampled tokens by what became of them: sampled = loss + stale + masked."""
+    sampled, loss, stale = float(np.count_nonzero(steps.loss_mask_N)), float(loss_tokens_G.sum()), float(stale_G.sum())
+    return {
+        "tokens/sampled": sampled,
+        "tokens/loss": loss,
+        "tokens/stale": stale,
+        "tokens/masked": sampled - loss - stale,
+    }

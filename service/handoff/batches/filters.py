@@ -16,15 +16,15 @@ import numpy as np
 
 from service.config.learn import AlgorithmConfig
 from service.handoff.batches.batch import CompleteGroup
-from service.handoff.batches.score import returns
-from service.handoff.ledger.events import Filtered
+from service.handoff.batches.score import group_stats, returns
+from service.handoff.ledger.events import Ended
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import complete_group
 from service.handoff.steps.stop_reason import OVER_LONG
 
 
-def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Filtered | None:
+def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Ended | None:
     """The event that ends a complete group untrained; None if no filter removes it."""
     return_G = returns(group.steps, group.ends, settings.returns)
     reason = None
@@ -34,7 +34,8 @@ def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Filtered | None
         reason = "over_long"
     if reason is None:
         return None
-    return Filtered(group.group_id, reason, len(return_G), float(return_G.sum()), bool((return_G > 0).any()))
+    stats = group_stats(return_G, np.zeros(len(return_G), np.int64))
+    return Ended(group.group_id, GroupState.FILTERED, reason, stats)
 
 
 def over_long_fraction(group: CompleteGroup) -> float:

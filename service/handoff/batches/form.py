@@ -1,37 +1,24 @@
 """Forming the mini-batch of a lease: the work itself may run in another thread, its result is leased afterwards.
 
-begin(group_ids) -> BatchJob -- run() --> FormedBatch -> finish() -> MiniBatch, and the event Leased
+begin(group_ids) -> BatchJob -- run() --> Formed -> finish() -> MiniBatch, and the event Leased
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from service.config.tree import Config
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
-from service.handoff.batches.score import NotScored, estimator_named
+from service.handoff.batches.batch import BatchSettings, CompleteGroup, Formed, form_mini_batch, formed, reward_metrics
+from service.handoff.batches.score import NotScored, estimator_named, group_stats
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import complete_group
-from service.handoff.ledger.state import FilteredStats
 from service.handoff.ledger.versions import VersionHistory
-from service.types import MiniBatch, PolicyVersion, Steps
-
-
-class FormedBatch(NamedTuple):
-    """A mini-batch, with the tokens of its groups by fate."""
-
-    batch: MiniBatch
-    loss_tokens: tuple[tuple[int, ...], ...]
-    """Of each group, by trajectory: tokens that carry loss."""
-    stale_tokens: tuple[int, ...]
-    """Of each group: tokens that are too stale to carry loss."""
+from service.types import MiniBatch, PolicyVersion
 
 
 class Unscored(NamedTuple):
@@ -52,22 +39,13 @@ class BatchJob:
     history: VersionHistory
     settings: BatchSettings
 
-    def run(self) -> FormedBatch | Unscored:
+    def run(self) -> Formed | Unscored:
         """Merge, score, mask and pack."""
         try:
-            batch = form_mini_batch(self.lease, self.groups, self.history, self.settings)
+            return formed(self.lease, self.groups, self.history, self.settings)
         except NotScored as error:
             group_id_G = [group.group_id for group in self.groups for _ in range(len(group.ends))]
             return Unscored(tuple(dict.fromkeys(group_id_G[g] for g in error.trajectories)))
-        starts_P = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(1, len(self.groups)))
-        loss = tuple(tuple(loss_G.tolist()) for loss_G in np.split(batch.loss_tokens_G, starts_P))
-        return FormedBatch(batch, loss, tuple(self._stale_tokens(group.steps) for group in self.groups))
-
-    def _stale_tokens(self, steps: Steps) -> int:
-        if self.settings.max_staleness is None:
-            return 0
-        stale_N = self.history.staleness(steps.versions_N, self.version) > self.settings.max_staleness
-        return int(np.count_nonzero(stale_N & steps.loss_mask_N & np.isfinite(steps.logprobs_N)))
 
 
 class BatchFormer:
@@ -92,7 +70,7 @@ class BatchFormer:
                 raise ValueError(f"group {group_id} is to be leased and is {state.groups[group_id].state}")
         return self._job(state.next_lease, trainer_incarnation, group_ids)
 
-    def finish(self, job: BatchJob, formed: FormedBatch) -> MiniBatch | None:
+    def finish(self, job: BatchJob, made: Formed) -> MiniBatch | None:
         """Lease the mini-batch; None when the version or a group changed while the job ran."""
         ledger = self._record.ledger
         groups = ledger.state.groups
@@ -102,9 +80,11 @@ class BatchFormer:
             if group.group_id not in groups or groups[group.group_id].state is not GroupState.COMPLETE:
                 return None
         # Filters may have removed more groups while the job ran.
-        self._newest = with_filtered(formed.batch, job.groups, copy(ledger.state.filtered))
-        group_ids, tokens = formed.batch.groups, (formed.loss_tokens, formed.stale_tokens)
-        self._record.add(events.Leased(job.lease, job.trainer_incarnation, group_ids, *tokens))
+        self._newest = with_filtered(made.batch, ledger.state.filtered)
+        starts_P = np.searchsorted(made.batch.prompt_of_trajectory_G, np.arange(1, len(job.groups)))
+        loss = tuple(tuple(tokens_G.tolist()) for tokens_G in np.split(made.batch.loss_tokens_G, starts_P))
+        stale = tuple(int(tokens_G.sum()) for tokens_G in np.split(made.stale_G, starts_P))
+        self._record.add(events.Leased(job.lease, job.trainer_incarnation, made.batch.groups, loss, stale))
         return self._newest
 
     def again(self, lease: int) -> MiniBatch:
@@ -113,7 +93,7 @@ class BatchFormer:
             held = self._record.ledger.state.leases[lease]
             job = self._job(lease, held.trainer_incarnation, held.group_ids)
             batch = form_mini_batch(lease, job.groups, job.history, job.settings)
-            self._newest = with_filtered(batch, job.groups, held.filtered)
+            self._newest = with_filtered(batch, held.filtered)
         return self._newest
 
     def _job(self, lease: int, trainer_incarnation: int, group_ids: tuple[int, ...]) -> BatchJob:
@@ -122,17 +102,10 @@ class BatchFormer:
         return BatchJob(lease, trainer_incarnation, history.current, groups, history, self._settings)
 
 
-def with_filtered(batch: MiniBatch, groups: Sequence[CompleteGroup], filtered: FilteredStats) -> MiniBatch:
+def with_filtered(batch: MiniBatch, filtered: events.GroupStats) -> MiniBatch:
     """The same mini-batch, whose reward metrics also cover the groups that filters removed since the one before.
 
     A batch of 1 group of 2 with mean reward 0.5, and a filtered group with rewards 1 and 1: mean (1 + 2) / 4 = 0.75.
     """
-    reward, n_groups, n_trajectories = "reward/avg_raw_reward", len(groups), sum(len(group.ends) for group in groups)
-    reward_sum = batch.metrics[reward] * n_trajectories + filtered.reward_sum
-    passed = {
-        name: (fraction * n_groups + filtered.passed) / (n_groups + filtered.groups)
-        for name, fraction in batch.metrics.items()
-        if name.startswith("reward/avg_pass_at_")
-    }
-    mean = {reward: reward_sum / (n_trajectories + filtered.trajectories)}
-    return replace(batch, metrics=batch.metrics | passed | mean | {"generate/filtered_groups": float(filtered.groups)})
+    metrics = reward_metrics(group_stats(batch.return_G, batch.prompt_of_trajectory_G), filtered)
+    return replace(batch, metrics=batch.metrics | metrics)

@@ -15,8 +15,8 @@ and the sample standard deviation of its group's returns, n the size of its grou
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every sign turns over,
 and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as published.
 
-A partial group (some trajectories refused or still missing) is scored with the n that it has. Groups of one follow
-the published definitions above, in which nothing is subtracted; the configuration refuses them.
+A partial group (some trajectories refused or still missing) is scored with the n that it has. Each estimator names its
+source. Groups of one follow the published definitions, in which nothing is subtracted; the configuration refuses them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from service.columns import trajectories
 from service.errors import UserError
+from service.handoff.ledger.events import GroupStats
 from service.interop.user_functions import registered
 from service.types import Ends, Float64s, Int64s, Steps
 
@@ -118,6 +119,20 @@ def returns(steps: Steps, ends: Ends, rule: ReturnRule) -> Float64s:
     return np.asarray(sum_G[number_X[: len(ends)]], np.float64)
 
 
+def group_stats(returns_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
+    """What the metrics say about the returns of whole groups."""
+    low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
+    high_P = -low_P
+    np.minimum.at(low_P, group_G, returns_G)
+    np.maximum.at(high_P, group_G, returns_G)
+    flat_P = low_P == high_P
+    counts = (flat_P, flat_P & (low_P == 0), flat_P & (low_P == 1))
+    flat, zeros, ones = (int(np.count_nonzero(of_P)) for of_P in counts)
+    return GroupStats(
+        len(low_P), len(returns_G), float(returns_G.sum()), int(np.count_nonzero(high_P > 0)), flat, zeros, ones
+    )
+
+
 @estimator("grpo")
 def grpo(returns_G: Float64s, group_G: Int64s) -> Float64s:
     """Distance from the group's mean in standard deviations (arXiv 2402.03300)."""
@@ -143,7 +158,7 @@ def rloo(returns_G: Float64s, group_G: Int64s) -> Float64s:
 
 @estimator("maxrl")
 def maxrl(returns_G: Float64s, group_G: Int64s) -> Float64s:
-    """Distance from the group's mean in units of that mean."""
+    """Distance from the group's mean in units of that mean (arXiv 2602.02710)."""
     count_G, mean_G = _baseline(returns_G, group_G)
     below_G = mean_G + EPSILON
     scaled_G = np.divide(returns_G - mean_G, below_G, out=np.zeros_like(returns_G), where=below_G != 0)
@@ -161,7 +176,8 @@ def reinforce_plus_plus_baseline(returns_G: Float64s, group_G: Int64s) -> Float6
 
 @estimator("reinforce++")
 def reinforce_plus_plus(returns_G: Float64s, group_G: Int64s) -> Float64s:
-    """The return as it is: the learner discounts it along the tokens and whitens it (`learn.losses.advantage`)."""
+    """The return as it is: the learner discounts it along the tokens and whitens it (`learn.losses.advantage`;
+    arXiv 2501.03262)."""
     return returns_G
 
 

@@ -16,9 +16,9 @@ from service.handoff.journal.disk import LocalDisk
 from service.handoff.journal.frames import Frame, Segment, frames
 from service.handoff.journal.journal import KEPT, Journal
 from service.handoff.ledger import events
+from service.handoff.ledger.ledger import attempts_of
 from service.handoff.ledger.record import Record, Store
 from service.handoff.ledger.replaying import apply_frame, fetch
-from service.handoff.ledger.state import FilteredStats
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.validate import Limits
 from service.types import MiniBatch
@@ -33,7 +33,7 @@ class _Leased(NamedTuple):
     uids: dict[int, str]
     """By group_id; so are the attempts."""
     attempts: dict[int, tuple[int, ...]]
-    filtered: FilteredStats
+    filtered: events.GroupStats
     history: VersionHistory
 
 
@@ -43,7 +43,7 @@ class Recorded(NamedTuple):
     lease: int
     groups: list[CompleteGroup]
     history: VersionHistory
-    filtered: FilteredStats
+    filtered: events.GroupStats
 
 
 def replayed(config: Config, folder: Path, step: int) -> MiniBatch:
@@ -54,7 +54,7 @@ def replayed(config: Config, folder: Path, step: int) -> MiniBatch:
     """
     found = recorded(config, folder, step)
     batch = form_mini_batch(found.lease, found.groups, found.history, BatchSettings.of(config))
-    return with_filtered(batch, found.groups, found.filtered)
+    return with_filtered(batch, found.filtered)
 
 
 def recorded(config: Config, folder: Path, step: int) -> Recorded:
@@ -94,8 +94,8 @@ def _leased(record: Record, event: events.Leased) -> _Leased:
     return _Leased(
         event.lease,
         {group_id: state.groups[group_id].uid for group_id in event.group_ids},
-        {group_id: state.groups[group_id].current_attempts for group_id in event.group_ids},
-        copy.copy(state.filtered),
+        {group_id: attempts_of(state.groups[group_id]) for group_id in event.group_ids},
+        state.filtered,
         copy.deepcopy(record.ledger.history),
     )
 

@@ -25,12 +25,11 @@ from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import index_of_steps, same_step
 from service.handoff.steps.stop_reason import FAILURES
-from service.handoff.steps.tables import concat_steps, ends_table, trajectory_ids
+from service.handoff.steps.tables import concat_steps, ends_table
 from service.handoff.steps.validate import MAX_FRACTION_NOT_FINITE, trajectory_refusal
 from service.types import (
     Bools,
     Extension,
-    PolicyVersion,
     Refusal,
     RefusalReason,
     StepGroup,
@@ -47,16 +46,14 @@ class NewContent(NamedTuple):
     superseded: tuple[int, ...]
     """Groups for which the message came too late."""
 
-    def is_whole(self, message: StepGroup) -> bool:
-        """Whether every step and end of the message is new.
+    def only(self, message: StepGroup) -> StepGroup:
+        """The message without everything that is not new; the message itself if all of it is.
 
         Repetitions, ends of failed attempts and late items were not checked, so the journal must not hold them.
         """
         n_new = sum(len(new.items) + (new.end is not None) for new in self.additions)
-        return n_new == len(message.steps) + len(message.ends)
-
-    def only(self, message: StepGroup) -> StepGroup:
-        """The message without everything that is not new."""
+        if n_new == len(message.steps) + len(message.ends):
+            return message
         items = sorted(k for new in self.additions for k in new.items)
         ends = [new.end for new in self.additions if new.end is not None]
         return StepGroup(message.sender, select(message.steps, np.array(items, np.int64)), ends_table(ends))
@@ -128,14 +125,16 @@ def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> St
 def _known(ledger: Ledger, steps: Steps, asked_K: Bools) -> Bools:
     """[K] which of these steps were accepted before, or came too late."""
     known_K = np.zeros(len(steps), np.bool_)
-    ids, indices = trajectory_ids(steps), steps.index_K.tolist()
-    for k in np.flatnonzero(asked_K).tolist():
-        group = ledger.state.groups.get(ids[k].group_id)
-        if group is None or ids[k].sample >= len(group.trajectories):
+    columns = (steps.group_id_K, steps.sample_K, steps.attempt_K, steps.index_K)
+    items = np.flatnonzero(asked_K)
+    for k, *of in zip(items.tolist(), *(column[items].tolist() for column in columns), strict=True):
+        group_id, sample, attempt, index = of
+        group = ledger.state.groups.get(group_id)
+        if group is None or sample >= len(group.trajectories):
             known_K[k] = True
         else:
-            trajectory = group.trajectories[ids[k].sample]
-            known_K[k] = ids[k].attempt != trajectory.attempt or indices[k] in trajectory.indices
+            trajectory = group.trajectories[sample]
+            known_K[k] = attempt != trajectory.attempt or index in trajectory.indices
     return known_K
 
 
@@ -299,16 +298,16 @@ def _prefix_index(received: _Received) -> PrefixIndex:
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:
     """Refuse a sampled token whose version was never published, or is older than its group's admission."""
-    sampled_N = steps.versions_N[steps.loss_mask_N]
+    published, sampled_N = ledger.history.published, steps.versions_N[steps.loss_mask_N]
     if len(sampled_N) and (sampled_N == sampled_N[0]).all():
-        version = PolicyVersion.unpack(int(sampled_N[0]))
-        if version in ledger.history.published and all(group.admitted <= version for _, group in current):
+        number = int(sampled_N[0])
+        if number in ledger.history.numbers and all(published[group.admitted] <= number for _, group in current):
             return None
     admitted_K = np.full(len(steps), -1, np.int64)
     for items, group in current:
-        admitted_K[items] = group.admitted.pack()
+        admitted_K[items] = published[group.admitted]
     admitted_N = np.repeat(admitted_K, np.diff(steps.offsets_K))
-    versions_N = np.where(steps.loss_mask_N & (admitted_N >= 0), steps.versions_N, ledger.history.current.pack())
+    versions_N = np.where(steps.loss_mask_N & (admitted_N >= 0), steps.versions_N, published[ledger.history.current])
     wrong_N = ~ledger.history.known(versions_N) | (versions_N < admitted_N)
     if not wrong_N.any():
         return None

@@ -1,18 +1,21 @@
 """Everything that can happen to the buffer, as typed events.
 
 The buffer decides, the journal stores the event, the ledger applies it; the same events applied again give the same
-ledger. The journal stores an accepted step group as its wire bytes, from which `StepsAccepted` is derived.
+ledger. The journal stores an accepted step group as its wire bytes, from which its `Addition`s are derived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import reduce
+from operator import add, or_
 from typing import NamedTuple
 
 import msgspec
 
+from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.prefixes.sharing import Chain
-from service.types import PolicyVersion, Sender, TrajectoryEnd
+from service.types import PolicyVersion, TrajectoryEnd
 
 EVENT = 1
 """Journal kind of an encoded event."""
@@ -27,12 +30,12 @@ class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Opened(Event, frozen=True):
-    """A run began, with the settings that must not change while its journal is used."""
+    """A run began, with what must not change while its journal is used."""
 
-    seed: int
-    prompts_digest: int
-    n_samples: int
-    mini_batch_size: int
+    rows: str
+    """Digest of the dataset's rows, their order included."""
+    settings: dict[str, int]
+    """By name; group_ids, slots and rows would mean something else with another value."""
 
 
 class Joined(Event, frozen=True):
@@ -84,16 +87,6 @@ class Restarted(Event, frozen=True):
     reason: str
 
 
-class Filtered(Event, frozen=True):
-    """A filter removed a complete group; the group vacates its slot."""
-
-    group_id: int
-    reason: str
-    trajectories: int
-    reward_sum: float
-    passed: bool
-
-
 class Truncated(Event, frozen=True):
     """A group goes on without samples that were unfinished at its deadline, or whose last attempts failed."""
 
@@ -102,18 +95,34 @@ class Truncated(Event, frozen=True):
     reason: str = "group_deadline"
 
 
-class Refused(Event, frozen=True):
-    """A group is given up because of a fault; the group vacates its slot."""
+@dataclass(slots=True)
+class GroupStats:
+    """The returns of some groups; of those that filters removed, they count in the next mini-batch's metrics."""
+
+    groups: int = 0
+    trajectories: int = 0
+    return_sum: float = 0.0
+    passed: int = 0
+    """Groups with a positive return."""
+    flat: int = 0
+    """Groups without variance: all returns are equal."""
+    zeros: int = 0
+    """Groups of which every return is 0."""
+    ones: int = 0
+    """Groups of which every return is 1."""
+
+    def __add__(self, other: GroupStats) -> GroupStats:
+        return GroupStats(*map(add, astuple(self), astuple(other)))
+
+
+class Ended(Event, frozen=True):
+    """A group ends without having been trained, and vacates its slot."""
 
     group_id: int
+    state: GroupState
+    """FILTERED: a filter removed it; REFUSED: it is given up because of a fault; EXPIRED: neither."""
     reason: str
-
-
-class Expired(Event, frozen=True):
-    """A group ends untrained and without a fault; the group vacates its slot."""
-
-    group_id: int
-    reason: str
+    filtered: GroupStats | None = None
 
 
 class Leased(Event, frozen=True):
@@ -178,48 +187,16 @@ class Addition(NamedTuple):
     """The trajectory's chain with the new steps; None if its steps branch or have gaps, or if it is complete."""
 
 
-class StepsAccepted(NamedTuple):
-    """A step group was accepted; derived from its wire bytes."""
-
-    sender: Sender
-    additions: Sequence[Addition]
-    position: int
-    """The position to which the journal has to be synced."""
-    routing: tuple[int, ...] | None = None
-    """(layers, topk) of the routed experts; None without any."""
-
-
-GroupEnd = Filtered | Refused | Expired
-"""A group ends without having been trained."""
-
-Journalled = (
-    Opened
-    | Joined
-    | Left
-    | Issued
-    | Assigned
-    | Restarted
-    | Filtered
-    | Truncated
-    | Refused
-    | Expired
-    | Leased
-    | Committed
-    | Released
-    | Covered
-    | Drained
-)
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Journalled] = msgspec.msgpack.Decoder(Journalled)
+_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(reduce(or_, Event.__subclasses__()))
 
 
-def encode(event: Journalled) -> bytes:
+def encode(event: Event) -> bytes:
     """The bytes of an event in the journal."""
     return _encoder.encode(event)
 
 
-def decode(payload: bytes) -> Journalled:
+def decode(payload: bytes) -> Event:
     """The event of these bytes.
 
     Raises:

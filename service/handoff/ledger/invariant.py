@@ -55,6 +55,6 @@ def _dropped(ledger: Ledger, group_id: int, group: Group) -> bool:
     return any(
         not trajectory.complete
         and sample not in waiting
-        and (group_id, sample) not in ledger.held.get(trajectory.generator or "", ())
+        and (trajectory.generator is None or (group_id, sample) not in ledger.held)
         for sample, trajectory in enumerate(group.trajectories)
     )

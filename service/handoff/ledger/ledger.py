@@ -1,27 +1,24 @@
 """The ledger: where every group, trajectory and token stands.
 
-It changes only by `apply`; the same events make the same ledger, at any time. The invariant that must hold after every
-event is `service.handoff.ledger.invariant.violations`.
+It changes only by `apply` and `accept`; the same events make the same ledger, at any time. The invariant that must hold
+after every event is `service.handoff.ledger.invariant.violations`.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 import xxhash
 
 from service.handoff.ledger import events
-from service.handoff.ledger.lifecycle import NEXT_STATES, USED, Fate, GroupState
-from service.handoff.ledger.state import FilteredStats, Group, Lease, Member, State, Trajectory
+from service.handoff.ledger.lifecycle import GIVEN_UP, NEXT_STATES, Fate, GroupState
+from service.handoff.ledger.state import BUCKETS, MESSAGES_REMEMBERED, Group, Lease, Member, State, Trajectory
 from service.handoff.ledger.versions import VersionHistory
-from service.types import PolicyVersion, Sender, TrajectoryId
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(State)
+from service.types import Sender, TrajectoryId
 
 
 class Ledger:
@@ -36,111 +33,56 @@ class Ledger:
         """Groups not yet used, in order of admission."""
         self.unassigned: dict[int, set[int]] = {}
         """Restarted samples that wait for a claim, by group_id."""
-        self.held: dict[str, set[tuple[int, int]]] = {}
-        """Unfinished (group_id, sample) of each generator."""
+        self.held: OrderedDict[tuple[int, int], float] = OrderedDict()
+        """When each unfinished (group_id, sample) that a generator plays last made progress, longest ago first."""
+        self.issued_at: OrderedDict[int, float] = OrderedDict()
+        """When each unfinished group was claimed, longest ago first; ended ones too until somebody looks."""
+        self.leased_at: dict[int, float] = {}
         self.steps: dict[int, list[int]] = {}
         """Groups that each optimizer step used."""
         self.in_state: Counter[GroupState] = Counter()
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
-            events.Opened: self._opened,
             events.Joined: self._joined,
-            events.Left: self._left,
             events.Issued: self._issued,
             events.Assigned: self._assigned,
-            events.StepsAccepted: self._accepted,
             events.Restarted: self._restarted,
             events.Truncated: self._truncated,
-            events.Filtered: self._filtered,
-            events.Refused: lambda event: self._end(event.group_id, GroupState.REFUSED, event.reason),
-            events.Expired: lambda event: self._end(event.group_id, GroupState.EXPIRED, event.reason),
+            events.Ended: self._ended,
             events.Leased: self._leased,
             events.Committed: self._committed,
             events.Released: self._released,
             events.Covered: self._covered,
-            events.Drained: self._drained,
         }
 
-    @staticmethod
-    def restored(snapshot: bytes) -> Ledger:
-        """The ledger that a snapshot was taken of."""
-        state = _decoder.decode(snapshot)
-        ledger = Ledger(state.n_samples)
-        ledger.state = state
-        ledger._index()
-        return ledger
-
     def snapshot(self) -> bytes:
-        """The whole state as bytes."""
-        return _encoder.encode(self.state)
+        """The whole state as bytes; `service.handoff.ledger.replaying.restored` makes a ledger of them."""
+        return msgspec.msgpack.encode(self.state)
 
-    def apply(self, event: events.Journalled | events.StepsAccepted) -> None:
-        """Change the state by one event."""
-        self._handlers[type(event)](event)
+    def apply(self, event: events.Event, now: float) -> None:
+        """Change the state by one event, at a monotonic time in seconds."""
+        self._now = now
+        match event:
+            case events.Opened():
+                self.state.opened = event
+            case events.Left():
+                self.state.generators[event.generator].alive = False
+            case events.Drained():
+                self.state.draining = event.reason
+            case _:
+                self._handlers[type(event)](event)
 
-    @property
-    def next_slot(self) -> int:
-        """The slot that the next issued group gets."""
-        return self.state.next_group_id - self.state.vacated
-
-    @property
-    def frontier(self) -> int:
-        """The smallest group_id of a group that has not ended."""
-        return min(self.state.groups, default=self.state.next_group_id)
-
-    def plays(self, sender: Sender, of: TrajectoryId) -> bool:
-        """Whether the sender holds this attempt, unfinished, now."""
-        if (of.group_id, of.sample) not in self.held[sender.generator]:
-            return False
-        trajectory = self.state.groups[of.group_id].trajectories[of.sample]
-        return (trajectory.attempt, trajectory.incarnation) == (of.attempt, sender.incarnation)
-
-    def digest(self) -> str:
-        """A fingerprint of the whole state."""
-        plain = msgspec.to_builtins(self.state, str_keys=True, order="deterministic")
-        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(plain))
-
-    def _opened(self, event: events.Opened) -> None:
-        self.state.opened = event
-
-    # -- members ------------------------------------------------------------------------------------------------------
-
-    def _joined(self, event: events.Joined) -> None:
-        if event.role == "trainer":
-            self.state.trainer_incarnation = event.incarnation
-            self._go_back(event.step)
-        else:
-            self.state.generators[event.name] = Member(event.incarnation)
-            self.held.setdefault(event.name, set())
-
-    def _left(self, event: events.Left) -> None:
-        self.state.generators[event.generator].alive = False
-
-    # -- from issue to completion -------------------------------------------------------------------------------------
-
-    def _issued(self, event: events.Issued) -> None:
-        trajectories = [Trajectory(event.generator, event.incarnation) for _ in range(self.state.n_samples)]
-        self.state.groups[event.group_id] = Group(event.uid, event.row, event.admitted, trajectories)
-        self.state.next_group_id = event.group_id + 1
-        self.in_state[GroupState.ISSUED] += 1
-        self.slots[event.group_id] = None
-        attempts = dict.fromkeys(range(self.state.n_samples), 0)
-        self.held[event.generator].update((event.group_id, sample) for sample in attempts)
-        self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
-
-    def _assigned(self, event: events.Assigned) -> None:
-        group = self.state.groups[event.group_id]
-        for sample in event.samples:
-            group.trajectories[sample].generator = event.generator
-            group.trajectories[sample].incarnation = event.incarnation
-            self.held[event.generator].add((event.group_id, sample))
-        self._no_longer_unassigned(event.group_id, event.samples)
-        attempts = {sample: group.trajectories[sample].attempt for sample in event.samples}
-        self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
-
-    def _accepted(self, event: events.StepsAccepted) -> None:
-        self.state.generators[event.sender.generator].note(event.sender.sequence, event.position)
-        self.state.routing = self.state.routing or event.routing
-        for new in event.additions:
+    def accept(
+        self,
+        sender: Sender,
+        additions: Sequence[events.Addition],
+        position: int,
+        routing: tuple[int, ...] | None,
+        now: float,
+    ) -> None:
+        """A message was accepted that adds this; `position` is the one to which the journal has to be synced."""
+        _note_received(self.state.generators[sender.generator], sender.sequence, position)
+        self.state.routing = self.state.routing or routing
+        for new in additions:
             group = self.state.groups[new.group_id]
             trajectory = group.trajectories[new.sample]
             trajectory.indices.update(new.indices)
@@ -154,14 +96,81 @@ class Ledger:
                 trajectory.n_steps = new.end.n_steps
             if group.state is GroupState.ISSUED:
                 self._enter(group, GroupState.OPEN)
-            if trajectory.complete:
-                self.state.lengths.note_generated(trajectory.tokens)
-                self.held[event.sender.generator].discard((new.group_id, new.sample))
-                self._complete_when_all_are(new.group_id, group)
+            self.held.pop((new.group_id, new.sample), None)
+            if trajectory.n_steps != len(trajectory.indices):
+                self.held[new.group_id, new.sample] = now
+                continue
+            self.state.lengths.generated[bucket(trajectory.tokens)] += 1
+            self.state.lengths.generated_tokens[bucket(trajectory.tokens)] += trajectory.tokens
+            self._complete_when_all_are(new.group_id, group)
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next issued group gets."""
+        return self.state.next_group_id - self.state.vacated
+
+    def received(self, sender: Sender) -> bool:
+        """Whether that message came before. False also for one of long ago, whose steps are compared one by one."""
+        member = self.state.generators[sender.generator]
+        return sender.sequence < member.received_below or sender.sequence in member.received
+
+    def plays(self, sender: Sender, of: TrajectoryId) -> bool:
+        """Whether the sender holds this attempt, unfinished, now."""
+        if (of.group_id, of.sample) not in self.held:
+            return False
+        trajectory = self.state.groups[of.group_id].trajectories[of.sample]
+        holder = (trajectory.generator, trajectory.incarnation, trajectory.attempt)
+        return holder == (sender.generator, sender.incarnation, of.attempt)
+
+    def held_by(self, generator: str) -> dict[int, list[int]]:
+        """The unfinished samples that a generator plays, by group_id."""
+        samples: dict[int, list[int]] = {}
+        for group_id, sample in sorted(self.held):
+            if self.state.groups[group_id].trajectories[sample].generator == generator:
+                samples.setdefault(group_id, []).append(sample)
+        return samples
+
+    def digest(self) -> str:
+        """A fingerprint of the whole state."""
+        plain = msgspec.to_builtins(self.state, str_keys=True, order="deterministic")
+        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(plain))
+
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    def _joined(self, event: events.Joined) -> None:
+        if event.role == "trainer":
+            self.state.trainer_incarnation = event.incarnation
+            self._go_back(event.step)
+        else:
+            self.state.generators[event.name] = Member(event.incarnation)
+
+    # -- from issue to completion -------------------------------------------------------------------------------------
+
+    def _issued(self, event: events.Issued) -> None:
+        trajectories = [Trajectory(event.generator, event.incarnation) for _ in range(self.state.n_samples)]
+        self.state.groups[event.group_id] = Group(event.uid, event.row, event.admitted, trajectories)
+        self.state.next_group_id = event.group_id + 1
+        self.in_state[GroupState.ISSUED] += 1
+        self.slots[event.group_id] = None
+        self.issued_at[event.group_id] = self._now
+        attempts = dict.fromkeys(range(self.state.n_samples), 0)
+        self.held.update({(event.group_id, sample): self._now for sample in attempts})
+        self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
+
+    def _assigned(self, event: events.Assigned) -> None:
+        group = self.state.groups[event.group_id]
+        for sample in event.samples:
+            group.trajectories[sample].generator = event.generator
+            group.trajectories[sample].incarnation = event.incarnation
+            self.held[event.group_id, sample] = self._now
+        self._no_longer_unassigned(event.group_id, event.samples)
+        attempts = {sample: group.trajectories[sample].attempt for sample in event.samples}
+        self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
 
     def _complete_when_all_are(self, group_id: int, group: Group) -> None:
-        if all(trajectory.complete for trajectory in group.trajectories):
-            group.attempts = group.current_attempts
+        samples = range(self.state.n_samples)
+        if group_id not in self.unassigned and not any((group_id, sample) in self.held for sample in samples):
+            group.attempts = attempts_of(group)
             group.lengths = tuple(t.tokens for t in group.trajectories if not t.given_up)
             group.finished = self.state.next_finished
             self.state.next_finished += 1
@@ -175,8 +184,7 @@ class Ledger:
             group.trajectories[sample] = Trajectory(None, 0, old.attempt + 1)
             group.tokens -= old.tokens
             self._move_tokens(Fate.OPEN, Fate.SUPERSEDED, old.tokens)
-            if old.generator is not None:
-                self.held[old.generator].discard((event.group_id, sample))
+            self.held.pop((event.group_id, sample), None)
             self.unassigned.setdefault(event.group_id, set()).add(sample)
         self.state.restarts[event.reason] = self.state.restarts.get(event.reason, 0) + len(event.samples)
 
@@ -186,9 +194,8 @@ class Ledger:
             trajectory = group.trajectories[sample]
             group.tokens -= trajectory.tokens
             self._move_tokens(Fate.OPEN, Fate.EXPIRED, trajectory.tokens)
-            self.state.lengths.note_given_up(trajectory.tokens)
-            if trajectory.generator is not None:
-                self.held[trajectory.generator].discard((event.group_id, sample))
+            self.state.lengths.given_up[bucket(trajectory.tokens)] += 1
+            self.held.pop((event.group_id, sample), None)
             group.trajectories[sample] = Trajectory(None, 0, trajectory.attempt, given_up=True)
         if event.group_id in self.unassigned:
             self._no_longer_unassigned(event.group_id, event.samples)
@@ -197,31 +204,28 @@ class Ledger:
 
     # -- ends without training ----------------------------------------------------------------------------------------
 
-    def _filtered(self, event: events.Filtered) -> None:
-        self._end(event.group_id, GroupState.FILTERED, event.reason)
-        self.state.filtered.add(FilteredStats(1, event.trajectories, event.reward_sum, int(event.passed)))
-
-    def _end(self, group_id: int, state: GroupState, reason: str) -> None:
-        group = self.state.groups.pop(group_id)
-        before = group.state
-        self._move_tokens(group.waiting_fate, Fate(state), group.tokens)
-        self._enter(group, state)
-        if before is GroupState.COMPLETE:
-            self.finished.remove((group.finished, group_id))
-        self.slots.pop(group_id)
-        for sample, trajectory in enumerate(group.trajectories):
-            if trajectory.generator is not None:
-                self.held[trajectory.generator].discard((group_id, sample))
-        self.unassigned.pop(group_id, None)
+    def _ended(self, event: events.Ended) -> None:
+        group = self.state.groups.pop(event.group_id)
+        if group.state is GroupState.COMPLETE:
+            self.finished.remove((group.finished, event.group_id))
+        self._move_tokens(group.waiting_fate, Fate(event.state), group.tokens)
+        self._enter(group, event.state)
+        self.slots.pop(event.group_id)
+        for sample in range(self.state.n_samples):
+            self.held.pop((event.group_id, sample), None)
+        self.unassigned.pop(event.group_id, None)
         self.state.vacated += 1
-        self._count_end(state, reason)
+        self._count_end(event.state, event.reason)
+        if event.filtered is not None:
+            self.state.filtered += event.filtered
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def _leased(self, event: events.Leased) -> None:
         self.state.leases[event.lease] = Lease(event.trainer_incarnation, event.group_ids, self.state.filtered)
-        self.state.filtered = FilteredStats()
+        self.state.filtered = events.GroupStats()
         self.state.next_lease = event.lease + 1
+        self.leased_at[event.lease] = self._now
         for group_id, loss, stale in zip(event.group_ids, event.loss_tokens, event.stale_tokens, strict=True):
             group = self.state.groups[group_id]
             group.losses, group.stale_tokens = loss, stale
@@ -231,13 +235,13 @@ class Ledger:
         self.finished = [entry for entry in self.finished if entry[1] not in taken]
 
     def _released(self, event: events.Released) -> None:
-        lease = self.state.leases.pop(event.lease)
-        self.state.filtered.add(lease.filtered)
+        lease = self._end_lease(event.lease)
+        self.state.filtered += lease.filtered
         for group_id in lease.group_ids:
             self._wait_again(group_id, self.state.groups[group_id])
 
     def _committed(self, event: events.Committed) -> None:
-        lease = self.state.leases.pop(event.lease)
+        lease = self._end_lease(event.lease)
         self.history.publish(event.version)
         self.state.step, self.state.last_commit = event.version.step, event.lease
         for group_id in lease.group_ids:
@@ -246,7 +250,7 @@ class Ledger:
             for fate, tokens in _used_fates(group, Fate.STEPPED):
                 self._move_tokens(waiting, fate, tokens)
             group.rolled_back, group.step, group.trajectories = False, event.version.step, []
-            self.state.lengths.note_trained(group.lengths, group.losses)
+            _note_trained(self.state, group)
             self._enter(group, GroupState.STEPPED)
             self.slots.pop(group_id)
         if event.final:
@@ -285,48 +289,17 @@ class Ledger:
                 used = Fate.STEPPED if group.state is GroupState.STEPPED else Fate.TRAINED
                 for fate, tokens in _used_fates(group, used):
                     self._move_tokens(fate, Fate.ROLLED_BACK, tokens)
-                self.state.lengths.note_trained(group.lengths, group.losses, times=-1)
+                _note_trained(self.state, group, times=-1)
                 group.rolled_back, group.step, group.lease_count = True, 0, 0
                 self._wait_again(group_id, group)
                 self.slots[group_id] = None
         self.slots = dict.fromkeys(sorted(self.slots))
 
-    def _drained(self, event: events.Drained) -> None:
-        self.state.draining = event.reason
-
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _index(self) -> None:
-        """Build the indexes of a state that was read from a snapshot."""
-        state = self.state
-        for reached, went_on in state.branches:
-            self._publish_up_to(reached)
-            self.history.rollback(went_on)
-        self._publish_up_to(state.step)
-        self.held = {name: set() for name in state.generators}
-        for group_id, group in sorted(state.groups.items()):
-            self.in_state[group.state] += 1
-            if group.state is GroupState.COMPLETE:
-                insort(self.finished, (group.finished, group_id))
-            if group.state in USED:
-                self.steps.setdefault(group.step, []).append(group_id)
-            else:
-                self.slots[group_id] = None
-            for sample, trajectory in enumerate(group.trajectories):
-                if trajectory.complete:
-                    continue
-                if trajectory.generator is None:
-                    self.unassigned.setdefault(group_id, set()).add(sample)
-                else:
-                    self.held[trajectory.generator].add((group_id, sample))
-        self.in_state[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
-        for key, count in state.ended.items():
-            self.in_state[GroupState(key.partition("/")[0])] += count
-
-    def _publish_up_to(self, step: int) -> None:
-        current = self.history.current
-        for later in range(current.step + 1, step + 1):
-            self.history.publish(PolicyVersion(current.incarnation, later))
+    def _end_lease(self, lease: int) -> Lease:
+        self.leased_at.pop(lease, None)
+        return self.state.leases.pop(lease)
 
     def _wait_again(self, group_id: int, group: Group) -> None:
         group.losses, group.stale_tokens = (), 0
@@ -358,3 +331,31 @@ class Ledger:
 def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
     """The fates of a group's tokens once an optimizer step used it."""
     return (loss, group.loss_tokens), (Fate.STALE, group.stale_tokens), (Fate.MASKED, group.masked_tokens)
+
+
+def bucket(tokens: int) -> int:
+    """The bucket of `Lengths` in which a trajectory of so many tokens counts."""
+    return min(tokens.bit_length(), BUCKETS - 1)
+
+
+def attempts_of(group: Group) -> tuple[int, ...]:
+    """By sample the attempt that counts; GIVEN_UP where none does."""
+    return group.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in group.trajectories)
+
+
+def _note_trained(state: State, group: Group, times: int = 1) -> None:
+    """The trajectories of a group were trained, or with `times` -1 that was undone."""
+    for tokens, loss in zip(group.lengths, group.losses, strict=True):
+        state.lengths.trained[bucket(tokens)] += times
+        state.lengths.loss_tokens[bucket(tokens)] += times * loss
+
+
+def _note_received(member: Member, sequence: int, position: int) -> None:
+    """Remember that a message was received."""
+    member.received.add(sequence)
+    while member.received_below in member.received:
+        member.received.remove(member.received_below)
+        member.received_below += 1
+    if len(member.received) > MESSAGES_REMEMBERED:
+        member.received.remove(min(member.received))
+    member.position = position

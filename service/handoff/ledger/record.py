@@ -1,17 +1,16 @@
 """The record of what happened, on disk and in memory: the only place where the buffer's state changes.
 
-A change is an event. It goes to the journal, then to the ledger; the store of accepted steps and the clocks follow:
+A change is an event. It goes to the journal, then to the ledger; the store of accepted steps follows:
 
-    Record.add     event    -> Journal, Ledger, Store, clocks
-    Record.accept  message  -> Journal, Ledger, Store, clocks       (the message's bytes are the journal's frame)
+    Record.add     event    -> Journal, Ledger, Store
+    Record.accept  message  -> Journal, Ledger, Store       (the message's bytes are the journal's frame)
 
 A replay of the journal (`service.handoff.ledger.replaying`) takes the same way without the journal.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -186,12 +185,12 @@ def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
     return select(steps, np.array(items, np.int64), copy=True) if items else None
 
 
-OnEnd = Callable[[events.GroupEnd, str, Store, PolicyVersion], None]
+OnEnd = Callable[[events.Ended, str, Store, PolicyVersion], None]
 """(the event, the prompt's uid, all steps, the newest version)"""
 
 
 class Record:
-    """Journal, ledger, store and clocks, changed together."""
+    """Journal, ledger and store, changed together."""
 
     def __init__(self, n_samples: int, limits: Limits, journal: Journal, clock: Clock) -> None:
         """`service.handoff.ledger.replaying.opened_record` makes one out of a journal's frames."""
@@ -202,18 +201,13 @@ class Record:
         self.store = Store()
         self.revision = 0
         """Events applied so far."""
-        self.last_progress: OrderedDict[tuple[int, int], float] = OrderedDict()
-        """When each trajectory that a generator holds last made progress, longest ago first."""
-        self.leased_at: dict[int, float] = {}
-        self.issued_at: OrderedDict[int, float] = OrderedDict()
-        """When each unfinished group was claimed, longest ago first."""
         self.on_end: OnEnd | None = None
         """Called before a group ends untrained, while the store still has its steps; never on a replay."""
         self.snapshot_end = 0
 
-    def add(self, event: events.Journalled) -> None:
+    def add(self, event: events.Event) -> None:
         """Append an event to the journal and apply it."""
-        if self.on_end is not None and isinstance(event, events.GroupEnd):
+        if self.on_end is not None and isinstance(event, events.Ended):
             uid = self.ledger.state.groups[event.group_id].uid
             self.on_end(event, uid, self.store, self.ledger.history.current)
         self.journal.append(events.EVENT, events.encode(event))
@@ -230,59 +224,31 @@ class Record:
 
     # -- the same without the journal ---------------------------------------------------------------------------------
 
-    def apply(self, event: events.Journalled | events.StepsAccepted) -> None:
-        """Apply an event to ledger, store and clocks."""
-        leased = self.ledger.state.leases.get(event.lease) if isinstance(event, events.Committed) else None
-        self.ledger.apply(event)
+    def apply(self, event: events.Event) -> None:
+        """Apply an event to ledger and store."""
+        leases = self.ledger.state.leases
+        leased = leases[event.lease].group_ids if isinstance(event, events.Committed) else ()
+        self.ledger.apply(event, self.clock.monotonic())
         self.revision += 1
-        now, everyone = self.clock.monotonic(), range(self.ledger.state.n_samples)
-        match event:
-            case events.Issued(group_id=group_id):
-                self.issued_at[group_id] = now
-                self.last_progress.update({(group_id, sample): now for sample in everyone})
-            case events.Assigned(group_id=group_id, samples=samples):
-                self.last_progress.update({(group_id, sample): now for sample in samples})
-            case (
-                events.Restarted(group_id=group_id, samples=samples)
-                | events.Truncated(group_id=group_id, samples=samples)
-            ):
-                self.store.drop_samples(group_id, samples)
-                self._no_longer_held(group_id, samples)
-            case (
-                events.Filtered(group_id=group_id)
-                | events.Refused(group_id=group_id)
-                | events.Expired(group_id=group_id)
-            ):
-                self.store.drop(group_id)
-                self._no_longer_held(group_id, everyone)
-            case events.Leased(lease=lease):
-                self.leased_at[lease] = now
-            case events.Committed(lease=lease) | events.Released(lease=lease):
-                self.leased_at.pop(lease, None)
-                for group_id in leased.group_ids if leased is not None else ():
-                    self.store.drop(group_id)
+        if isinstance(event, events.Restarted | events.Truncated):
+            self.store.drop_samples(event.group_id, event.samples)
+        for group_id in (event.group_id,) if isinstance(event, events.Ended) else leased:
+            self.store.drop(group_id)
 
     def apply_steps(self, message: StepGroup, additions: Sequence[Addition], before: int, position: int) -> None:
         """Apply what is new in a message whose frame lies between two positions of the journal."""
-        groups, held = self.ledger.state.groups, self.ledger.held[message.sender.generator]
+        ledger = self.ledger
         for new in additions:
-            if groups[new.group_id].first_position is None:
-                groups[new.group_id].first_position = before
+            group = ledger.state.groups[new.group_id]
+            group.first_position = before if group.first_position is None else group.first_position
         self.store.add_from(message, additions)
         experts_N = message.steps.routed_experts_N
         routing = experts_N.shape[1:] if experts_N is not None and any(new.items for new in additions) else None
-        self.apply(events.StepsAccepted(message.sender, additions, position, routing))
-        now = self.clock.monotonic()
+        ledger.accept(message.sender, additions, position, routing, self.clock.monotonic())
+        self.revision += 1
         for new in additions:
-            self._no_longer_held(new.group_id, (new.sample,))
-            if (new.group_id, new.sample) in held:
-                self.last_progress[new.group_id, new.sample] = now
-            else:
+            if (new.group_id, new.sample) not in ledger.held:
                 self.store.completed(new.group_id, new.sample)
-
-    def _no_longer_held(self, group_id: int, samples: Iterable[int]) -> None:
-        for sample in samples:
-            self.last_progress.pop((group_id, sample), None)
 
     # -- the journal's size -------------------------------------------------------------------------------------------
 

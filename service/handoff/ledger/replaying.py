@@ -2,46 +2,70 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
 
 from service.clock import Clock
-from service.errors import JournalError
+from service.errors import JournalError, UserError
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.group_bytes import ITEM_BYTES, table_bytes
 from service.handoff.journal.frames import Frame
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
-from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.ledger import Ledger, attempts_of
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import Record, Store, cut
+from service.handoff.ledger.state import State
+from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode
-from service.types import Refusal, StepGroup
+from service.types import PolicyVersion, Refusal, StepGroup
+
+_decoder = msgspec.msgpack.Decoder(State)
 
 
 def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> Record:
     """The record of a journal's frames; of an empty journal, one that begins with `opened`.
 
     Raises:
-        JournalError: the journal is damaged, or holds another run.
+        JournalError: the journal is damaged.
+        UserError: it holds a run that began with other rows or settings.
     """
-    record, snapshot = Record(opened.n_samples, limits, journal, clock), None
+    record, snapshot = Record(limits.n_samples_per_prompt, limits, journal, clock), None
     for frame in journal.replay():
         if frame.kind == events.SNAPSHOT:
             snapshot = frame
     if snapshot is not None:
-        _restore(record, snapshot)
+        ledger = record.ledger = restored(snapshot.payload, clock.monotonic())
+        record.snapshot_end = snapshot.end
+        if ledger.state.opened is not None:
+            _check_opening(ledger.state.opened, opened, journal.folder)
+        unused = [o for o, group in ledger.state.groups.items() if group.state not in USED]
+        _fetch_groups(record, unused, snapshot.position)
     elif journal.start > 0:
         raise JournalError(f"{journal.folder} begins at position {journal.start} and has no snapshot")
     for frame in journal.read(journal.start if snapshot is None else snapshot.end):
         apply_frame(record, frame)
-    begun = record.ledger.state.opened
-    if begun is None:
+        if frame.position == 0 and (begun := record.ledger.state.opened) is not None:
+            _check_opening(begun, opened, journal.folder)
+    if record.ledger.state.opened is None:
         record.add(opened)
-    elif begun != opened:
-        raise JournalError(f"{journal.folder} holds another run: it began with {begun}, this one is {opened}")
     return record
+
+
+def _check_opening(begun: events.Opened, opened: events.Opened, folder: Path) -> None:
+    """UserError unless a run goes on with the rows and settings with which it began."""
+    remedy = f"set it back, or begin a new run under another run.name ({folder} goes on as it began)"
+    for name, now in opened.settings.items():
+        if (then := begun.settings.get(name)) != now:
+            raise UserError(f"{name}: it is {now}, but was {then} when this run began, and cannot change: {remedy}")
+    if begun.rows != opened.rows:
+        raise UserError(f"data.train: the dataset has other rows than when this run began: {remedy}")
 
 
 def apply_frame(record: Record, frame: Frame) -> None:
@@ -96,18 +120,40 @@ def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[
                     store.add(of.group_id, steps, ends, n_bytes)
 
 
-def _restore(record: Record, snapshot: Frame) -> None:
-    """Put the record into the state of a snapshot, as if every trajectory had made progress now."""
-    ledger = record.ledger = Ledger.restored(snapshot.payload)
-    record.snapshot_end = snapshot.end
-    now, groups = record.clock.monotonic(), ledger.state.groups
-    for held in ledger.held.values():
-        record.last_progress.update(dict.fromkeys(sorted(held), now))
-    record.leased_at = dict.fromkeys(ledger.state.leases, now)
-    record.issued_at.update(dict.fromkeys(sorted(groups), now))
-    _fetch_groups(
-        record, [group_id for group_id, group in groups.items() if group.state not in USED], snapshot.position
-    )
+def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
+    """The ledger that a snapshot was taken of, as if everything had made progress now."""
+    state = _decoder.decode(snapshot)
+    ledger = Ledger(state.n_samples)
+    ledger.state = state
+    for reached, went_on in state.branches:
+        _publish_up_to(ledger.history, reached)
+        ledger.history.rollback(went_on)
+    _publish_up_to(ledger.history, state.step)
+    for group_id, group in sorted(state.groups.items()):
+        ledger.in_state[group.state] += 1
+        ledger.issued_at[group_id] = now
+        if group.state is GroupState.COMPLETE:
+            insort(ledger.finished, (group.finished, group_id))
+        if group.state in USED:
+            ledger.steps.setdefault(group.step, []).append(group_id)
+        else:
+            ledger.slots[group_id] = None
+        for sample, trajectory in enumerate(group.trajectories):
+            if trajectory.generator is not None and not trajectory.complete:
+                ledger.held[group_id, sample] = now
+            elif not trajectory.complete:
+                ledger.unassigned.setdefault(group_id, set()).add(sample)
+    ledger.leased_at = dict.fromkeys(state.leases, now)
+    ledger.in_state[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
+    for key, count in state.ended.items():
+        ledger.in_state[GroupState(key.partition("/")[0])] += count
+    return ledger
+
+
+def _publish_up_to(history: VersionHistory, step: int) -> None:
+    current = history.current
+    for later in range(current.step + 1, step + 1):
+        history.publish(PolicyVersion(current.incarnation, later))
 
 
 def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:
@@ -115,13 +161,13 @@ def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:
     groups = {group_id: record.ledger.state.groups[group_id] for group_id in group_ids}
     starts = [group.first_position for group in groups.values() if group.first_position is not None]
     frames = record.journal.read(min(starts, default=stop), stop)
-    attempts = {group_id: group.current_attempts for group_id, group in groups.items()}
+    attempts = {group_id: attempts_of(group) for group_id, group in groups.items()}
     fetch(record.store, attempts, frames, record.limits)
 
 
 def _message(frame: Frame, limits: Limits) -> StepGroup:
     """The step group of a frame."""
-    message = decode(frame.payload, limits)
+    message = decode(frame.payload, replace(limits, max_group_bytes=len(frame.payload)))  # it was accepted once
     if isinstance(message, Refusal):
         raise _refused_now(frame, message)
     return message

@@ -1,16 +1,15 @@
-"""What the events determine: groups, trajectories, generators, leases, counts.
+"""What the events determine: groups, trajectories, generators, leases, counts. Only the ledger changes them.
 
 All of it is written into the journal's snapshots and read back from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
-from service.handoff.ledger.events import Opened
-from service.handoff.ledger.lifecycle import GIVEN_UP, Fate, GroupState
+from service.handoff.ledger.events import GroupStats, Opened
+from service.handoff.ledger.lifecycle import Fate, GroupState
 from service.types import PolicyVersion
 
 MESSAGES_REMEMBERED = 256
@@ -96,11 +95,6 @@ class Group:
         """Tokens that carry no loss for another reason than staleness."""
         return self.tokens - self.loss_tokens - self.stale_tokens
 
-    @property
-    def current_attempts(self) -> tuple[int, ...]:
-        """By sample the attempt that counts; GIVEN_UP where none does."""
-        return self.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in self.trajectories)
-
 
 @dataclass(slots=True)
 class Member:
@@ -124,37 +118,6 @@ class Member:
             if len(self.given) > CLAIMS_REMEMBERED:
                 del self.given[min(self.given)]
 
-    def has(self, sequence: int) -> bool:
-        """Whether that message was received. False also for a message long ago, whose steps are compared one by one."""
-        return sequence < self.received_below or sequence in self.received
-
-    def note(self, sequence: int, position: int) -> None:
-        """Remember that message."""
-        self.received.add(sequence)
-        while self.received_below in self.received:
-            self.received.remove(self.received_below)
-            self.received_below += 1
-        if len(self.received) > MESSAGES_REMEMBERED:
-            self.received.remove(min(self.received))
-        self.position = position
-
-
-@dataclass(slots=True)
-class FilteredStats:
-    """Groups that filters removed since the last mini-batch; their rewards count in the next mini-batch's metrics."""
-
-    groups: int = 0
-    trajectories: int = 0
-    reward_sum: float = 0.0
-    passed: int = 0
-
-    def add(self, other: FilteredStats) -> None:
-        """Count the other's groups too."""
-        self.groups += other.groups
-        self.trajectories += other.trajectories
-        self.reward_sum += other.reward_sum
-        self.passed += other.passed
-
 
 @dataclass(slots=True)
 class Lease:
@@ -162,7 +125,7 @@ class Lease:
 
     trainer_incarnation: int
     group_ids: tuple[int, ...]
-    filtered: FilteredStats
+    filtered: GroupStats
 
 
 def _zeros() -> list[int]:
@@ -187,21 +150,6 @@ class Lengths:
     loss_tokens: list[int] = field(default_factory=_zeros)
     """Tokens of the trained trajectories that carried loss."""
 
-    def note_generated(self, tokens: int) -> None:
-        """A trajectory was completed."""
-        self.generated[bucket(tokens)] += 1
-        self.generated_tokens[bucket(tokens)] += tokens
-
-    def note_trained(self, lengths: Iterable[int], losses: Iterable[int], times: int = 1) -> None:
-        """Trajectories were trained, or with `times` -1 that was undone."""
-        for tokens, loss in zip(lengths, losses, strict=True):
-            self.trained[bucket(tokens)] += times
-            self.loss_tokens[bucket(tokens)] += times * loss
-
-    def note_given_up(self, tokens: int) -> None:
-        """A trajectory was given up after so many tokens."""
-        self.given_up[bucket(tokens)] += 1
-
     def export(self) -> dict[str, list[int]]:
         """The counts by name, without the empty buckets at the end: `[5, 1, 2]` is 5 of 0, 1 of 1, 2 of 2 to 3."""
         counts = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -215,11 +163,6 @@ class Lengths:
     def token_distance(self) -> float:
         """The same over tokens: those that carried loss against those that were sampled."""
         return distance(self.generated_tokens, self.loss_tokens)
-
-
-def bucket(tokens: int) -> int:
-    """The bucket of a length."""
-    return min(tokens.bit_length(), BUCKETS - 1)
 
 
 def distance(a: list[int], b: list[int]) -> float:
@@ -259,7 +202,7 @@ class State:
     finals: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(groups, loss tokens) of optimizer steps that cannot be undone and that no checkpoint covers yet."""
     next_finished: int = 1
-    filtered: FilteredStats = field(default_factory=FilteredStats)
+    filtered: GroupStats = field(default_factory=GroupStats)
     lengths: Lengths = field(default_factory=Lengths)
     accepted: int = 0
     """Sampled tokens that were accepted."""

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.types import Bools, Int32s, Int64s, PolicyVersion
+from service.types import NO_VERSION, Bools, Int32s, Int64s, PolicyVersion
 
 
 class VersionHistory:
     """Every version that was published, and the steps at which incarnations branched off."""
 
     def __init__(self, start: PolicyVersion | None = None) -> None:
-        self.current = start or PolicyVersion(0, 0)
-        """The newest published version."""
-        self.published = {self.current}
-        self._published_V = np.array([self.current.pack()], np.int64)
+        self.published: dict[PolicyVersion, int] = {}
+        """Every published version, oldest first, and the number by which tokens carry it."""
+        self.numbers: set[int] = set()
+        """Those numbers."""
         self._branches: list[tuple[int, int]] = []  # (the incarnation that began, the step that it went back to)
+        self._note(start or PolicyVersion(0, 0))
 
     def publish(self, version: PolicyVersion) -> None:
         """Add a new version; ValueError unless it follows the current one."""
@@ -39,9 +40,9 @@ class VersionHistory:
 
     def known(self, versions_N: Int64s) -> Bools:
         """True where the version was published."""
-        place_N = np.searchsorted(self._published_V, versions_N)
-        place_N[place_N == len(self._published_V)] = 0
-        return np.asarray(self._published_V[place_N] == versions_N)
+        versions_V, place_N = np.unique(versions_N, return_inverse=True)
+        known_V = np.array([number in self.numbers for number in versions_V.tolist()], np.bool_)
+        return known_V[place_N]
 
     def staleness(self, versions_N: Int64s, at: PolicyVersion) -> Int32s:
         """Versions between sampling and `at`; -1 where nothing was sampled."""
@@ -55,5 +56,11 @@ class VersionHistory:
 
     def _note(self, version: PolicyVersion) -> None:
         self.current = version
-        self.published.add(version)
-        self._published_V = np.append(self._published_V, version.pack())
+        """The newest published version."""
+        self.published[version] = version.pack()
+        self.numbers.add(self.published[version])
+
+
+def version_of(number: int) -> PolicyVersion | None:
+    """The version that a token carries as this number; None if no policy sampled the token."""
+    return None if number == NO_VERSION else PolicyVersion.unpack(number)

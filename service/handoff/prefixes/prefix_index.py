@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import xxhash
 from numpy.typing import NDArray
 
-from service.columns import Column, columns_of, filled, token_bytes
-from service.handoff.prefixes.tree import Place, Tree, common, digest
+from service.columns import Column, columns_of, digest, filled, token_bytes
+from service.handoff.prefixes.tree import Place, Tree, common
 from service.handoff.steps.tables import extension_of, name_of
 from service.types import Bools, Extension, Int32s, Steps
 

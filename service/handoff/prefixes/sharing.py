@@ -18,13 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from service.columns import columns_of, offsets_of, segments_of, token_bytes
+from service.columns import columns_of, digest, offsets_of, segments_of, token_bytes, trajectories
 from service.handoff.prefixes.prefix_index import PROMPT_COLUMNS, PrefixError, PrefixIndex
-from service.handoff.prefixes.tree import digest
 from service.handoff.steps.tables import (
-    NO_EXTENSION,
-    extension_of,
-    items_by_trajectory,
     name_of,
     total_lengths,
     trajectory_ids,
@@ -77,8 +73,12 @@ def dedupe_prefixes(
         return steps
     any_branch = any_branch or any(getattr(steps, column.name) is not None for column in PROMPT_COLUMNS)
     found: dict[int, Extension] = {}
-    for of, items in items_by_trajectory(steps).items():
+    number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
+    order, columns = np.lexsort((steps.index_K, number_K)), (steps.group_id_K, steps.sample_K, steps.attempt_K)
+    for items in np.split(order, np.flatnonzero(np.diff(number_K[order])) + 1):
         if wanted_K[items].any():
+            of = TrajectoryId(*(int(column[items[0]]) for column in columns))
+            items = items.tolist()
             continuing = {} if any_branch else _continuing(chain_of(of), steps, items, wanted_K)
             if all(k in continuing for k in items if wanted_K[k]):
                 found |= continuing
@@ -161,7 +161,7 @@ def _continuing(chain: Chain | None, steps: Steps, items: list[int], wanted_K: B
         index, start, stop = int(steps.index_K[k]), int(steps.offsets_K[k]), int(steps.offsets_K[k + 1])
         if chain is not None and index < chain.steps:
             continue
-        extends = extension_of(steps, k) or NO_EXTENSION
+        extends = Extension(int(steps.extends_K[k]), int(steps.extends_length_K[k]), int(steps.extends_digest_K[k]))
         if wanted_K[k]:
             if chain is None or chain.length > steps.prompt_length_K[k]:
                 break

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import Column, columns_of, filled, select, trajectories
+from service.columns import Column, columns_of, digest, filled, select, trajectories
 from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex
-from service.handoff.prefixes.tree import digest
 from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of
 from service.types import Bools, Float32s, Int32s, Int64s, Steps
 

@@ -16,9 +16,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
-from service.columns import token_bytes
 from service.types import Int32s
 
 
@@ -185,12 +183,3 @@ def common_prefix(a: Int32s, b: Int32s) -> int:
             return start + first
         start, width = stop, 4 * width
     return shorter
-
-
-def digest(token_ids: Int32s) -> int:
-    """64-bit fingerprint of token ids, by which a step names the tokens that it extends.
-
-    >>> digest(np.array([10, 20, 30, 40, 50], np.int32)) == digest(np.arange(10, 60, 10, np.int32))
-    True
-    """
-    return int(xxhash.xxh3_64_intdigest(token_bytes(token_ids)))

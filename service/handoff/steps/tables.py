@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from service.columns import codes_of, columns_of, concat, lengths_of
+from service.handoff.steps.stop_reason import StopReason
 from service.types import (
+    Bools,
     Ends,
     Extension,
     Int64s,
@@ -24,6 +26,10 @@ from service.types import (
 
 NO_EXTENSION = Extension(-1, 0, 0)
 """The reference of a step that carries its whole prompt."""
+
+TURN_BOUNDS = (1, 2, 3, 4, 8, 16, 32)
+TURNS = ("1", "2", "3", "4", "5_8", "9_16", "17_32", "33_up")
+"""Classes of turns, counted from 1: few, so that each can be a label of a metric."""
 
 
 def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
@@ -49,17 +55,6 @@ def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
     axis = columns_of(type(table)).axis
     columns = (getattr(table, f"{name}_{axis}").tolist() for name in TrajectoryId._fields)
     return [TrajectoryId(*identity) for identity in zip(*columns, strict=True)]
-
-
-def items_by_trajectory(steps: Steps) -> dict[TrajectoryId, list[int]]:
-    """The positions of each trajectory's steps, by index."""
-    items: dict[TrajectoryId, list[int]] = {}
-    for k, of in enumerate(trajectory_ids(steps)):
-        items.setdefault(of, []).append(k)
-    index = steps.index_K.tolist()
-    for members in items.values():
-        members.sort(key=index.__getitem__)
-    return items
 
 
 def concat_steps(tables: Sequence[Steps]) -> Steps:
@@ -95,6 +90,27 @@ def with_token_rewards(steps: Steps) -> Steps:
     answered = lengths_of(steps.offsets_K) > steps.prompt_length_K
     rewards_N[steps.offsets_K[1:][answered] - 1] = steps.reward_K[answered]
     return replace(steps, token_rewards_N=rewards_N)
+
+
+# -- responses that were cut at the length limit: a step of one has the stop reason `length` ---------------------------
+
+
+def is_truncated_K(steps: Steps) -> Bools:
+    """[K] True where the response was cut at the length limit."""
+    return np.array([reason == StopReason.LENGTH for reason in steps.stop_reasons], np.bool_)[steps.stop_reason_K]
+
+
+def by_turn(tables: Sequence[Steps]) -> Iterator[tuple[str, int, int]]:
+    """(turns, responses, truncated responses) of each class of turns that has responses."""
+    turn_K = np.concatenate([np.searchsorted(TURN_BOUNDS, steps.index_K + 1) for steps in tables])
+    truncated_K = np.concatenate([is_truncated_K(steps) for steps in tables])
+    responses, truncated = (np.bincount(of_K, minlength=len(TURNS)) for of_K in (turn_K, turn_K[truncated_K]))
+    for turns, n_responses, n_truncated in zip(TURNS, responses.tolist(), truncated.tolist(), strict=True):
+        if n_responses:
+            yield turns, n_responses, n_truncated
+
+
+# -- objects -----------------------------------------------------------------------------------------------------------
 
 
 def step_objects(steps: Steps) -> list[Step]:

@@ -7,12 +7,13 @@
 - `truncate: sequence` weights it by min(product of its trajectory's ratios, truncate_at) [3]
 - `token_band` masks a token whose ratio is outside: IcePop [4]; with a lower end of 0 masked importance sampling [3]
 - `sequence_band` and `geometric_band` mask a trajectory whose product or geometric mean is outside [3]
-- `outlier_band` masks a trajectory with any single ratio outside
+- `outlier_band` masks a trajectory with any single ratio outside [5]
 
 1. E. Ionides 2008, "Truncated Importance Sampling", Journal of Computational and Graphical Statistics 17(2)
 2. F. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 3. J. Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"
 4. Ling Team 2025, "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop!"
+5. SkyRL's outlier_token_is_threshold, github.com/NovaSky-AI/SkyRL/pull/849
 
 Rows of a trajectory share a rank, so its sums need no communication.
 """

@@ -27,12 +27,13 @@ import numpy as np
 from service.config import Config
 from service.errors import UserError
 from service.handoff.batches.batch import CompleteGroup
-from service.handoff.ledger.events import GroupEnd
+from service.handoff.ledger.events import Ended
 from service.handoff.ledger.record import Store
+from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.tables import end_objects, step_objects
 from service.run.folder import RUNS, TRAJECTORIES, read_lines, run_folder
-from service.types import NO_VERSION, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+from service.types import Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 Record = dict[str, Any]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -122,7 +123,7 @@ class LostTrajectories:
         self._config = config
         self._records: list[Record] = []
 
-    def ended(self, end: GroupEnd, uid: str, store: Store, at: PolicyVersion) -> None:
+    def ended(self, end: Ended, uid: str, store: Store, at: PolicyVersion) -> None:
         """Keep the longest trajectory of a group that ends now, a complete one first; its steps are in the store."""
         if len(self._records) >= self._config.run.trajectories_per_step:
             return
@@ -136,7 +137,7 @@ class LostTrajectories:
         self._records.append(
             {
                 **_record(trajectory, uid, steps, at, self._config),
-                "fate": type(end).__name__.lower(),
+                "fate": str(end.state),
                 "reason": end.reason,
                 "optimizer_step": at.step,
                 "reward": reward,
@@ -198,8 +199,8 @@ def _finite(value: float) -> float | None:
 def _runs(versions: Int64s) -> list[tuple[int, str | None]]:
     """Equal versions side by side, counted: [5, 5, -1] -> [(2, "0.5"), (1, None)]."""
     return [
-        (len(list(same)), None if packed == NO_VERSION else str(PolicyVersion.unpack(packed)))
-        for packed, same in groupby(versions.tolist())
+        (len(list(same)), None if (version := version_of(number)) is None else str(version))
+        for number, same in groupby(versions.tolist())
     ]
 
 

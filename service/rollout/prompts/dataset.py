@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from service.config.rollout import COLDEST, HOTTEST
 from service.errors import UserError
@@ -66,6 +68,15 @@ def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
             raise row.error("uid", f"{task.uid!r} is the uid of row {first} too")
         tasks.append(task)
     return tasks
+
+
+def rows_digest(tasks: Sequence[Task]) -> str:
+    """Changes when the content of a row, or the order of the rows, changes."""
+    digest, names = xxhash.xxh3_64(), [field.name for field in fields(Task)]
+    for task in tasks:
+        row = {name: getattr(task, name) for name in names}
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

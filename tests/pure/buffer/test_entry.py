@@ -16,14 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.columns import bytes_per_token
-from service.handoff.ledger.state import MESSAGES_REMEMBERED, Member
+from service.columns import bytes_per_token, digest
+from service.handoff.ledger import events
+from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.state import MESSAGES_REMEMBERED
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.tree import digest
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import row_objects
 from service.handoff.verbs import Receipt
-from service.types import Extension, Int32s, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
+from service.types import Extension, Int32s, Refusal, RefusalReason, Sender, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, config
 from tests.pure.handoff.test_properties import episodes, facts
 
@@ -235,11 +236,12 @@ def test_routed_experts_of_another_shape_are_refused_for_they_fit_into_no_batch(
 
 
 def test_gaps_in_a_generators_message_numbers_take_bounded_memory() -> None:
-    member = Member(incarnation=1)
+    ledger = Ledger(n_samples=1)
+    ledger.apply(events.Joined("generator", "g", 1), now=0.0)
     for number in range(0, 4000, 2):  # every other message was refused
-        member.note(number, position=number)
-    assert len(member.received) <= MESSAGES_REMEMBERED
-    assert member.has(3998) and not member.has(3997) and not member.has(2)
+        ledger.accept(Sender("g", 1, number), [], position=number, routing=None, now=0.0)
+    assert len(ledger.state.generators["g"].received) <= MESSAGES_REMEMBERED
+    assert [ledger.received(Sender("g", 1, number)) for number in (3998, 3997, 2)] == [True, False, False]
 
 
 def stripped_turns(of: TrajectoryId, uid: str, count: int, new: int = 40) -> list[Step]:

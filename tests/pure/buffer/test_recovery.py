@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.errors import JournalError, RunFailed
+from service.errors import RunFailed, UserError
 from service.handoff.buffer import Buffer
 from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import LocalFile
 from service.handoff.ledger.invariant import violations
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Receipt, Wait, WaitReason
+from service.rollout.environment import Message, Task
+from service.rollout.prompts.dataset import rows_digest
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import World, config, step
 
@@ -130,10 +132,36 @@ def test_groups_given_out_again_after_going_back_come_from_the_journal(tmp_path:
     assert np.isclose(again.advantage_G, first.advantage_G).all()
 
 
-def test_the_journal_of_another_run_is_refused(world: World) -> None:
+@pytest.mark.parametrize("rotated", [False, True], ids=["one segment", "after a snapshot"])
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("algorithm", "n_samples_per_prompt", 3),
+        ("trainer", "mini_batch_size", 3),
+        ("data", "shuffle", True),
+    ],
+)
+def test_a_resume_with_a_setting_that_the_journal_cannot_follow_is_refused_by_its_name(
+    tmp_path: Path, section: str, name: str, value: int, rotated: bool
+) -> None:
+    world = World(tmp_path, segment_bytes=2_000 if rotated else 1 << 20)
+    for _ in range(4):
+        world.generator.finish(world.generator.claimed())
+    world.train()
     world.journal.sync()
-    world.n_prompts = 7
-    with pytest.raises(JournalError, match="holds another run"):
+    changed = getattr(world.settings, section).model_copy(update={name: value})
+    world.settings = world.settings.model_copy(update={section: changed})
+    with pytest.raises(UserError, match=rf"^{section}\.{name}: it is {value:d}, but was \d+ when this run began"):
+        world.opened()
+
+
+def test_a_resume_on_other_rows_is_refused_although_their_uids_are_the_same(world: World) -> None:
+    world.journal.sync()
+    world.rows_digest = rows_digest([Task("p0", (Message(role="user", content="another question"),), "")])
+    with pytest.raises(UserError, match=r"^data\.train: the dataset has other rows than when this run began"):
+        world.opened()
+    world.rows_digest, world.n_prompts = "", 7
+    with pytest.raises(UserError, match=r"^data\.train"):
         world.opened()
 
 
@@ -299,13 +327,12 @@ def test_a_trainer_cannot_go_on_from_a_step_that_the_journal_does_not_know(tmp_p
     assert world.crash().ledger.digest() == before
 
 
-def test_steps_that_a_lower_limit_refuses_now_are_not_left_out_of_their_group_silently(tmp_path: Path) -> None:
-    world = World(tmp_path, segment_bytes=1)
-    world.generator.finish(world.generator.claimed())
+def test_a_resume_with_a_lower_bound_on_messages_leaves_no_steps_out(world: World) -> None:
+    work = world.generator.claimed()
+    world.generator.finish(work)
     world.journal.sync()
     world.settings = config(buffer={"max_group_bytes": 1000})
-    with pytest.raises(JournalError, match="was accepted, but is refused: too_large"):
-        world.opened()
+    assert len(world.opened().complete_group(work.group_id).steps) == 4
 
 
 def test_steps_stay_in_the_journal_until_the_snapshot_that_needs_them_no_more_is_on_the_disk(

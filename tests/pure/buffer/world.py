@@ -119,7 +119,7 @@ class World:
         self, folder: Path, settings: Config | None = None, n_prompts: int = 100, segment_bytes: int = 1 << 20
     ) -> None:
         self.folder, self.settings, self.n_prompts = folder, settings or config(), n_prompts
-        self.segment_bytes = segment_bytes
+        self.segment_bytes, self.rows_digest = segment_bytes, ""
         self.clock = TurnedClock()
         self.buffer = self.opened()
         self.trainer_incarnation = self.buffer.join("trainer", "trainer")
@@ -129,7 +129,7 @@ class World:
         """The buffer of a new process on the same folder."""
         self.journal = Journal(self.folder, self.clock, segment_bytes=self.segment_bytes)
         uids = [f"p{row}" for row in range(self.n_prompts)]
-        return Buffer(self.settings, 500, uids, self.journal, self.clock, seed=3)
+        return Buffer(self.settings, 500, uids, self.journal, self.clock, seed=3, rows_digest=self.rows_digest)
 
     def crash(self, synced: bool = True) -> Buffer:
         """Kill the buffer's process and start another one."""

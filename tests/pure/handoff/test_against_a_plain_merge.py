@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.columns import digest
 from service.handoff.prefixes.merge import merge, whole_prompts
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import share_prefixes
-from service.handoff.prefixes.tree import digest
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import row_objects, step_objects, with_token_rewards
 from service.types import Extension, Row, Step, TrajectoryId

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.columns import digest
 from service.handoff.batches.pack import Layout, place
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.tree import digest
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.validate import trajectory_refusal

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from service.columns import select
-from service.handoff.prefixes.tree import digest
+from service.columns import digest, select
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.validate import Routing, refusal, trajectory_refusal

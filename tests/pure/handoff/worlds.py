@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from service.handoff.prefixes.tree import digest
+from service.columns import digest
 from service.handoff.steps.validate import Limits
 from service.types import Extension, Int32s, Sender, Step, TrajectoryEnd, TrajectoryId
 

@@ -10,9 +10,9 @@ import pytest
 
 from examples import lookup
 from examples.lookup import Lookup
+from service.columns import digest
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config
-from service.handoff.prefixes.tree import digest
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation, Sampling

@@ -12,7 +12,7 @@ import pytest
 
 from examples import lookup
 from service.errors import UserError
-from service.rollout.prompts.dataset import COLUMN_CHARACTERS, load_tasks, write_rows
+from service.rollout.prompts.dataset import COLUMN_CHARACTERS, load_tasks, rows_digest, write_rows
 
 PROMPT = [{"role": "user", "content": "6 times 7?"}]
 
@@ -177,3 +177,20 @@ def test_a_date_that_python_cannot_hold_is_a_clear_line(tmp_path: Path, value: p
     pq.write_table(pa.table({"prompt": ["?"], "when": value}), tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"rows\.parquet: no parquet file that can be read: [^\n]+$"):
         load_tasks(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": "6 times 8?"}, {"reward_spec": {"ground_truth": "48"}}, {"level": 2}, {"env_class": "gsm8k"},
+        {"temperature": 0.5}, {"tools": [{"name": "calculator"}]}, {"uid": "other"},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_the_digest_of_rows_changes_with_their_content_and_order_alone(tmp_path: Path, change: dict[str, Any]) -> None:
+    first, second = {"prompt": "6 times 7?", "level": 1, "split": "train"}, {"prompt": "1 + 1?"}
+    digest = rows_digest(load_tasks(written(tmp_path, first, second)))
+    turned = dict(reversed(first.items()))
+    assert rows_digest(load_tasks(written(tmp_path, turned, second))) == digest
+    assert rows_digest(load_tasks(written(tmp_path, first | change, second))) != digest
+    assert rows_digest(load_tasks(written(tmp_path, second, first))) != digest
