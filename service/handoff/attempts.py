@@ -8,7 +8,8 @@ from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.state import Group
-from service.types import Refusal, RefusalReason, StepGroup, TrajectoryId
+from service.handoff.steps.tables import trajectory_ids
+from service.types import Refusal, RefusalReason, StepGroup
 
 RUN_END = "run_end"
 GROUP_DEADLINE = "group_deadline"
@@ -72,12 +73,10 @@ class Attempts:
 
         A message of an earlier attempt, or of several trajectories, restarts nothing.
         """
-        steps, ends = message.steps, message.ends
-        columns = (steps.group_id_K, steps.sample_K, steps.attempt_K), (ends.group_id_E, ends.sample_E, ends.attempt_E)
-        keys = {key for table in columns for key in zip(*(column.tolist() for column in table), strict=True)}
-        if len(keys) != 1 or refused.reason is RefusalReason.IDENTITY:
+        ids = {*trajectory_ids(message.steps), *trajectory_ids(message.ends)}
+        if len(ids) != 1 or refused.reason is RefusalReason.IDENTITY:
             return
-        of = TrajectoryId(*keys.pop())
+        of = ids.pop()
         if self._record.ledger.plays(message.sender, of):
             self.restart(of.group_id, (of.sample,), f"refused_{refused.reason}")
 

@@ -19,7 +19,7 @@ from service.columns import bytes_per_token, offsets_of, select, token_bytes
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.record import Store
+from service.handoff.ledger.record import Held, Store
 from service.handoff.ledger.state import Group, Trajectory
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
@@ -100,7 +100,7 @@ class _Received(NamedTuple):
     trajectory: Trajectory
     message: StepGroup
     columns: _Columns
-    store: Store
+    held: Held
 
 
 def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> StepGroup:
@@ -115,8 +115,8 @@ def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> St
     deduped = dedupe_prefixes(
         steps,
         wanted_K & ~_known(ledger, steps, wanted_K),
-        lambda of: store.chain_of(of.group_id, of.sample),
-        lambda of: store.index_of(of.group_id, of.sample),
+        lambda of: store.of(of.group_id).chains.get(of.sample),
+        lambda of: store.of(of.group_id).index_of(of.sample),
         any_branch=ledger.state.routing is not None,
     )
     return message if deduped is steps else replace(message, steps=deduped)
@@ -162,7 +162,7 @@ def new_content(
             late[of.group_id] = None
             continue
         current.append((items, group))
-        received = _Received(of, items, ends, group.trajectories[of.sample], message, columns, store)
+        received = _Received(of, items, ends, group.trajectories[of.sample], message, columns, store.of(of.group_id))
         addition = _addition(received)
         if isinstance(addition, Refusal):
             return addition
@@ -253,7 +253,7 @@ def _addition(received: _Received) -> Addition | Refusal | None:
 
 def _new_end(received: _Received) -> TrajectoryEnd | Refusal | None:
     """The trajectory's end if it is new; neither a repetition nor the end of a failed attempt is."""
-    known = received.store.end_of(received.id.group_id, received.id.sample)
+    known = received.held.ends.get(received.id.sample)
     new = None
     for end in received.ends:
         if end.stop_reason in FAILURES:
@@ -275,7 +275,7 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
         if index in new:
             known = received.message.steps, new[index]
         elif index in received.trajectory.indices:
-            known = received.store.step(received.id.group_id, received.id.sample, index)
+            known = received.held.places_of(received.id.sample).get(index)
         else:
             new[index] = k
             continue
@@ -291,7 +291,7 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
 
 def _prefix_index(received: _Received) -> PrefixIndex:
     """The trajectory's steps, accepted and received, by their prefixes."""
-    kept = received.store.steps_of(received.id.group_id, received.id.sample)
+    kept = received.held.steps_of(received.id.sample)
     table = concat_steps([select(received.message.steps, np.array(received.items, np.int64)), *kept])
     return index_of_steps(table, np.argsort(table.index_K, kind="stable").tolist())
 
@@ -318,7 +318,7 @@ def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int]
 def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
     """The trajectory's chain with the new steps; None if they are not the next ones, branch, or extend other tokens."""
     columns = received.columns
-    chain = received.store.chain_of(received.id.group_id, received.id.sample)
+    chain = received.held.chains.get(received.id.sample)
     if chain is None and received.trajectory.indices:
         return None
     for k in items:
@@ -337,10 +337,10 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
         return Refusal(RefusalReason.LOGPROB, f"{received.id}/logprobs", bad)
     if addition.chain is not None:
         return None
-    tables = received.store.steps_of(received.id.group_id, received.id.sample)
+    tables = received.held.steps_of(received.id.sample)
     if addition.items:
         tables = [*tables, select(received.message.steps, np.array(addition.items, np.int64))]
-    end = addition.end or received.store.end_of(received.id.group_id, received.id.sample)
+    end = addition.end or received.held.ends.get(received.id.sample)
     if not tables or end is None:
         return None
     found = trajectory_refusal(concat_steps(tables), ends_table([end]))

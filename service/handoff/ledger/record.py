@@ -32,14 +32,14 @@ from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 
 @dataclass(slots=True)
-class _Held:
+class Held:
     """One group's accepted data: only of current attempts, in the order of arrival."""
 
     steps: list[Steps] = field(default_factory=list)
     ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
     """By sample."""
     chains: dict[int, Chain] = field(default_factory=dict)
-    """By sample, while its steps arrive in order."""
+    """By sample, while its steps arrive in order; those of a sample without chain are checked when it is complete."""
     places: dict[int, dict[int, tuple[Steps, int]]] | None = None
     """By sample and step index: a step's table and its position there; made when first needed."""
     indices: dict[int, PrefixIndex] = field(default_factory=dict)
@@ -60,6 +60,23 @@ class _Held:
             for k, (sample, index) in enumerate(zip(table.sample_K.tolist(), table.index_K.tolist(), strict=True)):
                 self.places.setdefault(sample, {})[index] = (table, k)
 
+    def index_of(self, sample: int) -> PrefixIndex:
+        """The steps of one sample by their prefixes, to look full prompts up."""
+        index, places = self.indices.setdefault(sample, PrefixIndex()), self.places_of(sample)
+        for table, k in islice(places.values(), index.count, None):
+            index.arrived(table, k)
+        return index
+
+    def steps_of(self, sample: int) -> list[Steps]:
+        """The steps of one sample, as tables of one or more steps."""
+        return [
+            select(table, index_K) for table in self.steps if len(index_K := np.flatnonzero(table.sample_K == sample))
+        ]
+
+    def samples(self) -> list[int]:
+        """The samples of which a step or an end is here."""
+        return sorted({*self.ends, *(int(sample) for table in self.steps for sample in np.unique(table.sample_K))})
+
     def rearrange(self, steps: list[Steps]) -> None:
         """Replace the tables by others that hold the same steps, or some of them."""
         self.steps, self.places = steps, None
@@ -76,14 +93,18 @@ class Store:
     def __init__(self) -> None:
         self.n_bytes = 0
         """Bytes that everything here is counted with, see `service.handoff.group_bytes`."""
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._held
 
+    def of(self, group_id: int) -> Held:
+        """What is here of a group; nothing of one whose data were dropped."""
+        return self._held.get(group_id) or Held()
+
     def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd], n_bytes: int) -> None:
         """Add accepted steps and ends, which are counted with so many bytes, to a group."""
-        held = self._held.setdefault(group_id, _Held())
+        held = self._held.setdefault(group_id, Held())
         if steps is not None:
             held.steps.append(steps)
             held.note(steps)
@@ -107,26 +128,11 @@ class Store:
                 if new.chain is not None:
                     chains[new.sample] = new.chain
 
-    def chain_of(self, group_id: int, sample: int) -> Chain | None:
-        """A sample's chain; None if its steps do not make one, so that they are checked when the sample is complete."""
-        held = self._held.get(group_id)
-        return None if held is None else held.chains.get(sample)
-
-    def index_of(self, group_id: int, sample: int) -> PrefixIndex:
-        """The steps of one sample by their prefixes, to look full prompts up."""
-        held = self._held.get(group_id)
-        if held is None:
-            return PrefixIndex()
-        index, places = held.indices.setdefault(sample, PrefixIndex()), held.places_of(sample)
-        for table, k in islice(places.values(), index.count, None):
-            index.arrived(table, k)
-        return index
-
     def completed(self, group_id: int, sample: int) -> None:
         """Forget what is kept only to accept more steps of a sample."""
-        if (held := self._held.get(group_id)) is not None:
-            held.chains.pop(sample, None)
-            held.indices.pop(sample, None)
+        held = self.of(group_id)
+        held.chains.pop(sample, None)
+        held.indices.pop(sample, None)
 
     def drop(self, group_id: int) -> None:
         """Forget a group."""
@@ -146,28 +152,6 @@ class Store:
         self.n_bytes -= held.n_bytes
         held.n_bytes = sum(table_bytes(table) for table in held.steps) + ITEM_BYTES * len(held.ends)
         self.n_bytes += held.n_bytes
-
-    def samples(self, group_id: int) -> list[int]:
-        """The samples of a group of which a step or an end is here."""
-        held = self._held.get(group_id, _Held())
-        return sorted({*held.ends, *(int(sample) for table in held.steps for sample in np.unique(table.sample_K))})
-
-    def steps_of(self, group_id: int, sample: int) -> list[Steps]:
-        """The steps of one sample, as tables of one or more steps."""
-        held = self._held.get(group_id, _Held())
-        return [
-            select(table, index_K) for table in held.steps if len(index_K := np.flatnonzero(table.sample_K == sample))
-        ]
-
-    def step(self, group_id: int, sample: int, index: int) -> tuple[Steps, int] | None:
-        """The table that holds a step, and its position there."""
-        held = self._held.get(group_id)
-        return None if held is None else held.places_of(sample).get(index)
-
-    def end_of(self, group_id: int, sample: int) -> TrajectoryEnd | None:
-        """The end of one sample, if it was accepted."""
-        held = self._held.get(group_id)
-        return None if held is None else held.ends.get(sample)
 
     def whole(self, group_id: int) -> tuple[Steps, Ends]:
         """All steps and ends of a complete group; its steps become one table."""

@@ -28,7 +28,7 @@ from service.config import Config
 from service.errors import UserError
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.ledger.events import Ended
-from service.handoff.ledger.record import Store
+from service.handoff.ledger.record import Held, Store
 from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.tables import end_objects, step_objects
@@ -127,7 +127,8 @@ class LostTrajectories:
         """Keep the longest trajectory of a group that ends now, a complete one first; its steps are in the store."""
         if len(self._records) >= self._config.run.trajectories_per_step:
             return
-        samples = [_stored(end.group_id, sample, store) for sample in store.samples(end.group_id)]
+        held = store.of(end.group_id)
+        samples = [_stored(held, sample) for sample in held.samples()]
         found = [(steps, last) for steps, last in samples if steps or last is not None]
         if not found:
             return
@@ -154,11 +155,11 @@ class LostTrajectories:
         return records
 
 
-def _stored(group_id: int, sample: int, store: Store) -> tuple[list[Step], TrajectoryEnd | None]:
+def _stored(held: Held, sample: int) -> tuple[list[Step], TrajectoryEnd | None]:
     """The steps of a sample up to the first missing one, and its end if the buffer has it."""
-    steps = [step for table in store.steps_of(group_id, sample) for step in step_objects(table)]
+    steps = [step for table in held.steps_of(sample) for step in step_objects(table)]
     steps.sort(key=lambda step: step.index)
-    return [step for index, step in enumerate(steps) if step.index == index], store.end_of(group_id, sample)
+    return [step for index, step in enumerate(steps) if step.index == index], held.ends.get(sample)
 
 
 def _record(trajectory: TrajectoryId, uid: str, steps: Sequence[Step], at: PolicyVersion, config: Config) -> Record:
