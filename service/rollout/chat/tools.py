@@ -37,10 +37,11 @@ class BadCall(NamedTuple):
 
 def tool_calls(text: str) -> list[ToolCall | BadCall]:
     """Every call in a response, in order."""
-    return [_call(written) for written in CALL.findall(text)]
+    return [read_call(written) for written in CALL.findall(text)]
 
 
-def _call(written: str) -> ToolCall | BadCall:
+def read_call(written: str) -> ToolCall | BadCall:
+    """The call between two tags."""
     try:
         call = json.loads(written)
     except (json.JSONDecodeError, RecursionError) as error:

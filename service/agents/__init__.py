@@ -1,0 +1,1 @@
+"""Conversations of agents that come as messages: exact tokens for each call, whatever the client changes."""

@@ -1,0 +1,54 @@
+"""What a response says: its text, its thinking, and the tool calls in it.
+
+<think>look it up</think>Let me see.<tool_call>{"name": "search", "arguments": {"query": "marn"}}</tool_call>
+
+content "Let me see."   thinking "look it up"   calls (search with {"query": "marn"})
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from service.rollout.chat.tools import CALL, ToolCall, read_call
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+class Reply(NamedTuple):
+    """A response as clients read it."""
+
+    content: str
+    thinking: str
+    calls: tuple[ToolCall, ...]
+
+
+class ReplyParser(Protocol):
+    """Reads the responses of one family of models."""
+
+    def parse(self, text: str) -> Reply:
+        """The reply in a finished response; text that cannot be read as anything else is content."""
+
+
+class JsonCalls:
+    """Responses in the form of Qwen's and Hermes' models: calls as JSON between tags, and thinking before the rest."""
+
+    def parse(self, text: str) -> Reply:
+        """The reply; a call that is malformed or cut off stays in the content, as the policy wrote it."""
+        thinking, rest = _thinking(text)
+        calls, content, end = [], [], 0
+        for found in CALL.finditer(rest):
+            if isinstance(call := read_call(found[1]), ToolCall):
+                calls.append(call)
+                content.append(rest[end : found.start()])
+                end = found.end()
+        content.append(rest[end:])
+        return Reply("".join(content).strip(), thinking, tuple(calls))
+
+
+def _thinking(text: str) -> tuple[str, str]:
+    """Thinking and the rest; a prompt may have opened the thinking, and a cut response has not closed it."""
+    before, closed, after = text.partition(THOUGHT)
+    opened = before.lstrip().startswith(THINK)
+    if not closed and not opened:
+        return "", text
+    return before.lstrip().removeprefix(THINK).strip(), after
