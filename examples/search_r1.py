@@ -54,13 +54,14 @@ class SearchR1:
     def __post_init__(self) -> None:
         if self.calls not in ("tags", "tools"):
             raise TypeError(f"calls is tags or tools, not {self.calls!r}")
+        self._corpus = Path(self.corpus).absolute()  # another environment may change the folder
         self._client: RetrievalClient | None = None
         self._truths: frozenset[str] = frozenset()
 
     def check_task(self, task: Task) -> None:
         """Raises where the row has no answer as its `ground_truth`, or the memory cannot hold the corpus's words."""
         if not self.url:
-            _check_corpus(Path(self.corpus))
+            _check_corpus(self._corpus)
         if not truths(task.reward_spec["ground_truth"]):
             raise ValueError("ground_truth has no answer")
 
@@ -96,7 +97,7 @@ class SearchR1:
         query = str(query)  # a tool call may bring a number
         if self._client is not None:
             return numbered(await self._client.retrieve(query, self.topk))
-        return numbered(found_by_words(Path(self.corpus), query, self.topk))
+        return numbered(found_by_words(self._corpus, query, self.topk))
 
 
 def truths(ground_truth: Any) -> list[str]:

@@ -36,7 +36,7 @@ class TextToSql:
     """One question about one database."""
 
     def __init__(self, databases: str = str(DATABASES), seconds: float = 5.0, shown_rows: int = 20) -> None:
-        self._databases = Path(databases)
+        self._databases = Path(databases).absolute()  # another environment may change the folder
         self._seconds = seconds
         self._shown_rows = shown_rows
         self._queries: QueryProcesses | None = None

@@ -14,6 +14,7 @@ from actors.observe.logs import keep_log
 from service.config import Config
 from service.config.rollout import RetrievalConfig
 from service.errors import RunFailed
+from service.interop.user_functions import enter_user_folder
 from service.rollout.retrieval.retriever import Retriever, open_retriever
 from service.rollout.retrieval.server import BACKLOG, serve
 
@@ -25,6 +26,7 @@ class RetrievalServer:
 
     def __init__(self, config_json: str) -> None:
         keep_log("retrieval")
+        enter_user_folder()
         config = RetrievalConfig.model_validate_json(config_json)
         host = ray.util.get_node_ip_address()
         retriever = open_retriever(config, "cuda" if ray.get_gpu_ids() else "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ RUN_HELP = "a run folder, or the name of a run"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Wrong input prints one line and returns 2."""
+    _open_closed_files()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     arguments = _parser(words[0] if words else "").parse_args(words)
     try:
@@ -44,6 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _open_closed_files() -> None:
+    """Open stdin, stdout and stderr where they are closed (`baton ... >&-`): no other file may get their numbers."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            file = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 - until the process ends
+            os.set_inheritable(file.fileno(), True)
+            setattr(sys, name, file)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

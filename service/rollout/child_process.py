@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from service.interop.user_functions import SAFE_PATH
+from service.interop.user_functions import FOLDER, SAFE_PATH, user_folder
 from service.rollout.environment import OversizedOutput
 
 
@@ -156,6 +156,8 @@ class ChildProcess:
 
 
 def _environment() -> dict[str, str]:
-    """The environment variables of a process: this process's import path, and Python's usual one for its children."""
+    """The environment variables of a process: its import path and user's folder are this one's; Python's usual import
+    path for its children.
+    """
     kept = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**kept, FOLDER: str(user_folder()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

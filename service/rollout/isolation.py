@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -78,6 +80,8 @@ class _Episodes:
         """Call the method of the environment that the request names."""
         if request["verb"] == "reset":
             self._environment = None
+            os.dup2(2, 1)  # an earlier environment may have closed stdout
+            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - until the next episode
             make, task = request["make"], request["task"]
             task |= {"prompt": tuple(task["prompt"]), "tools": tuple(task["tools"])}  # JSON has lists for tuples
             self._environment = make_environment(make["name"], make["options"], make["trusted"])

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from service.errors import UserError
-from service.interop.user_functions import import_user_module, user_folder
+from service.interop.user_functions import enter_user_folder, import_user_module, user_folder
 from service.rollout.environment import Environment, Message
 
 Options = Mapping[str, str | int | float | bool]
@@ -40,11 +40,12 @@ ADAPTERS = {
 
 
 def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
-    """A new instance of the environment `name`, for one trajectory.
+    """A new instance of the environment `name`, for one trajectory; it begins in the user's folder.
 
     Raises:
         UserError: there is no such environment, or its constructor fails with these options.
     """
+    enter_user_folder()  # an earlier environment may have changed the folder
     module_name, _, attribute = _path(name, trusted_modules).partition(":")
     module = _module(module_name, name)
     make: Callable[..., Environment] | None = getattr(module, attribute, None)

@@ -253,6 +253,21 @@ def test_an_output_that_takes_nothing_is_one_line(words: list[str]) -> None:
     assert done.returncode == 2 and done.stderr.startswith("baton: ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["config", "schema"], ["trajectories", "list", "."], ["status", "--help"]])
+def test_a_closed_output_is_as_good_as_one_that_nobody_reads(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "trajectories.jsonl").touch()
+
+    def ended(files: str) -> tuple[int, bytes]:
+        command = ["sh", "-c", f'exec "$@" {files}', "sh", sys.executable, "-P", "-m", "service", *words]
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, timeout=240)
+        return done.returncode, done.stderr
+
+    assert ended(">&-") == ended(">/dev/null")
+    assert ended("<&- >&- 2>&-") == (ended(">/dev/null")[0], b"")
+
+
 def test_an_environment_beside_the_configuration_is_found(tmp_path: Path) -> None:
     (tmp_path / "my_envs.py").write_text(
         "class Guess:\n    async def reset(self, task, seed): ...\n    async def step(self, text): ...\n"

@@ -114,6 +114,18 @@ class Scribbles(Echo):
         return await super().step(text)
 
 
+class Wanders(Echo):
+    """Says in which folder it begins, goes to another one, and closes its output."""
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        print("noise")
+        folder = os.getcwd()
+        os.chdir("/")
+        os.close(1)
+        sys.stdout.close()
+        return [Message(role="user", content=folder)]
+
+
 class Spends(Echo):
     """Changes its row."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator
 from datetime import date
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from examples import data, text_to_sql
 from examples.lookup import Lookup
 from service.config.rollout import EnvConfig
 from service.errors import UserError
+from service.interop.user_functions import FOLDER
 from service.rollout.environment import Task
 from service.rollout.environments import registry as environments
 from service.rollout.environments.check_inputs import check_environments
@@ -155,3 +158,22 @@ def test_a_row_that_cannot_enter_a_process_is_named_before_the_run() -> None:
 def test_options_of_the_configured_environment_are_checked_before_the_run() -> None:
     with pytest.raises(UserError, match=r"env\.options"):
         check_environments(EnvConfig(options={"colour": 1}, isolation="process"), [task("")], MADE)
+
+
+@pytest.mark.asyncio
+async def test_an_environment_that_leaves_the_folder_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    data.write_database(tmp_path / "towns.sqlite")
+    (row,) = text_to_sql.rows(1, 0)
+    asked = Task("p", (), "", row["reward_spec"], row["extra_info"])
+    factory = Environments(EnvConfig(name="text_to_sql", options={"databases": "."}))
+    for _ in range(2):
+        episode = factory.make(asked)
+        assert Path.cwd() == tmp_path
+        os.chdir("/")
+        await episode.reset(asked, 0)
+        assert (await episode.step(f"<solution>{asked.reward_spec['ground_truth']}</solution>")).reward == 1.0
+        await episode.close()

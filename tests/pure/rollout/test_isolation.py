@@ -232,3 +232,15 @@ async def test_an_isolated_environment_sees_the_tools_and_the_temperature_of_its
         (message,) = await episode.reset(Task("p", QUESTION.prompt, "", tools=({"name": "find"},), temperature=0.5), 0)
         assert message["content"] == "[{'name': 'find'}] 0.5"
         await episode.close()
+
+
+@pytest.mark.asyncio
+async def test_every_episode_of_a_process_begins_in_the_same_folder_and_with_an_open_output() -> None:
+    async with started() as processes:
+        seen = []
+        for _ in range(3):
+            episode = isolated(processes, "Wanders")
+            (message,) = await episode.reset(QUESTION, 0)
+            seen.append((message["content"], (await episode.step("?")).info["pid"]))
+            await episode.close()
+        assert seen == [(os.getcwd(), seen[0][1])] * 3
