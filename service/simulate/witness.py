@@ -50,7 +50,7 @@ class Witness:
         self._acknowledged: dict[int, set[tuple[int, int, int]]] = {}
         """By group_id the (sample, attempt, step index) that the buffer acknowledged."""
         self._undone = 0
-        """Optimizer steps that were undone; tokens of the abandoned history count from the common checkpoint."""
+        """Optimizer steps that were undone; so many groups may be trained out of their order in time."""
 
     def acknowledged(self, of: TrajectoryId, index: int) -> None:
         """A generator received the receipt of a step."""

@@ -2,7 +2,10 @@
 
 published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as incarnation 1
                      \\__ (1,1) (1,2)
-staleness at (1,2):  of a (0,1) token 1; of a (0,3) token 1, counted from the common checkpoint (0,1); of (1,2) 0
+staleness at (1,2):  of a (0,1) token 1; of (1,2) 0; of an abandoned (0,3) token 1, of an abandoned (0,2) token 1
+
+The trainer repeats the undone steps on the same groups, so an abandoned version stands about where the repeated one of
+the same step does: its tokens count the steps between, and at least one, because the weights are not exactly the same.
 """
 
 from __future__ import annotations
@@ -47,10 +50,11 @@ class VersionHistory:
     def staleness(self, versions_N: Int64s, at: PolicyVersion) -> Int32s:
         """Versions between sampling and `at`; -1 where nothing was sampled."""
         step_N = np.ascontiguousarray(versions_N, "<i8").view("<i4")[::2]  # the low half; -1 for NO_VERSION
+        stale_N = np.int32(at.step) - step_N
         for incarnation, common in self._branches:
             if incarnation <= at.incarnation:
-                step_N = np.where(versions_N < incarnation << 32, np.minimum(step_N, common), step_N)
-        stale_N = np.int32(at.step) - step_N
+                abandoned_N = (versions_N < incarnation << 32) & (step_N > common)
+                stale_N = np.where(abandoned_N, np.maximum(np.abs(stale_N), 1), stale_N)
         stale_N |= step_N >> 31  # -1 where the step is negative, else unchanged
         return stale_N
 
