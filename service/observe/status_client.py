@@ -13,9 +13,8 @@ from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
-from service.errors import UserError
+from service.errors import UserError, in_one_line
 from service.files import is_locked
-from service.observe.harmless import harmless
 from service.observe.status import SCHEMA, Status
 from service.run.folder import ADDRESS, RUNS, SUMMARY, find_run, no_such_run
 
@@ -90,7 +89,7 @@ def fetch_status(address: str) -> Status:
     except urllib.error.HTTPError as error:
         raise UserError(f"{address}: something answers there, but not with a run's status ({error})") from None
     except (OSError, ValueError, RecursionError, HTTPException) as error:
-        reason = " ".join(harmless(str(getattr(error, "reason", error))[:200]).split())
+        reason = in_one_line(str(getattr(error, "reason", error)))[:200]
         raise UserError(
             f"{address}: no run answers there ({reason}); it has ended, has not started yet, or its metrics service "
             "died and is back within seconds"

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from service.errors import UserError
-from service.observe.harmless import harmless
 from service.observe.status import Status
 from service.observe.summary import summary_lines
 
@@ -30,7 +29,7 @@ def status_lines(status: Status, width: int | None = None) -> list[str]:
         UserError: the document is not what a run of this version serves or writes.
     """
     try:
-        return [harmless(line) for line in _lines(status, width)]
+        return _lines(status, width)
     except ODD as error:
         what = "summary" if "summary" in status else "status"
         raise UserError(f"this is no {what} that this version of Baton can show ({error!r:.200}); try --json") from None
@@ -126,7 +125,8 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         yield "waits", f"{wait['who']} for {wait['reason']}{detail}, {_duration(now - wait['since'])}"
     if silent := [actor["ident"] for actor in status["actors"] if actor["state"] != "up"]:
         yield "silent", ", ".join(silent)
-    if leaked := [f"{actor['ident']} {actor['leaked_tasks']}" for actor in status["actors"] if actor["leaked_tasks"]]:
+    leaks = ((actor["ident"], actor.get("leaked_tasks")) for actor in status["actors"])
+    if leaked := [f"{ident} {count}" for ident, count in leaks if count]:
         yield "leaked", f"episodes that did not return after their cancellation: {', '.join(leaked)}"
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from service.observe.harmless import harmless
+from service.errors import in_one_line
 from service.observe.trajectories.records import Record
 from service.observe.trajectories.tokens import (
     LEGEND,
@@ -45,10 +45,10 @@ def print_list(console: Console, records: Sequence[Record], kept: int) -> None:
     table.add_column("ended by", overflow="fold")
     for record in records:
         fate, ended_by = (
-            Text(harmless(fate_of(record) if is_wide else record["fate"])),
-            Text(harmless(record["stop_reason"])),
+            Text(in_one_line(fate_of(record) if is_wide else record["fate"])),
+            Text(in_one_line(record["stop_reason"])),
         )
-        table.add_row(Text(harmless(record["id"])), fate, *_numbers(record, is_wide).values(), ended_by)
+        table.add_row(Text(in_one_line(record["id"])), fate, *_numbers(record, is_wide).values(), ended_by)
     console.print(table)
     notes = [] if len(records) == kept else [f"the newest {len(records)} of {kept} kept trajectories (--last N)"]
     notes += [] if is_wide else [f"reasons, advantage, turns and rows are shown from {WIDE} columns on"]
@@ -74,13 +74,13 @@ def _numbers(record: Record, is_wide: bool) -> dict[str, str]:
 def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
     """Print one trajectory step by step; the colour of a token shows its kind, or marks where there are no colours."""
     has_colours = console.color_system is not None and not console.no_color
-    console.print(Text(harmless(record["id"]), style="bold"))
-    console.print(Text(harmless(headline(record))), soft_wrap=not console.is_terminal)
+    console.print(Text(in_one_line(record["id"]), style="bold"))
+    console.print(Text(in_one_line(headline(record))), soft_wrap=not console.is_terminal)
     for kind, meaning in LEGEND.items():
         sign = "\u25a0" if has_colours else " ".join(MARKS[kind]).strip() or "plain"
         console.print(Text(f"  {sign} ", style=STYLES[kind]) + Text(meaning, style="dim"))
     for step in record["steps"]:
-        console.print(Text(f"\nstep {step['index']}  {harmless(step_line(step))}", style="bold"))
+        console.print(Text(f"\nstep {step['index']}  {in_one_line(step_line(step))}", style="bold"))
         line = Text()
         for kind, tokens in groupby(tokens_of(step, record, max_staleness, words), key=lambda token: token.kind):
             begin, end = ("", "") if has_colours else MARKS[kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from service.observe.harmless import harmless
+from service.errors import printable
 from service.observe.trajectories.records import Record
 
 Words = Callable[[Sequence[int]], list[str]]
@@ -51,7 +51,7 @@ def pieces(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> 
 
 def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) -> Iterator[Token]:
     """The tokens that a step adds: the new part of its prompt, then its response."""
-    texts = [harmless(text) for text in words([*step["prompt_ids"], *step["response_ids"]])]
+    texts = [printable(text) for text in words([*step["prompt_ids"], *step["response_ids"]])]
     n_prompt = len(step["prompt_ids"])
     for text in texts[:n_prompt]:
         yield Token(text, PROMPT, None, None)
@@ -84,7 +84,7 @@ def preview(record: Record, words: Words) -> str:
     """The beginning of the last response, in one line."""
     if not record["steps"]:
         return ""
-    text = harmless("".join(words(record["steps"][-1]["response_ids"][:PREVIEW_TOKENS])))
+    text = printable("".join(words(record["steps"][-1]["response_ids"][:PREVIEW_TOKENS])))
     return " ".join(text.split())
 
 

@@ -231,7 +231,7 @@ def test_s9_what_a_policy_says_cannot_command_a_terminal() -> None:
     }  # fmt: skip
     (token,) = tokens_of(step, {"trained_at": "0.1", "fate": "trained"}, 8, lambda ids: [said] * len(ids))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", token.text)
-    assert "ok\n\ttab" in token.text and len(token.text) == len(said)
+    assert token.text.endswith("31m ok\n\ttab")
 
 
 # S11
