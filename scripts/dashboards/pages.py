@@ -183,7 +183,7 @@ GENERATORS = dashboard(
     "baton-generators",
     "Baton: generators",
     "The work of the engines, their waits, and how new weights reach them.",
-    (2, 2, 3, 2),
+    (2, 2, 3, 3),
     graph(
         "Tokens a second",
         "Sampled tokens of each engine.",
@@ -234,6 +234,11 @@ GENERATORS = dashboard(
         "Fraction of the responses that reached `generator.max_generate_length`, by turn.",
         Query(rate_ratio("baton_truncated_responses_total", "baton_responses_total", "turns"), "turn {{turns}}"),
         unit="percentunit",
+    ),
+    graph(
+        "Leaked episodes",
+        "Episodes whose environment did not return after it was cancelled; beyond a bound the generator is renewed.",
+        Query(chosen("baton_environment_leaked_tasks"), "{{ident}}"),
     ),
 )
 

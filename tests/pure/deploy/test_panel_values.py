@@ -62,6 +62,7 @@ WHOLES = {
     "baton_batch_tokens_total",
     "baton_batch_sampled_tokens_total",
     "baton_rows_before_merge_total",
+    "baton_responses_total",
     "baton_buffer_limit_bytes",
     "baton_journal_limit_bytes",
 }

@@ -125,6 +125,7 @@ def syncs(share: float) -> Series:
 
 ABORTED = "baton_aborted_steps_total"
 REFUSED = "baton_refused_messages_total"
+LEAKED = "baton_environment_leaked_tasks"
 FAILED = "baton_weight_sync_failures_total"
 HARMLESS = [
     one for reason in ("fenced", "closed_group", "unknown_group", "lease") for one in since(REFUSED, 3, reason=reason)
@@ -168,6 +169,7 @@ CASES = [
     ),
     Case("BatonWeightSyncFailing", 0, lag(5), lag(4)),
     Case("BatonWeightSyncFailing", 3 * MINUTE, since(FAILED, 3), series(FAILED, f"3x{LAST}")),
+    Case("BatonEpisodesLeak", 0, series(LEAKED, f"1x{LAST}"), series(LEAKED, f"0x{LAST}")),
     Case("BatonActorSilent", 0, up("buffer", 0) + up("trainer", 1), up("buffer", 1) + up("generator", 0)),
     Case(
         "BatonScrapeDown",
@@ -280,7 +282,14 @@ def misspelt(rule: dict[str, Any]) -> None:
         rule["expr"] = re.sub(r"\b((?:instance:)?baton_\w+(?::\w+)?|up)\b(?=[{)\s\[])", r"\1x", rule["expr"])
 
 
-ZERO = {"BatonNonFiniteLoss", "BatonRefusedMessages", "BatonGeneratorsDown", "BatonActorSilent", "BatonScrapeDown"}
+ZERO = {
+    "BatonNonFiniteLoss",
+    "BatonRefusedMessages",
+    "BatonGeneratorsDown",
+    "BatonActorSilent",
+    "BatonScrapeDown",
+    "BatonEpisodesLeak",
+}
 OTHER = {"BatonLedgerOpen", "BatonWeightSyncFailing", "BatonAbsent", "BatonWatchdog"}
 """Alerts with thresholds of zero, and with none."""
 WITH_FOR = {alert for alert, time in HELD.items() if time}
