@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from actors.generator.retrieval import with_retrieval
 from service.cli.phases import phase
 from service.config import Config
 from service.config.paths import check_retrieval
-from service.errors import RunFailed, UserError
+from service.errors import BatonError, RunFailed, UserError
 from service.evaluation.scores import Evaluation
 from service.evaluation.target import EvalTarget
 from service.run.checkpoints import MANIFEST, TRAINER, Manifest
@@ -59,8 +60,9 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
         manifest = prepare_weights(config, target)
         weights = target.weights(manifest)
         say(f"weights: {weights}")
+        logs = held.enter_context(logs_kept_on_failure(say))
         with phase("starting Ray", say):
-            held.enter_context(ray_session(config, uuid.uuid4().hex[:12]))
+            held.enter_context(ray_session(config, uuid.uuid4().hex[:12], logs))
         try:
             config, _retrieval = with_retrieval(config, has_gpu=bool(gpus_each()))
             evaluating = _evaluate(config, target, manifest, files, folder / "exported", say)
@@ -70,6 +72,21 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
         if isinstance(results, int):
             raise SystemExit(results)
         return Results(weights, results)
+
+
+@contextmanager
+def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
+    """A temporary folder for the logs of the engines; it stays where the evaluation fails."""
+    logs, has_failed = Path(tempfile.mkdtemp(prefix="baton-eval-logs-")), False
+    try:
+        yield logs
+    except BatonError:
+        has_failed = True
+        say(f"what the engines printed is in {logs}")
+        raise
+    finally:
+        if not has_failed:
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 def beside_a_run(config: Config) -> Config:

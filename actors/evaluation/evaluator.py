@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.calls import call
 from actors.generator.engine import VllmEngine
+from actors.observe.logs import keep_log
 from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
 from service.interop.user_functions import enter_user_folder
@@ -33,7 +34,8 @@ async def evaluate_on(
 class Evaluator:
     """One engine that evaluates one model; a plain class that the caller wraps as a Ray actor."""
 
-    def __init__(self, config_json: str, model_folder: str) -> None:
+    def __init__(self, config_json: str, model_folder: str, name: str) -> None:
+        keep_log(name)
         enter_user_folder()
         self._config = Config.model_validate_json(config_json)
         self._engine = VllmEngine(self._config, Path(model_folder))

@@ -1,13 +1,19 @@
 """What a part of a run prints lies in its log while it runs, however the part ends."""
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import pytest
+
+from actors.evaluation.command import logs_kept_on_failure
 from actors.observe.logs import begin_logs, elsewhere, log_env, say_which_are_elsewhere
 from service.config import Config
+from service.errors import RunFailed
 from service.run.log_file import LOG_BYTES, OLDER_FILES
 from tests.waiting import until
 
@@ -99,3 +105,17 @@ def test_outside_of_a_run_output_is_left_alone(tmp_path: Path) -> None:
     code = BEGINNING + "print('as before')"
     answer = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
     assert answer.stdout == "as before\n"
+
+
+@pytest.mark.parametrize(("error", "stays"), [(None, False), (SystemExit(143), False), (RunFailed("dead"), True)])
+def test_the_logs_of_an_evaluation_stay_where_it_failed(
+    error: BaseException | None, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    with contextlib.suppress(RunFailed, SystemExit), logs_kept_on_failure(said.append) as logs:
+        (logs / "engine-0.log").write_text("why")
+        if error is not None:
+            raise error
+    assert (logs / "engine-0.log").exists() is stays
+    assert [str(logs) in line for line in said] == [True] * stays
