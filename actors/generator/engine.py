@@ -210,6 +210,8 @@ class VllmEngine:
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         paused = time.monotonic()
         tried = await _load(llm, info, version, tries)
+        if clear_cache and self._recorder is not None:
+            self._recorder.preempted_by_update()  # now, because every step before the pause is recorded by now
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         await llm.resume_generation()

@@ -30,6 +30,9 @@ BACKENDS = {"memory": FILE_BACKEND, "nccl": NCCL_BACKEND, "ipc": IPC_BACKEND}
 MAX_SEQUENCES = 1024
 """Most requests that one engine runs at once; further ones wait inside vLLM."""
 
+GPU_BATCHED_TOKENS = 8192
+"""Most tokens of one step of a GPU engine; of vLLM's 2048, decoding would leave little to the prompts."""
+
 CPU_KV_CACHE_BYTES = 4 << 30
 """Most bytes of a CPU engine's KV cache, where the configuration names no size."""
 
@@ -82,10 +85,13 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": "actors.weights.worker_extension.WorkerExtension",
+        # The trainer computes logits in float32, and rounding them would set the engine's log-probabilities apart.
+        "hf_overrides": {"head_dtype": "float32"},
         "weight_transfer_config": {"backend": BACKENDS[config.weights.transport]},
     }
     if on_gpu():
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
+        arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
         # Only the CUDA build can record each token's routed experts, which the trainer replays.
         experts = ("num_experts", "num_local_experts", "n_routed_experts")
         arguments["enable_return_routed_experts"] = any(map(model_config(model_folder).get, experts))

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from actors.generator.group_limit import EngineLoad
+from actors.generator.group_limit import EngineLoad, Overflows
 
 
 class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
@@ -18,7 +18,7 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-        self._preemptions = 0
+        self._overflows = Overflows()
         self.load = EngineLoad(0, 0, 0.0, 0)
 
     def record(
@@ -30,14 +30,18 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
     ) -> None:
         """Take the figures of one scheduler step; vLLM calls this after every step."""
         if iteration_stats is not None:
-            self._preemptions += iteration_stats.num_preempted_reqs
+            self._overflows.reported(iteration_stats.num_preempted_reqs)
         if scheduler_stats is not None:
             self.load = EngineLoad(
                 scheduler_stats.num_running_reqs,
                 scheduler_stats.num_waiting_reqs,
                 scheduler_stats.kv_cache_usage,
-                self._preemptions,
+                self._overflows.preemptions,
             )
+
+    def preempted_by_update(self) -> None:
+        """A weight update has preempted every running request; all steps before it are recorded."""
+        self._overflows.updated(self.load.running, self.load.waiting)
 
     def log_engine_initialized(self) -> None:
         """Print nothing."""

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.generator.engine import VllmEngine, engine_env
-from actors.generator.group_limit import EngineLoad
+from actors.generator.group_limit import EngineLoad, GroupLimit
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
@@ -331,6 +331,26 @@ def test_a_kv_cache_that_overflows_is_seen_and_loses_no_request(small_engine: An
     for seed, generation in enumerate(generations):
         assert len(generation.token_ids) == 200 or generation.token_ids[-1] == END
         assert difference(mixture(1), prompt(seed), generation, 1.0) < ATOL
+
+
+@pytest.mark.full
+def test_ten_updates_under_load_are_no_overflow_of_the_kv_cache(local_ray: None, tmp_path: Path) -> None:
+    """The cache holds ten of the longest requests, and might overflow with 64; here six are under way."""
+    generator = CONFIG.generator.model_copy(update={"kv_cache_bytes": 120 * 32 * 1024})
+    config = CONFIG.model_copy(update={"generator": generator})
+    engine, limit = started(tmp_path, dense(0), config), GroupLimit(8)
+    requests = [engine.generate.remote(prompt(i), Sampling(max_tokens=250), f"r{i}") for i in range(6)]
+    running = 0
+    for step in range(10):
+        ray.get(update(engine, 1 + step, weights_of(dense(step % 2))))
+        load = ray.get(engine.look.remote())
+        running += load.running
+        assert limit.observe(load, open_groups=8) == 8
+    ray.get(requests)
+    assert running > 10, "requests were preempted by updates"
+    assert limit.observe(ray.get(engine.look.remote()), open_groups=8) == 8
+    ray.get(engine.stop.remote())
+    ray.kill(engine)
 
 
 def test_a_core_that_dies_amid_an_update_is_said_at_once(small_engine: Any) -> None:

@@ -1,10 +1,11 @@
-"""An engine that cannot fit is refused before it is started, with what to change."""
+"""What an engine is started with; one that cannot fit is refused before, with what to change."""
 
 from pathlib import Path
 
 import pytest
 
-from actors.generator.engine_arguments import engine_arguments
+from actors.generator import engine_arguments as arguments_module
+from actors.generator.engine_arguments import GPU_BATCHED_TOKENS, engine_arguments
 from service.config import load_config
 from service.errors import UserError
 from service.run.prepare import prepare
@@ -29,3 +30,18 @@ def test_a_cache_beyond_the_free_memory_names_the_settings_that_make_it_smaller(
     huge = load_config([QUICKSTART], [f"generator.kv_cache_bytes={1 << 50}"])
     with pytest.raises(UserError, match=r"MiB are free: lower generator\.max_input_length"):
         engine_arguments(huge, model)
+
+
+def test_an_engine_computes_its_logits_in_float32_as_the_trainer_does(model: Path) -> None:
+    bf16 = load_config([QUICKSTART], ["model.dtype=bfloat16"])
+    assert engine_arguments(bf16, model)["hf_overrides"] == {"head_dtype": "float32"}
+
+
+@pytest.mark.parametrize("groups", [1, 1000])
+def test_a_step_of_a_gpu_engine_has_room_for_prompts_beside_all_that_decodes(
+    model: Path, monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
+    arguments = engine_arguments(load_config([QUICKSTART], [f"generator.concurrent_groups={groups}"]), model)
+    assert arguments["max_num_batched_tokens"] >= max(GPU_BATCHED_TOKENS, 4 * arguments["max_num_seqs"])
+    assert GPU_BATCHED_TOKENS >= 8192
