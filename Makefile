@@ -11,6 +11,10 @@ AT_ONCE := -n logical --maxprocesses 8 tests/pure tests/machine tests/sim
 IN_TURN := tests/e2e tests/browser tests/chaos tests/gpu
 # Settings of `make quickstart` over its configuration, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
+# On a machine with one or two GPUs the quick start fits them: a rank and an engine share one, or have one each.
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
+FIT_1 := trainer.ranks=1 weights.transport=ipc generator.gpu_memory_utilization=0.35
+FIT_2 := trainer.ranks=1
 # cpu or cuda, to override the detected profile.
 PROFILE :=
 export PYTHON
@@ -30,7 +34,7 @@ dev: ## the same, with the tools for lint, types and tests
 .PHONY: quickstart
 quickstart: venv ## train a small model through vLLM, the buffer and FSDP (minutes)
 	@echo "baton: training; configuration configs/quickstart.yaml"
-	@$(BIN)/baton run --config configs/quickstart.yaml $(SET)
+	@$(BIN)/baton run --config configs/quickstart.yaml $(FIT_$(GPUS)) $(SET)
 
 .PHONY: servers test test-fast test-full test-chaos worlds soak
 servers: dev ## Prometheus, Alertmanager and Chromium for the tests, as root with apt-get (BATON_SERVERS=no: never)

@@ -18,7 +18,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer.actor import BufferActor
 from actors.calls import in_a_line
-from actors.driver.placement import engine_index, engine_options, gpus_each, rank_options, reserve, run_bundles
+from actors.driver.placement import (
+    engine_index,
+    engine_options,
+    gpus_each,
+    rank_options,
+    refuse_too_few_gpus,
+    reserve,
+    run_bundles,
+)
 from actors.driver.signals import when_stuck
 from actors.driver.watchdog import MARK, start_watchdog
 from actors.generator.actor import Generator
@@ -139,11 +147,14 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
 
     Raises:
         RunFailed: there was no room within `trainer.start_deadline`.
+        UserError: this machine has too few GPUs.
     """
     gpus = gpus_each()
     if config.weights.transport != "memory" and not gpus:
         how = f"weights.transport: {config.weights.transport}"
         raise UserError(f"{how} sends weights from GPU to GPU, but Ray has no GPU; use memory")
+    if gpus and "RAY_ADDRESS" not in os.environ:  # a cluster may grow, one machine does not
+        refuse_too_few_gpus(config, int(ray.cluster_resources()["GPU"]))
     room = reserve(run_bundles(config, gpus), config.trainer.start_deadline, say)
     config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()

@@ -21,13 +21,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.generator.engine import engine_env
 from service.config import Config
-from service.errors import RunFailed
+from service.errors import RunFailed, UserError
 
 ACCELERATOR_SHARE = 0.001
 """Amount of the resource `accelerator_type:H100` for a rank; every node with such GPUs has 1."""
 
 SHARED_GPU = 0.5
 """GPUs of a rank, and of an engine, that share one."""
+
+SHARED_KV_CACHE_BYTES = 8 << 30
+"""KV cache that is proposed for an engine that shares its GPU with a rank."""
+
+SHARED_UTILIZATION = 0.35
+"""`generator.gpu_memory_utilization` that is proposed for such an engine."""
 
 QUIET_SECONDS = 2.0
 """How long a run waits for room before it says what is missing."""
@@ -113,6 +119,32 @@ def missing_room(bundles: Iterable[Bundle], nodes: Sequence[Node]) -> str:
     if not homeless:
         return f"other work of the cluster holds what this run needs ({has})"
     return f"no node has room for {needed}, each on one node ({has})"
+
+
+def refuse_too_few_gpus(config: Config, gpus: int) -> None:
+    """Refuse a run that has more ranks and engines than this machine has GPUs.
+
+    Raises:
+        UserError: with settings that would fit.
+    """
+    generator, ranks = config.generator, config.trainer.ranks
+    each = generator.tensor_parallel_size
+    engines = 0 if config.weights.transport == "ipc" else generator.engines
+    if (needed := ranks + engines * each) <= gpus:
+        return
+    fewer_engines = max(1, gpus // (2 * each))
+    if gpus > each:
+        fits = f"trainer.ranks={gpus - fewer_engines * each} generator.engines={fewer_engines}"
+    else:
+        fits = (
+            f"trainer.ranks={gpus} generator.engines={gpus} generator.tensor_parallel_size=1 weights.transport=ipc "
+            f"generator.kv_cache_bytes={generator.kv_cache_bytes or SHARED_KV_CACHE_BYTES} "
+            f"generator.gpu_memory_utilization={SHARED_UTILIZATION}"
+        )
+    raise UserError(
+        f"{needed} GPUs are needed (trainer.ranks {ranks}, generator.engines {engines} of {each}), this machine has "
+        f"{gpus}; that many are used with: {fits}"
+    )
 
 
 def _in_words(resources: Mapping[str, float]) -> str:

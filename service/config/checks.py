@@ -329,6 +329,12 @@ def _shared_gpus(config: Config) -> Iterator[Problem]:
             f"{engines} are more than trainer.ranks ({ranks}), and with weights.transport=ipc each engine shares the "
             "GPU of a rank: some would never be placed; use at most as many, or another transport",
         )
+    if config.generator.kv_cache_bytes is None:
+        yield Problem(
+            "generator.kv_cache_bytes",
+            "is not set, and with weights.transport=ipc the engine would size its KV cache by the memory that is free "
+            "while the rank beside it loads; set it",
+        )
 
 
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (

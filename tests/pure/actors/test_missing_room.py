@@ -1,7 +1,14 @@
 """What a cluster lacks for the ranks and engines of a run, node by node."""
 
-from actors.driver.placement import Node, missing_room, run_bundles
-from service.config import Config
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from actors.driver.placement import Node, missing_room, refuse_too_few_gpus, run_bundles
+from service.config import Config, check, load_config
+from service.errors import UserError
 
 
 def config(**parts: dict[str, object]) -> Config:
@@ -38,3 +45,54 @@ def test_each_kind_of_bundle_that_finds_no_place_is_counted() -> None:
     said = missing_room(run_bundles(FOUR_AND_TWO, 1), [node("a", 3)])
     assert "1 x (2 GPU, 1 CPU); 3 x (1 GPU, 1 CPU)" in said
     assert "a has none of it" in missing_room([{"GPU": 1.0}], [Node("a", {"memory": 1.0})])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides"),
+    [
+        (8, None),
+        (7, ["trainer.ranks=4", "generator.engines=3"]),
+        (3, ["trainer.ranks=2", "generator.engines=1"]),
+        (2, ["trainer.ranks=1", "generator.engines=1"]),
+        (1, ["trainer.ranks=1", "generator.engines=1", "weights.transport=ipc"]),
+    ],
+)
+def test_too_few_gpus_are_refused_with_settings_that_fit_and_pass_every_check(
+    gpus: int, overrides: list[str] | None
+) -> None:
+    recipe = load_config(["configs/gsm8k.yaml"])
+    if overrides is None:
+        return refuse_too_few_gpus(recipe, gpus)
+    with pytest.raises(UserError, match=rf"^8 GPUs are needed .*, this machine has {gpus}; ") as refused:
+        refuse_too_few_gpus(recipe, gpus)
+    proposed = str(refused.value).partition("used with: ")[2].split()
+    assert set(overrides) <= set(proposed)
+    fitting = load_config(["configs/gsm8k.yaml"], proposed)
+    check(fitting)
+    refuse_too_few_gpus(fitting, gpus)
+
+
+def test_an_engine_of_more_gpus_than_there_are_is_proposed_as_one_of_a_single_gpu() -> None:
+    wide = load_config(["configs/gsm8k.yaml"], ["generator.tensor_parallel_size=4"])
+    with pytest.raises(UserError, match=r"generator\.tensor_parallel_size=1 weights\.transport=ipc"):
+        refuse_too_few_gpus(wide, 2)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_quick_start_fits_one_gpu_and_two(gpus: int, tmp_path: Path) -> None:
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text("#!/bin/sh\nfor n in " + " ".join(map(str, range(gpus))) + "; do echo GPU $n: H100; done\n")
+    listing.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    made = subprocess.run(
+        ["make", "-n", "quickstart"], env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    command = next(line for line in made.stdout.splitlines() if "baton run" in line).split()
+    settings = command[command.index("configs/quickstart.yaml") + 1 :]
+    config = load_config(["configs/quickstart.yaml"], settings)
+    check(config)
+    refuse_too_few_gpus(config, gpus)
+
+
+def test_the_recipe_for_one_gpu_fits_one() -> None:
+    refuse_too_few_gpus(load_config(["configs/one_gpu.yaml"]), 1)

@@ -24,6 +24,11 @@ QUICKSTART = Path("configs/quickstart.yaml")
         ),
         (["weights.transport=ipc", "generator.engines=3"], "generator.engines", "some would never be placed"),
         (
+            ["weights.transport=ipc", "generator.kv_cache_bytes=null"],
+            "generator.kv_cache_bytes",
+            "while the rank beside it loads",
+        ),
+        (
             ["weights.transport=ipc", "generator.tensor_parallel_size=2"],
             "generator.tensor_parallel_size",
             "other GPUs would keep old ones",

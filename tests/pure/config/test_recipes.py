@@ -14,7 +14,9 @@ from service.config import Config, load
 CONFIGS = Path(__file__).parents[3] / "configs"
 OVERLAYS = {"four_nodes.yaml"}
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name not in OVERLAYS)
-FULL_SIZE = [name for name in RECIPES if not name.endswith("_tiny.yaml") and name != "quickstart.yaml"]
+FULL_SIZE = [
+    name for name in RECIPES if not name.endswith("_tiny.yaml") and name not in ("quickstart.yaml", "one_gpu.yaml")
+]
 SINGLE_TURN = ["algorithm.step_wise=false", "buffer.merge=off"]
 
 
