@@ -95,7 +95,7 @@ class Hub:
         """Store the report of a part: `run`, `buffer` or `step`."""
         if part not in PARTS:
             raise ValueError(f"{part[:80]!r} is no part of the status")
-        self._parts[part] = dict(report)
+        self._parts[part] = {key: _finite(value) for key, value in report.items()}
         if part == "buffer" and "accepted_tokens" in report:
             self._accepted.append((self._clock.monotonic(), report["accepted_tokens"]))
             self._parts[part]["tokens_per_second"] = self._tokens_per_second()

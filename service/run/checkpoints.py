@@ -6,23 +6,35 @@ leaves the new checkpoint or the earlier ones. No file points to the newest chec
 
 from __future__ import annotations
 
+import errno
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from service.errors import UserError
 from service.files import sync, write_atomic
 
 MANIFEST = "manifest.json"
+FORMAT = 1
+"""The manifest's format; a Baton reads its own only."""
+
 PREFIX = "step_"
 TRAINER = "trainer"
 """Folder inside a checkpoint that holds the files of the trainer's ranks."""
 
+_STEP = re.compile(rf"{PREFIX}(0|[1-9]\d{{0,17}})", re.ASCII)
+
 _Stamps = list[tuple[int, int]]
 """Size in bytes and time of change of each file."""
+
+
+class _OtherFormat(UserError):
+    """A manifest that another version of Baton wrote."""
 
 
 class FileChecksum(BaseModel):
@@ -39,7 +51,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: int = 1
+    format: int = FORMAT
     step: int
     """Optimizer steps that the weights have had."""
     incarnation: int
@@ -51,6 +63,15 @@ class Manifest(BaseModel):
     frontier: int
     """Every group below this group_id has ended."""
     files: dict[str, FileChecksum]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_of_this_format(cls, raw: dict[str, object]) -> dict[str, object]:
+        if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
+            raise _OtherFormat(
+                f"is of format {raw['format']!s:.20}, this Baton reads format {FORMAT}: use the Baton that wrote it"
+            )
+        return raw
 
     def check_journal(self, position: int, folder: Path) -> None:
         """Check that the journal in `folder`, which ends at `position`, reaches as far as the checkpoint.
@@ -105,12 +126,11 @@ class Checkpoints:
         for folder in (path, self._folder):
             sync(folder)
         self._hashed[step] = self._stamps(manifest)
-        self.drop_unfinished()
-        readable = list(self._readable())
-        kept = [found.step for found in readable if found.step <= step and self._is_still_whole(found)][: self._keep]
-        for found in readable:
-            if found.step not in kept:
-                self._remove(found.step)
+        readable = [found for found in self._readable() if found.step <= step]
+        kept = [found.step for found in readable if self._is_still_whole(found)][: self._keep]
+        for other in self._steps():
+            if other not in kept:
+                self._remove(other)
         return min(kept)
 
     def drop_unfinished(self) -> None:
@@ -120,8 +140,12 @@ class Checkpoints:
                 self._remove(step)
 
     def newest(self) -> Manifest | None:
-        """The newest checkpoint whose files match its manifest; None if there is none."""
-        return next((manifest for manifest in self._readable() if self._is_whole(manifest)), None)
+        """The newest checkpoint whose files match its manifest; None if there is none.
+
+        Raises:
+            UserError: one of the checkpoints has another format, and would be deleted by the next one.
+        """
+        return next((manifest for manifest in list(self._readable()) if self._is_whole(manifest)), None)
 
     def steps(self) -> list[int]:
         """Steps that have a manifest, in order; the files are not checked."""
@@ -133,19 +157,7 @@ class Checkpoints:
         Raises:
             UserError: there is no such checkpoint, or it is damaged; the message names the first damaged file.
         """
-        path = self.path(step)
-        try:
-            manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
-        except FileNotFoundError:
-            raise UserError(
-                f"{path}: the checkpoint has no {MANIFEST}: it is being written, or its writer was killed; use another"
-            ) from None
-        except (OSError, ValidationError) as error:
-            raise UserError(
-                f"{path}: its {MANIFEST} is damaged ({_first_line(error)}); use another checkpoint"
-            ) from error
-        if manifest.step != step:
-            raise UserError(f"{path}: its {MANIFEST} is of step {manifest.step}; use another checkpoint")
+        path, manifest = self.path(step), self._read(step)
         for name, expected in manifest.files.items():
             if damage := _damage(path / name, expected):
                 raise UserError(f"{path}: the checkpoint is damaged, {name} {damage}; use another one")
@@ -155,19 +167,48 @@ class Checkpoints:
         """Manifests that can be read, newest step first."""
         for step in self._steps():
             try:
-                yield Manifest.model_validate_json((self.path(step) / MANIFEST).read_bytes())
-            except (OSError, ValidationError):
+                yield self._read(step)
+            except _OtherFormat:
+                raise
+            except UserError:
                 continue
 
+    def _read(self, step: int) -> Manifest:
+        """The manifest of a step; UserError where it is missing, damaged, of another step or another format."""
+        path = self.path(step)
+        try:
+            manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise UserError(
+                f"{path}: the checkpoint has no {MANIFEST}: it is being written, or its writer was killed; use another"
+            ) from None
+        except _OtherFormat as error:
+            raise _OtherFormat(f"{path}: its {MANIFEST} {error}") from None
+        except (OSError, ValidationError) as error:
+            raise UserError(
+                f"{path}: its {MANIFEST} is damaged ({_first_line(error)}); use another checkpoint"
+            ) from error
+        if manifest.step != step:
+            raise UserError(f"{path}: its {MANIFEST} is of step {manifest.step}; use another checkpoint")
+        return manifest
+
     def _steps(self) -> list[int]:
-        """Steps that have a folder, newest first."""
-        names = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
-        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+        """Steps that have a folder, newest first; a file, a link and a name like `step_007` are none of a run's."""
+        folders = [path for path in self._folder.glob(f"{PREFIX}*") if path.is_dir() and not path.is_symlink()]
+        return sorted(
+            (int(path.name.removeprefix(PREFIX)) for path in folders if _STEP.fullmatch(path.name)), reverse=True
+        )
 
     def _remove(self, step: int) -> None:
+        """Delete whatever has the name of the step's folder, the manifest first; of a link only the link itself."""
         self._hashed.pop(step, None)
-        (self.path(step) / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(self.path(step), ignore_errors=True)
+        path = self.path(step)
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+            return
+        with suppress(FileNotFoundError, IsADirectoryError):
+            (path / MANIFEST).unlink()
+        shutil.rmtree(path, ignore_errors=True)
 
     def _is_whole(self, manifest: Manifest) -> bool:
         stamps, path = self._stamps(manifest), self.path(manifest.step)
@@ -183,7 +224,17 @@ class Checkpoints:
     def _stamps(self, manifest: Manifest) -> _Stamps:
         """The stamps of the files that exist."""
         files = [self.path(manifest.step) / name for name in manifest.files]
-        return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files if file.is_file())]
+        return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files if _is_file(file))]
+
+
+def _is_file(file: Path) -> bool:
+    """Whether there is such a file; a name that no file can have is that of none."""
+    try:
+        return file.is_file()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
 
 
 def _first_line(error: OSError | ValidationError) -> str:
@@ -192,7 +243,7 @@ def _first_line(error: OSError | ValidationError) -> str:
 
 def _damage(file: Path, expected: FileChecksum) -> str | None:
     """How a file differs from its entry in the manifest; None if it does not."""
-    if not file.is_file():
+    if not _is_file(file):
         return "is missing"
     size = file.stat().st_size
     if size != expected.bytes:

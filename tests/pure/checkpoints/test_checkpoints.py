@@ -1,12 +1,15 @@
 """A checkpoint counts when its manifest says so, and only then."""
 
+import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from service.errors import UserError
-from service.run.checkpoints import MANIFEST, Checkpoints, Manifest
+from service.run.checkpoints import FORMAT, MANIFEST, Checkpoints, Manifest
 
 
 def written(checkpoints: Checkpoints, step: int) -> int:
@@ -48,6 +51,70 @@ def test_a_checkpoint_is_passed_over_when_a_file_or_its_manifest_is_damaged(tmp_
 
     newest = checkpoints.newest()
     assert newest is not None and newest.step == 5
+
+
+def change(manifest: Path, **fields: object) -> None:
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | fields))
+
+
+LONG = {"a" * 5000: {"bytes": 1, "xxh3_64": "0"}}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "step_99").write_text("a file"),
+        lambda folder: (folder / "step_99").symlink_to(folder / "step_5"),
+        lambda folder: shutil.copytree(folder / "step_5", folder / "step_99"),
+        lambda folder: shutil.copytree(folder / "step_5", folder / "step_005"),
+        lambda folder: (folder / "step_10").write_text("a file"),
+        lambda folder: (folder / "step_10").symlink_to(folder / "step_5"),
+        lambda folder: change(written_at(folder, 7) / MANIFEST, files=LONG),
+        lambda folder: change(written_at(folder, 7) / MANIFEST, step=6),
+        lambda folder: (written_at(folder, 7) / MANIFEST).write_bytes(b""),
+    ],
+)
+def test_what_is_no_checkpoint_hinders_neither_a_resume_nor_the_next_one(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    written(Checkpoints(tmp_path, keep=9), 5)
+    spoil(tmp_path)
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    newest = checkpoints.newest()
+    assert newest is not None and newest.step == 5
+    checkpoints.drop_unfinished()
+
+    assert written(checkpoints, 10) == 5
+    newest = checkpoints.newest()
+    assert newest is not None and newest.step == 10 and checkpoints.steps() == [5, 10]
+
+
+def written_at(folder: Path, step: int) -> Path:
+    written(Checkpoints(folder, keep=9), step)
+    return folder / f"step_{step}"
+
+
+def test_unreadable_checkpoints_are_removed_with_those_that_are_too_old(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    for step in (5, 10):
+        written(checkpoints, step)
+    (tmp_path / "step_5" / MANIFEST).write_bytes(b"\xff")
+    (tmp_path / "step_10" / MANIFEST).unlink()
+    (tmp_path / "step_10" / MANIFEST).mkdir()
+
+    written(checkpoints, 15)
+    assert folders(tmp_path) == ["step_15"]
+
+
+def test_a_checkpoint_of_another_format_is_refused_in_one_line_and_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (5, 10):
+        written(checkpoints, step)
+    change(tmp_path / "step_5" / MANIFEST, format=FORMAT + 1, something=3)
+
+    with pytest.raises(UserError, match=rf"step_5: its {MANIFEST} is of format {FORMAT + 1}, [^\n]+$"):
+        checkpoints.newest()
+    assert folders(tmp_path) == ["step_10", "step_5"]
 
 
 def test_a_step_can_be_written_anew(tmp_path: Path) -> None:
