@@ -179,10 +179,12 @@ class MetricsHub:
 def prefers_html(accept: str) -> bool:
     """Whether an `Accept` header ranks `text/html` above `application/json`, as a browser's does (RFC 9110, 12.5.1).
 
+    Ranges with parameters, such as `text/html;level=1`, speak of other forms than those that are served.
+
     >>> prefers_html("text/html,application/xml;q=0.9,*/*;q=0.8"), prefers_html("*/*"), prefers_html("")
     (True, False, False)
     """
-    weights = dict(_media_range(text) for text in accept.lower().split(","))
+    weights = dict(found for text in accept.lower().split(",") if (found := _media_range(text)) is not None)
 
     def weight(kind: str) -> float:
         """The weight of the most specific range that matches; a type without one is not accepted."""
@@ -192,9 +194,11 @@ def prefers_html(accept: str) -> bool:
     return weight("text/html") > weight("application/json")
 
 
-def _media_range(text: str) -> tuple[str, float]:
-    """`text/html;q=0.5` -> ("text/html", 0.5); a weight that is not a number counts as 0."""
+def _media_range(text: str) -> tuple[str, float] | None:
+    """`text/html;q=0.5` -> ("text/html", 0.5); a weight that is no number counts as 0; None with other parameters."""
     name, *parameters = (part.strip() for part in text.split(";"))
+    if any(not parameter.startswith(("q=", "charset=")) for parameter in parameters):
+        return None
     try:
         return name, float(next((part[2:] for part in parameters if part.startswith("q=")), 1.0))
     except ValueError:

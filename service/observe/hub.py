@@ -95,7 +95,7 @@ class Hub:
         """Store the report of a part: `run`, `buffer` or `step`."""
         if part not in PARTS:
             raise ValueError(f"{part[:80]!r} is no part of the status")
-        self._parts[part] = {key: _finite(value) for key, value in report.items()}
+        self._parts[part] = _finite(dict(report))
         if part == "buffer" and "accepted_tokens" in report:
             self._accepted.append((self._clock.monotonic(), report["accepted_tokens"]))
             self._parts[part]["tokens_per_second"] = self._tokens_per_second()
@@ -146,7 +146,7 @@ class Hub:
         steps = [step for step in self._steps if step["trainer/global_step"] > after]
         return {
             "steps": [step["trainer/global_step"] for step in steps],
-            "columns": {key: [_finite(step.get(key)) for step in steps] for key in HISTORY_KEYS},
+            "columns": {key: [step.get(key) for step in steps] for key in HISTORY_KEYS},
         }
 
     def silent(self) -> list[str]:
@@ -167,6 +167,10 @@ def _families(snapshot: bytes) -> dict[str, bytes]:
     return families
 
 
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN; a browser would refuse the whole document."""
-    return value if value is not None and math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """A report without numbers that are not finite: JSON has none, and a browser would refuse the whole document."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -117,9 +117,9 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         if shown := _counts(counts):
             yield label, shown
     if "reward/avg_raw_reward" in step:
-        length = step.get("generate/batch_padded_seq_len", 0)
+        reward, length = _number(step["reward/avg_raw_reward"], 3), _number(step.get("generate/batch_padded_seq_len"))
         ago = f", {_duration(now - run['stepped'])} ago" if "stepped" in run else ""
-        yield "last step", f"reward {step['reward/avg_raw_reward']:.3f}, padded length {length:.0f} tokens{ago}"
+        yield "last step", f"reward {reward}, padded length {length} tokens{ago}"
     for wait in status["waits"]:
         detail = f": {wait['detail']}" if wait["detail"] else ""
         yield "waits", f"{wait['who']} for {wait['reason']}{detail}, {_duration(now - wait['since'])}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import urllib.request
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from actors.observe.metrics_hub import MetricsHub, prefers_html, with_free_port
 from service.config import Config, load_config
 from service.errors import UserError
+from service.observe.hub import HISTORY_KEYS
 from service.observe.metrics import Metrics
 from service.observe.status_client import fetch_status
+from service.observe.status_view import status_lines
 
 
 def hub_on(port: int) -> MetricsHub:
@@ -123,10 +126,36 @@ def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:
         ("text/html;q=0, */*;q=0.1", False),
         ("text/html;q=much", False),
         ("application/*, text/html;q=0.9", False),
+        ("text/html, text/html;level=1;q=0", True),
+        ("text/html;level=1;q=0, text/html", True),
+        ("application/json;q=0.5, text/html;level=1", False),
+        ("text/html;charset=utf-8, */*;q=0.1", True),
     ],
 )
 def test_html_is_preferred_only_where_it_is_ranked_above_json(accept: str, html: bool) -> None:
     assert prefers_html(accept) is html
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_null_in_status_and_history_as_json_has_no_other(number: float) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    async def scenario() -> None:
+        hub = hub_on(0)
+        url = await hub.start()
+        snapshot = Metrics("trainer", "t", Config()).snapshot()
+        step = {"trainer/global_step": 1, HISTORY_KEYS[0]: number, "policy/loss": number}
+        buffer = {"accepted_tokens": 3, "groups": {"open": number}}
+        await hub.push("trainer/t", snapshot, [("step", step), ("buffer", buffer)])
+        status = json.loads((await get(f"{url}/status"))[1], parse_constant=refuse)
+        assert status["step"]["policy/loss"] is None and status["buffer"]["groups"]["open"] is None
+        history = json.loads((await get(f"{url}/history"))[1], parse_constant=refuse)
+        assert history["columns"][HISTORY_KEYS[0]] == [None]
+        assert any("reward -" in line for line in status_lines(status))
+        await hub.stop()
+
+    asyncio.run(scenario())
 
 
 def test_a_browser_gets_the_page_at_status_and_a_program_json() -> None:
