@@ -17,11 +17,13 @@ The synthetic rows are questions over the corpus in `examples.data`, in words of
 
 from __future__ import annotations
 
+import asyncio
 import re
 import string
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,14 +32,14 @@ import numpy as np
 from examples import data
 from service.config.rollout import RetrievalConfig
 from service.rollout.chat.tools import answer, tool_calls
-from service.rollout.environment import Message, StepResult, Task
+from service.rollout.environment import Message, StepResult, Task, tagged
 from service.rollout.retrieval.client import RetrievalClient
 from service.rollout.retrieval.retriever import Retriever, check_retriever
 
-SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 TOPK = 3
+SEARCHES = ThreadPoolExecutor(1, thread_name_prefix="search")
+"""The thread of searches in this process: the first search in a corpus reads the whole corpus."""
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -77,14 +79,14 @@ class SearchR1:
         called = tool_calls(text) if self.calls == "tools" else []
         if called:
             return await answer(called, {"search": self._search})
-        answers = ANSWER.findall(text)
+        answers = tagged(text, "answer")
         if answers:
-            right = float(normal(answers[-1]) in self._truths)
+            right = float(normal(answers[-1][1]) in self._truths)
             return StepResult((), right, True, {"right": right})
         if self.calls == "tools":
             return StepResult((), 0.0, True, {"right": 0.0})
-        searches = SEARCH.findall(text)
-        passages = await self._search(searches[-1].strip()) if searches else "give <search> or <answer>"
+        searches = tagged(text, "search")
+        passages = await self._search(searches[-1][1].strip()) if searches else "give <search> or <answer>"
         observation = Message(role="user", content=f"<information> {passages} </information>")
         return StepResult([observation], 0.0, False, {"searches": 1.0 if searches else 0.0})
 
@@ -97,7 +99,8 @@ class SearchR1:
         query = str(query)  # a tool call may bring a number
         if self._client is not None:
             return numbered(await self._client.retrieve(query, self.topk))
-        return numbered(found_by_words(self._corpus, query, self.topk))
+        searching = partial(found_by_words, self._corpus, query, self.topk)
+        return numbered(await asyncio.get_running_loop().run_in_executor(SEARCHES, searching))
 
 
 def truths(ground_truth: Any) -> list[str]:

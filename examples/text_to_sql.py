@@ -21,12 +21,10 @@ import numpy as np
 
 from examples import data
 from examples.sqlite_query import QueryFailed, QueryProcesses, read, shown
-from service.rollout.environment import Message, StepResult, Task, is_text
+from service.rollout.environment import Message, StepResult, Task, is_text, tagged
 
 DATABASES = Path(__file__).parent / "data" / "databases"
 """The folder of the demonstration's database."""
-SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
-SOLUTION = re.compile(r"<solution>(.*?)</solution>", re.DOTALL)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 JUDGED_ROWS = 10_000
 """Most rows of a solution; a longer result scores 0."""
@@ -58,12 +56,12 @@ class TextToSql:
         """Run a query, or score a solution."""
         if self._queries is None:
             raise RuntimeError("step before reset")
-        solutions = SOLUTION.findall(text)
+        solutions = tagged(text, "solution")
         if solutions:
-            right = await self._is_right(self._queries, solutions[-1])
+            right = await self._is_right(self._queries, solutions[-1][1])
             return StepResult((), float(right), True, {"solved": float(right)})
-        queries = SQL.findall(text)
-        text = await self._observation(self._queries, queries[-1]) if queries else "give <sql> or <solution>"
+        queries = tagged(text, "sql")
+        text = await self._observation(self._queries, queries[-1][1]) if queries else "give <sql> or <solution>"
         observation = Message(role="user", content=f"<observation> {text} </observation>")
         return StepResult([observation], 0.0, False, {"queries": 1.0 if queries else 0.0})
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from service.rollout.chat.tools import CALL, ToolCall, read_call
+from service.rollout.chat.tools import ToolCall, read_call
+from service.rollout.environment import tagged
 
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -36,7 +37,7 @@ class JsonCalls:
         """The reply; a call that is malformed or cut off stays in the content, as the policy wrote it."""
         thinking, rest = _thinking(text)
         calls, content, end = [], [], 0
-        for found in CALL.finditer(rest):
+        for found in tagged(rest, "tool_call"):
             if isinstance(call := read_call(found[1]), ToolCall):
                 calls.append(call)
                 content.append(rest[end : found.start()])

@@ -74,7 +74,7 @@ class LeakedTasks:
             names = ", ".join(f"{n} of {name}" for name, n in Counter(self._names.values()).most_common(3))
             raise RunFailed(
                 f"{len(self)} episodes did not return after they were cancelled ({names}); their environment swallows "
-                "asyncio.CancelledError: let it pass, or set env.isolation to process"
+                "asyncio.CancelledError, or a library that it calls hangs: let it pass, or set env.isolation to process"
             )
 
 

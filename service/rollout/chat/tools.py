@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from service.rollout.environment import Message, StepResult
-
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+from service.rollout.environment import Message, StepResult, tagged
 
 Tool = Callable[..., Awaitable[str]]
 
@@ -37,7 +34,7 @@ class BadCall(NamedTuple):
 
 def tool_calls(text: str) -> list[ToolCall | BadCall]:
     """Every call in a response, in order."""
-    return [read_call(written) for written in CALL.findall(text)]
+    return [read_call(found[1]) for found in tagged(text, "tool_call")]
 
 
 def read_call(written: str) -> ToolCall | BadCall:

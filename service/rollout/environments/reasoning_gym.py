@@ -8,17 +8,14 @@ the text in `<answer>`, or the whole text without the tag.
 
 from __future__ import annotations
 
-import asyncio
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 from service.errors import UserError
-from service.rollout.environment import Message, StepResult, Task
-
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from service.rollout.environment import Message, StepResult, Task, tagged
+from service.rollout.environments.own_thread import OwnThread
 
 Option = str | int | float | bool
 
@@ -33,25 +30,27 @@ class ReasoningGym:
         _dataset(name, seed=0, size=1, options=self._options)  # refuses an unknown name or option at the start
         self._dataset: Any = None
         self._entry: Any = None
+        self._thread = OwnThread()
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Make the question again and compare it with the row's."""
         extra = task.extra_info
         self._dataset = _dataset(self._name, int(extra["seed"]), int(extra["size"]), self._options)
-        self._entry = await asyncio.to_thread(self._dataset.__getitem__, int(extra["index"]))
+        self._entry = await self._thread.call(self._dataset.__getitem__, int(extra["index"]))
         if not any(self._entry["question"] in message["content"] for message in task.prompt):
             raise ValueError("the dataset makes another question than the row's; its version or options differ")
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
         """The dataset's score of the answer, between 0 and 1."""
-        found = ANSWER.findall(text)
-        answer = (found[-1] if found else text).strip()
-        score = float(await asyncio.to_thread(self._dataset.score_answer, answer, self._entry))
+        found = tagged(text, "answer")
+        answer = (found[-1][1] if found else text).strip()
+        score = float(await self._thread.call(self._dataset.score_answer, answer, self._entry))
         return StepResult((), score, True, {"solved": float(score == 1.0)})
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """End the thread."""
+        self._thread.end()
 
 
 class SyntheticRows:

@@ -1,4 +1,4 @@
-"""Environments of skyrl-gym (the extra `skyrl-gym`), each call in a thread.
+"""Environments of skyrl-gym (the extra `skyrl-gym`), its calls in a thread.
 
     env.name: skyrl_gym/search     env.options: {search_url: "http://127.0.0.1:8000/retrieve", topk: 3, max_turns: 4}
 
@@ -8,7 +8,6 @@ response: the tokens stay those that were sampled, and `rewritten_actions` count
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -18,6 +17,7 @@ from typing import Any, get_args
 
 from service.errors import UserError
 from service.rollout.environment import Message, StepResult, Task
+from service.rollout.environments.own_thread import OwnThread
 
 
 class SkyRLGym:
@@ -36,6 +36,7 @@ class SkyRLGym:
         self._max_turns = max_turns
         self._config = env_config(entry_point, options)
         self._env: Any = None
+        self._thread = OwnThread()
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Make the environment and give it the row's prompt."""
@@ -45,15 +46,15 @@ class SkyRLGym:
             "reward_spec": dict(task.reward_spec),
             "extra_info": dict(task.extra_info),
         }
-        self._env = await asyncio.to_thread(self._gym.make, self._env_id, env_config=self._config, extras=extras)
-        messages, _ = await asyncio.to_thread(self._env.init, [dict(message) for message in task.prompt])
+        self._env = await self._thread.call(self._gym.make, self._env_id, env_config=self._config, extras=extras)
+        messages, _ = await self._thread.call(self._env.init, [dict(message) for message in task.prompt])
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 
     async def step(self, text: str) -> StepResult:
         """One action; the environment's own metrics become the `info` of the last step."""
-        result = await asyncio.to_thread(self._env.step, text)
+        result = await self._thread.call(self._env.step, text)
         done = bool(result["done"])
-        metrics = await asyncio.to_thread(self._env.get_metrics) if done else {}
+        metrics = await self._thread.call(self._env.get_metrics) if done else {}
         info = {name: float(value) for name, value in metrics.items() if isinstance(value, bool | int | float)}
         if result.get("postprocessed_action") not in (None, text):
             info["rewritten_actions"] = 1.0
@@ -62,7 +63,8 @@ class SkyRLGym:
     async def close(self) -> None:
         """Close the environment."""
         if self._env is not None:
-            await asyncio.to_thread(self._env.close)
+            await self._thread.call(self._env.close)
+        self._thread.end()
 
 
 def env_config(entry_point: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -104,6 +107,51 @@ async def test_rows_are_made_with_the_options_of_the_environment_that_plays_them
         for task in load_tasks(path):
             assert "of 5 terms" in task.prompt[0]["content"]
             assert await make_environment(env.name, env.options).reset(task, 0) == task.prompt
+
+
+class Hangs:
+    """Stands for reasoning-gym: judging the answer `hang` takes until it is let go."""
+
+    go = Event()
+
+    def create_dataset(self, name: str, seed: int, size: int) -> Hangs:
+        return self
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"question": "?"}
+
+    def score_answer(self, answer: str, entry: dict[str, str]) -> float:
+        return float(answer != "hang" or self.go.wait(240))
+
+
+@pytest.mark.asyncio
+async def test_calls_that_hang_take_no_thread_from_other_episodes_and_none_from_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", Hangs())  # type: ignore[arg-type]
+    task = Task("p", ({"role": "user", "content": "?"},), "", {}, {"seed": 0, "size": 1, "index": 0})
+
+    async def played(answer: str) -> float:
+        episode = make_environment("reasoning_gym/hangs", {})
+        await episode.reset(task, 0)
+        try:
+            return (await episode.step(answer)).reward
+        finally:
+            await episode.close()
+
+    n = (os.cpu_count() or 1) + 8  # more than the threads that all work of a process shares
+    hanging = [asyncio.create_task(played("hang")) for _ in range(n)]
+    try:
+        async with asyncio.timeout(60):
+            assert await played("4") == 1.0
+            assert await asyncio.to_thread(lambda: 3) == 3
+        hanging[0].cancel()
+        done, _ = await asyncio.wait(hanging, timeout=0.1)
+        assert not done  # a task whose thread hangs goes on, so that it is counted as leaked
+    finally:
+        Hangs.go.set()
+    ended = await asyncio.gather(*hanging, return_exceptions=True)
+    assert isinstance(ended[0], asyncio.CancelledError) and ended[1:] == [1.0] * (n - 1)
 
 
 @with_reasoning

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import time
 
 import pytest
 
 from examples import data
 from examples.search_r1 import SearchR1
 from service.rollout.chat.tools import BadCall, ToolCall, answer, tool_calls
-from service.rollout.environment import Task
+from service.rollout.environment import Task, tagged
 
 
 def written(call: object) -> str:
@@ -76,3 +79,16 @@ async def test_search_by_tool_calls_reads_passages_and_ends_with_the_first_answe
     last = await environment.step(f"<answer>{town.river}</answer>")
     assert (last.reward, last.done) == (1.0, True)
     assert (await environment.step("I do not know")).done
+
+
+def test_what_stands_between_tags_is_what_a_plain_search_finds() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choices(["<a>", "</a>", "<", "a>", "\n", "x"], k=rng.randrange(12)))
+        assert [found[1] for found in tagged(text, "a")] == re.findall("<a>(.*?)</a>", text, re.DOTALL)
+
+
+def test_a_response_that_repeats_a_tag_takes_no_time() -> None:
+    begun = time.process_time()
+    assert len(tagged("<a>" * 200_000 + "</a>" + "<a>" * 200_000, "a")) == 1
+    assert time.process_time() - begun < 2  # minutes where each tag is followed to the end
