@@ -312,7 +312,7 @@ class Coordinator:
         await self._generator_pool.stop()
         state = "stopped" if self._stopping else "finished"
         self._telemetry.stop(state)
-        self._progress.end(state, await ask_buffer(self._buffer.status), generators)
+        self._progress.end(state, await ask_buffer(self._buffer.stop), generators)
 
 
 def _accepted(answer: object) -> None:

@@ -72,6 +72,10 @@ class BufferTelemetry:
         """Start to push, in the running event loop."""
         self._reporter.start()
 
+    def stop(self) -> None:
+        """Push for the last time."""
+        self._reporter.stop()
+
     def _refresh(self, metrics: Metrics) -> None:
         status = self._buffer.status()
         measure_buffer(metrics, status, self._config)
