@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
@@ -22,8 +21,6 @@ log = logging.getLogger(__name__)
 LOG_FOLDER = "BATON_LOG_FOLDER"
 """Environment variable of a run's actors: inode number and path of the run's log folder."""
 
-PIPE_BYTES = 1 << 20
-"""Output that waits for the copying process before the actor has to wait."""
 START_SECONDS = 60.0
 
 
@@ -67,7 +64,6 @@ def keep_log(part: str) -> None:
     if (told := os.environ.get(LOG_FOLDER)) is None:
         return
     read, write = os.pipe()
-    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     first = f"{part} begins: process {os.getpid()} on {socket.gethostname()}"
     command = [sys.executable, "-I", "-S", log_file.__file__, str(_file(told, part)), first]
     # Without the mark, because the watchdog must not end the copying before its writers.
@@ -86,7 +82,7 @@ def keep_log(part: str) -> None:
         )
         for output in (sys.stdout.fileno(), sys.stderr.fileno()):
             os.dup2(write, output)
-    except subprocess.CalledProcessError:
+    except subprocess.SubprocessError:
         log.warning("%s cannot be written; the output of %s stays in this file of Ray", command[-2], part)
     finally:
         os.close(read)
