@@ -12,7 +12,7 @@ if not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(os
     # `python -m` puts the current folder first, and a file there would be loaded in place of a module of that name.
     del sys.path[0]
 
-from service.cli.parser import main
+from service.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,15 @@
 """The command `baton`."""
 
-from service.cli.parser import main
+from __future__ import annotations
 
-__all__ = ["main"]
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. An interrupt ends it without a traceback, also while it is imported."""
+    try:
+        from service.cli import parser
+
+        return parser.main(argv)
+    except KeyboardInterrupt:
+        return 130

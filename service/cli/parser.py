@@ -44,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(printable(f"baton: {error.filename or 'output'!s:.200}: {error.strerror or error}"), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def _open_closed_files() -> None:

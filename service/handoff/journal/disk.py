@@ -63,7 +63,9 @@ class LocalFile:
     """A file of the machine."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # A link whose target is gone is not followed to make a new file: its frames would be missed without a word.
+        create = 0 if path.is_symlink() else os.O_CREAT
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | create, 0o600)
         # A journal that refuses to start is garbage-collected with its files open; this closes them.
         self._close = weakref.finalize(self, os.close, self._fd)
 

@@ -200,7 +200,10 @@ class Journal:
             path = self.folder / name
             if not path.stem.isdecimal():
                 raise JournalError(f"{path}: a segment's name is the position of its first byte; move the file away")
-            self._segments.append(Segment(int(path.stem), self._disk.open(path), path))
+            try:
+                self._segments.append(Segment(int(path.stem), self._disk.open(path), path))
+            except OSError as error:
+                raise JournalError(f"{path}: cannot open this segment: {error.strerror or error}") from error
 
     def _check_end(self, segment: Segment, following: Segment) -> None:
         """Raise unless a segment ends where the next one begins; only reserved space may follow its last frame."""

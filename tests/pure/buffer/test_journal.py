@@ -1,6 +1,6 @@
 import errno
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -205,6 +205,15 @@ def test_a_file_that_only_ends_like_a_segment_is_named(tmp_path: Path) -> None:
     (tmp_path / "copy.journal").write_bytes(b"")
     with pytest.raises(JournalError, match=r"copy\.journal: .*move the file away"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to(path.parent / "gone")])
+def test_a_segment_that_is_no_file_is_refused_by_its_name(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    written(tmp_path, [b"a"])
+    make(path := tmp_path / f"{ALIGNMENT:020d}.journal")
+    with pytest.raises(JournalError, match=rf"{path.name}: cannot open this segment: [^\n]+$"):
+        opened(tmp_path)
+    assert not (tmp_path / "gone").exists()
 
 
 def test_a_torn_segment_that_is_not_the_last_refuses_to_start(tmp_path: Path) -> None:

@@ -154,3 +154,30 @@ def test_a_run_that_goes_on_has_not_ended_and_is_stopped_with_the_steps_that_it_
     config = load_config(["configs/quickstart.yaml"], ["metrics.port=0"])
     assert running.run(config, resume=tmp_path) == 128 + signal.SIGINT
     assert json.loads(summary.read_text()) == {"state": "stopped", "steps": 27}
+
+
+INTERRUPTED = """
+import runpy, sys
+
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "service.cli.parser":
+            raise KeyboardInterrupt
+
+
+sys.meta_path.insert(0, Interrupt())
+{start}
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from service.cli import main; sys.exit(main())",
+        "sys.argv = ['baton']; runpy.run_module('service', run_name='__main__')",
+    ],
+)
+def test_an_interrupt_while_the_command_is_imported_is_no_traceback(start: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED.format(start=start)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -8,7 +8,7 @@ from service.config import Config
 from service.evaluation.scores import EvalTrajectory, summarize
 from service.handoff import BatchSettings, CompleteGroup, VersionHistory, batch_of_rank, form_mini_batch
 from service.handoff.batches.form import with_filtered
-from service.handoff.ledger.state import FilteredStats
+from service.handoff.ledger.events import GroupStats
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.learn.learner import Learner
@@ -44,7 +44,7 @@ def line(config: Config, folder: Path) -> dict[str, float]:
     history = VersionHistory()
     history.publish(PolicyVersion(0, 1))
     groups = [group(number) for number in range(2)]
-    batch = with_filtered(form_mini_batch(0, groups, history, BatchSettings.of(config)), groups, FilteredStats())
+    batch = with_filtered(form_mini_batch(0, groups, history, BatchSettings.of(config)), GroupStats())
     report = Learner(config, small_model(folder / "model"), CPU, 0, 1).step(batch_of_rank(batch, 0))
     assert report.applied
     played = [EvalTrajectory(f"p{prompt}", 1.0, 1, 4, "stop") for prompt in range(2) for _ in range(N)]
