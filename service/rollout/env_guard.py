@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from service.errors import RunFailed, in_one_line
 from service.handoff.steps.stop_reason import StopReason
+from service.rollout.contain_exits import contain_exits
 from service.rollout.environment import Environment, Message, OversizedOutput, StepResult, Task
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import Copier, NotPlain
@@ -158,6 +159,7 @@ class EnvGuard:
 
     async def _serve(self) -> None:
         """The environment's task: one call after the other; the environment is closed after the last one."""
+        contain_exits()
         environment: Any = None
         while (call := await _next(self._calls)) is not None:
             try:

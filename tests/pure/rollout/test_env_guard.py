@@ -153,3 +153,20 @@ async def test_beyond_the_bound_the_process_has_to_be_renewed_and_the_environmen
         environment.let_go.set()
     await until_empty(leaked)
     leaked.check()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+async def test_a_task_of_an_environment_that_exits_ends_its_own_trajectory_and_not_the_event_loop(
+    chat: Chat, error: BaseException
+) -> None:
+    async def exits() -> None:
+        raise error
+
+    class StartsTasks(Stubborn):
+        async def step(self, text: str) -> StepResult:
+            asyncio.ensure_future(exits()).cancel()  # before its first line
+            await asyncio.gather(asyncio.sleep(0), exits())
+            return StepResult((), 1.0, True)
+
+    _, end = await play(chat, engine(chat), StartsTasks(""))
+    assert end.stop_reason == "environment_error"
