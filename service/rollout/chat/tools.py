@@ -41,7 +41,7 @@ def read_call(written: str) -> ToolCall | BadCall:
     """The call between two tags."""
     try:
         call = json.loads(written)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is no JSONDecodeError
         return BadCall(f"the call is no JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return BadCall('give {"name": ..., "arguments": {...}}')

@@ -33,6 +33,7 @@ def test_every_call_of_a_response_is_read_in_its_order() -> None:
     [
         ("<tool_call>{</tool_call>", "no JSON"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "no JSON"),
+        (f'<tool_call>{{"arguments": {"1" * 5000}}}</tool_call>', "no JSON"),
         (written([]), "give"),
         (written({"arguments": {}}), "give"),
         (written({"name": 3}), "give"),
