@@ -257,11 +257,11 @@ class BufferActor:
             await asyncio.sleep(self._config.buffer.sync_interval)
 
     async def _tick(self) -> None:
-        """Check deadlines, and retry writes for which the disk had no room."""
+        """Check deadlines; sync what no call waits for, or what the disk had no room for."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._buffer.tick()
-            if self._journal.stalled is not None:
+            if self._journal.position > self._journal.synced:
                 self._queued.set()
             async with self._changed:
                 self._changed.notify_all()

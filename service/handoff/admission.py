@@ -11,8 +11,9 @@ from __future__ import annotations
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.group_bytes import EVENT_BYTES, worst_trajectory_bytes
-from service.handoff.journal.journal import Journal
+from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.record import Record
 from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import WaitReason
 from service.types import PolicyVersion
@@ -42,18 +43,27 @@ class Admission:
 
     def reserved(self, ledger: Ledger, stored_bytes: int) -> int:
         """Bytes of the stored steps, and at worst of the steps that open trajectories may still bring."""
-        return stored_bytes + self._unfinished(ledger) * self._worst_bytes
+        return stored_bytes + self._to_come(ledger)
 
-    def disk_wait(self, ledger: Ledger, journal: Journal) -> tuple[WaitReason, str] | None:
-        """Why the next slot has to wait for the disk; None when the group's steps have their place there."""
-        worst = (self._unfinished(ledger) + self._n_samples) * self._worst_bytes + EVENT_BYTES
-        held = journal.position - journal.start
-        if held + worst > self._max_journal_bytes:
-            limit = f"buffer.max_journal_bytes is {self._max_journal_bytes}"
-            return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {limit}"
-        if not journal.reserve(worst):
+    def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
+        """Why work has to wait for the disk that has so many trajectories beside the unfinished ones; None: need not.
+
+        Where it has to wait, what is needed no more begins to be removed from the journal. A segment's room is left
+        free for the copies that this takes.
+        """
+        journal, groups = record.journal, record.ledger.state.groups.values()
+        worst = self._to_come(record.ledger) + n_samples * self._worst_bytes + EVENT_BYTES
+        held, limit = journal.position - journal.start, self._max_journal_bytes - journal.segment_bytes
+        missing = held + worst - limit
+        if missing <= 0 and journal.reserve(worst):
+            return None
+        needed = sum(group.n_bytes for group in groups) + worst + self._n_samples * self._worst_bytes
+        enough = needed <= limit and journal.reserve(worst + journal.segment_bytes)
+        make_room(record, wanted=missing if enough else 0)
+        if missing <= 0:
             return WaitReason.DISK, f"{journal.folder} has no room for {worst} more bytes"
-        return None
+        bound = f"{limit} of buffer.max_journal_bytes ({self._max_journal_bytes}) are for steps"
+        return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
     def wait(self, ledger: Ledger, serving: PolicyVersion, stored_bytes: int) -> tuple[WaitReason, str] | None:
         """Why the next slot has to wait; None when it may go to an engine that serves `serving`."""
@@ -72,9 +82,12 @@ class Admission:
             )
         return None
 
-    def _unfinished(self, ledger: Ledger) -> int:
-        """Trajectories that may still bring steps."""
-        return len(ledger.held) + sum(len(samples) for samples in ledger.unassigned.values())
+    def _to_come(self, ledger: Ledger) -> int:
+        """Bytes that unfinished trajectories may still bring at worst, beside what was accepted of them."""
+        groups, waiting = ledger.state.groups, ledger.unassigned.items()
+        unfinished = [*ledger.held, *((group_id, sample) for group_id, samples in waiting for sample in samples)]
+        accepted = sum(groups[group_id].trajectories[sample].n_bytes for group_id, sample in unfinished)
+        return max(len(unfinished) * self._worst_bytes - accepted, 0)
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:

@@ -28,13 +28,12 @@ class Claims:
         who = f"generator {claim.generator}"
         if state.draining is not None:
             return self._waits.begin(who, WaitReason.DRAINED, f"no more prompts are issued: {state.draining}")
-        assignment = self._restarted_work(claim)
-        if assignment is None:
-            if (why := self._not_admitted(claim.serving)) is not None:
-                return self._waits.begin(who, *why)
-            assignment = self._issue(claim)
+        restarted = self._restarted_group(claim.serving)
+        why = self._not_admitted(claim.serving) if restarted is None else self._room_is_made()
+        if why is not None:
+            return self._waits.begin(who, *why)
         self._waits.end(who)
-        return assignment
+        return self._issue(claim) if restarted is None else self._assign_again(claim, restarted)
 
     def _given_before(self, claim: Claim) -> Assignment | Wait:
         """What a claim got when it was first answered, as far as its generator still holds it."""
@@ -51,25 +50,25 @@ class Claims:
         detail = f"claim {claim.request_id} was answered before and its work went on; send a new claim"
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
-    def _restarted_work(self, claim: Claim) -> Assignment | None:
-        """Samples that start anew, for an engine that serves no older version than their group was admitted with."""
-        ledger = self._record.ledger
-        for group_id in sorted(ledger.unassigned):
-            if ledger.state.groups[group_id].admitted <= claim.serving:
-                samples = tuple(sorted(ledger.unassigned[group_id]))
-                self._record.add(
-                    events.Assigned(group_id, samples, claim.generator, claim.incarnation, claim.request_id)
-                )
-                return self._assignment(group_id, samples)
-        return None
+    def _restarted_group(self, serving: PolicyVersion) -> int | None:
+        """The oldest group with samples that start anew, and that was admitted with no newer version than is served."""
+        groups = self._record.ledger.state.groups
+        return min((o for o in self._record.ledger.unassigned if groups[o].admitted <= serving), default=None)
+
+    def _assign_again(self, claim: Claim, group_id: int) -> Assignment:
+        samples = tuple(sorted(self._record.ledger.unassigned[group_id]))
+        self._record.add(events.Assigned(group_id, samples, claim.generator, claim.incarnation, claim.request_id))
+        return self._assignment(group_id, samples)
+
+    def _room_is_made(self) -> tuple[WaitReason, str] | None:
+        """Why restarted samples wait: their last attempts are being removed from a full journal. They were admitted."""
+        why = self._admission.disk_wait(self._record, 0)
+        return why if self._record.journal.reclaims else None
 
     def _not_admitted(self, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
         record = self._record
-        if (why := self._admission.wait(record.ledger, serving, record.store.n_bytes)) is not None:
-            return why
-        if (why := self._admission.disk_wait(record.ledger, record.journal)) is not None:
-            record.compact()
-        return why
+        why = self._admission.wait(record.ledger, serving, record.store.n_bytes)
+        return why or self._admission.disk_wait(record, record.ledger.state.n_samples)
 
     def _issue(self, claim: Claim) -> Assignment:
         state = self._record.ledger.state

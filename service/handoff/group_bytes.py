@@ -31,7 +31,7 @@ EXPERT_BYTES = 2
 EVENT_BYTES = 1 << 20
 """Room in the journal for events, so that leases go on when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8
-"""Segments of a full journal; the oldest one stays until nothing in it is needed any more."""
+"""Segments of a full journal; what is still needed of the oldest one is copied to the end when the room is needed."""
 
 
 def table_bytes(steps: Steps) -> int:
@@ -68,8 +68,11 @@ def worst_journal_bytes(config: Config, experts_per_token: int = 0) -> int:
     """Bytes of the smallest journal that never fills up for good.
 
     The journal keeps the groups of all optimizer steps since the oldest checkpoint that is kept, or of one mini-batch
-    where no checkpoints are written; beside them events, and what else is left in the oldest segment.
+    where no checkpoints are written; beside them events, and a segment's room for copies of what is needed. Groups that
+    ended otherwise and replaced attempts are removed whenever a claim waits for their place; what may be left of them
+    counts as one more group.
     """
     steps = max(config.trainer.checkpoint_every * config.trainer.keep_checkpoints, 1)
-    groups = steps * config.trainer.mini_batch_size * worst_group_bytes(config, experts_per_token)
+    n_groups = steps * config.trainer.mini_batch_size + 1
+    groups = n_groups * worst_group_bytes(config, experts_per_token)
     return (groups + EVENT_BYTES) * JOURNAL_SEGMENTS // (JOURNAL_SEGMENTS - 1) + 1

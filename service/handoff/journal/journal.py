@@ -74,12 +74,13 @@ class Journal:
         """Where the next frame goes."""
         self.stalled: str | None = None
         """Why the last sync left frames in the queue; None when it left none."""
+        self.segment_bytes = segment_bytes
+        """Bytes after which a segment is full."""
         self._clock = clock
         self._disk: Disk = disk or LocalDisk()
-        self._segment_bytes = segment_bytes
         self._keep_reclaimed = False
         self._segment_position = 0
-        """Where the segment of the next frame begins."""
+        """Where the segment of the next frame begins, behind its snapshot, which may be as long as a segment."""
         self._reclaims: list[tuple[int, int]] = []
         """(position that has to be synced, position below which nothing is needed once it is), in order."""
         self._queue: list[_Queued] = []
@@ -93,7 +94,7 @@ class Journal:
 
     def configure(self, segment_bytes: int, keep_reclaimed: bool) -> None:
         """Limit the length of segments; `keep_reclaimed`: move unneeded segments to a folder, do not remove them."""
-        self._segment_bytes = min(self._segment_bytes, segment_bytes)
+        self.segment_bytes = min(self.segment_bytes, segment_bytes)
         self._keep_reclaimed = keep_reclaimed
 
     @property
@@ -102,9 +103,20 @@ class Journal:
         return self._segments[0].start
 
     @property
+    def ends(self) -> list[int]:
+        """Where each segment ends that is on the disk as a whole, oldest first."""
+        ends = [*(segment.start for segment in self._segments[1:]), self.position]
+        return [end for end in ends if end <= self.synced]
+
+    @property
+    def reclaims(self) -> bool:
+        """Whether a sync is still to remove segments, or to find that none can be."""
+        return bool(self._reclaims)
+
+    @property
     def segment_is_full(self) -> bool:
         """Whether the next frame should begin a new segment."""
-        return self.position - self._segment_position >= self._segment_bytes
+        return self.position - self._segment_position >= self.segment_bytes
 
     def append(self, kind: int, payload: Buffer, begins_segment: bool = False) -> int:
         """Queue a frame; returns the position that `synced` has to reach before the frame may be acknowledged."""
@@ -112,7 +124,7 @@ class Journal:
             raise ValueError("the journal takes frames only after its replay")
         end = self.position + HEADER_BYTES + len(payload) + -len(payload) % ALIGNMENT
         if begins_segment:
-            self._segment_position = self.position
+            self._segment_position = end
         with self._queue_lock:
             self._queue.append(_Queued(kind, payload, self.position, end, self._clock.wall(), begins_segment))
             self.position = end
@@ -150,11 +162,6 @@ class Journal:
                     raise JournalError(f"{active.path}: cannot allocate {size} bytes: {error}") from error
             return False
 
-    def freed_below(self, position: int) -> int:
-        """Bytes that `reclaim(below=position)` would free if a new segment began now."""
-        ends = [*(segment.start for segment in self._segments[1:]), self.position]
-        return max((end for end in ends if end <= position), default=self.start) - self.start
-
     def reclaim(self, below: int, once: int) -> None:
         """Let `sync` remove the segments before position `below` once everything before `once` is synced."""
         with self._queue_lock:
@@ -167,13 +174,14 @@ class Journal:
         for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
             for frame in frames(segment):
                 self.position = frame.end
+                if frame.position == segment.start > 0:
+                    self._segment_position = frame.end
                 yield frame
             if following is not None:
                 self._check_end(segment, following)
             else:
                 self._cut_tail(segment)
         self.synced = self.position
-        self._segment_position = self._segments[-1].start
         self._ready = True
 
     def read(self, start: int, stop: int | None = None) -> Iterator[Frame]:
@@ -287,7 +295,6 @@ class Journal:
     def _remove_unneeded(self) -> None:
         with self._queue_lock:
             unneeded_below = max((below for once, below in self._reclaims if once <= self.synced), default=0)
-            self._reclaims = [(once, below) for once, below in self._reclaims if once > self.synced]
         while len(self._segments) > 1 and self._segments[1].start <= unneeded_below:
             with self._segments_lock:
                 oldest = self._segments.pop(0)
@@ -296,6 +303,8 @@ class Journal:
                 self._disk.move(oldest.path, self.folder / KEPT / oldest.path.name)
             else:
                 self._disk.remove(oldest.path)
+        with self._queue_lock:
+            self._reclaims = [(once, below) for once, below in self._reclaims if once > self.synced]
 
 
 def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:

@@ -21,6 +21,8 @@ EVENT = 1
 """Journal kind of an encoded event."""
 STEPS = 2
 """Journal kind of a step group's wire bytes."""
+COPIED = 4
+"""Journal kind of a step group's wire bytes that lay further ahead in the journal before."""
 SNAPSHOT = 3
 """Journal kind of the ledger's whole state; frames before it are needed only for the steps of its groups."""
 

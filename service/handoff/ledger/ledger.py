@@ -90,6 +90,7 @@ class Ledger:
             trajectory.bad_tokens += new.bad_tokens
             trajectory.n_bytes += new.n_bytes
             group.tokens += new.tokens
+            group.n_bytes += new.n_bytes
             self.state.accepted += new.tokens
             self.state.fates[Fate.OPEN] += new.tokens
             if new.end is not None:
@@ -183,6 +184,7 @@ class Ledger:
             old = group.trajectories[sample]
             group.trajectories[sample] = Trajectory(None, 0, old.attempt + 1)
             group.tokens -= old.tokens
+            group.n_bytes -= old.n_bytes
             self._move_tokens(Fate.OPEN, Fate.SUPERSEDED, old.tokens)
             self.held.pop((event.group_id, sample), None)
             self.unassigned.setdefault(event.group_id, set()).add(sample)
@@ -193,6 +195,7 @@ class Ledger:
         for sample in event.samples:
             trajectory = group.trajectories[sample]
             group.tokens -= trajectory.tokens
+            group.n_bytes -= trajectory.n_bytes
             self._move_tokens(Fate.OPEN, Fate.EXPIRED, trajectory.tokens)
             self.state.lengths.given_up[bucket(trajectory.tokens)] += 1
             self.held.pop((event.group_id, sample), None)

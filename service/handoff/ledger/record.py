@@ -236,25 +236,20 @@ class Record:
 
     # -- the journal's size -------------------------------------------------------------------------------------------
 
-    def compact(self) -> None:
-        """Begin a new segment early if older ones can be removed then."""
-        if self.journal.position > self.snapshot_end and self.journal.freed_below(self._needed_from()):
-            self._begin_segment()
-
     def _rotate(self) -> None:
         if self.journal.segment_is_full:
-            self._begin_segment()
+            self.begin_segment()
 
-    def _begin_segment(self) -> None:
+    def begin_segment(self) -> None:
         """Begin a new segment with a snapshot.
 
         A replay from this snapshot needs the steps that the groups need now, however many of them end meanwhile.
         """
-        needed = self._needed_from()
+        needed = self.needed_from()
         self.snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
         self.journal.reclaim(needed, once=self.snapshot_end)
 
-    def _needed_from(self) -> int:
+    def needed_from(self) -> int:
         """Position of the oldest step that a group still needs."""
         positions = (group.first_position for group in self.ledger.state.groups.values())
         return min((p for p in positions if p is not None), default=self.journal.position)

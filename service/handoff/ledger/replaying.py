@@ -77,7 +77,7 @@ def apply_frame(record: Record, frame: Frame) -> None:
     if frame.kind == events.EVENT:
         record.apply(events.decode(frame.payload))
     elif frame.kind == events.STEPS:
-        message = _message(frame, record.limits)
+        message = message_of(frame, record.limits)
         new = new_content(record.ledger, record.store, message)
         if isinstance(new, Refusal):
             raise _refused_now(frame, new)
@@ -107,15 +107,16 @@ def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[
     """
     seen: set[tuple[int, int, int]] = set()
     for frame in frames:
-        if frame.kind == events.STEPS:
-            message = _message(frame, limits)
+        if frame.kind in (events.STEPS, events.COPIED):
+            message = message_of(frame, limits)
             index = message.steps.index_K.tolist()
             for of, (items, ends) in items_by_trajectory(message).items():
                 if of.group_id in attempts and attempts[of.group_id][of.sample] == of.attempt:
                     keys = {(of.group_id, of.sample, index[k]): k for k in reversed(items)}
                     new = sorted(k for key, k in keys.items() if key not in seen)  # the first of each, as when it came
                     seen |= keys.keys()
-                    steps = cut(message.steps, new)
+                    steps, held = cut(message.steps, new), store.of(of.group_id)
+                    ends = [end for end in ends if of.sample not in held.ends]
                     n_bytes = (table_bytes(steps) if steps is not None else 0) + ITEM_BYTES * len(ends)
                     store.add(of.group_id, steps, ends, n_bytes)
 
@@ -165,7 +166,7 @@ def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:
     fetch(record.store, attempts, frames, record.limits)
 
 
-def _message(frame: Frame, limits: Limits) -> StepGroup:
+def message_of(frame: Frame, limits: Limits) -> StepGroup:
     """The step group of a frame."""
     message = decode(frame.payload, replace(limits, max_group_bytes=len(frame.payload)))  # it was accepted once
     if isinstance(message, Refusal):

@@ -74,6 +74,8 @@ class Group:
     """The optimizer step that used it, once it is STEPPED."""
     tokens: int = 0
     """Sampled tokens of all current attempts."""
+    n_bytes: int = 0
+    """Bytes that their steps and ends are counted with, see `service.handoff.group_bytes`."""
     lengths: tuple[int, ...] = ()
     """Sampled tokens of each trajectory that is trained."""
     losses: tuple[int, ...] = ()

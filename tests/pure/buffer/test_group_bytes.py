@@ -170,6 +170,16 @@ def test_names_as_long_as_they_may_be_stay_within_the_reservation(tmp_path: Path
     accepted_within(world, [replace(long, stop_reason=LONG_NAME)], [], step_bytes(long))
 
 
+def test_what_a_trajectory_has_sent_is_reserved_once(tmp_path: Path) -> None:
+    made = config()
+    world = World(tmp_path, with_bounds(made, max_bytes=2 * worst_group_bytes(made)))
+    work = world.generator.claimed()
+    step = full_step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0, made, START)
+    assert isinstance(world.generator.send([step]), Receipt)
+    assert isinstance(world.generator.claim(), Assignment)
+    assert world.buffer.status().reserved_bytes == 2 * worst_group_bytes(made)
+
+
 def test_names_of_repeated_steps_take_no_room_in_the_journal(tmp_path: Path) -> None:
     turns = 8
     world = World(tmp_path, config(env={"max_turns": turns}))

@@ -343,7 +343,7 @@ def test_steps_stay_in_the_journal_until_the_snapshot_that_needs_them_no_more_is
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, offset, buffers)
 
-    world, write = World(tmp_path, segment_bytes=1500), LocalFile.write
+    world, write = World(tmp_path, segment_bytes=1), LocalFile.write
     for _ in range(2):
         world.generator.finish(world.generator.claimed())
         world.journal.sync()
