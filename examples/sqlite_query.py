@@ -195,6 +195,7 @@ async def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Inside the process: run one statement after the other until stdin closes."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore it
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (TEMPORARY_FILE, TEMPORARY_FILE))
     serve(_answer)

@@ -34,11 +34,11 @@ def main() -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     signals = {signal.SIGTERM, signal.SIGCHLD}
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     child = os.fork()
     if not child:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's thread may have blocked signals
         import_module(sys.argv[1]).main()
         return
     code = None

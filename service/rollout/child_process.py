@@ -17,7 +17,11 @@ from contextlib import suppress
 from typing import Any
 
 from service.interop.user_functions import FOLDER, SAFE_PATH, user_folder
+from service.rollout.child_main import KILL_SECONDS
 from service.rollout.environment import OversizedOutput
+
+STARTED_SECONDS = 20.0
+"""Seconds in which a keeper must have begun to kill."""
 
 
 class ChildDied(Exception):
@@ -151,8 +155,10 @@ class ChildProcess:
             self._process.terminate()  # its keeper kills the others
 
     async def ended(self) -> None:
-        """Wait until the process and its descendants have ended."""
-        await self._process.wait()
+        """Wait until the process and its descendants have ended; what cannot be killed in time is left."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KILL_SECONDS + STARTED_SECONDS):
+                await self._process.wait()
 
 
 def _environment() -> dict[str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import psutil
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -153,19 +155,32 @@ def _products(queries_Qd: torch.Tensor, vectors_Nd: torch.Tensor) -> torch.Tenso
 
 
 def encoded(texts: Sequence[str], encoder: Encoder, file: Path | None) -> Float32s:
-    """[N, d] vectors of passages, read from a file (.npy) or computed; the file is written if it is missing.
+    """[N, d] vectors of passages, in memory or in a file (.npy), which is written if it is missing.
 
     Raises:
-        UserError: the file holds no vectors, or vectors of another corpus or encoder.
+        UserError: the file holds no vectors, or vectors of another corpus or encoder; without a file, the free memory
+            cannot hold them.
     """
-    if file is not None and file.is_file():
-        return _load_vectors(file, (len(texts), encoder.queries(["width"]).shape[1]))
-    vectors = encoder.passages(texts)
-    if file is not None:
-        # An open file, because np.save appends .npy to a name without it.
-        with atomic_file(file) as partial, partial.open("wb") as opened:
-            np.save(opened, vectors)
-    return vectors
+    shape = len(texts), encoder.queries(["width"]).shape[1]
+    if file is None:
+        _refuse_too_many(shape, psutil.virtual_memory().available)
+        return encoder.passages(texts)
+    if not file.is_file():
+        with atomic_file(file) as partial:
+            vectors = np.lib.format.open_memmap(partial, "w+", np.float32, shape)  # type: ignore[no-untyped-call]
+            for begin in range(0, len(texts), CHUNK):
+                vectors[begin : begin + CHUNK] = encoder.passages(texts[begin : begin + CHUNK])
+            vectors.flush()
+    return _load_vectors(file, shape)
+
+
+def _refuse_too_many(shape: tuple[int, int], memory: int) -> None:
+    needed = 4 * math.prod(shape)
+    if needed > memory:
+        raise UserError(
+            f"the corpus's vectors need {needed / 2**30:.1f} GiB of memory, {memory / 2**30:.1f} GiB are free; "
+            "give embeddings, a file for them"
+        )
 
 
 def _load_vectors(path: Path, shape: tuple[int, int]) -> Float32s:

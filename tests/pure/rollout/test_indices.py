@@ -206,6 +206,23 @@ def test_vectors_are_written_once_and_read_afterwards(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["vectors.npy"]
 
 
+def test_vectors_are_encoded_into_their_file_chunk_by_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = psutil.virtual_memory()._replace(available=100)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: short)
+    monkeypatch.setattr(dense, "CHUNK", 2)
+    asked: list[int] = []
+
+    class Counted(Letters):
+        def passages(self, texts: Sequence[str]) -> Float32s:
+            asked.append(len(texts))
+            return super().passages(texts)
+
+    vectors = encoded(TEXTS, Counted(), tmp_path / "vectors.npy")
+    assert asked == [2, 1] and vectors.tolist() == Letters().passages(TEXTS).tolist()
+    with pytest.raises(UserError, match=r"vectors need .* GiB of memory, .* GiB are free; give embeddings"):
+        encoded(TEXTS, Counted(), None)
+
+
 def test_vectors_are_kept_under_the_configured_name(tmp_path: Path) -> None:
     encoded(["salt"], Letters(), tmp_path / "vectors")
     assert os.listdir(tmp_path) == ["vectors"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -190,6 +191,19 @@ async def test_the_processes_end_with_the_last_open_episode(database: Path) -> N
             await second.shown(database, "SELECT 1", 1, SLACK)
         assert psutil.Process().children()
     assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.asyncio
+async def test_a_query_ends_in_time_also_where_its_parent_blocks_and_ignores_the_signal(database: Path) -> None:
+    before, blocked = signal.signal(signal.SIGALRM, signal.SIG_IGN), {signal.SIGALRM}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        async with joined() as queries, asyncio.timeout(SLACK):
+            with pytest.raises(QueryFailed, match="took longer than"):
+                await queries.shown(database, HEAVY[1], 1, 0.1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGALRM, before)
 
 
 ASKER = """
