@@ -37,7 +37,7 @@ from service.handoff.journal.journal import Journal
 from service.handoff.steps.builder import step_group
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, Receipt
-from service.rollout.prompts.dataset import write_rows
+from service.rollout.prompts.dataset import load_tasks, rows_digest, write_rows
 from service.types import PolicyVersion, Sender, Step, TrajectoryEnd, TrajectoryId
 
 VOCABULARY = 32_000
@@ -274,9 +274,10 @@ def replay(folder: Path) -> dict[str, float]:
     """Start a buffer on what the run left, in this process."""
     clock = SystemClock()
     journal = Journal(folder / "journal", clock)
-    uids = [f"p{row}" for row in range(1000)]
+    tasks = load_tasks(folder / "tasks.jsonl")
+    uids, rows = [task.uid for task in tasks], rows_digest(tasks)
     began = time.monotonic()
-    Buffer(config(), VOCABULARY, uids, journal, clock, config().run.seed)
+    Buffer(config(), VOCABULARY, uids, journal, clock, config().run.seed, rows_digest=rows)
     seconds, n_bytes = time.monotonic() - began, journal.position - journal.start
     return {
         "reclaimed_mb": journal.start / 1e6,
