@@ -204,12 +204,11 @@ class BufferActor:
         """The status of the buffer."""
         return self._buffer.status().as_dict()
 
-    async def stop(self) -> dict[str, Any]:
-        """End the background work, after the last call of the run; returns the final status."""
+    async def stop(self) -> None:
+        """End the background work and the reports, after every other call of the run."""
         self._background.cancel()
         await asyncio.wait([self._background])
         self._telemetry.stop()
-        return self._buffer.status().as_dict()
 
     async def _poll(self, ask: Callable[[], Answer], wait_seconds: float) -> Answer:
         """Call `ask` whenever the buffer changes, until the answer is not a `Wait` or the time is over."""

@@ -103,6 +103,7 @@ class Coordinator:
             await training
             await self._finish()
             await generating
+            await ask_buffer(self._buffer.stop)  # last: the hub serves no gauges of a buffer that is silent
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an actor failed: {in_a_line(error)} (full text: logs/driver.log)") from error
 
@@ -312,7 +313,7 @@ class Coordinator:
         await self._generator_pool.stop()
         state = "stopped" if self._stopping else "finished"
         self._telemetry.stop(state)
-        self._progress.end(state, await ask_buffer(self._buffer.stop), generators)
+        self._progress.end(state, await ask_buffer(self._buffer.status), generators)
 
 
 def _accepted(answer: object) -> None:
