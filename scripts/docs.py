@@ -54,7 +54,8 @@ CONFIG_INTRO = """\
 
 Made from `service/config/` by `python -m scripts.docs`.
 
-Files are given with `--config`, later ones merged deep over earlier ones; `section.key=value` overrides both.
+Files are given with `--config`, later ones merged over earlier ones, key by key; `section.key=value` overrides both. An
+empty mapping (`env.options={}`) replaces what earlier ones set.
 An unknown key is refused. `baton config show` prints the resolved configuration, `baton config schema` its JSON schema.
 `baton config validate` reads datasets, makes environments, and looks into the model's JSON files, tokenizer and weight
 headers. What is here and broken is an error (exit code 2); what is not here at all may be another machine's, and is a

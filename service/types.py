@@ -53,7 +53,7 @@ class PolicyVersion(NamedTuple):
         return PolicyVersion(packed >> 32, packed & 0xFFFFFFFF)
 
     def __str__(self) -> str:
-        return f"{self.incarnation}.{self.step}"
+        return f"{self.incarnation}:{self.step}"
 
 
 class TrajectoryId(NamedTuple):

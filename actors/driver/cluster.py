@@ -33,13 +33,14 @@ from actors.generator.actor import Generator
 from actors.generator.engine_arguments import SCRATCH
 from actors.generator.retrieval import with_retrieval
 from actors.observe.logs import log_env
-from actors.observe.metrics_hub import MetricsHub, with_free_port
+from actors.observe.metrics_hub import MetricsHub
 from actors.trainer.actor import TrainerRank
 from actors.trainer.group import TrainerGroup
 from service.cli.phases import say
 from service.config import Config
 from service.errors import RunFailed, UserError
 from service.interop.user_functions import FOLDER, SAFE_PATH, user_folder
+from service.run.metrics_port import with_free_port
 from service.run.prepare import Prepared
 
 CONNECT_SECONDS = 10.0

@@ -39,14 +39,18 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.cli.configuration import checked_config
         from service.config import check_paths
+        from service.run.metrics_port import with_free_port
 
-        config = checked_config(arguments, overrides)
-        check_paths(config)
+        config, source = checked_config(arguments, overrides)
+        with source.named_in_errors():
+            check_paths(config)
+            with_free_port(config)  # a taken port is refused before Ray is loaded
     refuse_missing_vllm()
     with phase(LOADING):
         from actors.driver.run import run
 
-    return run(config, None if resume is None else resume.resolve())
+    with source.named_in_errors():
+        return run(config, None if resume is None else resume.resolve())
 
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -61,7 +65,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.cli.configuration import checked_config
 
-        config = checked_config(arguments, overrides)
+        config = checked_config(arguments, overrides).config
     if not config.data.eval and config.data.eval_make_rows is None:
         raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
     refuse_missing_vllm()
@@ -81,7 +85,7 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run a training as a job."""
     from service.cli.configuration import checked_config
 
-    config = checked_config(arguments, overrides)
+    config = checked_config(arguments, overrides).config
     # Ray reads the variable when it is imported; without it Ray sends no token.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     from actors.driver.submit import submit_run

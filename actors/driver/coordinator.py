@@ -16,7 +16,7 @@ from actors.driver.cluster import Cluster
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.observe.logs import say_which_are_elsewhere
-from actors.observe.metrics_hub import serving
+from actors.observe.metrics_hub import ray_targets, serving
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerLost
 from service.cli.phases import phase
@@ -28,6 +28,7 @@ from service.observe.progress import QUIET_SECONDS, Progress
 from service.observe.trajectories.records import describe_ends, trained
 from service.run.checkpoints import Manifest
 from service.run.folder import FINAL, JOURNAL, LOGS
+from service.run.metrics_port import DEFAULT_PORT
 from service.run.prepare import Prepared, demonstrations
 from service.run.repeated_failures import FailureWatch
 from service.run.writer import RunWriter
@@ -67,6 +68,7 @@ class Coordinator:
         self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
         self._version = PolicyVersion(0, 0)
         self._waits_for = ""
+        self._url = ""
         self._bad_steps = 0
         self._logprobs = LogprobCheck(config.weights)
         self._trainer_failures = 0
@@ -134,8 +136,12 @@ class Coordinator:
             self._folder.write_config(self._config)
         url = await self._all_up()
         say_which_are_elsewhere(self._config, self._folder.path / LOGS, self._say)
+        self._url = url
         self._folder.write_address(url)
-        self._say(f"status page: {url}/status, metrics: {url}/metrics")
+        self._write_targets()
+        if self._config.metrics.port is None and not url.endswith(f":{DEFAULT_PORT}"):
+            self._say(f"port {DEFAULT_PORT} is taken; this run has the next free one")
+        self._say(f"status page: {url} (in a terminal: baton status {self._folder.path})")
         if self._resume_from is not None:
             with phase(f"reading the checkpoint of step {self._resume_from.step}", self._say):
                 await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
@@ -145,6 +151,11 @@ class Coordinator:
             await self._start_fresh()
         self._progress.begin()
         self._telemetry.state("training")
+
+    def _write_targets(self) -> None:
+        """Say to Prometheus where this run is scraped; the nodes of the Ray cluster come and go."""
+        own = {"targets": [self._url.partition("//")[2]], "labels": {"__meta_baton_kind": "baton"}}
+        self._folder.write_targets([own, *ray_targets()])
 
     async def _all_up(self) -> str:
         """Let every actor load the model or start its server; returns the address of the metrics hub."""
@@ -240,6 +251,7 @@ class Coordinator:
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
         line = self._progress.stepped(self._version, leased.metrics, {**report.metrics, **evaluated}, generators)
         self._telemetry.stepped(self._version, line)
+        self._write_targets()
 
     async def _evaluate(self) -> dict[str, float]:
         """Evaluate the weights every `data.eval_every` steps, while training waits; returns the metrics."""

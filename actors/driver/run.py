@@ -16,7 +16,6 @@ from actors.driver.cluster import place_actors, ray_session
 from actors.driver.coordinator import Coordinator
 from actors.driver.signals import exit_on_stop_signals, force_after, on_stop_signal
 from actors.observe.logs import begin_logs
-from actors.observe.metrics_hub import with_free_port
 from service.cli.phases import phase, say
 from service.config import Config, check
 from service.errors import BatonError, RunFailed, UserError
@@ -45,7 +44,6 @@ def run(config: Config, resume: Path | None = None) -> int:
     check(config)
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private(os.environ, Path.home())
-    with_free_port(config)  # a taken port is refused before anything is written or started
     path = resume or new_run_folder(runs_folder(config), config.run.name)
     folder = RunWriter(path)
     with lock_run(path):
@@ -65,6 +63,8 @@ def run(config: Config, resume: Path | None = None) -> int:
             with contextlib.suppress(OSError):  # the disk may be what failed
                 folder.write_summary({"state": "failed", "reason": str(failure), "exit_code": failure.exit_code})
             raise failure from error
+        finally:
+            folder.delete_targets()
 
 
 def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:

@@ -52,8 +52,8 @@ def submit_run(
 def entrypoint(files: Sequence[Path], overrides: Sequence[str], folder: Path) -> str:
     """The command of the job, which runs in a copy of `folder`.
 
-    >>> entrypoint([Path("mine.yaml")], ["run.seed=1"], Path("/srv/my task"))
-    'cd "${PYTHONPATH%%:*}"/\'my task\' && exec baton run --config mine.yaml run.seed=1'
+    >>> entrypoint([Path("mine.yaml")], ["run.seed=1"], Path("/srv/my-task"))
+    'cd "${PYTHONPATH%%:*}"/my-task && exec baton run --config mine.yaml run.seed=1'
 
     Raises:
         UserError: a file lies outside the folder.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.observe.hub import Hub
+from service.run.metrics_port import DEFAULT_PORT, bind_message
 
 RETRY_SECONDS = 0.5
 """Pause before the next call of a hub that is restarting."""
@@ -34,29 +33,6 @@ PAGE_HEADERS = {
 }
 VARY = {"Vary": "Accept"}
 """`/status` has two forms, so a cache has to keep them apart."""
-
-
-def with_free_port(config: Config) -> Config:
-    """Check that the hub can listen; the configuration with a free port in place of 0.
-
-    A fixed port gives a restarted hub the same address.
-
-    Raises:
-        UserError: the port is taken, or the host is not an address of this machine.
-    """
-    host, port = config.metrics.host, config.metrics.port
-    try:
-        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            # As asyncio's servers do: connections of the last server that still linger do not occupy the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            port = int(probe.getsockname()[1])
-    except UnicodeError:
-        raise UserError(f"metrics.host: {host!r:.80} is no name of a host") from None
-    except OSError as error:
-        raise UserError(_bind_message(host, port, error)) from None
-    return config.model_copy(update={"metrics": config.metrics.model_copy(update={"port": port})})
 
 
 async def serving(hub: Any, max_restarts: int) -> str:
@@ -83,7 +59,8 @@ class MetricsHub:
     def __init__(self, config_json: str) -> None:
         keep_log("metrics-hub")
         config = Config.model_validate_json(config_json)
-        self._host, self._port = config.metrics.host, config.metrics.port
+        self._host = config.metrics.host
+        self._port = DEFAULT_PORT if config.metrics.port is None else config.metrics.port
         self._hub = Hub(SystemClock())
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
@@ -115,7 +92,7 @@ class MetricsHub:
         except OSError as error:
             await runner.cleanup()
             self._refused = True
-            raise UserError(_bind_message(self._host, self._port, error)) from None
+            raise UserError(bind_message(self._host, self._port, error)) from None
         self._runner = runner
         host = "127.0.0.1" if self._host in ("0.0.0.0", "::", "localhost") else self._host
         self._url = f"http://{host}:{self._listener.sockets[0].getsockname()[1]}"
@@ -170,7 +147,7 @@ class MetricsHub:
 
     async def _get_targets(self, request: web.Request) -> web.Response:
         own = {"targets": [request.host], "labels": {"__meta_baton_kind": "baton"}}
-        return web.json_response([own, *await asyncio.to_thread(_ray_targets)])
+        return web.json_response([own, *await asyncio.to_thread(ray_targets)])
 
     async def _get_health(self, request: web.Request) -> web.Response:
         return web.json_response({"ok": True, "silent": self._hub.silent()})
@@ -205,8 +182,8 @@ def _media_range(text: str) -> tuple[str, float] | None:
         return name, 0.0
 
 
-def _ray_targets() -> list[dict[str, Any]]:
-    """The metrics endpoints of the Ray cluster's live nodes, in the format of Prometheus' HTTP service discovery."""
+def ray_targets() -> list[dict[str, Any]]:
+    """The metrics endpoints of the Ray cluster's live nodes, in the format of Prometheus' service discovery."""
     if not ray.is_initialized():
         return []
     return [
@@ -217,11 +194,3 @@ def _ray_targets() -> list[dict[str, Any]]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-
-
-def _bind_message(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"metrics.port: port {port} on {host} is in use; choose another, or 0 for a free one"
-    if error.errno == errno.EACCES:
-        return f"metrics.port: port {port} on {host} may not be opened by this user; choose one above 1023"
-    return f"metrics.host: cannot listen on {host}:{port}: {error.strerror or error}"

@@ -22,7 +22,7 @@ class RunTelemetry:
     def __init__(self, config: Config, hub: Any, folder: str) -> None:
         self._reporter = Reporter("driver", "driver", config, hub)
         self._run = run_report(config, folder, time.time())
-        measure_run(self._reporter.metrics, config, installed_version())
+        measure_run(self._reporter.metrics, config, self._run["name"], installed_version())
 
     def start(self) -> None:
         """Start to push, in the running event loop."""

@@ -50,17 +50,18 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from service.cli.configuration import checked_config
     from service.config.paths import elsewhere
 
-    config = checked_config(arguments, overrides)
-    missing = elsewhere(config)
-    from service.handoff.batches.score import estimator_named
-    from service.rollout.environments.check_inputs import check_inputs
+    config, source = checked_config(arguments, overrides)
+    with source.named_in_errors():
+        missing = elsewhere(config)
+        from service.handoff.batches.score import estimator_named
+        from service.rollout.environments.check_inputs import check_inputs
 
-    check_inputs(config)
-    estimator_named(config.algorithm.estimator)
-    if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch
-        from service.learn.losses.loss import loss_named
+        check_inputs(config)
+        estimator_named(config.algorithm.estimator)
+        if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch
+            from service.learn.losses.loss import loss_named
 
-        loss_named(config.algorithm.loss)
+            loss_named(config.algorithm.loss)
     for line in missing:
         print(f"note: {line}")
     files = ", ".join(str(file) for file in arguments.config)
@@ -91,8 +92,9 @@ def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a run is doing now, or how it ended."""
     from service.observe.status_client import run_status
     from service.observe.status_view import status_lines
+    from service.run.folder import newest_run
 
-    status = run_status(arguments.run)
+    status = run_status(arguments.run or str(newest_run()))
     if arguments.json:
         print(json.dumps(status, indent=2))
     else:

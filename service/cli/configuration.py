@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from service.config import Config, check, load
+from service.config import check, load
+from service.config.load import Loaded
 from service.errors import UserError
 
 
-def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Config:
-    """The configuration of a command line, checked.
+def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Loaded:
+    """The configuration of a command line, checked, with the place of every value.
 
     Raises:
         UserError: no configuration is given, it is wrong, or a word is neither an argument nor a setting.
@@ -19,7 +20,7 @@ def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Confi
         raise UserError("give a configuration: --config FILE (such as --config configs/quickstart.yaml)")
     loaded = load(arguments.config, overrides)
     check(loaded.config, loaded.source)
-    return loaded.config
+    return loaded
 
 
 def no_more_words(arguments: argparse.Namespace) -> None:

@@ -83,7 +83,8 @@ its summary. The run serves the same as JSON at /status, with live charts at /, 
 
 STATUS_EXAMPLES = """\
 examples:
-  baton status quickstart                # the run of that name in runs/
+  baton status                           # the newest run in runs/
+  baton status quickstart                # the run of that name
   baton status runs/quickstart-2
   baton status 127.0.0.1:9400 --json
 """

@@ -158,7 +158,8 @@ def _add_config(added: Any) -> None:
 def _add_status(added: Any) -> None:
     summary = "what a run is doing now, or how it ended"
     parser = _command(added, "status", commands.status, summary, help_texts.STATUS, help_texts.STATUS_EXAMPLES)
-    parser.add_argument("run", metavar="URL-OR-RUN", help=f"http://host:port, {RUN_HELP}")
+    named = f"http://host:port, {RUN_HELP} (default: the newest run in runs/)"
+    parser.add_argument("run", metavar="URL-OR-RUN", nargs="?", help=named)
     parser.add_argument("--json", action="store_true", help="print the /status document")
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from service.errors import ConfigError
+from service.errors import ConfigError, UserError
 
 MAX_FILE_BYTES = 1 << 16
 """A configuration is written by hand; a larger file is the wrong file."""
@@ -91,16 +92,37 @@ class Source:
     def line(self, path: KeyPath, message: str) -> str:
         """A line of an error about the value at `path`; it begins with the place where the value was set."""
         place = self.place(path)
-        return f"{place + '  ' if place else ''}{plain('.'.join(path))}: {message}"
+        return f"{place + '  ' if place else ''}{plain('.'.join(path))}: {message}{self._layers(path)}"
+
+    def _layers(self, path: KeyPath) -> str:
+        """In brackets, where the keys of a mapping come from if several files or overrides set them; else nothing."""
+        keys = {here[-1]: place for here, place in self.places.items() if here[:-1] == path}
+        if len({re.sub(r":\d+$", "", place) for place in keys.values()}) < 2:
+            return ""
+        return f" ({', '.join(f'{plain(key)} is from {place}' for key, place in keys.items())})"
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Within the block, a line of a `UserError` that begins with a setting begins with where it was set."""
+        try:
+            yield
+        except UserError as error:
+            lines = [self._named(line) for line in str(error).splitlines()]
+            raise type(error)("\n".join(lines)) from error
+
+    def _named(self, line: str) -> str:
+        setting, colon, message = line.partition(": ")
+        path = tuple(setting.split("."))
+        return self.line(path, message) if colon and path in self.places else line
 
     def merge(self, values: Mapping[str, Any], places: Mapping[KeyPath, str], path: KeyPath = ()) -> None:
-        """Put values over those below `path`: mappings key by key, anything else as a whole."""
+        """Put values over those below `path`: mappings key by key; anything else, and an empty mapping, as a whole."""
         into = self.values
         for key in path:
             into = into[key]
         for key, value in values.items():
             here = (*path, key)
-            if isinstance(value, dict) and isinstance(into.get(key), dict):
+            if isinstance(value, dict) and value and isinstance(into.get(key), dict):
                 self.merge(value, places, here)
             else:
                 into[key] = value

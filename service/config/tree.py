@@ -131,8 +131,8 @@ class MetricsConfig(Section):
 
     host: str = "127.0.0.1"
     """Address on which /metrics and /status are served."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 9400
-    """Port of /metrics and /status; 0 takes a free one."""
+    port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of /metrics and /status; None: 9400, or the next free one; 0: any free one."""
     long_batch_tokens: Positive | None = None
     """Padded length above which the alert counts a mini-batch as long; None: 75 % of the longest possible row."""
     wandb: WandbConfig | None = None

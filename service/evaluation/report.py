@@ -17,11 +17,12 @@ if TYPE_CHECKING:  # the command line checks `--output` before anything large is
 
 def table(evaluations: Sequence[Evaluation]) -> str:
     """One line per set below a head line, with aligned columns."""
-    head = ("set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "cut", "lost")
+    ks = sorted({k for of in evaluations for k in of.pass_at})
+    head = ("set", "prompts", "trajectories", "score", *(f"pass@{k}" for k in ks), "turns", "tokens", "cut", "lost")
     lines = [head]
     for of in evaluations:
-        passed = " ".join(f"@{k} {chance:.3f}" for k, chance in of.pass_at.items()) or "-"
-        means = (f"{of.avg_score:.3f}", passed, f"{of.avg_turns:.2f}", f"{of.avg_tokens:.1f}")
+        passed = (f"{of.pass_at[k]:.3f}" if k in of.pass_at else "-" for k in ks)
+        means = (f"{of.avg_score:.3f}", *passed, f"{of.avg_turns:.2f}", f"{of.avg_tokens:.1f}")
         ends = (f"{of.truncated_ratio:.1%}", str(of.n_lost))
         lines.append((of.name, str(of.n_prompts), str(of.n_trajectories), *means, *ends))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]

@@ -71,9 +71,8 @@ class Admission:
         ahead = self._lookahead.value
         if batch > effective_step(ledger, serving) + ahead:
             self._lookahead.blocked()
-            slot = f"slot {ledger.next_slot} is for version {batch}"
-            must_serve = f"with lookahead {ahead} the engine has to serve version {batch - ahead}, it serves {serving}"
-            return WaitReason.LOOKAHEAD, f"{slot}: {must_serve}"
+            due = f"waits for the weights of step {batch - ahead} (lookahead {ahead})"
+            return WaitReason.LOOKAHEAD, f"{due}; has those of step {serving.step}"
         needed = self.reserved(ledger, stored_bytes) + self._n_samples * self._worst_bytes
         if needed > self._max_bytes:
             return (

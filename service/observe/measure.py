@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
 
 
-def measure_run(metrics: Metrics, config: Config, version: str) -> None:
+def measure_run(metrics: Metrics, config: Config, name: str, version: str) -> None:
     """A run starts: its name, the thresholds of its alerts, and zeros for counters of rare events."""
-    metrics.set("baton_run_info", 1, run=config.run.name, baton_version=version)
+    metrics.set("baton_run_info", 1, run=name, baton_version=version)
     for name, value in alert_thresholds(config).items():
         metrics.set(name, value)
     metrics.count("baton_aborted_steps_total", 0)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `baton status` loads neither pydantic nor NumPy
@@ -28,7 +29,7 @@ Status = dict[str, Any]
 def run_report(config: Config, folder: str, now: float) -> dict[str, Any]:
     """The part of the run at its start; the driver adds `state`, `policy_version` and `stepped` later."""
     return {
-        "name": config.run.name,
+        "name": Path(folder).name,
         "folder": folder,
         "started": now,
         "max_steps": config.run.max_steps,

@@ -54,7 +54,8 @@ def headline(status: Status) -> str:
     steps = f"{version['step']} of {run['max_steps']}" if "max_steps" in run else f"{version['step']}"
     since = f", {_duration(status['time'] - run['started'])}" if "started" in run else ""
     state = status["state"].replace("_", " ")
-    return f"{run.get('name', 'run')}: {state}, step {steps}, policy {version['incarnation']}.{version['step']}{since}"
+    restarted = f", trainer {version['incarnation']}" if version["incarnation"] > 1 else ""
+    return f"{run.get('name', 'run')}: {state}, step {steps}{restarted}{since}"
 
 
 def stations(status: Status) -> list[Column]:
@@ -73,7 +74,7 @@ def stations(status: Status) -> list[Column]:
         f"staleness {_number(step.get('async/staleness_mean'), 2)}",
     )
     weights = (
-        f"version {version['incarnation']}.{version['step']}",
+        f"step {version['step']}",
         f"sync {_number(step.get('timing/sync_weights'), 2)} s",
     )
     return [

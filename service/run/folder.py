@@ -41,6 +41,8 @@ JOURNAL = "journal"
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 LOGS = "logs"
+TARGETS = ".prometheus"
+"""Folder beside the run folders, with a file of scrape targets for each run that is going on."""
 DRIVER_LOG = "driver.log"
 
 LOCK_SECONDS = 1.0
@@ -66,6 +68,18 @@ def run_folder(run: str | Path, runs: Path = RUNS) -> Path:
     if (folder := find_run(run, runs)) is None:
         raise no_such_run(run, runs)
     return folder
+
+
+def newest_run(runs: Path = RUNS) -> Path:
+    """The run in `runs` that was started or resumed last.
+
+    Raises:
+        UserError: there is none.
+    """
+    begun = [(file.stat().st_mtime_ns, file.parent) for file in runs.glob(f"*/{CONFIG}")]
+    if not begun:
+        raise UserError(f"there is no run in {runs}/; give the run's folder or address")
+    return max(begun)[1]
 
 
 def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserError:

@@ -13,7 +13,17 @@ from service.errors import printable
 from service.files import append_lines, atomic_file, write_atomic
 from service.observe.plot import draw_learning_curve
 from service.observe.trackers import TensorBoard, Wandb, open_trackers
-from service.run.folder import ADDRESS, CONFIG, EVALUATIONS, LOGS, METRICS, SUMMARY, TRAJECTORIES, read_lines
+from service.run.folder import (
+    ADDRESS,
+    CONFIG,
+    EVALUATIONS,
+    LOGS,
+    METRICS,
+    SUMMARY,
+    TARGETS,
+    TRAJECTORIES,
+    read_lines,
+)
 
 TRAJECTORIES_BYTES = 64 << 20
 """Size at which `trajectories.jsonl` stops growing."""
@@ -29,6 +39,7 @@ class RunWriter:
         self._trackers: list[TensorBoard | Wandb] = []
         self._config: Config | None = None
         self._trajectories_full = False
+        self._targets: Sequence[Mapping[str, Any]] = ()
         self.step = 0
         """The optimizer step that was logged last."""
 
@@ -45,6 +56,21 @@ class RunWriter:
     def write_address(self, url: str) -> None:
         """Write the address at which /metrics and /status are served."""
         write_atomic(self.path / ADDRESS, json.dumps({"url": url}) + "\n")
+
+    def write_targets(self, targets: Sequence[Mapping[str, Any]]) -> None:
+        """Write what Prometheus is to scrape for this run, in the format of its file-based service discovery."""
+        if targets != self._targets:
+            self._targets_file.parent.mkdir(exist_ok=True)
+            write_atomic(self._targets_file, json.dumps(targets) + "\n")
+            self._targets = targets
+
+    def delete_targets(self) -> None:
+        """Prometheus scrapes this run no more."""
+        self._targets_file.unlink(missing_ok=True)
+
+    @property
+    def _targets_file(self) -> Path:
+        return self.path.parent / TARGETS / f"{self.path.name}.json"
 
     def log_step(self, numbers: Mapping[str, float]) -> None:
         """Append a line to `metrics.jsonl`, and a point per curve in TensorBoard and the other trackers.

@@ -18,14 +18,14 @@ WORDS = ["what", " is", " the", " age", " ?", ATTACK, " answer", " 17", "."]
 def a_step(index: int) -> dict[str, Any]:
     return {
         "index": index, "row": 0, "prompt_ids": [0, 1, 2, 3, 4] * 6, "response_ids": [5, 6, 7, 8],
-        "logprobs": [-0.5, -0.1, -2, 0], "loss_mask": [1, 1, 1, 0], "versions": [[1, "0.1"], [2, "0.9"], [1, None]],
+        "logprobs": [-0.5, -0.1, -2, 0], "loss_mask": [1, 1, 1, 0], "versions": [[1, "0:1"], [2, "0:9"], [1, None]],
         "reward": 0.0, "stop_reason": ATTACK,
     }  # fmt: skip
 
 
 def a_record(sample: int) -> dict[str, Any]:
     return {
-        "id": f"group=7/sample={sample}/attempt=0", "prompt_uid": ATTACK, "trained_at": "0.10", "optimizer_step": 11,
+        "id": f"group=7/sample={sample}/attempt=0", "prompt_uid": ATTACK, "trained_at": "0:10", "optimizer_step": 11,
         "fate": "trained", "return": 1.0, "advantage": 0.5, "rows": 1, "loss_tokens": 2, "sampled_tokens": 3,
         "stop_reason": ATTACK, "steps": [a_step(0), a_step(1)],
     }  # fmt: skip
@@ -83,7 +83,7 @@ def test_the_table_is_filtered_and_sorted_by_hand_and_by_keys(tmp_path: Path) ->
     ]
     records[1]["fate"] = "filtered"
     records[1]["steps"] = records[1]["steps"][:1]
-    records[2]["trained_at"] = "0.30"
+    records[2]["trained_at"] = "0:30"
     url = a_page(records, tmp_path)
 
     async def choose(page: Any, name: str, value: str) -> list[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.observe.metrics_hub import MetricsHub, serving, with_free_port
+from actors.observe.metrics_hub import MetricsHub, serving
 from service.config import Config
+from service.run.metrics_port import with_free_port
 
 pytestmark = [pytest.mark.slow]
 

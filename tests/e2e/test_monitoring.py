@@ -26,6 +26,7 @@ from scripts.dashboards.pages import DASHBOARDS
 from service.config import load_config
 from service.observe.metrics_table import TABLE
 from service.rollout.prompts.dataset import write_rows
+from service.run.folder import TARGETS
 from service.run.prepare import prepare
 from tests.waiting import free_port, until
 
@@ -98,7 +99,7 @@ def start_prometheus(start_server: Callable[..., None], port: int) -> None:
     )  # fmt: skip
 
 
-def write_configs(folder: Path, target: str, webhook: str, alertmanager: int, window: str) -> None:
+def write_configs(folder: Path, runs: Path, webhook: str, alertmanager: int, window: str) -> None:
     """The shipped files, with the test's addresses, and short times so that the whole chain fits into a test."""
     rules = Path("deploy/prometheus/rules.yaml").read_text()
     rules = re.sub(r"\[\d+m\]", f"[{window}]", rules)
@@ -107,8 +108,8 @@ def write_configs(folder: Path, target: str, webhook: str, alertmanager: int, wi
     prometheus = yaml.safe_load(Path("deploy/prometheus/prometheus.yaml").read_text())
     prometheus["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "500ms"}
     prometheus["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager}"]
-    prometheus["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
-    prometheus["scrape_configs"][1]["http_sd_configs"][0]["url"] = f"http://{target}/sd"
+    for job in prometheus["scrape_configs"]:
+        job["file_sd_configs"][0]["files"] = [f"{runs}/{TARGETS}/*.json"]
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(prometheus))
     manager = yaml.safe_load(Path("deploy/prometheus/alertmanager.yaml").read_text())
     manager["route"].update(group_wait="200ms", group_interval="500ms")
@@ -276,7 +277,7 @@ def test_a_real_run_fills_every_panel_closes_its_ledger_and_costs_little(
     start_server: Callable[..., None],
 ) -> None:
     prometheus = f"127.0.0.1:{free_port()}"
-    write_configs(tmp_path, real_run.url.removeprefix("http://"), "http://127.0.0.1:9/", free_port(), "30s")
+    write_configs(tmp_path, real_run.folder, "http://127.0.0.1:9/", free_port(), "30s")
     start_prometheus(start_server, int(prometheus.rpartition(":")[2]))
     measuring, working, began = measuring_seconds(real_run.url), cpu_seconds(real_run.driver), time.monotonic()
     hub = hub_seconds(real_run.driver)
@@ -336,7 +337,7 @@ def test_a_long_batch_of_a_real_run_fires_the_length_alert_at_the_webhook_and_it
 ) -> None:
     url, received = webhook
     manager = f"127.0.0.1:{free_port()}"
-    write_configs(tmp_path, real_run.url.removeprefix("http://"), url, int(manager.rpartition(":")[2]), "10s")
+    write_configs(tmp_path, real_run.folder, url, int(manager.rpartition(":")[2]), "10s")
     start_server(
         "alertmanager", str(ALERTMANAGER), "--config.file=alertmanager.yaml", f"--web.listen-address={manager}",
         "--cluster.listen-address=", "--storage.path=am", ready=f"http://{manager}/-/ready",

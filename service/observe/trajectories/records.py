@@ -37,7 +37,7 @@ from service.types import Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd,
 
 Record = dict[str, Any]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Version = Annotated[str, msgspec.Meta(pattern=r"^\d+\.\d+$")]
+Version = Annotated[str, msgspec.Meta(pattern=r"^\d+:\d+$")]
 
 
 class StepShape(TypedDict):

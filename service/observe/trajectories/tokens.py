@@ -76,8 +76,8 @@ def staleness(record: Record) -> int | None:
 
 
 def _steps_of(version: str) -> int:
-    """The optimizer steps of a policy version: `1.36` -> 36."""
-    return int(version.partition(".")[2])
+    """The optimizer steps of a policy version: `1:36` -> 36."""
+    return int(version.partition(":")[2])
 
 
 def preview(record: Record, words: Words) -> str:

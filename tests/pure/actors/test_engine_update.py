@@ -29,7 +29,7 @@ from service.types import PolicyVersion
 pytestmark = pytest.mark.asyncio
 
 WEIGHTS = {"w": torch.arange(6.0).view(2, 3)}
-LOADED = ["pause", "start", "load", "finish", "label 1.1", "resume"]
+LOADED = ["pause", "start", "load", "finish", "label 1:1", "resume"]
 NEW = PolicyVersion(1, 1)
 
 
@@ -163,17 +163,17 @@ async def test_what_fails_once_is_loaded_again_in_the_same_pause(engine: VllmEng
     update = await engine.update_weights(NEW, *sent())
     assert update.tries == 2
     assert (llm.did[0], llm.did[-5:]) == ("pause", LOADED[1:])
-    assert [llm.did.count(once) for once in ("pause", "resume", "label 1.1")] == [1, 1, 1]
+    assert [llm.did.count(once) for once in ("pause", "resume", "label 1:1")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("part", ["start", "load", "finish"])
 async def test_an_engine_that_cannot_load_stays_paused_and_keeps_its_label(engine: VllmEngine, part: str) -> None:
     llm = llm_of(engine)
     llm.failing = {part: 2}
-    with pytest.raises(RunFailed, match=r"version 1\.1 were not loaded in 2 tries") as failed:
+    with pytest.raises(RunFailed, match=r"version 1:1 were not loaded in 2 tries") as failed:
         await engine.update_weights(NEW, *sent())
     assert f"{part} failed in the worker" in str(failed.value.__cause__)
-    assert not {"resume", "label 1.1"} & set(llm.did)
+    assert not {"resume", "label 1:1"} & set(llm.did)
     assert (engine.serving, files_open()) == (PolicyVersion(1, 0), 0)
     await engine.update_weights(NEW, *sent())
     assert llm.did[-6:] == LOADED
@@ -200,7 +200,7 @@ async def test_weights_older_than_those_that_are_served_are_refused(engine: Vllm
     await engine.update_weights(PolicyVersion(2, 5), *sent())
     llm_of(engine).did.clear()
     for older in (PolicyVersion(2, 4), PolicyVersion(1, 9)):
-        with pytest.raises(ValueError, match=rf"version {older} are older than 2\.5"):
+        with pytest.raises(ValueError, match=rf"version {older} are older than 2:5"):
             await engine.update_weights(older, *sent())
     assert (llm_of(engine).did, engine.serving) == ([], PolicyVersion(2, 5))
     await engine.update_weights(PolicyVersion(2, 5), *sent())
@@ -210,7 +210,7 @@ async def test_weights_older_than_those_that_are_served_are_refused(engine: Vllm
 async def test_two_updates_at_once_are_made_one_after_the_other(engine: VllmEngine) -> None:
     await asyncio.gather(engine.update_weights(NEW, *sent(1.0)), engine.update_weights(PolicyVersion(1, 2), *sent(2.0)))
     llm = llm_of(engine)
-    assert llm.did == [*LOADED, *LOADED[:4], "label 1.2", "resume"]
+    assert llm.did == [*LOADED, *LOADED[:4], "label 1:2", "resume"]
     assert llm.loaded == [sent(1.0)[0].tobytes(), sent(2.0)[0].tobytes()]
     assert engine.serving == PolicyVersion(1, 2)
 

@@ -90,7 +90,7 @@ async def until(come: Callable[[], bool]) -> None:
 
 async def test_the_first_generator_writes_the_file_that_both_load_from() -> None:
     world = await World("memory").started()
-    assert await world.publish(1) == [f"generator-{n} takes 1.1 from /generator-0/1, checksum 1" for n in range(2)]
+    assert await world.publish(1) == [f"generator-{n} takes 1:1 from /generator-0/1, checksum 1" for n in range(2)]
     assert world.generators[0].paths == set()
 
 
@@ -102,8 +102,8 @@ async def test_a_file_that_went_with_its_holder_is_written_anew_by_who_missed_it
     await until(lambda: bool(world.said))
     world.generators[0].loading.set()
     assert await publishing == [
-        "generator-0 takes 1.1 from /generator-0/1, checksum 1",
-        "generator-1 takes 1.1 from /generator-1/1, checksum 1",
+        "generator-0 takes 1:1 from /generator-0/1, checksum 1",
+        "generator-1 takes 1:1 from /generator-1/1, checksum 1",
     ]
     assert (world.telemetry.failed, world.told) == (0, [])
     assert world.generators[1].paths == set()
@@ -114,9 +114,9 @@ async def test_an_engine_that_fails_meanwhile_keeps_nobody_from_the_weights(tran
     world = await World(transport).started()
     world.generators[0].failing["update"] = died()
     (took,) = [line for line in await world.publish(1) if "takes" in line]
-    assert took.startswith("generator-1 takes 1.1")
+    assert took.startswith("generator-1 takes 1:1")
     assert world.telemetry.failed == 1
-    assert len(world.told) == 1 and "generator-0 did not take the weights of version 1.1" in world.told[0]
+    assert len(world.told) == 1 and "generator-0 did not take the weights of version 1:1" in world.told[0]
 
 
 async def test_weights_that_no_engine_can_use_are_a_bug_that_is_not_swallowed() -> None:
@@ -128,14 +128,14 @@ async def test_weights_that_no_engine_can_use_are_a_bug_that_is_not_swallowed() 
 
 async def test_an_engine_joins_its_trainer_once_and_again_after_the_trainer_is_another() -> None:
     world = await World("nccl").started()
-    sent = [f"sends 1.1 to generator-{n}" for n in range(2)]
-    took = [f"generator-{n} takes 1.1 from weights 1, checksum 1" for n in range(2)]
+    sent = [f"sends 1:1 to generator-{n}" for n in range(2)]
+    took = [f"generator-{n} takes 1:1 from weights 1, checksum 1" for n in range(2)]
     joins = [f"generator-{n} joins" for n in range(2)]
     assert await world.publish(1) == sorted(joins + took + sent)
     assert await world.publish(1) == took + sent
     for line in took:
         name = line.split()[0]
-        assert world.said.index(f"sends 1.1 to {name}") < world.said.index(line)
+        assert world.said.index(f"sends 1:1 to {name}") < world.said.index(line)
     world.pool.trainer_started_again()
     assert await world.publish(1) == sorted(joins + took + sent)
 
@@ -146,13 +146,13 @@ async def test_an_engine_is_not_told_a_version_that_its_trainer_no_longer_has(tr
     world = await World(transport).started()
     world.trainer.newest = PolicyVersion(1, 2)
     assert not [line for line in await world.publish(1) if "takes" in line]
-    assert len([line for line in await world.publish(2) if "takes 1.2" in line]) == 2
+    assert len([line for line in await world.publish(2) if "takes 1:2" in line]) == 2
     assert world.told == []
 
 
 async def test_an_engine_loads_what_lies_on_its_own_gpu() -> None:
     world = await World("ipc").started()
-    assert await world.publish(1) == [f"generator-{n} takes 1.1 from memory {n}, checksum 9" for n in range(2)]
+    assert await world.publish(1) == [f"generator-{n} takes 1:1 from memory {n}, checksum 9" for n in range(2)]
 
 
 @pytest.mark.parametrize("transport", ["memory", "nccl", "ipc"])
@@ -182,12 +182,12 @@ async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_
     await until(lambda: bool(world.told))
     world.trainer.newest = PolicyVersion(1, 2)
     (took,) = [line for line in await world.publish(2) if "takes" in line]
-    assert took.startswith("generator-1 takes 1.2")
+    assert took.startswith("generator-1 takes 1:2")
     world.said.clear()
     up.set()
     await until(lambda: len(world.told) == 2)
     (took,) = [line for line in world.said if "takes" in line]
-    assert took.startswith("generator-0 takes 1.2")
+    assert took.startswith("generator-0 takes 1:2")
     assert ("generator-0 joins" in world.said) == (transport == "nccl")
     ended.set()
     await running
@@ -237,7 +237,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
     world.said.clear()
     await until(lambda: "generator-0 is back" in world.told)
     assert killed == [world.generators[0]] * (failures + 1), "each try is a process of its own"
-    assert [line for line in world.said if "takes" in line] == ["generator-0 takes 1.1 from /generator-0/2, checksum 1"]
+    assert [line for line in world.said if "takes" in line] == ["generator-0 takes 1:1 from /generator-0/2, checksum 1"]
     ended.set_result(None)
     await running
 
@@ -269,7 +269,7 @@ async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
     assert world.telemetry.failed == 2
     assert ["lost" in line for line in world.told] == [True, True]
     assert [line.rpartition(",")[0] for line in await world.publish(2)] == [
-        f"generator-{n} takes 1.2 from /generator-0/1" for n in range(2)
+        f"generator-{n} takes 1:2 from /generator-0/1" for n in range(2)
     ]
 
 

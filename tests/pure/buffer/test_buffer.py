@@ -96,7 +96,7 @@ def test_lookahead_admits_that_many_mini_batches_beyond_the_served_version(world
         world.generator.claimed()
     answer = world.generator.claim()
     assert waits(answer) is WaitReason.LOOKAHEAD
-    assert "slot 4 is for version 2" in answer.detail
+    assert "the weights of step 1 (lookahead 1); has those of step 0" in answer.detail
 
 
 def test_filtered_groups_vacate_their_slots(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.cli import main
 from service.config import Config, load, load_config, resolved_yaml
 from service.errors import ConfigError, UserError
 
@@ -64,6 +65,24 @@ def test_a_place_is_known_for_every_value_that_was_set(tmp_path: Path) -> None:
     assert source.place(("trainer", "ranks")) == f"{mine}:3"
     assert source.place(("run", "seed")) == "override run.seed=4"
     assert source.place(("metrics", "port")) is None
+
+
+def test_an_empty_mapping_replaces_what_a_lower_layer_set(tmp_path: Path) -> None:
+    base = write(tmp_path, "base.yaml", "env: {options: {a: 1}, max_turns: 3}\ndata: {eval: {x: x.jsonl}}\n")
+    config = load_config([base], ["env.options={}", "data.eval={}"])
+    assert (config.env.options, config.data.eval, config.env.max_turns) == ({}, {}, 3)
+    assert load_config([base], ["env.options={}", "env.options.b=2"]).env.options == {"b": 2}
+
+
+def test_what_is_left_over_from_a_lower_layer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = write(tmp_path, "base.yaml", "env:\n  options: {left: 1}\ndata:\n  eval: {x: none.jsonl}\n")
+    words = ["config", "validate", "--config", "configs/quickstart.yaml", "--config", str(base)]
+    assert main([*words, "env.options.more=2"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"baton: {base}:2  env.options: the environment 'lookup' refuses them")
+    assert f"(left is from {base}:2, more is from override env.options.more=2)" in said
+    assert main(["run", *words[2:]]) == 2
+    assert f"baton: {base}:4  data.eval.x: the dataset none.jsonl does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,12 @@ def test_a_line_of_metrics_becomes_gauges_histograms_and_counters(metrics: Metri
 
 
 def test_the_state_of_a_run_is_one_series(metrics: Metrics) -> None:
-    measure_run(metrics, Config(), "0.1.0")
+    measure_run(metrics, Config(), "run-2", "0.1.0")
     measure_state(metrics, "warm_start")
     measure_state(metrics, "training")
     assert value(metrics, "baton_run_state", state="training") == 1
     assert b"warm_start" not in metrics.snapshot()
-    assert value(metrics, "baton_run_info", run="run", baton_version="0.1.0") == 1
+    assert value(metrics, "baton_run_info", run="run-2", baton_version="0.1.0") == 1
     assert value(metrics, "baton_batch_padded_sequence_length_alert_tokens") == 960
 
 

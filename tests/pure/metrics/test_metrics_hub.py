@@ -3,17 +3,19 @@
 import asyncio
 import json
 import math
+import socket
 import urllib.request
 
 import pytest
 
-from actors.observe.metrics_hub import MetricsHub, prefers_html, with_free_port
+from actors.observe.metrics_hub import MetricsHub, prefers_html
 from service.config import Config, load_config
 from service.errors import UserError
 from service.observe.hub import HISTORY_KEYS
 from service.observe.metrics import Metrics
 from service.observe.status_client import fetch_status
 from service.observe.status_view import status_lines
+from service.run.metrics_port import DEFAULT_PORT, with_free_port
 
 
 def hub_on(port: int) -> MetricsHub:
@@ -95,6 +97,14 @@ def test_a_restarted_hub_serves_again_with_the_next_push() -> None:
         await second.stop()
 
     asyncio.run(scenario())
+
+
+def test_where_no_port_is_configured_the_next_free_one_is_taken() -> None:
+    first = with_free_port(Config()).metrics.port
+    assert first is not None and first >= DEFAULT_PORT
+    with socket.create_server((Config().metrics.host, first)):
+        second = with_free_port(Config()).metrics.port
+    assert second is not None and second > first
 
 
 def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:

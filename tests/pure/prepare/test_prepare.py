@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.driver.run import run
+from service.cli import main
 from service.config import Config, load_config
 from service.errors import UserError
 from service.run.prepare import prepare
@@ -95,9 +96,10 @@ def test_a_run_that_is_refused_leaves_no_folder(model: Path, tmp_path: Path) -> 
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_taken_port_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_a_taken_port_is_refused_before_ray_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"metrics\.port: port {port} on 127\.0\.0\.1 is in use"):
-            run(load_config([QUICKSTART], [f"metrics.port={port}", f"run.dir={tmp_path / 'runs'}"]))
+        assert main(["run", "--config", QUICKSTART, f"metrics.port={port}", f"run.dir={tmp_path / 'runs'}"]) == 2
+    said = capsys.readouterr()
+    assert f"metrics.port: port {port} on 127.0.0.1 is in use" in said.err and not said.out
     assert not (tmp_path / "runs").exists()

@@ -47,8 +47,9 @@ def test_the_share_of_cut_responses_is_over_the_turns_of_trajectories_that_were_
 def test_a_set_of_which_everything_was_lost_still_has_a_line() -> None:
     found = summarize("dev", [played("a", 0.0, "environment_error")])
     assert (found.avg_score, found.pass_at, found.n_lost) == (0.0, {}, 1)
-    head, line = table([found]).splitlines()
-    assert head.split() == ["set", "prompts", "trajectories", "score", "passed", "turns", "tokens", "cut", "lost"]
+    head, other, line = table([summarize("other", [played("a", 1.0)]), found]).splitlines()
+    assert head.split() == ["set", "prompts", "trajectories", "score", "pass@1", "turns", "tokens", "cut", "lost"]
+    assert other.split()[:5] == ["other", "1", "1", "1.000", "1.000"]
     assert line.split() == ["dev", "1", "1", "0.000", "-", "0.00", "0.0", "0.0%", "1"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from service.cli import main
 from service.config import Config, load_config
 from service.errors import UserError
 from service.observe.plot import smooth
 from service.run import writer
-from service.run.folder import new_run_folder, read_lines
+from service.run.folder import CONFIG, RUNS, SUMMARY, TARGETS, new_run_folder, read_lines
 from service.run.writer import RunWriter
 
 
@@ -31,6 +33,30 @@ def step(number: int, **more: float) -> dict[str, float]:
 def test_a_second_run_of_the_same_name_gets_its_own_folder(tmp_path: Path) -> None:
     names = [new_run_folder(tmp_path / "runs", "quickstart").name for _ in range(3)]
     assert names == ["quickstart", "quickstart-2", "quickstart-3"]
+
+
+def test_the_status_without_a_name_is_that_of_the_run_that_began_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 2 and "there is no run in runs/" in capsys.readouterr().err
+    for name in ("b", "a", "c"):
+        folder = new_run_folder(RUNS, name)
+        (folder / SUMMARY).write_text('{"state": "finished", "steps": 3}')
+        (folder / CONFIG).touch()
+        os.utime(folder / CONFIG, (0, {"b": 1, "a": 9, "c": 5}[name]))
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.startswith(f"{RUNS / 'a'}: finished after 3 optimizer steps")
+
+
+def test_prometheus_has_a_file_of_targets_for_each_run_that_goes_on(tmp_path: Path) -> None:
+    writers = [RunWriter(tmp_path / name) for name in ("quickstart", "quickstart-2")]
+    for number, folder in enumerate(writers):
+        folder.write_targets([{"targets": [f"127.0.0.1:{number}"], "labels": {}}])
+    files = {file.name: json.loads(file.read_text()) for file in (tmp_path / TARGETS).iterdir()}
+    assert files["quickstart-2.json"] == [{"targets": ["127.0.0.1:1"], "labels": {}}]
+    writers[1].delete_targets()
+    assert [file.name for file in (tmp_path / TARGETS).iterdir()] == ["quickstart.json"]
 
 
 def test_a_place_that_cannot_hold_runs_is_a_user_error(tmp_path: Path) -> None:

@@ -227,9 +227,9 @@ def test_s8_nothing_is_fetched_and_no_remote_code_is_trusted(tmp_path: Path) -> 
 def test_s9_what_a_policy_says_cannot_command_a_terminal() -> None:
     said = "\x1b]0;owned\x07\x1b[2J\u202edrowssap\r\b\x9b31m ok\n\ttab"
     step = {
-        "prompt_ids": [], "response_ids": [0], "logprobs": None, "loss_mask": [1], "versions": [[1, "0.1"]],
+        "prompt_ids": [], "response_ids": [0], "logprobs": None, "loss_mask": [1], "versions": [[1, "0:1"]],
     }  # fmt: skip
-    (token,) = tokens_of(step, {"trained_at": "0.1", "fate": "trained"}, 8, lambda ids: [said] * len(ids))
+    (token,) = tokens_of(step, {"trained_at": "0:1", "fate": "trained"}, 8, lambda ids: [said] * len(ids))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", token.text)
     assert token.text.endswith("31m ok\n\ttab")
 

@@ -87,12 +87,12 @@ def records(config: Config = CONFIG) -> list[dict[str, object]]:
 def test_a_record_says_what_was_generated_and_what_became_of_it() -> None:
     first, *_, last = records()
     assert (first["id"], last["id"]) == ("group=7/sample=0/attempt=0", "group=5/sample=1/attempt=0")
-    assert (last["return"], last["fate"], last["optimizer_step"], last["trained_at"]) == (1.0, "trained", 2, "1.1")
+    assert (last["return"], last["fate"], last["optimizer_step"], last["trained_at"]) == (1.0, "trained", 2, "1:1")
     assert last["advantage"] > 0 > first["advantage"]
     assert (last["rows"], last["sampled_tokens"], last["loss_tokens"]) == (1, 3, 3)
     one, two = last["steps"]
-    assert (one["response_ids"], one["loss_mask"], one["versions"]) == ([10, 11, 3], [1, 1, 0], [(2, "1.0"), (1, None)])
-    assert (two["row"], two["versions"][0]) == (0, (1, "1.1"))
+    assert (one["response_ids"], one["loss_mask"], one["versions"]) == ([10, 11, 3], [1, 1, 0], [(2, "1:0"), (1, None)])
+    assert (two["row"], two["versions"][0]) == (0, (1, "1:1"))
     assert json.loads(json.dumps(last)) == json.loads(json.dumps(last, allow_nan=False))
 
 
@@ -139,7 +139,7 @@ def test_the_terminal_shows_a_list_and_one_trajectory() -> None:
     print_record(console, json.loads(json.dumps(records()[0])), 8, letters)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.count("group=7/sample=0/attempt=0") == 2
-    assert "step 1  row 0, policy 1.1" in shown
+    assert "step 1  row 0, policy 1:1" in shown
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -176,7 +176,7 @@ def test_the_page_needs_nothing_from_outside_and_escapes_what_models_say() -> No
     )
     assert page.count("<script") == 1 and "&lt;script&gt;" in page and "<h1>&lt;run&gt;</h1>" in page
     assert "of 3 on this page; the run kept 812" in page
-    assert "://" not in page and 'class="loss" title="log-probability -0.500, policy 1.0"' in page
+    assert "://" not in page and 'class="loss" title="log-probability -0.500, policy 1:0"' in page
 
 
 def test_records_are_found_by_id_by_group_and_by_the_start_of_an_id() -> None:
