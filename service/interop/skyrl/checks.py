@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 PER_ENTRY = (
@@ -38,27 +39,33 @@ def identity(trajectory_id: Any, k: int) -> tuple[str, int]:
     Raises:
         ValueError: the id is neither a pair nor an object with SkyRL's two attributes.
     """
-    if hasattr(trajectory_id, "instance_id"):
-        return str(trajectory_id.instance_id), int(trajectory_id.repetition_id)
-    if isinstance(trajectory_id, str) or not isinstance(trajectory_id, Sequence) or len(trajectory_id) != 2:
-        raise ValueError(
-            f"trajectory_ids[{k}] is {trajectory_id!r}; it must be a pair (instance_id, repetition_id), or an object "
-            "with these attributes"
-        )
-    instance_id, repetition_id = trajectory_id
-    return str(instance_id), int(repetition_id)
+    try:
+        if hasattr(trajectory_id, "instance_id"):
+            return str(trajectory_id.instance_id), index(trajectory_id.repetition_id)
+        if isinstance(trajectory_id, Sequence) and not isinstance(trajectory_id, str) and len(trajectory_id) == 2:
+            return str(trajectory_id[0]), index(trajectory_id[1])
+    except (AttributeError, TypeError):
+        pass  # refused below
+    raise ValueError(
+        f"trajectory_ids[{k}] is {trajectory_id!r}; it must be a pair (instance_id, repetition_id), or an object "
+        "with these attributes, the second a whole number"
+    )
 
 
 def check_lengths(output: Mapping[str, Any]) -> None:
-    """ValueError where a list is longer or shorter than `response_ids`."""
-    count = len(output["response_ids"])
-    for name in PER_ENTRY:
-        if output.get(name) is not None and len(output[name]) != count:
-            raise ValueError(f"{name} has {len(output[name])} entries; response_ids has {count}")
+    """ValueError where a field is no list, or is longer or shorter than `response_ids`."""
+    present = {name: output[name] for name in ("response_ids", *PER_ENTRY) if output.get(name) is not None}
+    for name, entries in present.items():
+        if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
+            raise ValueError(f"{name} is of type {type(entries).__name__}; it must be a list, one element an entry")
+        if len(entries) != len(output["response_ids"]):
+            raise ValueError(f"{name} has {len(entries)} entries; response_ids has {len(output['response_ids'])}")
 
 
 def check_mergeable(output: Mapping[str, Any]) -> None:
     """ValueError unless this is a step-wise generator output of which every field can be merged."""
+    if not isinstance(output, Mapping):
+        raise ValueError(f"the generator output is of type {type(output).__name__}; it must be a dict of lists")
     for name in REQUIRED:
         if output.get(name) is None:
             raise ValueError(f"{name} is missing; a step-wise generator output has it")
@@ -81,8 +88,8 @@ def check_mergeable(output: Mapping[str, Any]) -> None:
                 )
     for k, reward in enumerate(rewards):
         try:
-            float(sum(reward) if rewards_are_lists else reward)
-        except (TypeError, ValueError):
+            float(sum(reward if rewards_are_lists else [reward]))  # a sum takes no text, which float would take
+        except (TypeError, ValueError, OverflowError):
             form = "a list of numbers" if rewards_are_lists else "a number"
             raise ValueError(f"rewards[{k}] is {reward!r}; it must be {form}, as rewards[0] is") from None
     _check_trajectories(output["trajectory_ids"], output["is_last_step"])

@@ -113,7 +113,12 @@ def _rows(prompts: Sequence[list[int]], responses: Sequence[list[int]], is_last_
     while k < len(prompts):
         first, prompt_length = k, len(prompts[k])
         sequence, starts = prompts[k] + responses[k], [0]
-        while not is_last_step[k] and _starts_with(prompts[k + 1], sequence):
+        while not is_last_step[k]:
+            try:
+                if not _starts_with(prompts[k + 1], sequence):
+                    break
+            except TypeError:
+                raise ValueError(f"prompt_token_ids[{k + 1}] or an entry before it holds what is no token id") from None
             k += 1
             sequence += prompts[k][len(sequence) :]
             starts.append(len(sequence) - prompt_length)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -266,8 +267,29 @@ def test_the_metrics_of_merged_rows_have_skyrls_names() -> None:
         ({"is_last_step": [True] * 4}, r"trajectory_ids\[1\] is .* whose last step came before it"),
         ({"trajectory_ids": [("q", 0), ("q", 1)] * 2}, r"trajectory_ids\[1\] is \('q', 1\), but trajectory \('q', 0\)"),
         ({"trajectory_ids": ["q"] * 4}, r"trajectory_ids\[1\] is 'q'; it must be a pair"),
+        *(
+            (
+                {"trajectory_ids": [("q", odd)] * 4},
+                r"trajectory_ids\[1\] is \('q', .*\); it must be a pair .* whole number",
+            )
+            for odd in (None, float("inf"), 0.5, "0")
+        ),
+        ({"trajectory_ids": [SimpleNamespace(instance_id="q")] * 4}, r"trajectory_ids\[1\] is .*; it must be a pair"),
+        ({"rewards": [0.0, 10**400, 0.0, 0.0]}, r"rewards\[1\] is 10+; it must be a number"),
+        ({"rewards": ["0.5", 0.0, 0.0, 0.0]}, r"rewards\[0\] is '0.5'; it must be a number"),
+        ({"rewards": (reward for reward in range(4))}, "rewards is of type generator; it must be a list"),
+        ({"rewards": {0.0, 1.0, 2.0, 3.0}}, "rewards is of type set; it must be a list"),
+        ({"response_ids": np.ones((4, 1))}, "response_ids is of type ndarray; it must be a list"),
+        ({"stop_reasons": 5}, "stop_reasons is of type int; it must be a list"),
+        ({"prompt_token_ids": [[None, 20, 30], [10, 20, 30, 40, 50, 60, 70], [1], [2]]}, "no token id"),
     ],
 )
 def test_an_output_that_cannot_be_merged_is_refused_with_field_and_entry(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         merge_generator_output(output(**changes))
+
+
+@pytest.mark.parametrize("odd", [None, [], "text"])
+def test_what_is_no_generator_output_is_refused(odd: Any) -> None:
+    with pytest.raises(ValueError, match=f"is of type {type(odd).__name__}; it must be a dict of lists"):
+        merge_generator_output(odd)
