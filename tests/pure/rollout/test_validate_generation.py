@@ -92,7 +92,7 @@ async def test_what_an_engine_may_answer_is_made_a_step(chat: Chat, answer: Gene
     """Single log-probabilities that are not finite are the buffer's, which masks and counts those tokens."""
     engine = ScriptedEngine(chat, lambda words: answer)
     (step,), end = await play(chat, engine, ScriptedEnvironment([told("x", 1.0, True)]))
-    assert end.stop_reason == "stop"
+    assert end.stop_reason == (StopReason.TRUNCATED if answer.stop_reason == "length" else StopReason.STOP)
     assert np.array_equal(step.logprobs[: len(answer.logprobs)], answer.logprobs, equal_nan=True)  # type: ignore[index]
 
 
