@@ -129,7 +129,7 @@ class Buffer:
         if not new.additions:
             failed = self._restart_failed(message)
             return Receipt(failed or member.position, not (failed or new.superseded), new.superseded)
-        if (kept := new.only(shared)) is not message:
+        if (kept := new.only(shared, len(data))) is not message:
             data = encode(kept)
         position = self._record.accept(data, shared, new.additions)
         if self._filters:

@@ -46,13 +46,15 @@ class NewContent(NamedTuple):
     superseded: tuple[int, ...]
     """Groups for which the message came too late."""
 
-    def only(self, message: StepGroup) -> StepGroup:
+    def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
         """The message without everything that is not new; the message itself if all of it is.
 
-        Repetitions, ends of failed attempts and late items were not checked, so the journal must not hold them.
+        Repetitions, ends of failed attempts and late items were not checked, so the journal must not hold them; nor a
+        message of more bytes than its steps and ends count, which has names that none of them uses.
         """
         n_new = sum(len(new.items) + (new.end is not None) for new in self.additions)
-        if n_new == len(message.steps) + len(message.ends):
+        counted = sum(new.n_bytes for new in self.additions)
+        if n_new == len(message.steps) + len(message.ends) and message_bytes <= counted:
             return message
         items = sorted(k for new in self.additions for k in new.items)
         ends = [new.end for new in self.additions if new.end is not None]

@@ -240,12 +240,11 @@ def drift_length(tail: Int32s, rest: Int32s, limit: int) -> int:
     2
     """
     smallest = len(tail)
-    for shift in range(-limit, limit + 1):
+    # A larger shift leaves the end of `tail` without a place in `rest`; a smaller one, all of `tail`.
+    for shift in range(max(-limit, 1 - len(tail)), min(limit, len(rest) - len(tail)) + 1):
         # tail[i] stands at rest[i + shift]; the drift ends after the last i where that does not hold
-        low, high = max(0, -shift), min(len(tail), len(rest) - shift)
-        if high < len(tail) or low >= high:
-            continue
-        differs = np.flatnonzero(tail[low:high] != rest[low + shift : high + shift])
+        low = max(0, -shift)
+        differs = np.flatnonzero(tail[low:] != rest[low + shift : len(tail) + shift])
         end = low + (int(differs[-1]) + 1 if len(differs) else 0)
         if end < len(tail):
             smallest = min(smallest, max(end, end + shift))

@@ -49,6 +49,8 @@ TEMPERATURES = (1e-6, 1e6)
 
 LOGPROB_TOLERANCE = 1e-4
 """How far above 0 rounding may take a log-probability."""
+LEAST_LOGPROB = -1e7
+"""Of a sampled token; logits that differ by ten, at the coldest temperature."""
 
 MAX_REWARD = 1e12
 """A reward is no larger, so that squares and sums of rewards stay finite in float32."""
@@ -278,11 +280,11 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
     steps = group.steps
     if limits.needs_logprobs and not steps.has_logprobs_K.all():
         return Refusal(RefusalReason.LOGPROB, f"has_logprobs_K[{steps.has_logprobs_K.argmin()}]")
-    positive_N = steps.logprobs_N > LOGPROB_TOLERANCE
-    if positive_N.any():
-        positive_N &= steps.loss_mask_N & (steps.logprobs_N < np.inf)
-        if positive_N.any():
-            n = int(positive_N.argmax())
+    wrong_N = (steps.logprobs_N > LOGPROB_TOLERANCE) | (steps.logprobs_N < LEAST_LOGPROB)
+    if wrong_N.any():
+        wrong_N &= steps.loss_mask_N & np.isfinite(steps.logprobs_N)
+        if wrong_N.any():
+            n = int(wrong_N.argmax())
             return Refusal(RefusalReason.LOGPROB, f"logprobs_N[{n}]", float(steps.logprobs_N[n]))
     return None
 

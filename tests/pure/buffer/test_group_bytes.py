@@ -6,8 +6,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +24,7 @@ from service.handoff.group_bytes import (
     worst_step_bytes,
     worst_trajectory_bytes,
 )
+from service.handoff.steps import wire
 from service.handoff.steps.builder import steps_table
 from service.handoff.verbs import Assignment, Receipt
 from service.types import PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
@@ -204,3 +207,20 @@ def test_a_trajectory_that_outgrows_its_part_of_the_group_is_refused(tmp_path: P
     answer = world.generator.send(turns[1:])
     assert isinstance(answer, Refusal) and answer.reason is RefusalReason.TOO_LARGE
     assert "max_group_bytes" in answer.path
+
+
+def test_a_header_longer_than_its_steps_count_is_not_journalled_as_it_came(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    work = world.generator.claimed()
+    message = world.generator.message([full_step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0, config(), START)])
+    magic, kind, version, head_bytes, *_ = wire.PREFIX.unpack_from(message)
+    head = message[wire.PREFIX.size : wire.PREFIX.size + head_bytes]
+    junk = b"".join(map(msgspec.msgpack.encode, ("generator", "x" * 50_000)))
+    repeated = bytes([head[0] + 1]) + junk + head[1:]
+    padding = bytes(-(wire.PREFIX.size + len(repeated)) % wire.ALIGNMENT)
+    old_start = wire.PREFIX.size + head_bytes + -(wire.PREFIX.size + head_bytes) % wire.ALIGNMENT
+    body = repeated + padding + message[old_start:]
+    prefix = (magic, kind, version, len(repeated), len(body) - len(repeated), xxhash.xxh3_64_intdigest(body))
+    before = world.journal.position
+    assert isinstance(world.buffer.submit(wire.PREFIX.pack(*prefix) + body), Receipt)
+    assert world.journal.position - before < len(junk)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -132,6 +133,13 @@ def test_a_mismatch_longer_than_the_limit_forks() -> None:
     steps = [step(0, [10, 20], [30, 40, 50, 60]), step(1, [10, 20, 30, 1, 2, 60, 7], [8])]
     assert merge(steps_table(steps), drift="realign", max_drift_tokens=1).counts["forked"] == 1
     assert merge(steps_table(steps), drift="realign", max_drift_tokens=2).counts["realigned"] == 1
+
+
+def test_a_limit_beyond_the_lengths_of_the_steps_costs_no_time() -> None:
+    steps = steps_table([step(0, [1, 2, 3], [4, 5, 6, 7, 8]), step(1, [1, 2, 3, 4, 9, 6, 7, 8, 10], [11])])
+    started = time.process_time()
+    assert merge(steps, drift="realign", max_drift_tokens=10**6).counts["realigned"] == 1
+    assert time.process_time() - started < 1
 
 
 def test_steps_of_different_temperature_do_not_share_a_row() -> None:
