@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from service.columns import changes
 from service.types import NO_VERSION, Bools, Int32s, Int64s, PolicyVersion
 
 
@@ -43,9 +44,9 @@ class VersionHistory:
 
     def known(self, versions_N: Int64s) -> Bools:
         """True where the version was published."""
-        versions_V, place_N = np.unique(versions_N, return_inverse=True)
-        known_V = np.array([number in self.numbers for number in versions_V.tolist()], np.bool_)
-        return known_V[place_N]
+        heads = np.flatnonzero(changes(versions_N))  # equal ones stand side by side
+        known_H = np.array([number in self.numbers for number in versions_N[heads].tolist()], np.bool_)
+        return np.repeat(known_H, np.diff(np.append(heads, len(versions_N))))
 
     def staleness(self, versions_N: Int64s, at: PolicyVersion) -> Int32s:
         """Versions between sampling and `at`; -1 where nothing was sampled."""
