@@ -25,7 +25,9 @@ START_SECONDS = 60.0
 
 RETRY_SECONDS = 1.0
 
-STARTING = ("No available agent", "Failed to connect to Ray")
+NO_AGENT = "No available agent"
+
+STARTING = (NO_AGENT, "Failed to connect to Ray")
 
 REFUSALS = (OSError, RuntimeError, ValueError, ray.exceptions.RayError, aiohttp.ClientError)
 """Errors of Ray's client for a wrong address, a wrong token, and a cluster that refuses."""
@@ -124,6 +126,8 @@ def _reason(error: BaseException) -> str:
         found = "there is no token" if "couldn't find" in str(error) else "the cluster refuses the token"
         return f"{found}; ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN must hold the cluster's"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if NO_AGENT in first:
+        return f"{first}; if another Ray runs there: ray start --head --dashboard-agent-listen-port=52366"
     if isinstance(error, ValueError | ray.exceptions.RpcError):
         return f"{first} (a dashboard's address is of the form http://HOST:8265)"
     return first

@@ -18,7 +18,7 @@ EXAMPLES = """\
 examples:
   baton init my-task
   cd my-task
-  python -m pytest                       # the environment alone
+  python -m pytest                       # the environment alone (pip install pytest)
   baton run --config config.yaml
 
 The name is that of the folder and of the run. An existing folder is taken only while it is empty.
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     folder: Path = arguments.folder
     written = write_task(folder)
     print(f"{folder}: {', '.join(written)}")
-    print(f"next:\n  cd {folder}\n  python -m pytest\n  baton run --config config.yaml")
+    print(f"next:\n  cd {folder}\n  python -m pytest   # after: pip install pytest\n  baton run --config config.yaml")
     return 0
 
 

@@ -97,9 +97,11 @@ def registered(key: str, kind: str, setting: str, known: Mapping[str, Registered
     module, _, name = setting.rpartition(":")
     if module:
         try:
-            import_user_module(module)
+            own = import_user_module(module)
         except ImportError as error:
             raise ConfigError(f"{key}: the module {module!r} cannot be imported: {error}") from error
+    if module and name not in known and callable(getattr(own, name, None)):
+        raise ConfigError(f'{key}: {setting} is not registered; put the decorator @{kind}("{name}") above the function')
     if name not in known:
         near = difflib.get_close_matches(name.lower(), known, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

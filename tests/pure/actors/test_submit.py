@@ -81,6 +81,14 @@ def test_a_cluster_that_never_answers_is_one_clear_error(monkeypatch: pytest.Mon
         submit("x", "http://127.0.0.1:1", follow=True, connect=nobody)
 
 
+def test_a_head_whose_agent_found_its_port_taken_is_told_which_option_gives_it_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submitting, "START_SECONDS", 0.0)
+    with pytest.raises(UserError, match=r"No available agent .*; if another Ray runs there: .*agent-listen-port=\d+$"):
+        submit("x", None, follow=True, connect=FakeClient(9))
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [

@@ -67,6 +67,13 @@ def test_another_package_named_actors_is_one_line(tmp_path: Path) -> None:
     assert f"the package actors is {tmp_path / 'actors.py'}" in done.stderr
 
 
+def test_a_function_without_the_decorator_is_refused_with_the_line_that_is_missing() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.estimator: html:escape .* the decorator @estimator\(.escape.\)"
+    ):
+        registered("algorithm.estimator", "estimator", "html:escape", {})
+
+
 def test_a_module_of_the_user_that_has_the_name_of_another_is_refused_by_both_files(hostile: Path) -> None:
     with pytest.raises(UserError, match=rf"{hostile}/html\.py has the name of another module, .*/html/__init__\.py"):
         make_environment("html:Escape", {}, ["html"])
