@@ -41,9 +41,14 @@ class Admission:
                 "max_bytes, or lower max_group_bytes, the length limits or trainer.mini_batch_size"
             )
 
-    def reserved(self, ledger: Ledger, stored_bytes: int) -> int:
-        """Bytes of the stored steps, and at worst of the steps that open trajectories may still bring."""
-        return stored_bytes + self._to_come(ledger)
+    def reserved(self, record: Record) -> int:
+        """Bytes of the stored steps, and at worst of the steps that open trajectories may still bring.
+
+        A mini-batch that waits to be read back, because an optimizer step was undone, counts as stored.
+        """
+        groups, next_ones = record.ledger.state.groups, record.ledger.finished[: self._mini_batch_size]
+        to_read_back = sum(groups[o].n_bytes for _, o in next_ones if o not in record.store)
+        return record.store.n_bytes + to_read_back + self._to_come(record.ledger)
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
         """Why work has to wait for the disk that has so many trajectories beside the unfinished ones; None: need not.
@@ -65,15 +70,16 @@ class Admission:
         bound = f"{limit} of buffer.max_journal_bytes ({self._max_journal_bytes}) are for steps"
         return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
-    def wait(self, ledger: Ledger, serving: PolicyVersion, stored_bytes: int) -> tuple[WaitReason, str] | None:
+    def wait(self, record: Record, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
         """Why the next slot has to wait; None when it may go to an engine that serves `serving`."""
+        ledger = record.ledger
         batch = ledger.next_slot // self._mini_batch_size
         ahead = self._lookahead.value
         if batch > effective_step(ledger, serving) + ahead:
             self._lookahead.blocked()
             due = f"waits for the weights of step {batch - ahead} (lookahead {ahead})"
             return WaitReason.LOOKAHEAD, f"{due}; has those of step {serving.step}"
-        needed = self.reserved(ledger, stored_bytes) + self._n_samples * self._worst_bytes
+        needed = self.reserved(record) + self._n_samples * self._worst_bytes
         if needed > self._max_bytes:
             return (
                 WaitReason.BYTES,

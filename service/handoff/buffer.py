@@ -316,7 +316,7 @@ class Buffer:
             length_distance=state.lengths.trajectory_distance(),
             token_length_distance=state.lengths.token_distance(),
             n_bytes=record.store.n_bytes,
-            reserved_bytes=self._admission.reserved(ledger, record.store.n_bytes),
+            reserved_bytes=self._admission.reserved(record),
             waits=self._waits.current(),
             refused=dict(self._refused),
             restarts=dict(state.restarts),

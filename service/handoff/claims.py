@@ -67,7 +67,7 @@ class Claims:
 
     def _not_admitted(self, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
         record = self._record
-        why = self._admission.wait(record.ledger, serving, record.store.n_bytes)
+        why = self._admission.wait(record, serving)
         return why or self._admission.disk_wait(record, record.ledger.state.n_samples)
 
     def _issue(self, claim: Claim) -> Assignment:

@@ -16,7 +16,7 @@ from service.handoff.batches.score import NotScored, estimator_named, group_stat
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
-from service.handoff.ledger.replaying import complete_group
+from service.handoff.ledger.replaying import complete_group, read_back
 from service.handoff.ledger.versions import VersionHistory
 from service.types import MiniBatch, PolicyVersion
 
@@ -98,6 +98,7 @@ class BatchFormer:
 
     def _job(self, lease: int, trainer_incarnation: int, group_ids: tuple[int, ...]) -> BatchJob:
         history = self._record.ledger.history
+        read_back(self._record, group_ids)
         groups = [complete_group(self._record, group_id) for group_id in group_ids]
         return BatchJob(lease, trainer_incarnation, history.current, groups, history, self._settings)
 

@@ -90,23 +90,35 @@ def complete_group(record: Record, group_id: int) -> CompleteGroup:
     Raises:
         JournalError: the journal no longer holds them.
     """
-    if group_id not in record.store:
-        whole, groups = (GroupState.COMPLETE, GroupState.LEASED), record.ledger.state.groups.items()
-        record.journal.sync()
-        missing = [other for other, group in groups if group.state in whole and other not in record.store]
-        _fetch_groups(record, missing, record.journal.synced)
-        if group_id not in record.store:
-            raise JournalError(f"{record.journal.folder} no longer holds group {group_id}, which waits to be trained")
+    read_back(record, (group_id,))
     return CompleteGroup(group_id, record.ledger.state.groups[group_id].uid, *record.store.whole(group_id))
 
 
+def read_back(record: Record, group_ids: Sequence[int]) -> None:
+    """Read complete groups from the journal that are not in memory: an optimizer step that used them was undone.
+
+    Raises:
+        JournalError: the journal no longer holds one of them.
+    """
+    if not (missing := [group_id for group_id in group_ids if group_id not in record.store]):
+        return
+    record.journal.sync()
+    _fetch_groups(record, missing, record.journal.synced)
+    for group_id in missing:
+        if group_id not in record.store:
+            raise JournalError(f"{record.journal.folder} no longer holds group {group_id}, which waits to be trained")
+
+
 def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[Frame], limits: Limits) -> None:
-    """Add the steps and ends of some groups to a store, each once.
+    """Add the steps and ends of some groups to a store, each once; frames behind the last of them are not read.
 
     `attempts`: by group_id, the attempt of each sample that counts.
     """
     seen: set[tuple[int, int, int]] = set()
+    unfinished = {(o, sample) for o, of_group in attempts.items() for sample, at in enumerate(of_group) if at >= 0}
     for frame in frames:
+        if not unfinished:
+            break
         if frame.kind in (events.STEPS, events.COPIED):
             message = message_of(frame, limits)
             index = message.steps.index_K.tolist()
@@ -119,6 +131,9 @@ def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[
                     ends = [end for end in ends if of.sample not in held.ends]
                     n_bytes = (table_bytes(steps) if steps is not None else 0) + ITEM_BYTES * len(ends)
                     store.add(of.group_id, steps, ends, n_bytes)
+                    end = held.ends.get(of.sample) or next(iter(ends), None)
+                    if end is not None and all((*of[:2], k) in seen for k in range(end.n_steps)):
+                        unfinished.discard(of[:2])
 
 
 def restored(snapshot: bytes, now: float = 0.0) -> Ledger:

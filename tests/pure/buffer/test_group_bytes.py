@@ -183,6 +183,21 @@ def test_what_a_trajectory_has_sent_is_reserved_once(tmp_path: Path) -> None:
     assert world.buffer.status().reserved_bytes == 2 * worst_group_bytes(made)
 
 
+def test_only_the_groups_of_a_lease_are_read_back_after_a_trainer_went_back(tmp_path: Path) -> None:
+    world = World(tmp_path, config(trainer={"checkpoint_every": 4}))
+    trained = []
+    for _ in range(3):
+        for _ in range(2):
+            world.generator.finish(world.generator.claimed(world.buffer.version), world.buffer.version)
+        of_a_batch = world.buffer.status().n_bytes
+        trained.append(world.train().groups)
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", START.step)
+    for groups in trained:
+        assert world.buffer.status().reserved_bytes == of_a_batch
+        assert world.train().groups == groups
+        assert world.buffer.status().n_bytes == 0
+
+
 def test_names_of_repeated_steps_take_no_room_in_the_journal(tmp_path: Path) -> None:
     turns = 8
     world = World(tmp_path, config(env={"max_turns": turns}))
