@@ -246,7 +246,7 @@ TRAINER = dashboard(
     "baton-trainer",
     "Baton: trainer",
     "Does the optimization behave.",
-    (2, 3, 3, 1),
+    (2, 3, 3, 2),
     graph("Reward", "Mean reward of the mini-batch.", Query(last("baton_reward"), "reward")),
     graph("Loss", "Near zero by construction.", Query(last("baton_policy_loss"), "loss")),
     graph(
@@ -277,6 +277,15 @@ TRAINER = dashboard(
         "Optimizer steps a second. An aborted step changes nothing, and its batch is leased again.",
         Query(rate("baton_optimizer_steps_total"), "applied"),
         Query(rate("baton_aborted_steps_total"), "aborted"),
+    ),
+    graph(
+        "Groups without variance",
+        "Fraction of groups, filtered ones too, whose returns are all equal: they teach nothing. All zero: the tasks "
+        "are too hard, or rewards are missing. All one: too easy.",
+        Query(last("baton_groups_without_variance"), "all equal"),
+        Query(last("baton_groups_all_zero"), "all zero"),
+        Query(last("baton_groups_all_one"), "all one"),
+        unit="percentunit",
     ),
 )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from service.cli.phases import say
 from service.errors import UserError
-from service.run.folder import LOGS, run_folder
+from service.run.folder import LOGS, newest_run, run_folder
 from service.run.log_file import SUFFIX
 
 ABOUT = """\
@@ -23,7 +23,7 @@ generator (generator-0, ...) and trainer rank (trainer-0, ...). The files are pl
 
 EXAMPLES = """\
 examples:
-  baton logs runs/quickstart                             # the newest lines of all parts
+  baton logs                                             # the newest lines of all parts of the newest run
   baton logs runs/quickstart generator-0 --follow
   baton logs runs/quickstart trainer-0 --last 1000
 """
@@ -41,7 +41,7 @@ def count(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run", metavar="RUN", help=run_help)
+    parser.add_argument("run", metavar="RUN", nargs="?", help=f"{run_help} (default: the newest run in runs/)")
     parser.add_argument("part", metavar="PART", nargs="?", help="such as generator-0 (default: all parts)")
     parser.add_argument("--last", type=count, default=50, metavar="N", help="the newest N lines (default 50)")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until Ctrl-C")
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the newest lines, and with --follow those that come."""
-    files = _files(run_folder(arguments.run) / LOGS, arguments.part)
+    files = _files((run_folder(arguments.run) if arguments.run else newest_run()) / LOGS, arguments.part)
     lines = (_coming if arguments.follow else _newest)(files, arguments.last)
     width = max(len(file.stem) for file in files)
     for part, line in lines:

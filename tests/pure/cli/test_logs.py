@@ -39,6 +39,17 @@ def test_the_newest_lines_of_all_parts_come_in_the_order_of_their_times(
     assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["first", "third"]
 
 
+def test_without_a_name_it_is_the_newest_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here" / "runs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["logs"]) == 2
+    (tmp_path / "here" / "runs" / "newest").symlink_to(run)
+    assert main(["logs", "--last", "1"]) == 0
+    assert capsys.readouterr().out.split()[::2] == ["buffer", "fourth"]
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
