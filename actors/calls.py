@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from textwrap import shorten
 from typing import Any
 
 import ray
@@ -11,6 +13,10 @@ import ray.exceptions
 from service.errors import BatonError, Starved
 
 MAX_CHARACTERS = 200
+
+_DIED = re.compile(r"Worker exit detail: ([^.]+)")
+"""Ray's reason in its paragraph about a process that died; guesses at causes follow."""
+
 CALL_SECONDS = 300.0
 """Deadline of a call in seconds; a buffer that restarts reads its journal before it answers."""
 
@@ -49,8 +55,11 @@ def may_be_dropped(waiting: asyncio.Future[Any]) -> None:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The error in one line, without its traceback."""
+    """The error in one line of whole words, without its traceback."""
     if isinstance(error, ray.exceptions.RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0][:MAX_CHARACTERS]
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip()[:MAX_CHARACTERS] if lines else type(error).__name__
+        text = f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0]
+    elif isinstance(error, ray.exceptions.RayActorError) and (died := _DIED.search(str(error))):
+        text = f"its process died: {died[1]}; see its log"
+    else:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return shorten(text, MAX_CHARACTERS, placeholder=" ...")

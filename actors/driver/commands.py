@@ -67,7 +67,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         config = checked_config(arguments, overrides).config
     if not config.data.eval and config.data.eval_make_rows is None:
-        raise UserError("data.eval: there is no evaluation set; give data.eval or data.eval_make_rows")
+        raise UserError("data.eval: there is no evaluation set; add data.eval.NAME=FILE or data.eval_make_rows=200")
     refuse_missing_vllm()
     with phase(LOADING):
         from actors.evaluation.command import evaluate

@@ -16,7 +16,9 @@ log = logging.getLogger("baton")
 log.setLevel(logging.INFO)
 
 SECONDS = 5.0
-"""Seconds between two lines about one phase."""
+"""Seconds from the first line about a phase to the second; each pause is longer than the one before."""
+
+MOST_SECONDS = 60.0
 
 
 def say(line: str) -> None:
@@ -31,6 +33,20 @@ def say(line: str) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
 
 
+def pauses(after: float, seconds: float) -> Iterator[float]:
+    """Seconds before each further line about a phase.
+
+    >>> from itertools import islice
+    >>> [round(pause) for pause in islice(pauses(0, 5), 8)]
+    [5, 8, 11, 17, 25, 38, 57, 60]
+    """
+    if after:
+        yield after
+    while True:
+        yield seconds
+        seconds = min(1.5 * seconds, MOST_SECONDS)
+
+
 @contextmanager
 def phase(
     what: str,
@@ -39,7 +55,7 @@ def phase(
     after: float = 0.0,
     seconds: float = SECONDS,
 ) -> Iterator[None]:
-    """Print that a phase begins, and every so many seconds that it goes on; `left` names what it waits for.
+    """Print that a phase begins, and at growing intervals that it goes on; `left` names what it waits for.
 
     A phase that ends within `after` seconds prints nothing. The lines come from a thread, because the slowest phases
     block the event loop.
@@ -50,11 +66,11 @@ def phase(
         say(f"{what} ...")
 
     def repeat() -> None:
-        pause = after or seconds
-        while not over.wait(pause):
+        for pause in pauses(after, seconds):
+            if over.wait(pause):
+                return
             waits = left()
             say(f"{what} ... {time.monotonic() - began:.0f} s" + (f", waiting for {waits}" if waits else ""))
-            pause = seconds
 
     thread = threading.Thread(target=repeat, name="phase", daemon=True)
     thread.start()

@@ -194,7 +194,10 @@ def test_a_folder_as_a_set_is_named(run: Path, said: Said, tmp_path: Path) -> No
 def test_no_set_at_all_is_told_before_anything_is_loaded(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(run), "data.eval_make_rows=null"]) == 2
     told = capsys.readouterr()
-    assert "there is no evaluation set" in told.err and "loading" not in told.out
+    assert (
+        "there is no evaluation set; add data.eval.NAME=FILE or data.eval_make_rows=200" in told.err
+        and "loading" not in told.out
+    )
 
 
 def test_an_output_that_cannot_be_written_is_named_before_anything_is_evaluated(

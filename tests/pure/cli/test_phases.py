@@ -5,11 +5,12 @@ import os
 import re
 import subprocess
 import sys
+from itertools import accumulate, islice
 from pathlib import Path
 
 import pytest
 
-from service.cli.phases import phase, say
+from service.cli.phases import SECONDS, pauses, phase, say
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -28,6 +29,11 @@ def test_a_phase_is_said_at_once_again_while_it_lasts_and_no_more_afterwards() -
     with phase("the next one", said.append, seconds=60):
         pass
     assert said == [*until_the_end, "the next one ..."]
+
+
+def test_the_lines_about_a_slow_start_become_fewer_the_longer_it_lasts() -> None:
+    times = list(accumulate(islice(pauses(0, SECONDS), 20)))
+    assert times[0] == SECONDS and sum(time < 600 for time in times) < 20
 
 
 def test_a_phase_that_is_over_soon_is_not_spoken_of_where_that_is_asked() -> None:
