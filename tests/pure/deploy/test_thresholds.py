@@ -149,6 +149,8 @@ CASES = [
     ratio("BatonJournalFull", 0.9, levels("baton_journal_bytes", "baton_journal_limit_bytes"), 0),
     ratio("BatonStalenessOverBudget", 0.05, STALE),
     ratio("BatonWeightSyncSlow", 0.5, syncs),
+    ratio("BatonGroupsWithoutVariance", 0.8, lambda share: gauge("baton_groups_without_variance", share), 0),
+    ratio("BatonResponsesCut", 0.5, lambda share: gauge("baton_batch_truncated_ratio", share), 0),
     ratio("BatonLogprobMismatch", 0.01, lambda fresh: divergence(fresh, 0), 0),
     ratio("BatonLogprobMismatch", 0.1, lambda every: divergence(0, every), 0),
     Case("BatonTrainerStalled", 3 * MINUTE + GRAIN, stalled(240), stalled(320)),
