@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from service.columns import bytes_per_token, columns_of
+from service.columns import columns_of
 from service.types import Steps
 
 if TYPE_CHECKING:  # the configuration's checks import this module
@@ -32,11 +32,6 @@ EVENT_BYTES = 1 << 20
 """Room in the journal for events, so that leases go on when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8
 """Segments of a full journal; what is still needed of the oldest one is copied to the end when the room is needed."""
-
-
-def table_bytes(steps: Steps) -> int:
-    """Bytes that the steps of a table are counted with."""
-    return item_bytes(len(steps.token_ids_N), bytes_per_token(steps), len(steps))
 
 
 def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:

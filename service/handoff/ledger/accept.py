@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.columns import bytes_per_token, offsets_of, select, token_bytes
+from service.columns import offsets_of, select, token_bytes
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
@@ -78,7 +78,7 @@ class _Columns:
     bytes_per_token: int
 
     @staticmethod
-    def of(steps: Steps) -> _Columns:
+    def of(steps: Steps, bytes_per_token: int) -> _Columns:
         extends = (steps.extends_K.tolist(), steps.extends_length_K.tolist(), steps.extends_digest_K.tolist())
         return _Columns(
             steps.index_K.tolist(),
@@ -88,7 +88,7 @@ class _Columns:
             _per_step(steps, steps.loss_mask_N),
             _per_step(steps, steps.loss_mask_N & ~np.isfinite(steps.logprobs_N)),
             token_bytes(steps.token_ids_N),
-            bytes_per_token(steps),
+            bytes_per_token,
         )
 
 
@@ -152,7 +152,7 @@ def new_content(
         path = f"routed_experts_N: {experts_N.shape[1:]}, not {ledger.state.routing}"
         return Refusal(RefusalReason.LENGTH_MISMATCH, path)
     additions: list[Addition] = []
-    columns = _Columns.of(message.steps)
+    columns = _Columns.of(message.steps, store.token_bytes(message.steps))
     late: dict[int, None] = {}
     current: list[tuple[list[int], Group]] = []
     for of, (items, ends) in items_by_trajectory(message).items():

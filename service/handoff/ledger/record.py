@@ -10,6 +10,7 @@ A replay of the journal (`service.handoff.ledger.replaying`) takes the same way 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,8 +18,8 @@ from itertools import islice
 import numpy as np
 
 from service.clock import Clock
-from service.columns import select
-from service.handoff.group_bytes import ITEM_BYTES, table_bytes
+from service.columns import bytes_per_token, select
+from service.handoff.group_bytes import EXPERT_BYTES, ITEM_BYTES, item_bytes
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
@@ -93,10 +94,20 @@ class Store:
     def __init__(self) -> None:
         self.n_bytes = 0
         """Bytes that everything here is counted with, see `service.handoff.group_bytes`."""
+        self.expert_bytes = 0
+        """Bytes of a token's routed experts once a step had some: all steps of a group get them when it is whole."""
         self._held: dict[int, Held] = {}
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._held
+
+    def token_bytes(self, steps: Steps) -> int:
+        """Bytes that a token of a table is counted with."""
+        return bytes_per_token(steps) + (self.expert_bytes if steps.routed_experts_N is None else 0)
+
+    def table_bytes(self, steps: Steps) -> int:
+        """Bytes that the steps of a table are counted with."""
+        return item_bytes(len(steps.token_ids_N), self.token_bytes(steps), len(steps))
 
     def of(self, group_id: int) -> Held:
         """What is here of a group; nothing of one whose data were dropped."""
@@ -150,7 +161,7 @@ class Store:
         held.rearrange([table for table in kept if len(table)])
         held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
         self.n_bytes -= held.n_bytes
-        held.n_bytes = sum(table_bytes(table) for table in held.steps) + ITEM_BYTES * len(held.ends)
+        held.n_bytes = sum(self.table_bytes(table) for table in held.steps) + ITEM_BYTES * len(held.ends)
         self.n_bytes += held.n_bytes
 
     def whole(self, group_id: int) -> tuple[Steps, Ends]:
@@ -167,6 +178,11 @@ def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
     if len(items) == len(steps):
         return steps if items else None
     return select(steps, np.array(items, np.int64), copy=True) if items else None
+
+
+def expert_bytes(ledger: Ledger) -> int:
+    """Bytes of a token's routed experts, as the run's first ones came; 0 before."""
+    return EXPERT_BYTES * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
 
 OnEnd = Callable[[events.Ended, str, Store, PolicyVersion], None]
@@ -229,6 +245,7 @@ class Record:
         experts_N = message.steps.routed_experts_N
         routing = experts_N.shape[1:] if experts_N is not None and any(new.items for new in additions) else None
         ledger.accept(message.sender, additions, position, routing, self.clock.monotonic())
+        self.store.expert_bytes = expert_bytes(ledger)
         self.revision += 1
         for new in additions:
             if (new.group_id, new.sample) not in ledger.held:

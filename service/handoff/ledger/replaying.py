@@ -12,14 +12,14 @@ import msgspec
 from service.clock import Clock
 from service.errors import JournalError, UserError
 from service.handoff.batches.batch import CompleteGroup
-from service.handoff.group_bytes import ITEM_BYTES, table_bytes
+from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.journal.frames import Frame
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
 from service.handoff.ledger.ledger import Ledger, attempts_of
 from service.handoff.ledger.lifecycle import USED, GroupState
-from service.handoff.ledger.record import Record, Store, cut
+from service.handoff.ledger.record import Record, Store, cut, expert_bytes
 from service.handoff.ledger.state import State
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.validate import Limits
@@ -42,7 +42,7 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
             snapshot = frame
     if snapshot is not None:
         ledger = record.ledger = restored(snapshot.payload, clock.monotonic())
-        record.snapshot_end = snapshot.end
+        record.snapshot_end, record.store.expert_bytes = snapshot.end, expert_bytes(ledger)
         if ledger.state.opened is not None:
             _check_opening(ledger.state.opened, opened, journal.folder)
         unused = [o for o, group in ledger.state.groups.items() if group.state not in USED]
@@ -129,7 +129,7 @@ def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[
                     seen |= keys.keys()
                     steps, held = cut(message.steps, new), store.of(of.group_id)
                     ends = [end for end in ends if of.sample not in held.ends]
-                    n_bytes = (table_bytes(steps) if steps is not None else 0) + ITEM_BYTES * len(ends)
+                    n_bytes = (store.table_bytes(steps) if steps is not None else 0) + ITEM_BYTES * len(ends)
                     store.add(of.group_id, steps, ends, n_bytes)
                     end = held.ends.get(of.sample) or next(iter(ends), None)
                     if end is not None and all((*of[:2], k) in seen for k in range(end.n_steps)):

@@ -194,8 +194,25 @@ def test_only_the_groups_of_a_lease_are_read_back_after_a_trainer_went_back(tmp_
     world.trainer_incarnation = world.buffer.join("trainer", "trainer", START.step)
     for groups in trained:
         assert world.buffer.status().reserved_bytes == of_a_batch
-        assert world.train().groups == groups
-        assert world.buffer.status().n_bytes == 0
+        assert world.batch().groups == groups
+        assert world.buffer.status().n_bytes == of_a_batch
+        world.train()
+
+
+def test_steps_without_routed_experts_count_those_that_they_get_when_their_group_is_whole(tmp_path: Path) -> None:
+    world = World(tmp_path, config(env={"max_turns": 100}))
+    work = world.generator.claimed()
+    for sample in work.samples:
+        of = TrajectoryId(work.group_id, sample)
+        first, *others = (full_step(of, work.prompt_uid, index, world.settings, START) for index in range(3))
+        experts = np.zeros((len(first.prompt_ids) + len(first.response_ids), 48, 8), np.int16)
+        for step in (replace(first, routed_experts=experts), *others):
+            assert isinstance(world.generator.send([step]), Receipt)
+        assert isinstance(world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 3, "stop", sample)]), Receipt)
+    counted = world.buffer.status().n_bytes
+    steps = world.buffer.complete_group(work.group_id).steps
+    assert len(steps.token_ids_N) * bytes_per_token(steps) <= counted
+    assert world.crash().status().n_bytes == counted
 
 
 def test_names_of_repeated_steps_take_no_room_in_the_journal(tmp_path: Path) -> None:
