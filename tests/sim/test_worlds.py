@@ -84,7 +84,7 @@ def leaves_the_leases_out_of_snapshots(patch: Patch) -> None:
 
 
 def gives_up_segments_that_are_needed(patch: Patch) -> None:
-    patch.setattr(Record, "_needed_from", lambda self: self.journal.position)
+    patch.setattr(Record, "needed_from", lambda self: self.journal.position)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 
 from service.handoff.ledger import events
+from service.handoff.ledger.events import Addition
 from service.handoff.ledger.lifecycle import GIVEN_UP, NEXT_STATES, Fate, GroupState
 from service.handoff.ledger.state import BUCKETS, MESSAGES_REMEMBERED, Group, Lease, Member, State, Trajectory
 from service.handoff.ledger.versions import VersionHistory
@@ -72,12 +73,7 @@ class Ledger:
                 self._handlers[type(event)](event)
 
     def accept(
-        self,
-        sender: Sender,
-        additions: Sequence[events.Addition],
-        position: int,
-        routing: tuple[int, ...] | None,
-        now: float,
+        self, sender: Sender, additions: Sequence[Addition], position: int, routing: tuple[int, ...] | None, now: float
     ) -> None:
         """A message was accepted that adds this; `position` is the one to which the journal has to be synced."""
         _note_received(self.state.generators[sender.generator], sender.sequence, position)
@@ -238,13 +234,15 @@ class Ledger:
         self.finished = [entry for entry in self.finished if entry[1] not in taken]
 
     def _released(self, event: events.Released) -> None:
-        lease = self._end_lease(event.lease)
+        lease = self.state.leases.pop(event.lease)
+        self.leased_at.pop(event.lease, None)
         self.state.filtered += lease.filtered
         for group_id in lease.group_ids:
             self._wait_again(group_id, self.state.groups[group_id])
 
     def _committed(self, event: events.Committed) -> None:
-        lease = self._end_lease(event.lease)
+        lease = self.state.leases.pop(event.lease)
+        self.leased_at.pop(event.lease, None)
         self.history.publish(event.version)
         self.state.step, self.state.last_commit = event.version.step, event.lease
         for group_id in lease.group_ids:
@@ -299,10 +297,6 @@ class Ledger:
         self.slots = dict.fromkeys(sorted(self.slots))
 
     # -- helpers ------------------------------------------------------------------------------------------------------
-
-    def _end_lease(self, lease: int) -> Lease:
-        self.leased_at.pop(lease, None)
-        return self.state.leases.pop(lease)
 
     def _wait_again(self, group_id: int, group: Group) -> None:
         group.losses, group.stale_tokens = (), 0
