@@ -29,6 +29,7 @@ from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd
 from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.lookahead import Lookahead
+from service.handoff.prefixes.branches import Rule
 from service.handoff.prompts import Prompts, opening
 from service.handoff.status import BufferStatus
 from service.handoff.steps.validate import Limits, Routing, refusal
@@ -81,6 +82,8 @@ class Buffer:
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
+        buffer, mode = config.buffer, config.merge_mode
+        self._one_row = None if algorithm.step_wise else Rule(mode, buffer.drift, buffer.max_drift_tokens)
         self._filters = algorithm.filter_zero_variance or algorithm.filter_over_long is not None
         end_filtered(
             self._record,
@@ -122,7 +125,7 @@ class Buffer:
         if self.ledger.received(message.sender):
             return Receipt(max(member.position, self._restart_failed(message)), duplicate=True)
         shared = with_shared_prefixes(self.ledger, self._record.store, message)
-        new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes)
+        new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes, self._one_row)
         if isinstance(new, Refusal):
             return new
         self._late += bool(new.superseded)

@@ -21,6 +21,8 @@ from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Held, Store
 from service.handoff.ledger.state import Group, Trajectory
+from service.handoff.prefixes.branches import Rule
+from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import index_of_steps, same_step
@@ -103,6 +105,7 @@ class _Received(NamedTuple):
     message: StepGroup
     columns: _Columns
     held: Held
+    one_row: Rule | None
 
 
 def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> StepGroup:
@@ -141,11 +144,16 @@ def _known(ledger: Ledger, steps: Steps, asked_K: Bools) -> Bools:
 
 
 def new_content(
-    ledger: Ledger, store: Store, message: StepGroup, max_trajectory_bytes: int | None = None
+    ledger: Ledger,
+    store: Store,
+    message: StepGroup,
+    max_trajectory_bytes: int | None = None,
+    one_row: Rule | None = None,
 ) -> NewContent | Refusal:
     """What accepting a message would add, or why the whole message is refused.
 
     `max_trajectory_bytes`: bytes that are reserved for each trajectory; None on a replay, which reserves nothing.
+    `one_row`: how the steps of a trajectory have to become one row; None: they may become several.
     """
     experts_N = message.steps.routed_experts_N
     if experts_N is not None and len(message.steps) and ledger.state.routing not in (None, experts_N.shape[1:]):
@@ -164,7 +172,8 @@ def new_content(
             late[of.group_id] = None
             continue
         current.append((items, group))
-        received = _Received(of, items, ends, group.trajectories[of.sample], message, columns, store.of(of.group_id))
+        trajectory, held = group.trajectories[of.sample], store.of(of.group_id)
+        received = _Received(of, items, ends, trajectory, message, columns, held, one_row)
         addition = _addition(received)
         if isinstance(addition, Refusal):
             return addition
@@ -337,7 +346,7 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
     bad, sampled = known.bad_tokens + addition.bad_tokens, known.tokens + addition.tokens
     if bad > max(1, MAX_FRACTION_NOT_FINITE * sampled):
         return Refusal(RefusalReason.LOGPROB, f"{received.id}/logprobs", bad)
-    if addition.chain is not None:
+    if addition.chain is not None and received.one_row is None:
         return None
     tables = received.held.steps_of(received.id.sample)
     if addition.items:
@@ -345,8 +354,15 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
     end = addition.end or received.held.ends.get(received.id.sample)
     if not tables or end is None:
         return None
-    found = trajectory_refusal(concat_steps(tables), ends_table([end]))
+    steps = concat_steps(tables)
+    found = trajectory_refusal(steps, ends_table([end]))
+    if found is None and received.one_row is not None and (n_rows := _rows(steps, received.one_row)) > 1:
+        return Refusal(RefusalReason.PREFIX, f"{received.id}: several rows, and algorithm.step_wise is false", n_rows)
     return None if found is None else found._replace(path=f"{received.id}/{found.path}")
+
+
+def _rows(steps: Steps, rule: Rule) -> int:
+    return len(merge(steps, *rule).rows)
 
 
 def _per_step(steps: Steps, mask_N: Bools) -> list[int]:
