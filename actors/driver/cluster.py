@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer.actor import BufferActor
 from actors.calls import in_a_line
+from actors.driver.cuda import refuse_unusable_cuda
 from actors.driver.placement import (
     engine_index,
     engine_options,
@@ -148,14 +149,16 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
 
     Raises:
         RunFailed: there was no room within `trainer.start_deadline`.
-        UserError: this machine has too few GPUs.
+        UserError: this machine has too few GPUs, or PyTorch cannot use them.
     """
     gpus = gpus_each()
     if config.weights.transport != "memory" and not gpus:
         how = f"weights.transport: {config.weights.transport}"
         raise UserError(f"{how} sends weights from GPU to GPU, but Ray has no GPU; use memory")
     if gpus and "RAY_ADDRESS" not in os.environ:  # a cluster may grow, one machine does not
-        refuse_too_few_gpus(config, int(ray.cluster_resources()["GPU"]))
+        on_this_machine = int(ray.cluster_resources()["GPU"])
+        refuse_unusable_cuda(on_this_machine)
+        refuse_too_few_gpus(config, on_this_machine)
     room = reserve(run_bundles(config, gpus), config.trainer.start_deadline, say)
     config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from importlib.util import find_spec
 from pathlib import Path
+
+import psutil
 
 from service.cli.phases import phase, say
 from service.errors import UserError
@@ -50,7 +53,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from actors.driver.run import run
 
     with source.named_in_errors():
-        return run(config, None if resume is None else resume.resolve())
+        code = run(config, None if resume is None else resume.resolve())
+    say(f"{time.time() - psutil.Process().create_time():.0f} s in all, from the start of the command to its end")
+    return code
 
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:

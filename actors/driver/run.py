@@ -18,6 +18,7 @@ from actors.driver.signals import exit_on_stop_signals, force_after, on_stop_sig
 from actors.observe.logs import begin_logs
 from service.cli.phases import phase, say
 from service.config import Config, check
+from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
 from service.files import recover_folder
 from service.observe.progress import end_early
@@ -60,6 +61,8 @@ def run(config: Config, resume: Path | None = None) -> int:
                 if isinstance(error, BatonError)
                 else RunFailed(f"{error.filename or path}: {error.strerror or error}")
             )
+            if not path.is_dir():
+                failure = RunFailed(f"{path}: the folder was renamed or deleted while its run went on")
             with contextlib.suppress(OSError):  # the disk may be what failed
                 folder.write_summary({"state": "failed", "reason": str(failure), "exit_code": failure.exit_code})
             raise failure from error
@@ -72,7 +75,7 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
     is_new = manifest is None
     with phase("preparing the data and the model"):
         try:
-            prepared = prepare(config, folder.path)
+            prepared = prepare(with_absolute_paths(config), folder.path)
         except UserError:
             if is_new:
                 shutil.rmtree(folder.path)
@@ -94,7 +97,7 @@ def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest:
         countdown = held.enter_context(force_after(seconds, partial(end_by_force, folder, seconds)))
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
             held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
-        cluster = place_actors(config, prepared, folder.path / JOURNAL)
+        cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL)
         coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
         return asyncio.run(_until_stopped(coordinator, countdown))
 

@@ -25,7 +25,7 @@ from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.generator.retrieval import with_retrieval
 from service.cli.phases import phase
 from service.config import Config
-from service.config.paths import check_retrieval
+from service.config.paths import check_retrieval, with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
 from service.evaluation.scores import Evaluation
 from service.evaluation.target import EvalTarget
@@ -52,7 +52,7 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
     """
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private(os.environ, Path.home())
-    config = beside_a_run(config)
+    config = with_absolute_paths(beside_a_run(config))
     with exit_on_stop_signals(), ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
         files = prepare_evaluation(config, folder)

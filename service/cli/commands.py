@@ -14,7 +14,11 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from service.cli.phases import phase
 from service.errors import UserError, printable
+
+QUIET_SECONDS = 2.0
+"""Seconds of a simulation after which a line says that it goes on."""
 
 PIPED_WIDTH = 200
 """Columns of a table that is not written to a terminal."""
@@ -85,7 +89,9 @@ def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     no_more_words(arguments)
     preset = [] if arguments.config else simulation.PRESET
-    return simulation.run(load(arguments.config, [*preset, *overrides]).config, arguments)
+    config = load(arguments.config, [*preset, *overrides]).config
+    with phase("simulating", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
+        return simulation.run(config, arguments)
 
 
 def status(arguments: argparse.Namespace, overrides: list[str]) -> int:

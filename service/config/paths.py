@@ -39,6 +39,28 @@ def elsewhere(config: Config) -> list[str]:
     return [problem.message for problem in problems]
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with every path made absolute, since the actors of other nodes have other current folders."""
+    data, retrieval = config.data, config.env.retrieval
+    if retrieval is not None:
+        paths = {name: _absolute(getattr(retrieval, name)) for name in ("corpus", "encoder", "embeddings")}
+        retrieval = retrieval.model_copy(update=paths)
+    parts = {name: part.model_copy(update={"path": part.path.absolute()}) for name, part in data.mixture.items()}
+    sets = {name: path.absolute() for name, path in data.eval.items()}
+    update = {"train": _absolute(data.train), "mixture": parts, "eval": sets}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
+            "data": data.model_copy(update=update),
+            "env": config.env.model_copy(update={"retrieval": retrieval}),
+        }
+    )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
 def check_retrieval(config: Config) -> None:
     """Raises `UserError` if a file of the retrieval server is missing or of the wrong kind."""
     _refuse(_retrieval_problems(config))

@@ -68,6 +68,16 @@ def find_user_module(name: str) -> bool:
     return found is not None
 
 
+def nearest(word: str, names: Sequence[str]) -> str:
+    """The name that was most likely meant: one that has the word as a part, else the most similar one.
+
+    >>> nearest("ppo", ["gspo", "ppo_clip"]), nearest("cliip", ["ppo", "clip"])
+    ('ppo_clip', 'clip')
+    """
+    parts = [name for name in names if set(word.lower().split("_")) <= set(name.split("_"))]
+    return parts[0] if parts else difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.0)[0]
+
+
 def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | None:
     """What is wrong with a setting as far as can be said without importing a module; None: nothing.
 
@@ -80,7 +90,7 @@ def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | No
         return None if is_whole else f"{setting!r} is no module:name, so nothing could be imported"
     if setting in built_in:
         return None
-    near = difflib.get_close_matches(setting.lower(), built_in, n=1, cutoff=0.0)[0]
+    near = nearest(setting, built_in)
     own = "One that your own module registers is named your.module:name"
     return f"there is no {kind} {setting!r}; did you mean {near}? {own}"
 

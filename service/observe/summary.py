@@ -28,7 +28,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """The summary for the terminal; a run that failed or was stopped early has fewer numbers."""
     if "reason" in summary:
         return [summary["state"], summary["reason"]]
-    seconds = f", {summary['seconds']:.0f} s in all" if "seconds" in summary else ""
+    seconds = f", {summary['seconds']:.0f} s" if "seconds" in summary else ""
     lines = [f"{summary['state']} after {summary.get('steps', 0)} optimizer steps{seconds}"]
     if summary.get("reward_gain") is not None:
         lines.append(

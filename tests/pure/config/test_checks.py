@@ -40,6 +40,7 @@ QUICKSTART = Path("configs/quickstart.yaml")
         (["algorithm.estimator=grop"], "algorithm.estimator", "did you mean grpo?"),
         (["algorithm.estimator=GRPO"], "algorithm.estimator", "did you mean grpo?"),
         (["algorithm.loss=ppo_clop"], "algorithm.loss", "did you mean ppo_clip?"),
+        (["algorithm.loss=ppo"], "algorithm.loss", "did you mean ppo_clip?"),
         (["algorithm.estimator='a b:mine'"], "algorithm.estimator", "no module:name"),
         (["algorithm.loss='my_losses:'"], "algorithm.loss", "no module:name"),
         (["algorithm.correction.truncate=token"], "algorithm.correction.truncate", "count twice"),

@@ -1,5 +1,6 @@
 """Files and overrides become a configuration, or one clear line each."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from service.cli import main
 from service.config import Config, load, load_config, resolved_yaml
+from service.config.paths import with_absolute_paths
 from service.errors import ConfigError, UserError
 
 
@@ -210,3 +212,12 @@ def test_any_override_is_a_configuration_or_a_user_error(overrides: list[str]) -
         load_config([], overrides)
     except UserError as error:
         assert str(error)
+
+
+def test_every_path_that_goes_to_other_nodes_is_absolute() -> None:
+    paths = ["model.path=m", "data.train=t", "data.mixture.a.path=a", "data.eval.e=e", "env.retrieval.corpus=c"]
+    config = with_absolute_paths(load_config([], [*paths, "env.retrieval.encoder=n", "env.retrieval.embeddings=v"]))
+    relative = load_config([], paths)
+    named = re.findall(rf'"{Path.cwd()}/(\w)"', config.model_dump_json())
+    assert sorted(named) == sorted("mtaecnv")
+    assert with_absolute_paths(config) == config != with_absolute_paths(relative)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from actors.driver.run import run
 from service.cli import main
 from service.config import Config, load_config
-from service.errors import UserError
+from service.errors import RunFailed, UserError
 from service.observe.plot import smooth
 from service.run import writer
 from service.run.folder import CONFIG, RUNS, SUMMARY, TARGETS, new_run_folder, read_lines
@@ -57,6 +58,20 @@ def test_prometheus_has_a_file_of_targets_for_each_run_that_goes_on(tmp_path: Pa
     assert files["quickstart-2.json"] == [{"targets": ["127.0.0.1:1"], "labels": {}}]
     writers[1].delete_targets()
     assert [file.name for file in (tmp_path / TARGETS).iterdir()] == ["quickstart.json"]
+
+
+def test_a_folder_that_is_renamed_under_its_run_is_named_as_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename_and_go_on(config: Config, folder: RunWriter, manifest: object) -> int:
+        folder.path.rename(tmp_path / "renamed")
+        folder.write_config(config)
+        return 0
+
+    monkeypatch.setattr("actors.driver.run._run", rename_and_go_on)
+    config = load_config([Path("configs/quickstart.yaml")], [f"run.dir={tmp_path / 'runs'}"])
+    with pytest.raises(RunFailed, match=r"runs/quickstart: the folder was renamed or deleted while its run went on$"):
+        run(config)
 
 
 def test_a_place_that_cannot_hold_runs_is_a_user_error(tmp_path: Path) -> None:
