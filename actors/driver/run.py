@@ -61,7 +61,7 @@ def run(config: Config, resume: Path | None = None) -> int:
                 if isinstance(error, BatonError)
                 else RunFailed(f"{error.filename or path}: {error.strerror or error}")
             )
-            if not path.is_dir():
+            if not path.is_dir() and not isinstance(error, UserError):  # the folder of refused input is deleted
                 failure = RunFailed(f"{path}: the folder was renamed or deleted while its run went on")
             with contextlib.suppress(OSError):  # the disk may be what failed
                 folder.write_summary({"state": "failed", "reason": str(failure), "exit_code": failure.exit_code})
