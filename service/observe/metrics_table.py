@@ -48,7 +48,11 @@ LENGTHS_AND_PADDING = (
         "baton_batch_padded_sequence_length_alert_tokens",
         "Padded length above which a mini-batch counts as long; a bound of the histogram's buckets.",
     ),
-    gauge("baton_batch_longest_row_tokens", "Longest row of the last mini-batch.", key="generate/batch_longest_row"),
+    gauge(
+        "baton_batch_longest_row_tokens",
+        "Longest row of the last mini-batch, before packing.",
+        key="generate/batch_longest_row",
+    ),
     gauge(
         "baton_batch_truncated_ratio",
         "Fraction of the responses of the last mini-batch that were cut at `generator.max_generate_length`.",

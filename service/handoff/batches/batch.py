@@ -22,7 +22,7 @@ from service.handoff.ledger.versions import VersionHistory, version_of
 from service.handoff.prefixes.branches import Drift, Mode
 from service.handoff.prefixes.merge import check_choice, merge
 from service.handoff.steps.tables import by_turn, concat_steps, is_truncated_K, name_of
-from service.types import NO_VERSION, Ends, Int32s, Int64s, MiniBatch, Row, Rows, Steps
+from service.types import NO_VERSION, Ends, Int32s, Int64s, MicroBatch, MiniBatch, Row, Rows, Steps
 
 if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
     from service.config.tree import Config
@@ -141,9 +141,10 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     staleness_N, stale_G = _masked(packed, trajectory_R, len(ends), history, settings.max_staleness)
     loss_tokens_G = _per_trajectory(packed, trajectory_R, len(ends))
     return_G = returns(steps, ends, settings.returns)
+    ranks = micro_batches(packed, staleness_N, trajectory_R, placement)
     metrics = (
         _merge_metrics(merged.counts)
-        | _length_metrics(length_R, placement)
+        | _length_metrics(length_R, placement, ranks)
         | reward_metrics(group_stats(return_G, prompt_G))
         | {"reward/mean_positive_reward": float(np.maximum(return_G, 0).sum() / max(len(return_G), 1))}
         | _turn_metrics(packed, steps, len(ends))
@@ -158,7 +159,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
         loss_tokens_G=loss_tokens_G,
         rows_G=np.bincount(trajectory_R, minlength=len(ends)).astype(np.int32),
         prompt_of_trajectory_G=prompt_G,
-        ranks=micro_batches(packed, staleness_N, trajectory_R, placement),
+        ranks=ranks,
         metrics=metrics,
     )
     return Formed(batch, stale_G)
@@ -248,14 +249,16 @@ def _merge_metrics(counts: dict[str, int]) -> dict[str, float]:
     }
 
 
-def _length_metrics(length_R: Int64s, placement: Placement) -> dict[str, float]:
-    """Lengths of the rows, the padded length among them, and how evenly the rows are placed."""
+def _length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+    """Lengths of the rows before they were packed, the padded length as they are packed, and the ranks' imbalance."""
     longest = int(length_R.max(initial=0))
+    batches = [micro for rank in ranks for micro in rank if micro.trajectory_of_row_R[0] >= 0]  # the others are dummies
+    padded = max((int(lengths_of(micro.offsets_R).max()) for micro in batches), default=0)
     total = int(length_R.sum())
     return {
-        "generate/batch_padded_seq_len": longest,
+        "generate/batch_padded_seq_len": padded,
         "generate/batch_longest_row": longest,
-        "generate/batch_padding_ratio": 1 - total / (longest * len(length_R)) if total else 0.0,
+        "generate/batch_padding_ratio": 1 - total / (padded * len(length_R)) if total else 0.0,
         "generate/batch_num_tokens": total,
         "generate/batch_imbalance": placement.imbalance,
         "generate/batch_num_micro_batches": sum(len(rank) for rank in placement.ranks),

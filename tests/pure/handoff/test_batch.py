@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,7 +11,7 @@ from service.config.tree import BufferConfig, Config
 from service.handoff import merge_steps, mini_batch_boundaries
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch
 from service.handoff.batches.filters import filtered
-from service.handoff.batches.pack import Layout, place
+from service.handoff.batches.pack import Layout, micro_batches, place
 from service.handoff.ledger.events import Ended, GroupStats
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.versions import VersionHistory
@@ -16,7 +19,7 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import OVER_LONG
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import decode_mini_batch, encode_mini_batch
-from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
+from service.types import MicroBatch, PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, step
 
 SETTINGS = BatchSettings(ranks=2, token_budget=256, max_staleness=2)
@@ -74,6 +77,22 @@ def test_tokens_beyond_the_staleness_bound_carry_no_loss_and_are_counted() -> No
     assert micro_batch.logprobs_N.tolist() == [0, 0, 0, 0, -1.125]
     assert (batch.metrics["tokens/stale"], batch.metrics["tokens/loss"]) == (2, 1)
     assert batch.metrics["async/staleness_max"] == 4
+
+
+def test_rows_that_packing_makes_longer_show_in_the_padded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [group(np.random.default_rng(0), group_id) for group_id in (7, 3)]
+    metrics = form_mini_batch(1, groups, history_up_to(4), SETTINGS).metrics
+    longest = metrics["generate/batch_longest_row"]
+    assert metrics["generate/batch_padded_seq_len"] == longest
+
+    def glued(*arguments: Any) -> tuple[tuple[MicroBatch, ...], ...]:
+        return tuple(
+            tuple(replace(one, offsets_R=one.offsets_R[[0, -1]]) for one in rank) for rank in micro_batches(*arguments)
+        )
+
+    monkeypatch.setattr("service.handoff.batches.batch.micro_batches", glued)
+    metrics = form_mini_batch(1, groups, history_up_to(4), SETTINGS).metrics
+    assert metrics["generate/batch_longest_row"] == longest < metrics["generate/batch_padded_seq_len"]
 
 
 def test_a_dummy_carries_no_loss_and_counts_in_no_figure() -> None:
