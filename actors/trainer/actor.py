@@ -69,8 +69,8 @@ class TrainerRank:
         if self._world_size > 1:
             address, port = meeting_point
             backend = process_group_backend(self._device, self._config.trainer.cpu_offload)
-            if "gloo" in backend:
-                # gloo binds the address of the host's name, which on many hosts is 127.0.1.1
+            if "gloo" in backend and sum(node["Alive"] for node in ray.nodes()) > 1:
+                # gloo binds the address of the host's name: on many hosts 127.0.1.1, which no other host reaches
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(ray.util.get_node_ip_address()))
             dist.init_process_group(
                 backend,

@@ -176,7 +176,7 @@ def wait_until_idle(road: Road) -> dict[str, Any]:
 def test_a_generator_works_as_far_ahead_as_it_may_and_says_what_it_waits_for(road: Road) -> None:
     status = wait_until_idle(road)
     assert status["counts"]["groups"] == 2 * CONFIG.trainer.mini_batch_size
-    assert status["policy_version"] == f"{road.trainer_incarnation}.0"
+    assert status["policy_version"] == str(PolicyVersion(road.trainer_incarnation, 0))
 
 
 def test_what_is_leased_was_sampled_by_the_policies_that_its_versions_name(road: Road) -> None:
