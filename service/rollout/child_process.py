@@ -54,6 +54,7 @@ class ChildProcesses:
             child = self._idle.pop()
             if child.usable:
                 return child
+            child.kill()
         child = await ChildProcess.start(self._module, self._limit)
         self._all.add(child)
         if self._closed:
@@ -78,8 +79,9 @@ class ChildProcesses:
 class ChildProcess:
     """One process, as its parent uses it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, limit: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport, limit: int) -> None:
         self._process = process
+        self._transport = transport
         self._limit = limit
         self._broken = False
         self._requests = 0
@@ -87,19 +89,19 @@ class ChildProcess:
     @staticmethod
     async def start(module: str, limit: int) -> ChildProcess:
         """Start a process with this process's import path; an answer may have at most `limit` bytes."""
-        process = await asyncio.create_subprocess_exec(
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: asyncio.subprocess.SubprocessStreamProtocol(limit, loop),
             sys.executable,
             "-P",  # the current folder is on the import path only where it is on this process's
             "-m",
             "service.rollout.child_main",
             module,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
+            stderr=None,
             env=_environment(),
-            limit=limit,
             start_new_session=True,
         )
-        return ChildProcess(process, limit)
+        return ChildProcess(asyncio.subprocess.Process(transport, protocol, loop), transport, limit)
 
     @property
     def usable(self) -> bool:
@@ -153,6 +155,9 @@ class ChildProcess:
         self._broken = True
         with suppress(ProcessLookupError):  # it has ended
             self._process.terminate()  # its keeper kills the others
+        # asyncio stops reading a flood: the end of the pipe is never read then, and `Process.wait` waits for it.
+        if (answers := self._transport.get_pipe_transport(1)) is not None:
+            answers.close()
 
     async def ended(self) -> None:
         """Wait until the process and its descendants have ended; what cannot be killed in time is left."""

@@ -16,7 +16,7 @@ import pytest
 from service.rollout.agent import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.child_process import ChildDied
-from service.rollout.environment import Message, Task
+from service.rollout.environment import Message, OversizedOutput, Task
 from service.rollout.isolation import IsolatedEnvironment, IsolatedEnvironments
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
 
@@ -127,6 +127,24 @@ async def test_closing_ends_every_process_also_one_that_blocks() -> None:
             await gone(pid)
         with pytest.raises(Exception, match="process ended with code -9"):
             await waiting
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_still_writes_when_it_is_ended_keeps_neither_its_owner_nor_a_pipe() -> None:
+    async with started() as processes:
+        episode = isolated(processes, "Floods")
+        await episode.reset(QUESTION, 0)
+        (keeper,) = psutil.Process().children()
+        pipes = psutil.Process().num_fds()
+        keeper.suspend()  # what its child writes after the first bytes too many comes before its end
+        with pytest.raises(OversizedOutput):
+            await episode.step("?")
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+        keeper.resume()
+        async with asyncio.timeout(5):
+            await processes.close()
+        assert psutil.Process().num_fds() < pipes
 
 
 @pytest.mark.asyncio
