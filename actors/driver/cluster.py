@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import tempfile
@@ -159,7 +160,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
         on_this_machine = int(ray.cluster_resources()["GPU"])
         refuse_unusable_cuda(on_this_machine)
         refuse_too_few_gpus(config, on_this_machine)
-    room = reserve(run_bundles(config, gpus), config.trainer.start_deadline, say)
+    room = asyncio.run(reserve(run_bundles(config, gpus), config.trainer.start_deadline, say))
     config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()
     # Prometheus scrapes the hub on the driver's node, also after a restart of the hub.

@@ -10,6 +10,7 @@ Actors keep their bundle when they restart.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,22 +80,24 @@ def run_bundles(config: Config, gpus: int) -> list[Bundle]:
     return [rank_bundle(config, gpus)] * config.trainer.ranks + [engine_bundle(config, gpus)] * engines
 
 
-def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str], None]) -> PlacementGroup:
+async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str], None]) -> PlacementGroup:
     """A placement group with these bundles, on as few nodes as possible; waits until the cluster has room for it.
+
+    A stop signal ends the wait: no thread is in Ray for longer than `QUIET_SECONDS`.
 
     Raises:
         RunFailed: there was no room for `within` seconds.
     """
     room = placement_group(list(bundles), strategy="PACK")
     deadline = time.monotonic() + within
-    if room.wait(timeout_seconds=min(QUIET_SECONDS, within)):
+    if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, within)):
         return room
     said = ""
     while (left := deadline - time.monotonic()) > 0:
         if (missing := missing_room(bundles, nodes())) != said:
             say(f"WAITING for room in the Ray cluster: {missing}")
             said = missing
-        if room.wait(timeout_seconds=min(QUIET_SECONDS, left)):
+        if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, left)):
             return room
     raise RunFailed(f"no room in the Ray cluster for {within:g} s: {missing_room(bundles, nodes())}")
 

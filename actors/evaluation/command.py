@@ -128,11 +128,11 @@ async def _evaluate(
     model = exported if manifest is not None else target.model
     gpus = gpus_each()
     bundles = [engine_bundle(config, gpus)] * config.generator.engines
-    room = await asyncio.to_thread(reserve, bundles, config.generator.start_deadline, say)
+    room = await reserve(bundles, config.generator.start_deadline, say)
     engines: list[Any] = [
         ray.remote(Evaluator)
         .options(**engine_options(config, gpus, room, bundle))
-        .remote(config.model_dump_json(), str(model))
+        .remote(config.model_dump_json(), str(model), f"engine-{bundle}")
         for bundle in range(len(bundles))
     ]
     with phase("loading the model: engines start", say):
@@ -158,7 +158,7 @@ async def _export(
     """Write a checkpoint's weights as a Hugging Face folder."""
     gpus = gpus_each()
     bundles = [rank_bundle(config, gpus)] * config.trainer.ranks
-    room = await asyncio.to_thread(reserve, bundles, config.trainer.start_deadline, say)
+    room = await reserve(bundles, config.trainer.start_deadline, say)
     trainer = place_trainer(config, gpus, room)
     await trainer.load(target.begun_with(config))
     path = target.weights(manifest)

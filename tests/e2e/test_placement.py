@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def test_ranks_and_engines_share_a_node_where_they_fit(local_ray: None) -> None:
     from actors.driver.placement import engine_index, engine_options, rank_options, reserve, run_bundles
 
     config = load_config([QUICKSTART], ["trainer.ranks=2", "generator.engines=1"])
-    room = reserve(run_bundles(config, gpus=0), 240, print)
+    room = asyncio.run(reserve(run_bundles(config, gpus=0), 240, print))
     try:
         table = placement_group_table(room)
         assert table["strategy"] == "PACK" and len(set(table["bundles_to_node_id"].values())) == 1
@@ -46,12 +47,12 @@ def test_a_run_that_no_cluster_of_this_size_can_hold_ends_with_what_is_missing(l
 
     config, said = load_config([QUICKSTART], ["trainer.ranks=2", "trainer.accelerator=H100"]), list[str]()
     with pytest.raises(RunFailed, match=r"no room in the Ray cluster for 3 s: .* 2 x \(0\.001 accelerator_type:H100"):
-        reserve(run_bundles(config, gpus=0), 3, said.append)
+        asyncio.run(reserve(run_bundles(config, gpus=0), 3, said.append))
     assert len(said) == 1 and said[0].startswith("WAITING for room in the Ray cluster: no node has room for 2 x (")
 
 
 WHERE = """
-import sys, tempfile
+import asyncio, sys, tempfile
 import ray
 from actors.driver.placement import engine_index, engine_options, rank_options, reserve, run_bundles
 from service.config import load_config
@@ -63,7 +64,7 @@ class Where:
 config = load_config(["configs/quickstart.yaml"], [*sys.argv[1:], "trainer.ranks=3", "generator.engines=2"])
 with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
     ray.init(address="local", num_cpus=8, num_gpus=7, include_dashboard=False, logging_level="error", _temp_dir=folder)
-    room = reserve(run_bundles(config, gpus=1), 60, print)
+    room = asyncio.run(reserve(run_bundles(config, gpus=1), 60, print))
     where = ray.remote(Where)
     options = [engine_options(config, 1, room, engine_index(config, engine)) for engine in range(2)]
     options += [rank_options(config, 1, room, rank) for rank in range(3)]

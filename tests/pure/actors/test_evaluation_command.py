@@ -1,0 +1,83 @@
+"""An evaluation with engines and a cluster that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.driver import placement
+from actors.driver.placement import reserve
+from actors.evaluation import command
+from service.config import load_config
+from service.evaluation.scores import EvalTrajectory
+from service.evaluation.target import eval_target
+from service.run.prepare import prepare
+from tests.pure.actors.fakes import Method
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+class Remote:
+    """Stands for `ray.remote(cls)`: takes the arguments that the class takes, and makes an engine that scores 1."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+
+    def options(self, **_: Any) -> Remote:
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        inspect.signature(self._cls).bind(*arguments)
+
+        async def nothing() -> None: ...
+
+        async def evaluate(*_: Any) -> list[EvalTrajectory]:
+            return [EvalTrajectory("p0", 1.0, 1, 4, "stop")]
+
+        return SimpleNamespace(start=Method(nothing), stop=Method(nothing), evaluate=Method(evaluate))
+
+
+def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def room(*_: Any) -> None: ...
+
+    config = load_config([QUICKSTART], ["data.eval_make_rows=2", "generator.engines=2"])
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "ray_session": lambda *_: nullcontext(),
+        "gpus_each": lambda: 0,
+        "reserve": room,
+        "engine_options": lambda *_: {},
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(command, name, stand_in)
+    monkeypatch.setattr(command.ray, "remote", Remote)
+    found = command.evaluate(config, eval_target(prepare(config, tmp_path).model_folder), lambda line: None)
+    assert [(of.n_trajectories, of.avg_score) for of in found.sets] == [(2, 1.0)]
+
+
+def test_a_stop_signal_ends_the_wait_for_room_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    within = 300.0
+    full = SimpleNamespace(wait=lambda seconds: time.sleep(seconds))
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **__: full)
+    monkeypatch.setattr(placement, "nodes", list)
+    monkeypatch.setattr(placement, "QUIET_SECONDS", 0.05)
+
+    async def stopped() -> None:
+        said = asyncio.Event()
+        waiting = asyncio.ensure_future(reserve([{"CPU": 1.0}], within, lambda line: said.set()))
+        await asyncio.wait_for(said.wait(), 60)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    began = time.monotonic()
+    asyncio.run(stopped())
+    assert time.monotonic() - began < within / 2
