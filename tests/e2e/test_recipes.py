@@ -69,7 +69,7 @@ def prompts(folder: Path, kept: list[dict[str, Any]]) -> list[str]:
 
 def assert_sampled_by_every_second_version(kept: list[dict[str, Any]]) -> None:
     runs = [run for record in kept for step in record["steps"] for run in step["versions"]]
-    steps = {int(version.split(".")[1]) for _, version in runs if version is not None}
+    steps = {int(version.split(":")[1]) for _, version in runs if version is not None}
     assert {0, 2} <= steps <= {0, 2, 4}, "the weights of other steps were never sent to the engines"
 
 

@@ -75,7 +75,9 @@ def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> Non
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["trainer/global_step"] for line in lines] == list(range(1, steps + 1))
     assert [line["trainer/incarnation"] for line in lines] == sorted(line["trainer/incarnation"] for line in lines)
-    assert all(line["async/staleness_max"] <= 4 for line in lines)
+    # A group that the deaths held up may be staler than the limit: its tokens have no loss then.
+    trained = {int(key.split("/")[2]) for line in lines for key in line if key.startswith("policy/by_staleness/")}
+    assert 0 < max(trained) <= 4
     tokens = json.loads((run.folder / "summary.json").read_text())["tokens"]
     assert tokens["open"] == tokens["stepped"] == tokens["rolled_back"] == 0
     trained = sum(line["tokens/loss"] for line in lines)
