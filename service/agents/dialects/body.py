@@ -1,0 +1,213 @@
+"""Reads what clients send: a JSON object, its schema, and refusals that name the field at fault.
+
+    {"messages": [{"role": "user", "content": 5}]}   400   messages[0].content: Expected `str | array | null`, got `int`
+    {"messages": [...], "n": 2}                      400   n: one call gives one answer
+    {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` are ignored, and named
+
+A schema is a struct. It takes every field that it has; fields of other names change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from service.agents.dialects.types import Refused
+from service.rollout.chat.chat import Tool
+
+MAX_DEPTH = 64
+"""Objects and lists inside each other; chat templates and digests follow them with recursion."""
+HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of a surrogate pair as JSON writes it: programs that cut text in the middle of a character send one."""
+WHERE = re.compile(r"(?P<reason>.*?)(?: - at `\$\.?(?P<field>.*)`)?", re.DOTALL)
+MISSING = re.compile(r"required field `(\w+)`")
+HOSTED = (
+    "web_search",
+    "web_fetch",
+    "file_search",
+    "code_interpreter",
+    "code_execution",
+    "image_generation",
+    "tool_search",
+    "mcp",
+)
+"""Beginnings of the types of tools that a provider of models runs itself; agents work without them."""
+
+Shape = TypeVar("Shape", bound=Struct)
+Positive = Annotated[int, Meta(ge=1)]
+Name = Annotated[str, Meta(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
+
+
+class Part(Struct):
+    """One part of a content; only text is taken."""
+
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+
+
+Content = str | list[Part] | None
+
+
+class Pinned(Struct, kw_only=True):
+    """What a client may wish for sampling: the session's own parameters count."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_sequences: list[str] | None = None
+
+
+class Request(Pinned, kw_only=True):
+    """What requests of all dialects have."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+
+class StreamOptions(Struct):
+    """What a stream of chat completions or completions has besides the text."""
+
+    include_usage: bool | None = None
+
+
+class _Unless(NamedTuple):
+    """A field that is refused unless it asks for nothing."""
+
+    neutral: tuple[Any, ...]
+    reason: str
+
+
+ONE = _Unless((1,), "one call gives one answer")
+SAMPLED = _Unless(({}, []), "what is sampled is the distribution that is trained")
+FREE = _Unless(({"type": "text"}, {}, None), "answers follow no schema")
+WHOLE = _Unless((), "send the whole conversation; its tokens are found by its messages")
+REFUSED: Mapping[str, _Unless] = {
+    "n": ONE,
+    "best_of": ONE,
+    "use_beam_search": _Unless((False,), "answers are sampled"),
+    "logit_bias": SAMPLED,
+    "allowed_token_ids": SAMPLED,
+    "bad_words": SAMPLED,
+    "response_format": FREE,
+    "structured_outputs": FREE,
+    "output_format": FREE,
+    "previous_response_id": WHOLE,
+    "conversation": WHOLE,
+    "background": _Unless((False,), "the answer comes in the same request"),
+    "continue_final_message": _Unless((False,), "an answer cannot be continued"),
+    "echo": _Unless((False,), "the prompt is not repeated"),
+    "suffix": _Unless(("",), "text is only continued"),
+    "functions": _Unless(([],), "use tools"),
+    "modalities": _Unless((["text"],), "answers are text"),
+    "audio": _Unless((), "answers are text"),
+    "mcp_servers": _Unless(([],), "no tool runs here"),
+}
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The object in the body of a request: no number is NaN, no text holds half a character, nothing is too deep.
+
+    Raises:
+        Refused: the body is something else.
+    """
+    try:
+        if HALF.search(raw):
+            raw = json.dumps(json.loads(raw), ensure_ascii=False).encode(errors="replace")
+        body = msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as error:  # also where bytes are no UTF-8 or a number is too long
+        raise Refused(400, None, f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, None, "the body is no JSON object")
+    if not is_shallow(body):
+        raise Refused(400, None, f"the body has more than {MAX_DEPTH} objects or lists inside each other")
+    return body
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether at most `MAX_DEPTH` objects and lists lie inside each other."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        outer = [one for one in level if isinstance(one, dict | list)]
+        level = [inner for one in outer for inner in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return True
+    return False
+
+
+def read_request(body: Mapping[str, Any], shape: type[Shape]) -> tuple[Shape, list[str]]:
+    """A request in its schema, and the names of its fields that change nothing.
+
+    Raises:
+        Refused: it does not follow the schema, or it asks for what no session gives.
+    """
+    request = read_as(body, shape)
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in given.keys() & REFUSED.keys():
+        neutral, reason = REFUSED[name]
+        if not any(given[name] == one and type(given[name]) is type(one) for one in neutral):
+            raise Refused(400, name, reason)
+    _refuse_what_is_forced(given)
+    taken = {*shape.__struct_fields__, *REFUSED, "tool_choice"} - {*Pinned.__struct_fields__}
+    return request, sorted(given.keys() - taken)
+
+
+def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
+    """A value in its schema; `where` is its place in the body.
+
+    Raises:
+        Refused: the value does not follow the schema.
+    """
+    try:
+        return msgspec.convert(value, shape)
+    except msgspec.ValidationError as error:
+        found = WHERE.fullmatch(str(error))
+        reason, at = (found["reason"], found["field"] or "") if found else (str(error), "")
+        missing = MISSING.search(reason)
+        field = ".".join(name for name in (where, at, missing[1] if missing else "") if name)
+        raise Refused(400, field.replace(".[", "[") or None, reason) from error
+
+
+def split_tools(tools: list[dict[str, Any]] | None) -> tuple[Iterator[tuple[str, dict[str, Any]]], list[str]]:
+    """The tools that the client runs, each with its place in the body, and the names of hosted ones.
+
+    A hosted tool is left out and counted like an ignored field: refusing it would end agents that always offer one.
+    """
+    placed = [(f"tools[{i}]", str(tool.get("type", "")), tool) for i, tool in enumerate(tools or ())]
+    hosted = [f"tools.{kind}" for _, kind, _ in placed if kind.startswith(HOSTED)]
+    return ((where, tool) for where, kind, tool in placed if not kind.startswith(HOSTED)), hosted
+
+
+def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
+    """A tool as chat templates expect it, the same from every dialect."""
+    told = {} if description is None else {"description": description}
+    return {
+        "type": "function",
+        "function": {"name": name, **told, "parameters": parameters or {"type": "object", "properties": {}}},
+    }
+
+
+def text_of(content: Content) -> str:
+    """The text of a content."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def _refuse_what_is_forced(given: Mapping[str, Any]) -> None:
+    choice = given.get("tool_choice")
+    if (choice.get("type") if isinstance(choice, dict) else choice) not in (None, "auto", "none"):
+        raise Refused(400, "tool_choice", "the policy chooses: only auto and none are taken")
+    for name in ("text", "output_config"):
+        options = given.get(name)
+        if isinstance(options, dict) and options.get("format") not in FREE.neutral:
+            raise Refused(400, f"{name}.format", FREE.reason)

@@ -1,0 +1,154 @@
+"""`/v1/chat/completions`, as the OpenAI SDK, litellm and vLLM's clients speak it.
+
+request   messages, tools, stream, max_tokens or max_completion_tokens; vLLM's return_token_ids
+answer    choices[0].message with content, reasoning_content and tool_calls
+events    role, content and reasoning - each tool call with its index - finish_reason - usage if asked - [DONE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from service.agents.dialects.body import (
+    Content,
+    Name,
+    Positive,
+    Request,
+    StreamOptions,
+    function_tool,
+    read_as,
+    read_request,
+    split_tools,
+    text_of,
+)
+from service.agents.dialects.frames import DONE, frame, prompt_ids, sampled, usage
+from service.agents.dialects.frames import openai_error as error
+from service.agents.dialects.frames import openai_error_event as error_event
+from service.agents.dialects.types import Answer, Asked
+
+__all__ = ["error", "error_event", "events", "name", "read", "reply"]
+
+name = "chat"
+
+
+class _Function(Struct):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(Struct, tag_field="type", tag="function"):
+    function: _Function
+
+
+class _Called(Struct):
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class _Call(Struct):
+    function: _Called
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class _Message(Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    reasoning_content: Content = None
+    reasoning: Content = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+class _Request(Request, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    """The request; log-probabilities are given with `return_token_ids` only."""
+    request, ignored = read_request(body, _Request)
+    tools, hosted = split_tools(request.tools)
+    functions = (read_as(tool, _Tool, where).function for where, tool in tools)
+    return Asked(
+        messages=[_message(message) for message in request.messages],
+        tools=[function_tool(one.name, one.description, one.parameters) for one in functions],
+        stream=bool(request.stream),
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        ignored=(*ignored, *hosted),
+        wants_ids=bool(request.return_token_ids),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+    )
+
+
+def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
+    """A chat completion."""
+    message = answer.call.message()
+    choice = {"index": 0, "message": {**message, "content": _content(message)}, "finish_reason": answer.finish}
+    ids = {"prompt_token_ids": prompt_ids(answer)} if asked.wants_ids else {}
+    choices = [{**choice, **_tokens(answer, asked)}]
+    return {**_head(answer), "object": "chat.completion", "choices": choices, "usage": usage(answer), **ids}
+
+
+def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
+    """Chunks of a chat completion."""
+    head = {**_head(answer), "object": "chat.completion.chunk"}
+
+    def chunk(delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> bytes:
+        return frame({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]})
+
+    message = answer.call.message()
+    calls = message.pop("tool_calls", ())
+    if asked.wants_ids:
+        head["prompt_token_ids"] = prompt_ids(answer)
+    yield chunk(message, **_tokens(answer, asked))
+    head.pop("prompt_token_ids", None)
+    for index, call in enumerate(calls):
+        yield chunk({"tool_calls": [{"index": index, **call}]})
+    yield chunk({}, answer.finish)
+    if asked.include_usage:
+        yield frame({**head, "choices": [], "usage": usage(answer)})
+    yield DONE
+
+
+def _message(message: _Message) -> dict[str, Any]:
+    read: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+    if thinking := text_of(message.reasoning_content) or text_of(message.reasoning):
+        read["reasoning_content"] = thinking
+    if message.tool_calls:
+        read["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments or {}}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        read["tool_call_id"] = message.tool_call_id
+    return read
+
+
+def _content(message: Mapping[str, Any]) -> str | None:
+    """Clients expect no text, rather than an empty one, beside calls."""
+    return message["content"] or (None if "tool_calls" in message else "")
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.call.name}", "created": answer.created, "model": answer.model}
+
+
+def _tokens(answer: Answer, asked: Asked) -> dict[str, Any]:
+    """vLLM's fields for clients that train: ids, and a log-probability for each."""
+    if not asked.wants_ids:
+        return {"logprobs": None}
+    ids, logprobs = sampled(answer)
+    content: list[dict[str, Any]] = [
+        {"token": f"token_id:{one}", "bytes": None, "logprob": logprob, "top_logprobs": []}
+        for one, logprob in zip(ids, logprobs, strict=True)
+    ]
+    return {"token_ids": ids, "logprobs": {"content": content}}

@@ -1,0 +1,88 @@
+"""`/v1/completions`: text or token ids are continued; there are no messages, tools or thinking.
+
+request   prompt: "look" or [17, 4]; stream, max_tokens; vLLM's return_token_ids
+answer    choices[0].text
+events    the text - finish_reason - usage if asked - [DONE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from service.agents.dialects.body import Name, Positive, Request, StreamOptions, TokenIds, read_as, read_request
+from service.agents.dialects.frames import DONE, frame, prompt_ids, sampled, usage
+from service.agents.dialects.frames import openai_error as error
+from service.agents.dialects.frames import openai_error_event as error_event
+from service.agents.dialects.types import Answer, Asked
+from service.types import Int32s
+
+__all__ = ["error", "error_event", "events", "name", "read", "reply"]
+
+name = "completions"
+
+
+class _Ids(Struct):
+    prompt: TokenIds
+
+
+class _Request(Request, kw_only=True):
+    prompt: Name | list[Any]
+    max_tokens: Positive | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    """The request; the reply of its call has the whole text as content."""
+    request, ignored = read_request(body, _Request)
+    return Asked(
+        messages=(),
+        prompt=_prompt(request.prompt),
+        stream=bool(request.stream),
+        max_tokens=request.max_tokens,
+        ignored=tuple(ignored),
+        wants_ids=bool(request.return_token_ids),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+    )
+
+
+def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
+    """A text completion."""
+    return {**_head(answer), "choices": [_choice(answer, asked)], "usage": usage(answer)}
+
+
+def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
+    """Chunks of a text completion."""
+    yield frame({**_head(answer), "choices": [{**_choice(answer, asked), "finish_reason": None}]})
+    yield frame({**_head(answer), "choices": [{"index": 0, "text": "", "finish_reason": _finish(answer)}]})
+    if asked.include_usage:
+        yield frame({**_head(answer), "choices": [], "usage": usage(answer)})
+    yield DONE
+
+
+def _prompt(prompt: str | list[Any]) -> str | Int32s:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    return prompt if isinstance(prompt, str) else np.array(read_as({"prompt": prompt}, _Ids).prompt, np.int32)
+
+
+def _finish(answer: Answer) -> str:
+    return "length" if answer.finish == "length" else "stop"
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    made = {"created": answer.created, "model": answer.model}
+    return {"id": f"cmpl-{answer.call.name}", "object": "text_completion", **made}
+
+
+def _choice(answer: Answer, asked: Asked) -> dict[str, Any]:
+    choice = {"index": 0, "text": answer.call.reply.content, "finish_reason": _finish(answer), "logprobs": None}
+    if asked.wants_ids:
+        ids, logprobs = sampled(answer)
+        choice |= {"prompt_token_ids": prompt_ids(answer), "token_ids": ids}
+        choice["logprobs"] = {"tokens": [f"token_id:{one}" for one in ids], "token_logprobs": logprobs}
+    return choice

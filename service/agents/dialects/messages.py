@@ -1,0 +1,228 @@
+"""`/v1/messages` and its `count_tokens`, as the Anthropic SDK speaks them.
+
+request   system, messages of blocks, tools with input_schema, max_tokens
+answer    content: thinking with the call's name as signature, text, tool_use
+events    message_start - of each block start, deltas, stop - message_delta - message_stop
+
+user: [tool_result 17, tool_result 18, text "go on"]   becomes   tool 17, tool 18, user "go on"
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from service.agents.dialects.body import (
+    Content,
+    Name,
+    Positive,
+    Request,
+    function_tool,
+    read_as,
+    read_request,
+    split_tools,
+    text_of,
+)
+from service.agents.dialects.frames import frame, usage
+from service.agents.dialects.types import Answer, Asked, Refused
+from service.rollout.chat.chat import Tool
+
+name = "messages"
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+EMPTY: Mapping[str, Mapping[str, Any]] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": "", "signature": ""},
+    "tool_use": {"input": {}},
+}
+
+
+class _Text(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class _Thinking(Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str | None = None
+
+
+class _ToolUse(Struct, tag_field="type", tag="tool_use"):
+    id: Name
+    name: Name
+    input: dict[str, Any]
+
+
+class _ToolResult(Struct, tag_field="type", tag="tool_result"):
+    tool_use_id: Name
+    content: Content = None
+
+
+Block = _Text | _Thinking | _ToolUse | _ToolResult
+
+
+class _Message(Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class _Tool(Struct):
+    name: Name
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+
+
+class _Request(Request, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    max_tokens: Positive | None = None
+    system: Content = None
+    tools: list[dict[str, Any]] | None = None
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    """The request for an answer."""
+    asked = read_to_count(body)
+    if asked.max_tokens is None:
+        raise Refused(400, "max_tokens", "is required")
+    return asked
+
+
+def read_to_count(body: Mapping[str, Any]) -> Asked:
+    """The request for the number of its tokens."""
+    request, ignored = read_request(body, _Request)
+    if request.messages[-1].role == "assistant":
+        raise Refused(400, f"messages[{len(request.messages) - 1}]", "an answer that was begun cannot be continued")
+    system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
+    blocks = [block for message in request.messages for block in _blocks(message)]
+    tools, hosted = _tools(request.tools)
+    return Asked(
+        messages=[*system, *(read for message in request.messages for read in _read(message))],
+        tools=tools,
+        echoed=frozenset(block.signature for block in blocks if isinstance(block, _Thinking) and block.signature),
+        stream=bool(request.stream),
+        max_tokens=request.max_tokens,
+        ignored=(*ignored, *hosted),
+    )
+
+
+def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
+    """A message."""
+    call = answer.call
+    blocks: list[dict[str, Any]] = []
+    if call.reply.thinking:
+        blocks.append({"type": "thinking", "thinking": call.reply.thinking, "signature": call.name})
+    if call.reply.content or not call.reply.calls:
+        blocks.append({"type": "text", "text": call.reply.content})
+    blocks += [
+        {"type": "tool_use", "id": of, "name": name, "input": dict(arguments)}
+        for of, (name, arguments) in zip(call.ids, call.reply.calls, strict=True)
+    ]
+    return {
+        "id": f"msg_{call.name}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": blocks,
+        "stop_reason": STOP_REASONS[answer.finish],
+        "stop_sequence": None,
+        "usage": _usage(answer),
+    }
+
+
+def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
+    """A message in its parts."""
+
+    def event(kind: str, **fields: Any) -> bytes:
+        return frame({"type": kind, **fields}, kind)
+
+    whole = reply(answer, asked)
+    begun = whole | {"content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    yield event("message_start", message=begun)
+    for index, block in enumerate(whole["content"]):
+        yield event("content_block_start", index=index, content_block={**block, **EMPTY[block["type"]]})
+        for delta in _deltas(block):
+            yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    stop = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    yield event("message_delta", delta=stop, usage=whole["usage"])
+    yield event("message_stop")
+
+
+def error(refused: Refused) -> dict[str, Any]:
+    """The body of an error."""
+    kind = ERROR_TYPES.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+
+
+def error_event(refused: Refused) -> bytes:
+    """The end of a stream that failed."""
+    return frame(error(refused), "error")
+
+
+def _read(message: _Message) -> Iterator[dict[str, Any]]:
+    """The messages of chat completions in one message: an answer is one, a user's has an answer for each tool call."""
+    blocks = _blocks(message)
+    if message.role == "assistant":
+        yield _assistant(blocks)
+        return
+    said: list[str] = []
+    for block in blocks:
+        if isinstance(block, _Text):
+            said.append(block.text)
+        elif isinstance(block, _ToolResult):
+            if said:
+                yield {"role": message.role, "content": "".join(said)}
+                said = []
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+        else:
+            raise Refused(400, "messages", f"a message of the {message.role} has no thinking and no tool_use")
+    if said or not blocks:
+        yield {"role": message.role, "content": "".join(said)}
+
+
+def _blocks(message: _Message) -> list[Block]:
+    return [_Text(message.content)] if isinstance(message.content, str) else message.content
+
+
+def _assistant(blocks: list[Block]) -> dict[str, Any]:
+    text = "".join(block.text for block in blocks if isinstance(block, _Text))
+    thinking = "".join(block.thinking for block in blocks if isinstance(block, _Thinking))
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
+        for block in blocks
+        if isinstance(block, _ToolUse)
+    ]
+    more = {"reasoning_content": thinking, "tool_calls": calls}
+    return {"role": "assistant", "content": text} | {name: value for name, value in more.items() if value}
+
+
+def _tools(tools: list[dict[str, Any]] | None) -> tuple[list[Tool], list[str]]:
+    own, hosted = split_tools(tools)
+    read = (read_as(tool, _Tool, where) for where, tool in own)
+    return [function_tool(tool.name, tool.description, tool.input_schema) for tool in read], hosted
+
+
+def _deltas(block: Mapping[str, Any]) -> list[dict[str, str]]:
+    if block["type"] == "text":
+        return [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "tool_use":
+        return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+    signature = {"type": "signature_delta", "signature": block["signature"]}
+    return [{"type": "thinking_delta", "thinking": block["thinking"]}, signature]
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    numbers = usage(answer)
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": numbers["prompt_tokens"], "output_tokens": numbers["completion_tokens"], **cached}

@@ -1,0 +1,313 @@
+"""`/v1/responses`, as the OpenAI SDK and Codex speak it; nothing is stored, so every request has the whole input.
+
+request   instructions, input (text or items), tools (functions, namespaces of them, custom ones), max_output_tokens
+answer    output: reasoning with the call's name as encrypted_content, message, function_call or custom_tool_call
+events    created - of each item added, its parts, done - completed or incomplete
+
+here                                      in the conversation
+reasoning, message, function_call (x2)    one message of the assistant
+tool `spawn` of namespace `agents`        function `agents__spawn`; a call of it goes back with its namespace
+custom tool with free text                function with one text argument `input`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from service.agents.dialects.body import (
+    Content,
+    Name,
+    Part,
+    Positive,
+    Request,
+    function_tool,
+    read_as,
+    read_request,
+    split_tools,
+    text_of,
+)
+from service.agents.dialects.frames import frame, openai_error, usage
+from service.agents.dialects.frames import openai_error as error
+from service.agents.dialects.types import Answer, Asked, Refused
+
+__all__ = ["error", "error_event", "events", "name", "read", "reply"]
+
+name = "responses"
+
+EMPTY: Mapping[str, Mapping[str, Any]] = {
+    "reasoning": {},
+    "message": {"content": [], "status": "in_progress"},
+    "function_call": {"arguments": "", "status": "in_progress"},
+    "custom_tool_call": {"input": ""},
+}
+FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+OURS = re.compile(r"(call_.+)_\d+")
+"""The id of a tool call; the first part is the same for all calls of one answer."""
+
+
+class _Function(Struct, tag_field="type", tag="function"):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Custom(Struct, tag_field="type", tag="custom"):
+    name: Name
+    description: str | None = None
+
+
+class _Namespace(Struct, tag_field="type", tag="namespace"):
+    name: Name
+    tools: list[_Function | _Custom]
+
+
+class _Message(Struct, tag_field="type", tag="message"):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: str | None = None
+
+
+class _Reasoning(Struct, tag_field="type", tag="reasoning"):
+    id: str | None = None
+    summary: list[Part] | None = None
+    content: list[Part] | None = None
+    encrypted_content: str | None = None
+
+
+class _Call(Struct, tag_field="type", tag="function_call"):
+    call_id: Name
+    name: Name
+    arguments: str
+    namespace: str | None = None
+
+
+class _CustomCall(Struct, tag_field="type", tag="custom_tool_call"):
+    call_id: Name
+    name: Name
+    input: str
+    namespace: str | None = None
+
+
+class _Output(Struct, tag_field="type", tag="function_call_output"):
+    call_id: Name
+    output: Content
+
+
+class _CustomOutput(Struct, tag_field="type", tag="custom_tool_call_output"):
+    call_id: Name
+    output: Content
+
+
+Item = _Message | _Reasoning | _Call | _CustomCall | _Output | _CustomOutput
+ORDER: Mapping[type, int] = {_Reasoning: 0, _Message: 1, _Call: 2, _CustomCall: 2}
+"""The items of one answer come in this order."""
+
+
+class _Request(Request, kw_only=True):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    max_output_tokens: Positive | None = None
+    prompt: None = None
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    """The request."""
+    request, ignored = read_request(body, _Request)
+    items = _items(request.input)
+    system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    if not items:
+        raise Refused(400, "input", "is empty")
+    repeated = {"instructions": request.instructions, "metadata": request.metadata, "tools": request.tools or []}
+    choice = {
+        "tool_choice": request.tool_choice or "auto",
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+    }
+    tools, hosted = _tools(request.tools)
+    return Asked(
+        messages=[*system, *_messages(items)],
+        tools=[function_tool(name, tool.description, _parameters(tool)) for name, (_, tool) in tools.items()],
+        echoed=frozenset(_echoed(items)),
+        stream=bool(request.stream),
+        max_tokens=request.max_output_tokens,
+        ignored=(*ignored, *hosted),
+        repeated=repeated | choice | {"max_output_tokens": request.max_output_tokens},
+    )
+
+
+def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
+    """A response."""
+    numbers = usage(answer)
+    is_cut = answer.finish == "length"
+    return {
+        "id": f"resp_{answer.call.name}",
+        "object": "response",
+        "created_at": answer.created,
+        "model": answer.model,
+        "status": "incomplete" if is_cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": _output(answer, asked),
+        **asked.repeated,
+        "usage": {
+            "input_tokens": numbers["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": numbers["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": numbers["total_tokens"],
+        },
+    }
+
+
+def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
+    """A response in its parts."""
+    numbers = count()
+
+    def event(kind: str, **fields: Any) -> bytes:
+        kind = f"response.{kind}"
+        return frame({"type": kind, "sequence_number": next(numbers), **fields}, kind)
+
+    whole = reply(answer, asked)
+    yield event("created", response={**whole, "status": "in_progress", "incomplete_details": None, "output": []})
+    for index, item in enumerate(whole["output"]):
+        empty = EMPTY[item["type"]]
+        yield event("output_item.added", output_index=index, item={**item, **empty})
+        at = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "message":
+            (part,) = item["content"]
+            at |= {"content_index": 0}
+            yield event("content_part.added", **at, part={**part, "text": ""})
+            yield event("output_text.delta", **at, delta=part["text"], logprobs=[])
+            yield event("output_text.done", **at, text=part["text"], logprobs=[])
+            yield event("content_part.done", **at, part=part)
+        elif item["type"] == "function_call":
+            written = item["arguments"]
+            yield event("function_call_arguments.delta", **at, delta=written)
+            yield event("function_call_arguments.done", **at, name=item["name"], arguments=written)
+        elif item["type"] == "custom_tool_call":
+            yield event("custom_tool_call_input.delta", **at, delta=item["input"])
+            yield event("custom_tool_call_input.done", **at, input=item["input"])
+        yield event("output_item.done", output_index=index, item=item)
+    yield event(whole["status"], response=whole)
+
+
+def error_event(refused: Refused) -> bytes:
+    """The end of a stream that failed: the SDK reads the first event, Codex the second."""
+    told = openai_error(refused)["error"]
+    first = {"type": "error", "sequence_number": 0, **told, "error": told}
+    response = {"object": "response", "status": "failed", "output": [], "error": told}
+    second = {"type": "response.failed", "sequence_number": 1, "response": response}
+    return frame(first | {"type": "error"}, "error") + frame(second, "response.failed")
+
+
+def _items(given: str | list[dict[str, Any]]) -> list[Item]:
+    if isinstance(given, str):
+        return [_Message("user", given)]
+    shape: Any = Item
+    return [read_as({"type": "message", **item}, shape, f"input[{i}]") for i, item in enumerate(given)]
+
+
+def _echoed(items: Iterable[Item]) -> Iterator[str]:
+    """Names of calls in what came back; some clients keep the items' ids, others only what is encrypted."""
+    for item in items:
+        if isinstance(item, _Message | _Reasoning) and item.id:
+            yield item.id.partition("_")[2]
+        if isinstance(item, _Reasoning) and item.encrypted_content:
+            yield item.encrypted_content
+
+
+def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The items as messages; the items of one answer become one."""
+    messages: list[dict[str, Any]] = []
+    before: Item | None = None
+    for item in items:
+        message = _message(item)
+        begun = _begun(messages, before, item)
+        if begun is None:
+            messages.append(message)
+        else:
+            begun["content"] += message.pop("content")
+            begun["tool_calls"] = [*begun.get("tool_calls", ()), *message.pop("tool_calls", ())]
+            begun |= message
+        before = item
+    return messages
+
+
+def _begun(messages: list[dict[str, Any]], before: Item | None, item: Item) -> dict[str, Any] | None:
+    """The message of which the item is another part; a client may put a tool's answer between two calls."""
+    if _message(item)["role"] != "assistant" or not messages:
+        return None
+    if messages[-1]["role"] == "assistant":
+        first, second = ORDER[type(before)], ORDER[type(item)]
+        return messages[-1] if first < second or first == second == ORDER[_Call] else None
+    if isinstance(item, _Call | _CustomCall) and (ours := OURS.fullmatch(item.call_id)):
+        asked = next((message for message in reversed(messages) if message["role"] != "tool"), messages[0])
+        last = OURS.fullmatch(asked["tool_calls"][-1]["id"]) if asked.get("tool_calls") else None
+        return asked if last and last[1] == ours[1] else None
+    return None
+
+
+def _message(item: Item) -> dict[str, Any]:
+    if isinstance(item, _Message):
+        return {"role": item.role, "content": text_of(item.content)}
+    if isinstance(item, _Reasoning):
+        thinking = text_of(item.content) or text_of(item.summary)
+        return {"role": "assistant", "content": "", "reasoning_content": thinking}
+    if isinstance(item, _Output | _CustomOutput):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+    arguments = {"input": item.input} if isinstance(item, _CustomCall) else item.arguments
+    called = {"name": _flat(item.namespace, item.name), "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": item.call_id, "function": called}]}
+
+
+def _flat(namespace: str | None, name: str) -> str:
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _tools(tools: list[dict[str, Any]] | None) -> tuple[dict[str, tuple[str | None, _Function | _Custom]], list[str]]:
+    """The tools by the names that the policy reads, each with its namespace; and the names of hosted ones."""
+    own, hosted = split_tools(tools)
+    shape: Any = _Function | _Custom | _Namespace
+    read: dict[str, tuple[str | None, _Function | _Custom]] = {}
+    for where, tool in own:
+        one: _Function | _Custom | _Namespace = read_as(tool, shape, where)
+        if isinstance(one, _Namespace):
+            read |= {_flat(one.name, inner.name): (one.name, inner) for inner in one.tools}
+        else:
+            read[one.name] = (None, one)
+    return read, hosted
+
+
+def _parameters(tool: _Function | _Custom) -> Mapping[str, Any] | None:
+    return FREE_TEXT if isinstance(tool, _Custom) else tool.parameters
+
+
+def _output(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
+    call, tools = answer.call, _tools(asked.repeated.get("tools"))[0]
+    items: list[dict[str, Any]] = []
+    if call.reply.thinking:
+        thought = {"content": [{"type": "reasoning_text", "text": call.reply.thinking}], "encrypted_content": call.name}
+        items.append({"type": "reasoning", "id": f"rs_{call.name}", "summary": [], **thought})
+    if call.reply.content or not call.reply.calls:
+        part = {"type": "output_text", "text": call.reply.content, "annotations": []}
+        head = {"type": "message", "id": f"msg_{call.name}", "role": "assistant", "status": "completed"}
+        items.append({**head, "content": [part]})
+    for of, (flat, arguments) in zip(call.ids, call.reply.calls, strict=True):
+        space, tool = tools.get(flat, (None, _Function(flat)))
+        named = {"call_id": of, "name": tool.name, **({"namespace": space} if space else {})}
+        given = arguments.get("input")
+        if isinstance(tool, _Custom) and isinstance(given, str) and len(arguments) == 1:
+            items.append({"type": "custom_tool_call", "id": f"ctc_{of}", **named, "input": given})
+        else:
+            written = {"arguments": json.dumps(arguments), "status": "completed"}
+            items.append({"type": "function_call", "id": f"fc_{of}", **named, **written})
+    return items

@@ -1,0 +1,97 @@
+"""One conversation tree behind the dialects, with a policy that follows a script; no sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from service.agents.conversation_tree import ConversationTree
+from service.agents.dialects import chat, completions, messages, responses
+from service.agents.dialects.body import parse_body
+from service.agents.dialects.types import Answer, Asked, Dialect, Refused
+from service.agents.parser import JsonCalls
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.engine import Generation
+from service.types import PolicyVersion
+
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+}
+VERSION = PolicyVersion(1, 5).pack()
+
+
+class Served(NamedTuple):
+    """An answer over HTTP."""
+
+    status: int
+    body: bytes
+    is_stream: bool
+
+
+class DialectServer:
+    """Answers requests of all dialects; every call is kept in the tree."""
+
+    def __init__(self, chat: Chat, replies: Iterator[str]) -> None:
+        self.chat = chat
+        self.replies = replies
+        names = count()
+        self.tree = ConversationTree(chat, JsonCalls(), lambda: f"n{next(names)}")
+        self.asked: list[Asked] = []
+
+    def post(self, path: str, raw: bytes) -> Served:
+        dialect = DIALECTS[path]
+        try:
+            asked = dialect.read(parse_body(raw))
+            answer = self._answer(asked, raw)
+        except MessagesRefused as error:
+            return _refused(dialect, Refused(400, "messages", str(error)))
+        except Refused as refused:
+            return _refused(dialect, refused)
+        self.asked.append(asked)
+        if asked.stream:
+            return Served(200, b": engine is paused\n\n" + b"".join(dialect.events(answer, asked)), True)
+        return Served(200, _json(dialect.reply(answer, asked)), False)
+
+    def _answer(self, asked: Asked, raw: bytes) -> Answer:
+        said = asked.messages or [{"role": "user", "content": str(asked.prompt)}]
+        opened = self.tree.open(said, asked.tools, asked.echoed)
+        # Not the tokens that a tokenizer would choose.
+        ids = [token for letter in next(self.replies) for token in self.chat.plain(letter).tolist()]
+        call = self.tree.add(opened, generated([*ids, self.chat.end_id]), str(raw))
+        finish = "tool_calls" if call.reply.calls else "stop"
+        versions = tuple(call.response.versions.tolist())
+        return Answer(call, "policy", 5, len(opened.prompt_ids), finish, versions)
+
+
+def generated(token_ids: list[int]) -> Generation:
+    n = len(token_ids)
+    logprobs, versions = np.full(n, -0.5, np.float32), np.full(n, VERSION, np.int64)
+    return Generation(np.asarray(token_ids, np.int32), logprobs, versions, "stop", sampled_end=True)
+
+
+def events_of(stream: bytes) -> list[dict[str, Any]]:
+    """The JSON of each frame that has one."""
+    frames = [frame for frame in stream.decode().split("\n\n") if frame and not frame.startswith(":")]
+    data = [frame.rpartition("data: ")[2] for frame in frames]
+    return [json.loads(one, parse_constant=_refuse) for one in data if one != "[DONE]"]
+
+
+def _refused(dialect: Dialect, refused: Refused) -> Served:
+    return Served(refused.status, _json(dialect.error(refused)), False)
+
+
+def _json(value: Any) -> bytes:
+    """JSON that every client reads."""
+    return json.dumps(value, allow_nan=False).encode()
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
