@@ -47,7 +47,7 @@ def main() -> None:
     if code is None:
         os.kill(child, signal.SIGKILL)
         code = _reap(child, 0)
-    _end_descendants()
+    end_descendants()
     _end_as(code or 0)
 
 
@@ -59,19 +59,21 @@ def _reap(child: int, flags: int) -> int | None:
             return os.waitstatus_to_exitcode(status) if pid else None
 
 
-def _end_descendants() -> None:
-    """Kill all descendants; each one's children become this process's own, until none is left."""
+def end_descendants() -> None:
+    """Kill all descendants of this subreaper: each one's children become its own, until none is left.
+
+    This process ends itself where they do not end in time.
+    """
     import psutil  # only here: most of its time a keeper waits, beside many others
 
     signal.alarm(KILL_SECONDS)
-    while True:
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                process.kill()
-        try:
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    process.kill()
             os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+    signal.alarm(0)
 
 
 def _end_as(code: int) -> None:

@@ -1,0 +1,1 @@
+"""Runs commands as agents: a throw-away folder, limits and a score for each trajectory."""

@@ -1,0 +1,187 @@
+"""Runs one command to its end, in the supervisor: collects its output and ends it at its limits.
+
+Whatever the command started has ended when `run_command` returns: the supervisor is the subreaper of all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from service.agents.runner.forward import forwarded
+from service.agents.runner.launch import Launch, Started, start
+from service.rollout.child_main import end_descendants
+
+CHUNK = 1 << 16
+WATCH_SECONDS = 0.5
+"""Least seconds between two looks at memory, processes and folder."""
+WATCH_SHARE = 0.05
+"""Most of the supervisor's time that goes into these looks."""
+ENTRIES_AT_ONCE = 1000
+FILE_BYTES = 4096
+"""Least bytes that a file or folder counts as."""
+TIME = "seconds"
+"""The limit that ends a command whose result still counts."""
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int | None
+    """Its exit code, 128 + the signal that ended it; None: it was ended at a limit."""
+    limit: str
+    """Name of the limit at which it was ended; empty where there was none."""
+    output: bytes
+    """Its stdout and stderr, up to the limit."""
+
+
+async def run_command(
+    launch: Launch, limits: Mapping[str, Any], seconds: float, root: Path, base_url: str, namespaces: bool
+) -> Ended:
+    """Run a command in its folder below `root` until it ends or exceeds a limit.
+
+    Raises:
+        NotStarted: the command cannot be started.
+    """
+    started = start(launch, namespaces)
+    run = _Run(started, limits)
+    try:
+        async with AsyncExitStack() as scope:
+            if started.listener is not None:
+                await scope.enter_async_context(forwarded(started.listener, base_url))
+            await run.until_stopped(seconds, root)
+    finally:
+        end_descendants()
+        run.close()
+    if not run.limit and await _is_larger(root, limits["folder_bytes"]):
+        run.limit = "folder_bytes"
+    return Ended(run.code, run.limit, bytes(run.output))
+
+
+class _Run:
+    """A command while it runs."""
+
+    def __init__(self, started: Started, limits: Mapping[str, Any]) -> None:
+        self._started = started
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
+        self._process = os.pidfd_open(started.pid)
+        os.set_blocking(started.output, False)
+        self._loop.add_reader(started.output, self._read)
+        self._loop.add_reader(self._process, self._reap)
+        self.output = bytearray()
+        self.code: int | None = None
+        self.limit = ""
+
+    async def until_stopped(self, seconds: float, root: Path) -> None:
+        """Wait until the command ends or exceeds a limit."""
+        watcher = asyncio.create_task(self._watch(root))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
+        except TimeoutError:
+            self._stop(TIME)
+        finally:
+            watcher.cancel()
+            self._loop.remove_reader(self._process)
+
+    def close(self) -> None:
+        """Read what is left of the output, after all that wrote it has ended."""
+        while self._read():
+            pass
+        self._loop.remove_reader(self._started.output)
+        os.close(self._started.output)
+        os.close(self._process)
+
+    def _read(self) -> bool:
+        """Read a part of the output; False where there is no more at the moment."""
+        try:
+            data = os.read(self._started.output, CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(self._started.output)
+        room = self._limits["output_bytes"] - len(self.output)
+        self.output += data[:room]
+        if len(data) > room:
+            self._stop("output_bytes")
+        return bool(data) and len(data) <= room
+
+    def _reap(self) -> None:
+        """Reap what has ended: the command, or processes that it left to themselves."""
+        with suppress(ChildProcessError):  # there are no others
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._started.pid:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    self.code = code if code >= 0 else 128 - code
+                    self._stop("")
+
+    def _stop(self, limit: str) -> None:
+        self.limit = self.limit or limit
+        self._stopped.set()
+
+    async def _watch(self, root: Path) -> None:
+        """Stop the command when it exceeds what the operating system does not bound."""
+        while not self._stopped.is_set():
+            began = self._loop.time()
+            self._reap()
+            processes, memory = _tree()
+            if processes > self._limits["processes"]:
+                self._stop("processes")
+            if memory > self._limits["memory_bytes"]:
+                self._stop("memory_bytes")
+            if await _is_larger(root, self._limits["folder_bytes"]):
+                self._stop("folder_bytes")
+            await asyncio.sleep(max(WATCH_SECONDS, (self._loop.time() - began) / WATCH_SHARE))
+
+
+def _tree() -> tuple[int, int]:
+    """Threads and resident bytes of all descendants of this process."""
+    threads = memory = 0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error), process.oneshot():
+            threads += process.num_threads()
+            memory += process.memory_info().rss
+    return threads, memory
+
+
+async def _is_larger(root: Path, limit: int) -> bool:
+    """Whether a folder takes more bytes on disk; links are not followed."""
+    total = 0
+    for number, size in enumerate(_sizes(root), start=1):
+        total += max(size, FILE_BYTES)
+        if total > limit:
+            return True
+        if number % ENTRIES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return False
+
+
+def _sizes(root: Path) -> Iterator[int]:
+    """Bytes on disk of everything below a folder."""
+    folders = [str(root)]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = os.scandir(folder)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                yield sys.maxsize  # whatever lies in there
+            continue  # it is gone, or closed to its own user
+        with entries:
+            for entry in entries:
+                try:
+                    yield entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                except OSError:  # it is gone
+                    continue

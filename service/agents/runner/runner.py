@@ -1,0 +1,124 @@
+"""Runs a command once a trajectory, each time in a folder of its own, and returns what became of it.
+
+    AgentRunner.run(task, base_url, key, seed) --> supervisor (a process) --> the command, its folder, its score
+                                     Finished <--
+
+A supervisor serves one trajectory at a time. When it is late, fails or loses its parent, its keeper
+(`service.rollout.child_main`) ends it with all that the command started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from service.agents.runner.supervisor import remove
+from service.config.command import CommandConfig
+from service.errors import in_one_line
+from service.files import LOCK, is_locked, lock_folder
+from service.rollout.child_process import ChildDied, ChildProcesses, ChildRaised
+from service.rollout.environment import OversizedOutput, Task
+
+log = logging.getLogger(__name__)
+
+FOLDERS = "baton-agents-"
+"""How the names of folders for trajectories begin, in the folder for temporary files."""
+AROUND_SECONDS = 300.0
+"""Seconds in which a trajectory's folder must be filled and removed."""
+BYTES_PER_CHARACTER = 6
+"""Most bytes of JSON for one character (`\\u0000`)."""
+ROOM = 1 << 16
+"""Bytes of a supervisor's answer besides the transcript."""
+
+
+class Finished(NamedTuple):
+    """What became of one run of the command."""
+
+    reward: float | None
+    """The score; None where the settings have none, or the run failed."""
+    status: str
+    """`ok`, or `failed`: what happened says nothing about the policy."""
+    reason: str
+    """Why it failed, or that its time was over; empty otherwise."""
+    info: Mapping[str, float]
+    """Seconds and bytes of output."""
+    transcript: str
+    """The command's stdout and stderr, without the key; the middle of a long one is left out."""
+
+
+class AgentRunner:
+    """The runs of one generator."""
+
+    def __init__(self, settings: CommandConfig) -> None:
+        limits = settings.limits
+        self._settings = settings.model_dump(mode="json")
+        self._seconds = limits.seconds + limits.score_seconds + AROUND_SECONDS
+        self._supervisors = ChildProcesses(
+            "service.agents.runner.supervisor", limits.transcript_characters * BYTES_PER_CHARACTER + ROOM
+        )
+        _remove_left_folders()
+        made = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}"))
+        self._lock = lock_folder(made, seconds=1.0)
+        self._folder = made.rename(made.with_name(made.name.removeprefix(".")))  # whole: with its lock
+        self._has_warned = False
+
+    async def run(self, task: Task, base_url: str, key: str, seed: int) -> Finished:
+        """Run the command for a task; it reaches its session at `base_url` (`http://HOST:PORT/.../v1`) with `key`."""
+        root = Path(tempfile.mkdtemp(dir=self._folder))
+        request = {
+            "settings": self._settings,
+            "task": asdict(task),
+            "root": str(root),
+            "base_url": base_url,
+            "key": key,
+            "seed": seed,
+        }
+        supervisor = await self._supervisors.take()
+        try:
+            async with asyncio.timeout(self._seconds):
+                answer = await supervisor.ask(request)
+        except TimeoutError:
+            return _failed(f"there was no score after {self._seconds:g} s")
+        except (ChildDied, ChildRaised, OversizedOutput) as error:
+            return _failed(str(error).replace(key, "[key]"))
+        finally:
+            self._supervisors.give_back(supervisor)
+            if root.exists():
+                await supervisor.ended()
+                await asyncio.to_thread(remove, root)
+        self._warn_once(answer.pop("refused"))
+        return Finished(**answer)
+
+    async def close(self) -> None:
+        """End all runs, and remove their folders."""
+        await self._supervisors.close()
+        await asyncio.to_thread(remove, self._folder)
+        self._lock.close()
+
+    def _warn_once(self, refused: str) -> None:
+        if refused and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "commands run without namespaces, which this machine refuses (%s): they reach the network and the "
+                "processes that Baton reaches",
+                in_one_line(refused),
+            )
+
+
+def _failed(reason: str) -> Finished:
+    return Finished(None, "failed", in_one_line(reason), {}, "")
+
+
+def _remove_left_folders() -> None:
+    """Remove what killed processes of this user left behind."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
+        with suppress(FileNotFoundError):  # another process removes it
+            if folder.stat().st_uid == os.geteuid() and (folder / LOCK).exists() and not is_locked(folder):
+                remove(folder)

@@ -1,0 +1,253 @@
+"""In a process of its own: one trajectory of a command after the other, from the folder to the score.
+
+folder with the template's and the row's files --> command --> its output --> score --> folder removed
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from service.agents.runner.bounded import TIME, Ended, run_command
+from service.agents.runner.forward import on_loopback, port_of
+from service.agents.runner.launch import Launch, NotStarted, namespaces_refused
+from service.interop.user_functions import enter_user_folder, import_user_module
+from service.rollout.child_main import PR_SET_CHILD_SUBREAPER, serve
+from service.rollout.environment import Task
+from service.rollout.traceback import describe_error
+
+log = logging.getLogger(__name__)
+
+WORK, TEMPORARY, PROMPT, QUESTION = "work", "tmp", "prompt.txt", "question.json"
+"""In the trajectory's folder: the command's current folder and TMPDIR, its prompt, and the scoring command's input."""
+FILES = "files"
+"""Column of a row: files by their path in the command's folder."""
+REMOVE_SECONDS = 600.0
+"""Seconds in which a folder must be removed."""
+KEPT_VARIABLES = {"PATH": os.defpath, "LANG": "C.UTF-8"}
+"""Environment variables that a command gets from Baton, and what it gets where Baton has none."""
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+SIGNALLED = range(129, 193)
+"""Exit codes that stand for signals: 128 + the signal."""
+
+
+class Failed(Exception):
+    """The trajectory fails; says why."""
+
+
+class Supervisor:
+    """Plays one trajectory after the other."""
+
+    def __init__(self) -> None:
+        self._refused = namespaces_refused()
+
+    async def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Play a trajectory; the answer has the fields of `Finished`, and why there are no namespaces."""
+        trajectory = _Trajectory(request, namespaces=not self._refused)
+        try:
+            return {**await trajectory.play(), "refused": self._refused}
+        finally:
+            remove(trajectory.root)
+
+
+class _Trajectory:
+    """One trajectory; settings are those of `CommandConfig` as plain values, since many such processes run at once."""
+
+    def __init__(self, request: Mapping[str, Any], namespaces: bool) -> None:
+        self._settings = request["settings"]
+        self._limits: Mapping[str, Any] = self._settings["limits"]
+        task = request["task"]
+        self._task = Task(**task | {"prompt": tuple(task["prompt"]), "tools": tuple(task["tools"])})
+        self._base_url, self._key, self._seed = request["base_url"], request["key"], request["seed"]
+        self._namespaces = namespaces
+        self.root = Path(request["root"])
+        self._folder = self.root / WORK
+
+    async def play(self) -> dict[str, Any]:
+        """Run the command and score what it did."""
+        transcript, reward, status, info = "", None, "ok", {}
+        try:
+            self._fill_folder()
+            folder, began = self._folder.stat(), monotonic()
+            ended = await self._run_agent()
+            info = {"seconds": round(monotonic() - began, 3), "output_bytes": len(ended.output)}
+            transcript = ended.output.decode(errors="replace").replace(self._key, "[key]")
+            reason = _why(ended, self._limits)
+            if reason and ended.limit != TIME:
+                raise Failed(reason)
+            if not os.path.samestat(folder, self._folder.stat(follow_symlinks=False)):
+                raise Failed("it replaced its folder")
+            reward = await self._score(transcript)
+        except FileNotFoundError:
+            status, reason = "failed", "it removed its folder"
+        except (Failed, NotStarted) as failed:
+            status, reason = "failed", str(failed).replace(self._key, "[key]")
+        transcript = shortened(transcript, self._limits["transcript_characters"])
+        return {"reward": reward, "status": status, "reason": reason, "info": info, "transcript": transcript}
+
+    def _fill_folder(self) -> None:
+        """Make the folder: the template's files, the row's, and the prompt beside them."""
+        files = self._task.extra_info.get(FILES, {})
+        if not isinstance(files, Mapping) or not all(isinstance(text, str) for text in files.values()):
+            raise Failed(f"the row's {FILES} are no texts by path")
+        try:
+            (self.root / TEMPORARY).mkdir()
+            if self._settings["workdir"] is None:
+                self._folder.mkdir()
+            else:
+                shutil.copytree(self._settings["workdir"], self._folder, symlinks=True)
+            inside = self._folder.resolve()
+            for name, text in files.items():
+                path = self._folder / name
+                if not path.resolve().is_relative_to(inside):
+                    raise Failed(f"the row's file {name!r:.200} is outside of the folder")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            (self.root / PROMPT).write_text(_prompt(self._task), encoding="utf-8")
+        except (OSError, ValueError, shutil.Error) as error:
+            raise Failed(f"its folder cannot be made: {error!s:.500}") from error
+
+    async def _run_agent(self) -> Ended:
+        """Run the command with the address and the key of its session."""
+        forwarded = self._namespaces and self._settings["network"] != "open"
+        base_url = on_loopback(self._base_url) if forwarded else self._base_url
+        values = {
+            "prompt": _prompt(self._task),
+            "prompt_file": str(self.root / PROMPT),
+            "folder": str(self._folder),
+            "base_url": base_url,
+            "seed": str(self._seed),
+        }
+        command = [filled(word, values) for word in self._settings["command"]]
+        in_command = {"prompt", "prompt_file"} & set(placeholders(self._settings["command"]))
+        variables = {
+            "BATON_SEED": str(self._seed),
+            **{name: filled(text, values) for name, text in self._settings["variables"].items()},
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": self._key,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self._key,
+        }
+        stdin = Path(os.devnull) if in_command else self.root / PROMPT
+        return await self._run(command, stdin, variables, self._limits["seconds"])
+
+    async def _score(self, transcript: str) -> float | None:
+        """The score of what the command did."""
+        score = self._settings["score"]
+        if score is None:
+            return None
+        if isinstance(score, str):
+            return _finite(self._call(score, transcript))
+        question = {"task": asdict(self._task), "folder": str(self._folder), "transcript": transcript}
+        (self.root / QUESTION).write_text(json.dumps(question), encoding="utf-8")
+        ended = await self._run(score, self.root / QUESTION, {}, self._limits["score_seconds"])
+        if ended.code != 0 and (ended.code is None or ended.code in SIGNALLED):
+            raise Failed(f"its score failed: {_why(ended, self._limits)}")
+        return 0.0 if ended.code else _number(ended.output)
+
+    def _call(self, score: str, transcript: str) -> Any:
+        module, _, name = score.partition(":")
+        try:
+            return getattr(import_user_module(module), name)(self._task, self._folder, transcript)
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            raise Failed(f"{score} raised {describe_error(error)}") from error
+
+    async def _run(self, command: Sequence[str], stdin: Path, variables: Mapping[str, str], seconds: float) -> Ended:
+        kept = {name: os.environ.get(name, default) for name, default in KEPT_VARIABLES.items()}
+        own = {"HOME": str(self._folder), "TMPDIR": str(self.root / TEMPORARY)}
+        launch = Launch(
+            command=command,
+            folder=self._folder,
+            stdin=stdin,
+            variables={**kept, **own, **variables},
+            memory_bytes=self._limits["memory_bytes"],
+            file_bytes=self._limits["file_bytes"],
+            processes=self._limits["processes"],
+            port=None if self._settings["network"] == "open" else port_of(self._base_url),
+        )
+        return await run_command(launch, self._limits, seconds, self.root, self._base_url, self._namespaces)
+
+
+def filled(text: str, values: Mapping[str, str]) -> str:
+    """The text with the values of its placeholders.
+
+    >>> filled("say {prompt} {x}", {"prompt": "{seed}", "seed": "7"})
+    'say {seed} {x}'
+    """
+    return PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
+
+
+def placeholders(words: Sequence[str]) -> list[str]:
+    """The words between braces."""
+    return [name for word in words for name in PLACEHOLDER.findall(word)]
+
+
+def shortened(text: str, most: int) -> str:
+    """The text; of one that is too long, a quarter of what is kept from its beginning and the rest from its end.
+
+    >>> shortened("a beginning, much between, and an end", 16)
+    'a be\n[21 characters left out]\nd an end'
+    """
+    head, left_out = most // 4, len(text) - most
+    return f"{text[:head]}\n[{left_out} characters left out]\n{text[head + left_out :]}" if left_out > 0 else text
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder with all that is in it, however deep, and follow no link; logged where it stays."""
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        if not os.path.lexists(folder):
+            return
+        subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, timeout=REMOVE_SECONDS, check=False)
+    if os.path.lexists(folder):
+        log.warning("%s could not be removed", folder)
+
+
+def _prompt(task: Task) -> str:
+    return "\n\n".join(message["content"] for message in task.prompt)
+
+
+def _why(ended: Ended, limits: Mapping[str, Any]) -> str:
+    """Why the command did not end well; empty where it did."""
+    if ended.limit:
+        return f"it was ended at limits.{ended.limit} ({limits[ended.limit]:g})"
+    if ended.code is not None and ended.code in SIGNALLED:
+        return f"it was ended by signal {ended.code - 128}"
+    return f"its exit code was {ended.code}" if ended.code else ""
+
+
+def _number(output: bytes) -> float:
+    """The number in the last line of a scoring command's output; 1 where it is none."""
+    lines = output.decode(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    try:
+        return _finite(float(last))
+    except ValueError:
+        return 1.0
+
+
+def _finite(score: Any) -> float:
+    try:
+        number = float(score)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise Failed(f"its score is {score!r:.80}; a finite number is needed")
+    return number
+
+
+def main() -> None:
+    """Play one trajectory after the other until stdin closes."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    enter_user_folder()
+    serve(Supervisor().answer)

@@ -1,0 +1,56 @@
+"""Settings of a command that is run as an agent, one process tree a trajectory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from service.config.section import NotNegative, Positive, Seconds, Section
+
+AGENT = "agent"
+"""The `env.name` with which each trajectory is a run of `env.command`."""
+
+PLACEHOLDERS = ("prompt", "prompt_file", "folder", "base_url", "seed")
+"""What stands between braces in `env.command` and `env.variables`, and is replaced for each trajectory."""
+
+OWN_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
+"""Environment variables that lead an agent to its session."""
+
+
+class CommandLimits(Section):
+    """Limits of one run of a command; a run that exceeds one is ended with all its processes."""
+
+    seconds: Seconds = 1800.0
+    """Seconds from the command's start; what it did until then is scored."""
+    score_seconds: Seconds = 300.0
+    """Seconds in which the score must be there."""
+    memory_bytes: Positive = 16 << 30
+    """Address space of each process, and memory of all together; Node.js reserves about 10 GiB of address space."""
+    processes: Positive = 512
+    """Processes and threads at once; where the machine cannot refuse further ones, the run is ended."""
+    output_bytes: Positive = 64 << 20
+    """Bytes of stdout and stderr together."""
+    file_bytes: Positive = 1 << 30
+    """Bytes of one file that is written."""
+    folder_bytes: Positive = 4 << 30
+    """Bytes on disk of the trajectory's folder, at least 4096 for each file."""
+    transcript_characters: NotNegative = 1 << 16
+    """Characters of the output that are kept; of a longer one the middle is left out."""
+
+
+class CommandConfig(Section):
+    """A command that is run as an agent."""
+
+    command: tuple[str, ...] = ()
+    """With `name: agent`: the program and its arguments. {prompt}, {prompt_file}, {folder}, {base_url} and {seed} are
+    replaced; without {prompt} and {prompt_file} the prompt is its input."""
+    workdir: Path | None = None
+    """Folder of which the command gets a copy as its current folder and home; None: an empty folder."""
+    score: str | tuple[str, ...] | None = None
+    """What scores a trajectory: `module:function` of a trusted module, or a command and its arguments; None: the agent
+    posts its reward."""
+    variables: dict[str, str] = {}
+    """Further environment variables of the command; of Baton's own it gets PATH only."""
+    network: Literal["endpoint", "open"] = "endpoint"
+    """What the command reaches: only its endpoint, where the machine allows namespaces, or whatever Baton reaches."""
+    limits: CommandLimits = CommandLimits()
