@@ -167,21 +167,14 @@ async def _is_larger(root: Path, limit: int) -> bool:
 
 
 def _sizes(root: Path) -> Iterator[int]:
-    """Bytes on disk of everything below a folder."""
+    """Bytes on disk of everything below a folder; what lies too deep to be measured is as large as can be."""
     folders = [str(root)]
     while folders:
-        folder = folders.pop()
         try:
-            entries = os.scandir(folder)
-        except OSError as error:
+            for entry in os.scandir(folders.pop()):
+                yield entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+        except OSError as error:  # it is gone, or closed to its own user
             if error.errno == errno.ENAMETOOLONG:
-                yield sys.maxsize  # whatever lies in there
-            continue  # it is gone, or closed to its own user
-        with entries:
-            for entry in entries:
-                try:
-                    yield entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                except OSError:  # it is gone
-                    continue
+                yield sys.maxsize

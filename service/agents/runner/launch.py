@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 
 from service.rollout.child_main import PR_SET_PDEATHSIG
 
-PR_SET_NO_NEW_PRIVS = 38
+PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
@@ -76,17 +76,19 @@ def namespaces_refused() -> str:
         try:
             _enter_namespaces(ctypes.CDLL(None, use_errno=True), 0, theirs)
         except BaseException as error:  # noqa: BLE001 - this process is a copy: nothing may go on in it
-            theirs.send(f"{error}".encode()[:MAX_MESSAGE])
+            theirs.send(_why(error))
         finally:
             os._exit(0)
     theirs.close()
     try:
         with ours:
-            _report(ours)
+            listener = _report(ours)
     except NotStarted as error:
         return str(error)
     finally:
         os.waitpid(pid, 0)
+    if listener is not None:
+        listener.close()
     return ""
 
 
@@ -141,17 +143,18 @@ def _in_child(launch: Launch, namespaces: bool, report: socket.socket, output: i
         # After the namespaces: a change of credentials clears it.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if namespaces:
+            _hide_from_command(libc)
             _fork_and_end_as_child(report.fileno(), output)
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             # Containers may forbid it; the command then reads numbers of processes that mean nothing to it.
             libc.mount(b"proc", b"/proc", b"proc", 0, None)
             _fork_and_end_as_child(report.fileno(), output)
             os.setsid()
+            libc.prctl(PR_SET_DUMPABLE, 1)
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _execute(launch, namespaces, output)
     except BaseException as error:  # noqa: BLE001 - this process is a copy of the supervisor: nothing may go on in it
-        why = error.strerror if isinstance(error, OSError) else error
-        report.send(f"{launch.command[0]}: {why}".encode()[:MAX_MESSAGE])
+        report.send(launch.command[0].encode()[: MAX_MESSAGE // 2] + b": " + _why(error))
     finally:
         os._exit(127)
 
@@ -169,6 +172,15 @@ def _enter_namespaces(libc: ctypes.CDLL, port: int | None, report: socket.socket
             ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP))
         with socket.create_server(("127.0.0.1", port)) as listener:
             socket.send_fds(report, [b"listening"], [listener.fileno()])
+
+
+def _hide_from_command(libc: ctypes.CDLL) -> None:
+    """Close to the command what it could find in /proc of its parents: Baton's environment variables and files."""
+    libc.prctl(PR_SET_DUMPABLE, 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file in (0, 1, 2):
+        os.dup2(nothing, file)
+    os.close(nothing)
 
 
 def _fork_and_end_as_child(*files: int) -> None:
@@ -209,6 +221,10 @@ def _execute(launch: Launch, namespaces: bool, output: int) -> NoReturn:
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (allowed, allowed))
     os.execvpe(launch.command[0], list(launch.command), dict(launch.variables))
+
+
+def _why(error: BaseException) -> bytes:
+    return str(error.strerror if isinstance(error, OSError) else error).encode()[: MAX_MESSAGE // 2]
 
 
 def _close_all_but(*kept: int) -> None:

@@ -1,0 +1,29 @@
+"""Scoring functions of tests."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from service.rollout.environment import Task
+
+
+def answered(task: Task, folder: Path, transcript: str) -> float:
+    """1 where the file `answer` holds the row's answer."""
+    return float((folder / "answer").read_text().strip() == task.reward_spec["ground_truth"])
+
+
+def length(task: Task, folder: Path, transcript: str) -> float:
+    """The characters of the transcript."""
+    return len(transcript)
+
+
+def nan(task: Task, folder: Path, transcript: str) -> float:
+    """No number."""
+    return float("nan")
+
+
+def hangs(task: Task, folder: Path, transcript: str) -> float:
+    """Return much too late."""
+    time.sleep(600)
+    return 0.0
