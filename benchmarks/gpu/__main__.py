@@ -1,0 +1,85 @@
+"""Everything that waits for a first GPU, in under 25 minutes and without the network.
+
+    python -m benchmarks.gpu                        all parts; build/gpu.json and build/gpu.md
+    python -m benchmarks.gpu --part learner         one part (may be given several times)
+    python -m benchmarks.gpu --device cpu           a rehearsal with small shapes
+
+A part without its packages or GPUs is skipped, and one that crashes or hangs costs only itself; the reason is in the
+JSON. Exit code: 0 where every part was measured or skipped, 1 where one failed, 2 without a usable GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.parts import PARTS, ROOT, run_part
+from benchmarks.gpu.table import markdown
+
+PACKAGES = ("torch", "triton", "vllm", "ray", "transformers", "flash-attn-3", "liger-kernel")
+
+
+def main() -> int:
+    """Run the parts, one after the other."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", action="append", choices=[part.name for part in PARTS], help="only this part")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: small shapes, as a rehearsal")
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu.json")
+    options = parser.parse_args()
+    why, machine = _machine(options.device)
+    if why:
+        print(f"benchmarks.gpu: {why}; --device cpu rehearses the parts with small shapes", file=sys.stderr)
+        return 2
+    file = options.json.resolve()
+    logs = file.with_suffix("")
+    logs.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    started = time.monotonic()
+    for part in PARTS:
+        if options.part and part.name not in options.part:
+            continue
+        print(f"{part.name}: at most {part.seconds:g} s; what it prints is in {logs / part.name}.log", flush=True)
+        results.append(run_part(part, options.device, logs))
+        print(f"{part.name}: {results[-1]['state']} {results[-1]['reason']}", flush=True)
+        document = {"machine": machine, "seconds": round(time.monotonic() - started, 1), "parts": results}
+        file.write_text(json.dumps(document, indent=2) + "\n")
+        file.with_suffix(".md").write_text(markdown(document))
+    print(markdown(document))
+    print(f"written: {file} and {file.with_suffix('.md')}")
+    return 1 if any(result["state"] == "failed" for result in results) else 0
+
+
+def _machine(device: str) -> tuple[str, dict[str, str | float]]:
+    """Why the device cannot be used, or "", and what this machine is."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported ({error})", {}
+    packages = {name: version for name in PACKAGES if (version := _version(name))}
+    machine: dict[str, str | float] = {"device": device, "python": platform.python_version(), **packages}
+    if commit := subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip():
+        machine["commit"] = commit
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA GPU", machine
+        gpu = torch.cuda.get_device_properties(0)
+        machine |= {"gpu": gpu.name, "gpus": torch.cuda.device_count(), "gpu_gib": gpu.total_memory / 2**30}
+    return "", machine
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""One part in this process: `python -m benchmarks.gpu.one MODULE DEVICE FILE`; its figures are appended to the file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.gpu.parts import Figures, Skipped
+
+
+def main() -> int:
+    """Measure; an error ends the process with its traceback, whose last line becomes the reason."""
+    module, device, file = sys.argv[1:]
+
+    def give(figures: Figures | dict[str, str]) -> None:
+        print(
+            *(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in figures.items())
+        )
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(figures) + "\n")
+
+    try:
+        importlib.import_module(module).measure(device, give)
+    except Skipped as skipped:
+        give({"skipped": str(skipped)})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""A real vLLM engine in this process, with a random model that the trainer can load too; without Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+from actors.generator.engine import VllmEngine
+from actors.generator.engine_arguments import engine_env
+from service.config.learn import AlgorithmConfig, WeightsConfig
+from service.config.rollout import GeneratorConfig
+from service.config.tree import Config, MakeModelConfig, ModelConfig
+from service.learn.model.tiny_model import make_model
+from service.types import PolicyVersion
+
+VOCABULARY = 32768
+SMALL = MakeModelConfig(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32)
+INPUT_TOKENS, OUTPUT_TOKENS = 512, 256
+
+
+def settings(dtype: Literal["bfloat16", "float32"]) -> Config:
+    """A configuration whose engine leaves most of a GPU to a rank beside it."""
+    return Config(
+        model=ModelConfig(dtype=dtype),
+        generator=GeneratorConfig(
+            max_input_length=INPUT_TOKENS,
+            max_generate_length=OUTPUT_TOKENS,
+            concurrent_groups=8,
+            kv_cache_bytes=1 << 30,
+            gpu_memory_utilization=0.35,
+            enforce_eager=True,
+        ),
+        algorithm=AlgorithmConfig(n_samples_per_prompt=8),
+        weights=WeightsConfig(sync_deadline=120.0),
+    )
+
+
+def write_model(folder: Path, shape: MakeModelConfig) -> Path:
+    """A Hugging Face folder with random weights; no token ends a turn."""
+    make_model(folder, shape, VOCABULARY, eos_token_id=VOCABULARY - 1, pad_token_id=0, seed=0)
+    return folder
+
+
+@asynccontextmanager
+async def serving(config: Config, folder: Path) -> AsyncIterator[VllmEngine]:
+    """The started engine; its environment has to be set before vLLM is imported, so one configuration a process."""
+    os.environ.update(engine_env(config))
+    engine = VllmEngine(config, folder)
+    await engine.start(PolicyVersion(1, 0))
+    try:
+        yield engine
+    finally:
+        engine.stop()

@@ -1,0 +1,31 @@
+"""The document of `make gpu` as markdown, for docs/performance.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """What the machine is, then a heading and a table for each part, or the reason why there is none."""
+    machine = ", ".join(f"{name} {_cell(value)}" for name, value in document["machine"].items())
+    lines = [f"`make gpu`, {document['seconds'] / 60:.0f} minutes: {machine}", ""]
+    for part in document["parts"]:
+        lines += [f"### {part['title']}", ""]
+        if part["state"] != "measured":
+            lines += [f"{part['state']}: {part['reason']}", ""]
+        if part["figures"]:
+            lines += [*_table(part["figures"]), ""]
+    return "\n".join(lines)
+
+
+def _table(figures: Sequence[Mapping[str, str | float]]) -> Iterator[str]:
+    columns = list(dict.fromkeys(name for line in figures for name in line))
+    yield "| " + " | ".join(name.replace("_", " ") for name in columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for line in figures:
+        yield "| " + " | ".join(_cell(line.get(name, "")) for name in columns) + " |"
+
+
+def _cell(value: str | float) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
