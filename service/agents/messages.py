@@ -18,6 +18,7 @@ from typing import Any, cast
 import xxhash
 
 from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.chat.tools import is_shallow
 from service.rollout.environment import Message
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -99,9 +100,10 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise MessagesRefused(f"the arguments of a tool call are no JSON: {error}") from error
     try:
-        return json.loads(written, parse_float=_number)
+        read = json.loads(written, parse_float=_number)
     except (ValueError, RecursionError):
         return written
+    return read if is_shallow(read) else written
 
 
 def _number(written: str) -> float | int:

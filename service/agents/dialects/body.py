@@ -19,9 +19,8 @@ from msgspec import Meta, Struct
 
 from service.agents.dialects.types import Refused
 from service.rollout.chat.chat import Tool
+from service.rollout.chat.tools import MAX_DEPTH, is_shallow
 
-MAX_DEPTH = 64
-"""Objects and lists inside each other; chat templates and digests follow them with recursion."""
 HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair as JSON writes it: programs that cut text in the middle of a character send one."""
 WHERE = re.compile(r"(?P<reason>.*?)(?: - at `\$\.?(?P<field>.*)`)?", re.DOTALL)
@@ -135,17 +134,6 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def is_shallow(value: Any) -> bool:
-    """Whether at most `MAX_DEPTH` objects and lists lie inside each other."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        outer = [one for one in level if isinstance(one, dict | list)]
-        level = [inner for one in outer for inner in (one.values() if isinstance(one, dict) else one)]
-        if not level:
-            return True
-    return False
-
-
 def read_request(body: Mapping[str, Any], shape: type[Shape]) -> tuple[Shape, list[str]]:
     """A request in its schema, and the names of its fields that change nothing.
 
@@ -205,7 +193,7 @@ def text_of(content: Content) -> str:
 
 def _refuse_what_is_forced(given: Mapping[str, Any]) -> None:
     choice = given.get("tool_choice")
-    if (choice.get("type") if isinstance(choice, dict) else choice) not in (None, "auto", "none"):
+    if (choice.get("type", "") if isinstance(choice, dict) else choice) not in (None, "auto", "none"):
         raise Refused(400, "tool_choice", "the policy chooses: only auto and none are taken")
     for name in ("text", "output_config"):
         options = given.get(name)

@@ -10,13 +10,17 @@ One message of the role `tool` answers each call. A response without a call is t
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from service.rollout.environment import Message, StepResult, tagged
 
 Tool = Callable[..., Awaitable[str]]
+
+MAX_DEPTH = 64
+"""Objects and lists inside each other: what writes, compares or renders a deeper value would fail on the way."""
 
 
 class ToolCall(NamedTuple):
@@ -40,15 +44,28 @@ def tool_calls(text: str) -> list[ToolCall | BadCall]:
 def read_call(written: str) -> ToolCall | BadCall:
     """The call between two tags."""
     try:
-        call = json.loads(written)
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is no JSONDecodeError
+        call = msgspec.json.decode(written)
+    except (ValueError, RecursionError) as error:
         return BadCall(f"the call is no JSON: {error}")
+    if not is_shallow(call):
+        return BadCall(f"the call has more than {MAX_DEPTH} objects or lists inside each other")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return BadCall('give {"name": ..., "arguments": {...}}')
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return BadCall("arguments is an object with a value for each name")
     return ToolCall(call["name"], arguments)
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether at most `MAX_DEPTH` objects and lists lie inside each other in a JSON value."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        outer = [one for one in level if isinstance(one, dict | list)]
+        level = [inner for one in outer for inner in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return True
+    return False
 
 
 async def answer(calls: Sequence[ToolCall | BadCall], tools: Mapping[str, Tool]) -> StepResult:

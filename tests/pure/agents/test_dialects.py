@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from service.rollout.chat.chat import Chat
 from tests.pure.agents.dialect_clients import CLIENTS, Heard
 from tests.pure.agents.dialect_server import DialectServer
-from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
 CALL = '<tool_call>{"name": "search",  "arguments": {"query": %s, "n": 1.0}}</tool_call>'
 REPLIES = [
@@ -19,11 +16,6 @@ REPLIES = [
     "yes",
 ]
 TURNS = [["17", "18<|im_end|>"], ["\ue000 19"], ["sure?"], ["bye"]]
-
-
-@pytest.fixture(scope="module")
-def bytes_chat() -> Chat:
-    return Chat(tokenizer_of(THINKING_AND_JSON))
 
 
 def told(heard: Heard) -> Any:

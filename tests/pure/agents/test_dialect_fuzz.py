@@ -1,0 +1,294 @@
+"""Bodies that no client should send: each is refused in its dialect's own form, or becomes a call with exact tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from service.agents.dialects.body import parse_body
+from service.agents.dialects.types import Refused
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.tools import MAX_DEPTH
+from tests.pure.agents.dialect_clients import SEARCH
+from tests.pure.agents.dialect_server import DIALECTS, DialectServer, events_of
+
+CHAT_CALL = {"id": "call_n0_0", "type": "function", "function": {"name": "search", "arguments": '{"query": "fox"}'}}
+VALID: Mapping[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "model": "policy",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "age of fox?"}]},
+            {"role": "assistant", "content": None, "reasoning_content": "look", "tool_calls": [CHAT_CALL]},
+            {"role": "tool", "tool_call_id": "call_n0_0", "content": "17"},
+        ],
+        "tools": [{"type": "function", "function": SEARCH}],
+        "tool_choice": "auto",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 100,
+        "temperature": 0.5,
+        "return_token_ids": True,
+    },
+    "/v1/completions": {"model": "policy", "prompt": [17, 4], "max_tokens": 5, "stream": False, "stop": ["x"]},
+    "/v1/responses": {
+        "model": "policy",
+        "instructions": "be brief",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "age of fox?"}]},
+            {"type": "reasoning", "id": "rs_n0", "summary": [], "encrypted_content": "n0"},
+            {"type": "function_call", "call_id": "call_n0_0", "name": "spawn", "namespace": "a", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_n0_0", "output": "17"},
+            {"type": "custom_tool_call", "call_id": "call_n0_1", "name": "patch", "input": "+ a"},
+            {"type": "custom_tool_call_output", "call_id": "call_n0_1", "output": "done"},
+        ],
+        "tools": [
+            {"type": "function", **SEARCH},
+            {"type": "namespace", "name": "a", "description": "b", "tools": [{"type": "function", "name": "spawn"}]},
+            {"type": "custom", "name": "patch"},
+            {"type": "web_search"},
+        ],
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+        "stream": True,
+        "max_output_tokens": 100,
+    },
+    "/v1/messages": {
+        "model": "policy",
+        "max_tokens": 100,
+        "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "age of fox?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "look", "signature": "n0"},
+                    {"type": "text", "text": "wait"},
+                    {"type": "tool_use", "id": "call_n0_0", "name": "search", "input": {"query": "fox"}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_n0_0", "content": "17"}]},
+        ],
+        "tools": [{"name": "search", "input_schema": SEARCH["parameters"]}],
+        "stream": True,
+        "temperature": 1,
+    },
+}
+
+Path = tuple[str | int, ...]
+TEXT, NUMBER, TRUTH, LIST, OBJECT, NULL = "text", "number", "truth", "list", "object", "null"
+KINDS: Mapping[str, Callable[[random.Random], Any]] = {
+    TEXT: lambda r: r.choice(["", "x", "\ud800", "\0", "assistant ", "9" * 400]),
+    NUMBER: lambda r: r.choice([0, -1, 1.5, 10**300, -(2**70), 1e308]),
+    TRUTH: lambda r: r.random() < 0.5,
+    LIST: lambda r: r.choice([[], [[]], [5, None], ["a", {}], nested(r.randint(2, MAX_DEPTH // 2))]),
+    OBJECT: lambda r: r.choice([{}, {"a": 1}, {"type": "x"}, {"": nested(9)}]),
+    NULL: lambda r: None,
+}
+CONTENT = {TEXT, LIST, NULL}
+"""What each field may be; anything else breaks the schema."""
+FIELDS: Mapping[str, Sequence[tuple[Path, set[str]]]] = {
+    "/v1/chat/completions": [
+        (("messages",), {LIST}),
+        (("messages", 1), {OBJECT}),
+        (("messages", 1, "role"), {TEXT}),
+        (("messages", 0, "content"), CONTENT),
+        (("messages", 1, "content", 0), {OBJECT}),
+        (("messages", 1, "content", 0, "text"), {TEXT}),
+        (("messages", 2, "tool_calls"), {LIST, NULL}),
+        (("messages", 2, "tool_calls", 0), {OBJECT}),
+        (("messages", 2, "tool_calls", 0, "function"), {OBJECT}),
+        (("messages", 2, "tool_calls", 0, "function", "name"), {TEXT}),
+        (("messages", 3, "tool_call_id"), {TEXT, NULL}),
+        (("tools",), {LIST, NULL}),
+        (("tools", 0), {OBJECT}),
+        (("tools", 0, "function", "parameters"), {OBJECT, NULL}),
+        (("tool_choice",), {TEXT, NULL}),
+        (("stream",), {TRUTH, NULL}),
+        (("max_completion_tokens",), {NUMBER, NULL}),
+        (("temperature",), {NUMBER, NULL}),
+    ],
+    "/v1/completions": [
+        (("prompt",), {TEXT, LIST}),
+        (("prompt", 1), {NUMBER}),
+        (("max_tokens",), {NUMBER, NULL}),
+        (("stop",), {TEXT, LIST, NULL}),
+    ],
+    "/v1/responses": [
+        (("input",), {TEXT, LIST}),
+        (("input", 0), {OBJECT}),
+        (("input", 0, "role"), {TEXT}),
+        (("input", 0, "content"), CONTENT),
+        (("input", 1, "summary"), {LIST, NULL}),
+        (("input", 1, "encrypted_content"), {TEXT, NULL}),
+        (("input", 2, "arguments"), {TEXT}),
+        (("input", 2, "namespace"), {TEXT, NULL}),
+        (("input", 3, "call_id"), {TEXT}),
+        (("input", 3, "output"), CONTENT),
+        (("input", 4, "input"), {TEXT}),
+        (("tools", 0, "name"), {TEXT}),
+        (("tools", 1, "tools"), {LIST}),
+        (("tools", 1, "tools", 0), {OBJECT}),
+        (("metadata",), {OBJECT, NULL}),
+        (("parallel_tool_calls",), {TRUTH, NULL}),
+        (("max_output_tokens",), {NUMBER, NULL}),
+        (("instructions",), {TEXT, NULL}),
+    ],
+    "/v1/messages": [
+        (("max_tokens",), {NUMBER}),
+        (("system",), CONTENT),
+        (("system", 0, "text"), {TEXT}),
+        (("messages",), {LIST}),
+        (("messages", 0), {OBJECT}),
+        (("messages", 0, "content"), {TEXT, LIST}),
+        (("messages", 1, "content", 0, "thinking"), {TEXT}),
+        (("messages", 1, "content", 2, "id"), {TEXT}),
+        (("messages", 1, "content", 2, "input"), {OBJECT}),
+        (("messages", 2, "content", 0, "tool_use_id"), {TEXT}),
+        (("messages", 2, "content", 0, "content"), CONTENT),
+        (("tools", 0, "name"), {TEXT}),
+        (("tools", 0, "input_schema"), {OBJECT}),
+        (("temperature",), {NUMBER, NULL}),
+    ],
+}
+REFUSED_BY_NAME: Mapping[str, Any] = {
+    "n": 2,
+    "logit_bias": {"5": -100},
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "previous_response_id": "resp_1",
+    "background": True,
+}
+
+
+def nested(depth: int) -> Any:
+    return [] if depth <= 1 else [nested(depth - 1)]
+
+
+def put(body: Any, path: Path, value: Any) -> None:
+    for step in path[:-1]:
+        body = body[step]
+    body[path[-1]] = value
+
+
+def broken(seed: int) -> tuple[str, bytes]:
+    """A body that breaks the schema in one place."""
+    r = random.Random(seed)
+    path = r.choice([*VALID])
+    body = deepcopy(VALID[path])
+    raw = json.dumps(body).encode()
+    if seed % 10 == 0:
+        return path, r.choice(
+            [
+                raw[: r.randrange(len(raw))],
+                raw.replace(b"}", b"", 1),
+                raw[:-1] + b', "x": NaN}',
+                raw[:-1] + b', "x": ' + b"[" * r.choice([MAX_DEPTH, 5000]) + b"]" * 5000 + b"}",
+                raw[:-1] + b', "x": ' + b"9" * 5000 + b"}",
+                raw[:-1] + b', "x": 1e999}',
+                raw[:-1] + b', "x": "\xff"}',
+                b"[" + raw + b"]",
+                b'"\\ud800',
+            ]
+        )
+    if seed % 10 == 1:
+        body |= dict([r.choice([*REFUSED_BY_NAME.items()])])
+    else:
+        field, accepted = r.choice(FIELDS[path])
+        put(body, field, KINDS[r.choice(sorted(KINDS.keys() - accepted))](r))
+    return path, json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("n_bodies", [500, pytest.param(10_000, marks=pytest.mark.full)])
+def test_a_body_that_breaks_the_schema_is_refused_and_nothing_else_happens(n_bodies: int) -> None:
+    for seed in range(n_bodies):
+        path, raw = broken(seed)
+        with pytest.raises(Refused) as caught:
+            pytest.fail(f"seed {seed} was read: {DIALECTS[path].read(parse_body(raw))}")
+        assert caught.value.status == 400
+        json.dumps(DIALECTS[path].error(caught.value), allow_nan=False).encode()
+        assert DIALECTS[path].error_event(caught.value).endswith(b"\n\n")
+
+
+STRANGE = [
+    *(lambda r, kind=kind: KINDS[kind](r) for kind in KINDS),
+    lambda r: r.choice(["17<|im_end|>\n<|im_start|>system", "<think>", "</s>", "{" * 2000, "[" * 900 + "]" * 900]),
+    lambda r: float("nan"),
+    lambda r: nested(MAX_DEPTH + 1),
+]
+REPLIES = [
+    "17",
+    "",
+    "<think>a",
+    "</think></think>",
+    '<tool_call>{"name": "search", "arguments": {"query": "fox"}}</tool_call>',
+    '<tool_call>{"name": "a__spawn", "arguments": {"input": "x"}}</tool_call>',
+    '<tool_call>{"name": "patch", "arguments": {"input": "+ é"}}</tool_call>' * 2,
+    '<tool_call>{"name": "", "arguments": {"a": NaN, "b": "\\ud800", "c": 1e999}}</tool_call>',
+    '<tool_call>{"name": "\\ud800", "arguments": {"a": %s}}</tool_call>' % ("[" * 900 + "]" * 900),
+]
+
+
+def mutated(r: random.Random, body: Any) -> Any:
+    """A copy with something changed somewhere."""
+    body = deepcopy(body)
+    places = list(places_of(body))
+    at, step = r.choice(places)
+    other, elsewhere = r.choice(places)
+    kind = r.randrange(5)
+    if kind == 0:
+        del at[step]
+    elif kind == 1:
+        at[step] = r.choice(STRANGE)(r)
+    elif kind == 2:
+        at[step] = deepcopy(other[elsewhere])
+    elif isinstance(at, list):
+        at.insert(step, deepcopy(at[step]))
+    else:
+        at[r.choice(["n", "type", "tool_calls", "content", "x", ""])] = r.choice(STRANGE)(r)
+    return body
+
+
+def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    for step in range(len(value)) if isinstance(value, list) else [*value] if isinstance(value, dict) else ():
+        yield value, step
+        yield from places_of(value[step])
+
+
+@pytest.mark.parametrize("n_bodies", [150, pytest.param(10_000, marks=pytest.mark.full)])
+def test_a_mutated_body_is_refused_or_becomes_a_call_with_exact_tokens(bytes_chat: Chat, n_bodies: int) -> None:
+    n_read = 0
+    for seed in range(n_bodies):
+        r = random.Random(seed)
+        path = r.choice([*VALID])
+        said = [r.choice(REPLIES), "yes"]
+        server = DialectServer(bytes_chat, iter(said))
+        body: Any = VALID[path]
+        for text in said:
+            body = mutated(r, body) if r.random() < 0.9 or not isinstance(body, dict) else body
+            if isinstance(body, dict) and r.random() < 0.5:
+                body = body | {"stream": False}
+            raw = bytearray(json.dumps(body).encode())
+            if r.random() < 0.1:
+                raw[r.randrange(len(raw))] = r.randrange(256)
+            n_calls = len(server.tree.calls)
+            served = server.post(path, bytes(raw))
+            assert (served.status == 200) is (len(server.tree.calls) > n_calls), f"seed {seed}"
+            if served.is_stream:
+                assert all(isinstance(event, dict) for event in events_of(served.body))
+            else:
+                json.loads(served.body)
+            if served.status != 200:
+                break
+            n_read += 1
+            call = server.tree.calls[-1]
+            sampled = [token for letter in text for token in bytes_chat.plain(letter).tolist()]
+            assert call.response.token_ids.tolist() == [*sampled, bytes_chat.end_id]
+            parent = call.parent.token_ids() if call.parent else call.carried_ids
+            assert call.token_ids()[: len(parent)].tolist() == parent.tolist()
+    assert n_read > n_bodies // 4
