@@ -254,9 +254,8 @@ class Coordinator:
         self._write_targets()
 
     async def _evaluate(self) -> dict[str, float]:
-        """Evaluate the weights every `data.eval_every` steps, while training waits; returns the metrics."""
-        every = self._config.data.eval_every
-        if not every or self._version.step % every:
+        """Evaluate the weights where that is due, while training waits; returns the metrics."""
+        if not self._evaluations.are_due(self._version.step):
             return {}
         self._progress.synced(await self._generator_pool.published())
         return await self._evaluations.at(self._version.step)

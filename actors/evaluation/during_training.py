@@ -30,12 +30,23 @@ class Evaluations:
     say: Callable[[str], None]
     is_stopped: Callable[[], bool]
 
+    def are_due(self, step: int) -> bool:
+        """Every `data.eval_every` steps, and after the last one if the engines get its weights."""
+        every, sync_every = self.config.data.eval_every, self.config.weights.sync_every
+        is_last = step == self.config.run.max_steps and step % sync_every == 0
+        return every > 0 and (step % every == 0 or is_last)
+
     async def at(self, step: int) -> dict[str, float]:
-        """Evaluate every set unless the run is stopped; returns the metrics for the step's line of `metrics.jsonl`."""
+        """Evaluate every set unless the run is stopped; returns the metrics for the step's line of `metrics.jsonl`.
+
+        A sample of `data.eval_rows` rows of each set; after the last step all rows.
+        """
         start = time.monotonic()
+        data, is_last = self.config.data, step == self.config.run.max_steps
+        rows = None if is_last else data.eval_rows
         results: list[Evaluation] = []
         for name, path in self.files.items():
-            evaluating = asyncio.ensure_future(self.generator_pool.evaluate(name, path, self.config.data.eval_samples))
+            evaluating = asyncio.ensure_future(self.generator_pool.evaluate(name, path, data.eval_samples, rows))
             while not evaluating.done() and not self.is_stopped():
                 await asyncio.wait([evaluating], timeout=STOP_CHECK_SECONDS)
             if not evaluating.done():

@@ -20,7 +20,7 @@ from service.types import PolicyVersion
 async def evaluate_on(
     engines: Sequence[Any], name: str, tasks_file: Path, n_samples: int, most: int | None = None
 ) -> Evaluation:
-    """Split the first `most` prompts of a set over generators or evaluators, and summarize all their trajectories."""
+    """Split a set, or a sample of `most` prompts, over generators or evaluators; summarizes all their trajectories."""
     shards = [EvalShard(number, len(engines), most) for number in range(len(engines))]
     played = await asyncio.gather(
         *(

@@ -89,6 +89,13 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
         "hf_overrides": {"head_dtype": "float32"},
         "weight_transfer_config": {"backend": BACKENDS[config.weights.transport]},
     }
+    if generator.quantization is not None:
+        if not on_gpu():
+            raise UserError(
+                f"generator.quantization: {generator.quantization} needs engines on GPUs, and the installed vLLM is "
+                "the CPU build; set null"
+            )
+        arguments["quantization"] = generator.quantization
     if on_gpu():
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
         arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS

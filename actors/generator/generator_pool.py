@@ -218,7 +218,7 @@ class GeneratorPool:
         self._joined.clear()
 
     async def evaluate(self, name: str, tasks_file: Path, n_samples: int, most: int | None = None) -> Evaluation | None:
-        """Evaluate the first `most` prompts of a set on the served weights; None where the evaluation failed.
+        """Evaluate a set, or a sample of `most` prompts, on the served weights; None where the evaluation failed.
 
         No trajectory is submitted to the buffer.
         """

@@ -286,6 +286,16 @@ def _correction(config: Config) -> Iterator[Problem]:
             )
 
 
+def _quantization(config: Config) -> Iterator[Problem]:
+    if config.generator.quantization is not None and not config.algorithm.correction.is_on:
+        yield Problem(
+            "generator.quantization",
+            f"{config.generator.quantization} engines sample from another distribution than the trainer computes, and "
+            "nothing corrects for it: training would drift away; set algorithm.correction.token_band=[0.5,2.0], or "
+            "truncate with algorithm.anchor=proximal, or generator.quantization=null",
+        )
+
+
 def _packing(config: Config) -> Iterator[Problem]:
     generator, trainer = config.generator, config.trainer
     longest = generator.max_input_length + generator.max_generate_length
@@ -352,6 +362,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _estimator,
     _reduction,
     _correction,
+    _quantization,
     _packing,
     _verification,
     _shared_gpus,

@@ -31,6 +31,12 @@ class CorrectionConfig(Section):
     outlier_band: Band | None = None
     """Mask trajectories in which the ratio of any token lies outside the band."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is truncated or masked."""
+        bands = (self.token_band, self.sequence_band, self.geometric_band, self.outlier_band)
+        return self.truncate != "off" or any(band is not None for band in bands)
+
 
 class ReferenceConfig(Section):
     """The reference policy of the KL term: a copy of the policy's weights when RL began."""

@@ -44,6 +44,9 @@ class DataConfig(Section):
     """Optimizer steps between evaluations; 0: none while training."""
     eval_samples: Positive = 1
     """Trajectories of each evaluation prompt."""
+    eval_rows: Positive | None = 512
+    """Rows of each set that evaluations while training play, drawn once for all runs; None: all. After the last step of
+    the run, and by `baton eval`, every row is played."""
     eval_temperature: Annotated[float, Field(ge=0)] | None = None
     """Sampling temperature of evaluations, 0 for greedy decoding; None: as in training."""
     eval_deadline: Seconds = 3600.0
@@ -134,6 +137,9 @@ class GeneratorConfig(Section):
     """Fraction of a GPU's memory for its engine."""
     enforce_eager: bool = False
     """Skip compilation and CUDA graphs."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: a GPU engine computes with 8-bit weights, quantised again at every update. It samples from another
+    distribution than the trainer computes, so `algorithm.correction` must be on."""
     start_deadline: Seconds = 600.0
     """Seconds in which an engine must start."""
     request_deadline: Seconds = 300.0

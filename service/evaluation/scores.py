@@ -6,6 +6,7 @@ pass_at_1 = 0.5, pass_at_2 = 1 - C(2,2)/C(4,2) = 5/6, pass_at_4 = 1
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from service.handoff.steps.stop_reason import FAILURES
+
+SAMPLE_SEED = 0
+"""Of all runs, so that their evaluations play the same prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +82,21 @@ class Evaluation:
 
 
 class EvalShard(NamedTuple):
-    """The rows of a set that one of several engines evaluates: every `of`-th row, from `number` on."""
+    """The rows of a set that one of several engines evaluates: every `of`-th of those that are played."""
 
     number: int = 0
     of: int = 1
     most: int | None = None
-    """Rows of the whole set that are evaluated; None: all."""
+    """Rows of the whole set that are played; None: all."""
 
-    def rows(self, n: int) -> range:
-        """The row numbers of this shard, of a set of `n` rows."""
-        return range(self.number, n if self.most is None else min(n, self.most), self.of)
+    def rows(self, n: int) -> Sequence[int]:
+        """The row numbers of this shard, of a set of `n` rows; of more than `most`, the same random ones each time.
+
+        A set may be sorted, so its first rows would stand for a part of it only.
+        """
+        if self.most is None or n <= self.most:
+            return range(self.number, n, self.of)
+        return sorted(random.Random(SAMPLE_SEED).sample(range(n), self.most))[self.number :: self.of]
 
 
 def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:

@@ -45,3 +45,14 @@ def test_a_step_of_a_gpu_engine_has_room_for_prompts_beside_all_that_decodes(
     arguments = engine_arguments(load_config([QUICKSTART], [f"generator.concurrent_groups={groups}"]), model)
     assert arguments["max_num_batched_tokens"] >= max(GPU_BATCHED_TOKENS, 4 * arguments["max_num_seqs"])
     assert GPU_BATCHED_TOKENS >= 8192
+
+
+def test_quantized_weights_are_for_gpu_engines_and_refused_elsewhere(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8 = load_config([QUICKSTART], ["generator.quantization=fp8", "algorithm.correction.token_band=[0.5,2.0]"])
+    with pytest.raises(UserError, match=r"generator\.quantization: fp8 needs engines on GPUs"):
+        engine_arguments(fp8, model)
+    monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
+    assert engine_arguments(fp8, model)["quantization"] == "fp8"
+    assert "quantization" not in engine_arguments(load_config([QUICKSTART]), model)

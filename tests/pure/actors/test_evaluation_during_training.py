@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +14,7 @@ from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerGroup
-from service.config import Config
+from service.config import Config, load_config
 from service.config.rollout import DataConfig
 from service.errors import RunFailed
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
@@ -27,8 +28,10 @@ class Sets:
     def __init__(self, found: dict[str, Evaluation | None]) -> None:
         self.found = found
         self.cancelled = 0
+        self.rows: list[int | None] = []
 
-    async def evaluate(self, name: str, tasks_file: Path, n_samples: int) -> Evaluation | None:
+    async def evaluate(self, name: str, tasks_file: Path, n_samples: int, most: int | None) -> Evaluation | None:
+        self.rows.append(most)
         if name in self.found:
             return self.found[name]
         try:
@@ -60,6 +63,34 @@ async def test_a_set_that_could_not_be_ended_is_left_out_and_the_others_are_writ
     assert line == {"step": 40, **dev().record()}
     assert (line["avg_score"], line["pass_at_1"], line["pass_at_2"]) == (0.5, 0.5, 1.0)
     assert said[0] == "evaluation after step 40:" and said[2].split()[0] == "dev"
+
+
+@pytest.mark.asyncio
+async def test_a_sample_is_evaluated_while_training_and_every_row_after_the_last_step(tmp_path: Path) -> None:
+    sets = Sets({"dev": dev()})
+    made, _ = evaluations(tmp_path, sets, ["dev"], [])
+    last = made.config.run.max_steps
+    for step in (0, last - 1, last):
+        await made.at(step)
+    assert made.config.data.eval_rows is not None
+    assert sets.rows == [made.config.data.eval_rows, made.config.data.eval_rows, None]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], []),
+        (["data.eval_every=4"], [0, 4, 8, 10]),
+        (["data.eval_every=4", "weights.sync_every=4", "buffer.lookahead=3"], [0, 4, 8]),
+    ],
+)
+def test_evaluations_are_due_at_the_beginning_every_few_steps_and_at_the_end(
+    tmp_path: Path, overrides: list[str], steps: list[int]
+) -> None:
+    config = load_config([Path("configs/quickstart.yaml")], ["data.eval_make_rows=8", "run.max_steps=10", *overrides])
+    made, _ = evaluations(tmp_path, Sets({}), [], [])
+    made = replace(made, config=config)
+    assert [step for step in range(11) if made.are_due(step)] == steps
 
 
 @pytest.mark.asyncio

@@ -49,6 +49,12 @@ QUICKSTART = Path("configs/quickstart.yaml")
             "algorithm.correction.token_band",
             "every token would be masked",
         ),
+        (["generator.quantization=fp8"], "generator.quantization", "nothing corrects for it"),
+        (
+            ["generator.quantization=fp8", "algorithm.correction.truncate_at=1.5"],
+            "generator.quantization",
+            "token_band",
+        ),
         (["algorithm.step_wise=false"], "buffer.merge", "no steps to merge"),
         (
             ["data.eval_make_rows=8", "data.eval_every=5", "weights.sync_every=2"],
