@@ -34,7 +34,14 @@ def play(code: str, logs: Path, output: int | None = subprocess.DEVNULL) -> int:
 
 def lines_of(file: Path, last: str) -> list[str]:
     """The lines of a log without their times, once the last one is there."""
-    lines = until(lambda: last in file.read_text() and file.read_text().splitlines(), said=file.read_text)
+
+    def look() -> list[str]:
+        with contextlib.suppress(FileNotFoundError):  # just renamed, and the next one is not there yet
+            if last in (text := file.read_text()):
+                return text.splitlines()
+        return []
+
+    lines = until(look, said=lambda: sorted(file.parent.iterdir()))
     assert all(TIME.match(line) for line in lines)
     return [TIME.sub("", line, count=1) for line in lines]
 

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -110,20 +110,21 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 def test_a_server_that_sends_byte_by_byte_is_left_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(status_client, "FETCH_SECONDS", 0.5)
+    monkeypatch.setattr(status_client, "FETCH_SECONDS", 2.0)
     over = threading.Event()
 
     def drip(connection: socket.socket) -> None:
-        connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
-        while not over.wait(0.05):
-            connection.sendall(b"x")
+        with suppress(OSError):  # the client may have gone
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            while not over.wait(0.05):
+                connection.sendall(b"x")
 
     with serving(drip) as url:
         began = time.monotonic()
         assert main(["status", url]) == 2
         assert time.monotonic() - began < 30
         over.set()
-    assert "no whole answer in 0.5 s" in capsys.readouterr().err
+    assert "no whole answer in 2 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("said", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"])
@@ -156,7 +157,9 @@ def test_a_run_on_this_machine_is_asked_without_a_proxy_and_cannot_steer_the_ter
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     with HTTPServer(("127.0.0.1", 0), Status) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
+        answering = threading.Thread(target=server.handle_request, daemon=True)
+        answering.start()
         assert main(["status", f"127.0.0.1:{server.server_port}"]) == 0
+        answering.join(60)
     shown = capsys.readouterr().out
     assert "owned" in shown and ": starting" in shown and not set(shown) & {"\x1b", "\x07", "\x9b"}

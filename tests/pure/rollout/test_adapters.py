@@ -112,7 +112,9 @@ async def test_rows_are_made_with_the_options_of_the_environment_that_plays_them
 class Hangs:
     """Stands for reasoning-gym: judging the answer `hang` takes until it is let go."""
 
-    go = Event()
+    def __init__(self) -> None:
+        self.go = Event()
+        self.hanging: list[str] = []
 
     def create_dataset(self, name: str, seed: int, size: int) -> Hangs:
         return self
@@ -121,14 +123,18 @@ class Hangs:
         return {"question": "?"}
 
     def score_answer(self, answer: str, entry: dict[str, str]) -> float:
-        return float(answer != "hang" or self.go.wait(240))
+        if answer != "hang":
+            return 1.0
+        self.hanging.append(answer)
+        return float(self.go.wait(240))
 
 
 @pytest.mark.asyncio
 async def test_calls_that_hang_take_no_thread_from_other_episodes_and_none_from_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", Hangs())  # type: ignore[arg-type]
+    library = Hangs()
+    monkeypatch.setitem(sys.modules, "reasoning_gym", library)  # type: ignore[arg-type]
     task = Task("p", ({"role": "user", "content": "?"},), "", {}, {"seed": 0, "size": 1, "index": 0})
 
     async def played(answer: str) -> float:
@@ -145,11 +151,13 @@ async def test_calls_that_hang_take_no_thread_from_other_episodes_and_none_from_
         async with asyncio.timeout(60):
             assert await played("4") == 1.0
             assert await asyncio.to_thread(lambda: 3) == 3
+            while len(library.hanging) < n:
+                await asyncio.sleep(0.01)
         hanging[0].cancel()
         done, _ = await asyncio.wait(hanging, timeout=0.1)
         assert not done  # a task whose thread hangs goes on, so that it is counted as leaked
     finally:
-        Hangs.go.set()
+        library.go.set()
     ended = await asyncio.gather(*hanging, return_exceptions=True)
     assert isinstance(ended[0], asyncio.CancelledError) and ended[1:] == [1.0] * (n - 1)
 

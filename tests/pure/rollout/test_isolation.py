@@ -15,7 +15,8 @@ import pytest
 
 from service.rollout.agent import Played
 from service.rollout.chat.chat import Chat
-from service.rollout.child_process import ChildDied
+from service.rollout.child_main import KILL_SECONDS
+from service.rollout.child_process import STARTED_SECONDS, ChildDied
 from service.rollout.environment import Message, OversizedOutput, Task
 from service.rollout.isolation import IsolatedEnvironment, IsolatedEnvironments
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
@@ -129,22 +130,32 @@ async def test_closing_ends_every_process_also_one_that_blocks() -> None:
             await waiting
 
 
+def pipes() -> set[str]:
+    """The pipes of this process."""
+    open_files = (os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+    return {name for name in open_files if name.startswith("pipe:")}
+
+
 @pytest.mark.asyncio
 async def test_a_process_that_still_writes_when_it_is_ended_keeps_neither_its_owner_nor_a_pipe() -> None:
     async with started() as processes:
+        before, of_others = pipes(), set(psutil.Process().children())
         episode = isolated(processes, "Floods")
         await episode.reset(QUESTION, 0)
-        (keeper,) = psutil.Process().children()
-        pipes = psutil.Process().num_fds()
+        (keeper,) = set(psutil.Process().children()) - of_others
+        opened = pipes() - before
+        assert opened
         keeper.suspend()  # what its child writes after the first bytes too many comes before its end
-        with pytest.raises(OversizedOutput):
-            await episode.step("?")
-        for _ in range(50):
-            await asyncio.sleep(0.01)
-        keeper.resume()
-        async with asyncio.timeout(5):
+        try:
+            with pytest.raises(OversizedOutput):
+                await episode.step("?")
+            for _ in range(50):
+                await asyncio.sleep(0.01)
+        finally:
+            keeper.resume()
+        async with asyncio.timeout((KILL_SECONDS + STARTED_SECONDS) / 2):  # half of what a pipe that is open takes
             await processes.close()
-        assert psutil.Process().num_fds() < pipes
+        assert not opened & pipes()
 
 
 @pytest.mark.asyncio

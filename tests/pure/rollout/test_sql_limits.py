@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import psutil
@@ -137,8 +137,12 @@ async def test_no_statement_of_a_grammar_of_heavy_ones_takes_more_than_its_time_
 
 def query_processes(recursive: bool = True) -> list[psutil.Process]:
     """The children of this process that run queries; other tests may have left children of theirs."""
-    children = psutil.Process().children(recursive)
-    return [child for child in children if "examples.sqlite_query" in child.cmdline()]
+    found = []
+    for child in psutil.Process().children(recursive):
+        with suppress(psutil.Error):  # it has just ended
+            if "examples.sqlite_query" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def peak_memory() -> list[int]:
