@@ -41,7 +41,8 @@ from actors.trainer.group import TrainerGroup
 from service.cli.phases import say
 from service.config import Config
 from service.errors import RunFailed, UserError
-from service.interop.user_functions import FOLDER, SAFE_PATH, user_folder
+from service.interop.user_functions import user_folder
+from service.run.environment_variables import SAFE_PATH, USER_FOLDER
 from service.run.metrics_port import with_free_port
 from service.run.prepare import Prepared
 
@@ -91,7 +92,7 @@ class _Job(JobConfig):  # type: ignore[misc]
 
 def _connect(config: Config, mark: str, logs: Path | None) -> None:
     os.environ[SAFE_PATH] = "1"
-    variables = {MARK: mark, SAFE_PATH: "1", FOLDER: str(user_folder())}
+    variables = {MARK: mark, SAFE_PATH: "1", USER_FOLDER: str(user_folder())}
     runtime_env = {"env_vars": variables | ({} if logs is None else log_env(logs))}
     namespace = f"baton-{config.run.name}-{mark}"
     if address := os.environ.get("RAY_ADDRESS"):

@@ -31,8 +31,8 @@ from actors.weights.nccl_broadcast import MeetingPoint, decode_announcement, ini
 from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
 from service.config import Config
 from service.errors import RunFailed, Starved
-from service.interop.user_functions import SAFE_PATH
 from service.rollout.engine import Generation, Sampling
+from service.run.environment_variables import SAFE_PATH
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
 
 if TYPE_CHECKING:

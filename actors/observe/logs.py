@@ -14,12 +14,10 @@ from pathlib import Path
 from actors.driver.watchdog import MARK
 from service.config import Config
 from service.run import log_file
+from service.run.environment_variables import LOG_FOLDER
 from service.run.log_file import SUFFIX
 
 log = logging.getLogger(__name__)
-
-LOG_FOLDER = "BATON_LOG_FOLDER"
-"""Environment variable of a run's actors: inode number and path of the run's log folder."""
 
 START_SECONDS = 60.0
 
@@ -63,9 +61,9 @@ def keep_log(part: str) -> None:
     """
     if (told := os.environ.get(LOG_FOLDER)) is None:
         return
-    read, write = os.pipe()
     first = f"{part} begins: process {os.getpid()} on {socket.gethostname()}"
     command = [sys.executable, "-I", "-S", log_file.__file__, str(_file(told, part)), first]
+    read, write = os.pipe()
     # Without the mark, because the watchdog must not end the copying before its writers.
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     try:

@@ -19,19 +19,14 @@ from types import ModuleType
 from typing import TypeVar
 
 from service.errors import ConfigError
+from service.run.environment_variables import USER_FOLDER
 
 Registered = TypeVar("Registered")
-
-FOLDER = "BATON_FOLDER"
-"""Environment variable of a run's processes: the folder of the user's modules."""
-
-SAFE_PATH = "PYTHONSAFEPATH"
-"""Environment variable by which Python leaves the current folder out of the import path of `-c` and `-m`."""
 
 
 def user_folder() -> Path:
     """The folder of the user's modules."""
-    return Path(os.environ.get(FOLDER) or Path.cwd())
+    return Path(os.environ.get(USER_FOLDER) or Path.cwd())
 
 
 def enter_user_folder() -> None:

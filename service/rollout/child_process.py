@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from service.interop.user_functions import FOLDER, SAFE_PATH, user_folder
+from service.interop.user_functions import user_folder
 from service.rollout.child_main import KILL_SECONDS
 from service.rollout.environment import OversizedOutput
+from service.run.environment_variables import SAFE_PATH, USER_FOLDER
 
 STARTED_SECONDS = 20.0
 """Seconds in which a keeper must have begun to kill."""
@@ -171,4 +172,4 @@ def _environment() -> dict[str, str]:
     path for its children.
     """
     kept = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
-    return {**kept, FOLDER: str(user_folder()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**kept, USER_FOLDER: str(user_folder()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -13,10 +13,11 @@ import pytest
 from service.config import Config
 from service.config.paths import elsewhere
 from service.errors import ConfigError, UserError
-from service.interop.user_functions import FOLDER, SAFE_PATH, registered
+from service.interop.user_functions import registered
 from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
 from service.rollout.isolation import IsolatedEnvironments
+from service.run.environment_variables import SAFE_PATH, USER_FOLDER
 from tests import hostile_folder
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +38,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The hostile folder as the current one."""
     monkeypatch.chdir(hostile_folder.make(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(USER_FOLDER, str(tmp_path))
     return tmp_path
 
 

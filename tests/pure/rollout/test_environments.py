@@ -16,13 +16,13 @@ from examples import data, text_to_sql
 from examples.lookup import Lookup
 from service.config.rollout import EnvConfig
 from service.errors import UserError
-from service.interop.user_functions import FOLDER
 from service.rollout.environment import Task
 from service.rollout.environments import registry as environments
 from service.rollout.environments.check_inputs import check_environments
 from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import make_environment
 from service.rollout.isolation import IsolatedEnvironment
+from service.run.environment_variables import USER_FOLDER
 from tests.pure.rollout.misbehaving import Echo
 
 ECHO = "tests.pure.rollout.misbehaving:Echo"
@@ -164,7 +164,7 @@ def test_options_of_the_configured_environment_are_checked_before_the_run() -> N
 async def test_an_environment_that_leaves_the_folder_takes_no_other_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(USER_FOLDER, str(tmp_path))
     monkeypatch.chdir(tmp_path)
     data.write_database(tmp_path / "towns.sqlite")
     (row,) = text_to_sql.rows(1, 0)
