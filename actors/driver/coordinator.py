@@ -37,6 +37,9 @@ from service.types import PolicyVersion, Refusal
 POLL_SECONDS = 2.0
 """Length of one long poll for a mini-batch; the driver checks for a stop signal between two polls."""
 
+TARGETS_SECONDS = 30.0
+"""Seconds after which the nodes of the Ray cluster, which come and go, are looked up again."""
+
 ask_buffer = partial(call, who="the buffer")
 
 
@@ -69,6 +72,8 @@ class Coordinator:
         self._version = PolicyVersion(0, 0)
         self._waits_for = ""
         self._url = ""
+        self._targets_at = -TARGETS_SECONDS
+        """When the scrape targets were looked up last."""
         self._bad_steps = 0
         self._logprobs = LogprobCheck(config.weights)
         self._trainer_failures = 0
@@ -138,7 +143,7 @@ class Coordinator:
         say_which_are_elsewhere(self._config, self._folder.path / LOGS, self._say)
         self._url = url
         self._folder.write_address(url)
-        self._write_targets()
+        await self._write_targets()
         if self._config.metrics.port is None and not url.endswith(f":{DEFAULT_PORT}"):
             self._say(f"port {DEFAULT_PORT} is taken; this run has the next free one")
         self._say(f"status page: {url} (in a terminal: baton status {self._folder.path})")
@@ -152,10 +157,13 @@ class Coordinator:
         self._progress.begin()
         self._telemetry.state("training")
 
-    def _write_targets(self) -> None:
-        """Say to Prometheus where this run is scraped; the nodes of the Ray cluster come and go."""
+    async def _write_targets(self) -> None:
+        """Write for Prometheus where this run is scraped, unless that was done a short time ago."""
+        if time.monotonic() - self._targets_at < TARGETS_SECONDS:
+            return
+        self._targets_at = time.monotonic()
         own = {"targets": [self._url.partition("//")[2]], "labels": {"__meta_baton_kind": "baton"}}
-        self._folder.write_targets([own, *ray_targets()])
+        self._folder.write_targets([own, *await asyncio.to_thread(ray_targets)])
 
     async def _all_up(self) -> str:
         """Let every actor load the model or start its server; returns the address of the metrics hub."""
@@ -251,7 +259,7 @@ class Coordinator:
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
         line = self._progress.stepped(self._version, leased.metrics, {**report.metrics, **evaluated}, generators)
         self._telemetry.stepped(self._version, line)
-        self._write_targets()
+        await self._write_targets()
 
     async def _evaluate(self) -> dict[str, float]:
         """Evaluate the weights where that is due, while training waits; returns the metrics."""

@@ -1,0 +1,83 @@
+"""The driver's loop with a buffer, a trainer and a hub that are none, and no generators."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.buffer.actor import Leased
+from actors.driver import coordinator
+from actors.driver.cluster import Cluster
+from actors.driver.coordinator import TARGETS_SECONDS, Coordinator
+from service.config import load_config
+from service.errors import RunFailed
+from service.handoff.verbs import Wait, WaitReason
+from service.learn.learner import StepReport
+from service.run.folder import TARGETS
+from service.run.prepare import Prepared
+from service.run.writer import RunWriter
+from tests.pure.actors.fakes import Method
+
+FRUITLESS = "591 groups finished, all filtered: every return was 0.0"
+LEASED = Leased(0, {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.0}, (), [], [])
+
+
+def answering(answer: Any = None) -> Callable[..., Any]:
+    """A coroutine function that gives the same answer to every call; of a list, one element a call."""
+
+    async def answers(*_: Any) -> Any:
+        return answer.pop(0) if isinstance(answer, list) else answer
+
+    return answers
+
+
+def drive(folder: Path, leases: list[Leased | Wait]) -> None:
+    """Run until the buffer says that all groups are filtered, which ends the run."""
+    config = load_config(["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=0"])
+    fruitless = Wait(WaitReason.FILTERED, FRUITLESS, 0.0)
+    buffer = {"ready": None, "join": 1, "lease": [*leases, fruitless], "commit": None}
+    trainer = {"load": None, "weights": None, "step": StepReport(True, None, {})}
+    cluster = Cluster(
+        hub=SimpleNamespace(
+            start=Method(answering("http://127.0.0.1:9400")), push=SimpleNamespace(remote=lambda *_: None)
+        ),
+        buffer=SimpleNamespace(**{name: Method(answering(answer)) for name, answer in buffer.items()}),
+        generators=(),
+        trainer=SimpleNamespace(**{name: answering(answer) for name, answer in trainer.items()}),  # type: ignore[arg-type]
+    )
+    run, prepared = RunWriter(folder / "run"), Prepared(folder / "rows.jsonl", [], folder, 8, None)
+    try:
+        with pytest.raises(RunFailed, match=f"^{FRUITLESS}; nothing is left to learn from$"):
+            asyncio.run(Coordinator(config, cluster, run, prepared, lambda line: None, None).run())
+    finally:
+        run.close()
+
+
+def test_a_run_of_which_every_group_is_filtered_ends_with_what_the_buffer_says(tmp_path: Path) -> None:
+    drive(tmp_path, [])
+
+
+@pytest.mark.parametrize(("seconds", "n_lookups"), [(TARGETS_SECONDS, 1), (0.0, 3)])
+def test_the_nodes_of_the_cluster_are_looked_up_off_the_loop_and_not_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, n_lookups: int
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def nodes() -> list[dict[str, Any]]:
+        threads.append(threading.current_thread())
+        return [{"targets": [f"10.0.0.{len(threads)}:8080"], "labels": {}}]
+
+    monkeypatch.setattr(coordinator, "TARGETS_SECONDS", seconds)
+    monkeypatch.setattr(coordinator, "ray_targets", nodes)
+    drive(tmp_path, [LEASED, LEASED])
+    assert len(threads) == n_lookups and threading.main_thread() not in threads
+    (file,) = (tmp_path / TARGETS).iterdir()
+    own, node = json.loads(file.read_text())
+    assert (own["targets"], node["targets"]) == (["127.0.0.1:9400"], [f"10.0.0.{n_lookups}:8080"])
