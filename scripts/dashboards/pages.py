@@ -151,7 +151,7 @@ BUFFER = dashboard(
     ),
     graph(
         "Reserved",
-        "Fraction of buffer.max_bytes (the worst case of open groups) and of buffer.max_journal_bytes.",
+        "Fraction of buffer.max_bytes (the worst case of open groups), and of the journal's room for steps.",
         Query(last_ratio("baton_buffer_reserved_bytes", "baton_buffer_limit_bytes"), "memory"),
         Query(last_ratio("baton_journal_bytes", "baton_journal_limit_bytes"), "journal"),
         unit="percentunit",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.group_bytes import EVENT_BYTES, worst_trajectory_bytes
+from service.handoff.journal.journal import Journal
 from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Record
@@ -50,15 +51,18 @@ class Admission:
         to_read_back = sum(groups[o].n_bytes for _, o in next_ones if o not in record.store)
         return record.store.n_bytes + to_read_back + self._to_come(record.ledger)
 
+    def journal_limit(self, journal: Journal) -> int:
+        """Bytes of the journal that are for steps; a segment's room is left free for copies."""
+        return self._max_journal_bytes - journal.segment_bytes
+
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
         """Why work has to wait for the disk that has so many trajectories beside the unfinished ones; None: need not.
 
-        Where it has to wait, what is needed no more begins to be removed from the journal. A segment's room is left
-        free for the copies that this takes.
+        Where it has to wait, what is needed no more begins to be removed from the journal.
         """
         journal, groups = record.journal, record.ledger.state.groups.values()
         worst = self._to_come(record.ledger) + n_samples * self._worst_bytes + EVENT_BYTES
-        held, limit = journal.position - journal.start, self._max_journal_bytes - journal.segment_bytes
+        held, limit = journal.position - journal.start, self.journal_limit(journal)
         missing = held + worst - limit
         if missing <= 0 and journal.reserve(worst):
             return None

@@ -329,6 +329,7 @@ class Buffer:
             journal_start=record.journal.start,
             journal_position=record.journal.position,
             journal_synced=record.journal.synced,
+            journal_limit_bytes=self._admission.journal_limit(record.journal),
             draining=state.draining,
         )
 

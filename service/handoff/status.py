@@ -63,6 +63,8 @@ class BufferStatus:
     """Position of the oldest frame that is kept."""
     journal_position: int
     journal_synced: int
+    journal_limit_bytes: int
+    """Bytes of the journal that are for steps: beyond, no more groups are admitted."""
     draining: str | None
 
     def as_dict(self) -> dict[str, Any]:

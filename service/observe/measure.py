@@ -90,7 +90,7 @@ def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> No
     metrics.set("baton_buffer_reserved_bytes", status.reserved_bytes)
     metrics.set("baton_buffer_limit_bytes", config.buffer.max_bytes)
     metrics.set("baton_journal_bytes", status.journal_position - status.journal_start)
-    metrics.set("baton_journal_limit_bytes", config.buffer.max_journal_bytes)
+    metrics.set("baton_journal_limit_bytes", status.journal_limit_bytes)
 
 
 def measure_process(metrics: Metrics) -> None:

@@ -124,7 +124,7 @@ BUFFER = (
         ("of",),
     ),
     gauge("baton_journal_bytes", "Size of the journal on disk."),
-    gauge("baton_journal_limit_bytes", "Size that the journal may reach."),
+    gauge("baton_journal_limit_bytes", "Size of the journal beyond which no more groups are admitted."),
 )
 
 TRAINER = (

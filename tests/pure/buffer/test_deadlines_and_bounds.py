@@ -108,7 +108,8 @@ def test_a_journal_at_its_bound_admits_nothing_and_goes_on_when_groups_were_trai
         world.journal.sync()
         admitted.append(answer)
     assert isinstance(answer, Wait) and answer.reason is WaitReason.DISK
-    assert "max_journal_bytes" in answer.detail
+    limit = world.buffer.status().journal_limit_bytes
+    assert f"{limit} of buffer.max_journal_bytes ({bound}) are for steps" in answer.detail
     world.train()
     world.generator.claim(PolicyVersion(1, 1))
     assert waits_for_disk(world), "the groups that were not trained keep the journal"

@@ -169,6 +169,7 @@ class FakeBufferStatus:
     token_length_distance: float = 0.5
     journal_start: int = 1024
     journal_position: int = 3072
+    journal_limit_bytes: int = 4096
 
 
 def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
@@ -186,6 +187,7 @@ def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
     assert value(metrics, "baton_length_distance", of="trajectories") == 0.25
     assert value(metrics, "baton_length_distance", of="tokens") == 0.5
     assert value(metrics, "baton_journal_bytes") == 2048, "what was given up takes no room"
+    assert value(metrics, "baton_journal_limit_bytes") == 4096
 
 
 def test_label_values_without_end_are_counted_together(metrics: Metrics) -> None:
