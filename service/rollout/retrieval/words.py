@@ -115,6 +115,7 @@ def needed_memory(corpus: Path) -> int:
         return passages
     more = corpus.stat().st_size / read
     read_before, words_before = seen[len(seen) // 2]
-    power = math.log(len(words) / words_before, read / read_before) if words_before else 1.0
+    grows = words_before and read > read_before  # else the sample is too small to say
+    power = math.log(len(words) / words_before, read / read_before) if grows else 1.0
     of_words = (letters + WORD_BYTES * len(words)) * more ** min(power, 1.0)
     return int((passages + POSTING_BYTES * postings) * more + of_words)

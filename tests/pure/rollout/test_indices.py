@@ -179,6 +179,14 @@ def test_an_index_of_words_needs_at_most_the_memory_that_is_estimated_from_a_sam
     assert peak < 100 * corpus.stat().st_size
 
 
+@pytest.mark.parametrize("texts", [["marn"], ["?!"], ["", "marn"]])
+def test_the_smallest_corpora_are_indexed_too(tmp_path: Path, texts: list[str]) -> None:
+    corpus = rows(tmp_path / "corpus.jsonl", texts)
+    assert 0 < needed_memory(corpus) < 10_000
+    (found,) = Retriever.by_words(corpus).search(["marn"], 1)
+    assert found[0].passage.contents == texts[-1] or found[0].score == 0
+
+
 def test_a_corpus_whose_words_need_more_memory_than_there_is_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
