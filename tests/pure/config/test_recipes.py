@@ -42,6 +42,14 @@ def test_a_recipe_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert validate([name], []) == 0
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_model_that_a_recipe_names_has_a_download_line(name: str) -> None:
+    config, page = load([CONFIGS / name]).config, (CONFIGS.parent / "docs/environments.md").read_text()
+    encoder = config.env.retrieval.encoder if config.env.retrieval else None
+    for folder in filter(None, (config.model.path, encoder)):
+        assert f" --local-dir {folder}\n" in page
+
+
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_a_full_size_recipe_is_valid_on_four_nodes_and_fits_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -103,6 +103,8 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         assert simulates or re.search(r"hangman\.yaml|mine\.yaml|quickstart|RUN|no run in runs", said), said
     elif words[:2] == ["pip", "install"]:
         assert command == VLLM_ON_CPU or "baton_rl-" in command
+    elif words[:2] == ["hf", "download"]:
+        assert words[3:] == ["--local-dir", f"models/{words[2].rpartition('/')[2]}"]
     elif words[0] in SERVERS:
         named = [word.rpartition("=")[2] for word in words if "deploy/" in word]
         assert named and [name for name in named if not (ROOT / name).exists()] == []
