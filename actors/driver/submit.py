@@ -18,7 +18,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from service.cli.phases import phase, say
 from service.config import Config
-from service.errors import RunFailed, UserError
+from service.errors import RunFailed, UserError, printable
 
 START_SECONDS = 60.0
 """Seconds in which a submission is retried: Ray refuses jobs for some seconds after its head has started."""
@@ -135,4 +135,4 @@ def _reason(error: BaseException) -> str:
 
 async def _follow(client: Any, job: str) -> None:
     async for text in client.tail_job_logs(job):
-        print(text, end="", flush=True)
+        print(printable(text), end="", flush=True)

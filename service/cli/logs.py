@@ -87,9 +87,15 @@ def _coming(files: list[Path], last: int) -> Iterator[tuple[str, str]]:
     """
     names = [file.name for file in files]
     command = ["tail", f"--pid={os.getpid()}", "--verbose", f"--lines={last}", "--follow=name", "--retry", *names]
-    tail = subprocess.Popen(command, cwd=files[0].parent, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     part = ""
-    with tail:
+    with subprocess.Popen(
+        command,
+        cwd=files[0].parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        encoding="utf-8",
+        errors="replace",
+    ) as tail:
         try:
             for line in tail.stdout or ():
                 if heading := HEADING.fullmatch(line):

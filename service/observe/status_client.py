@@ -87,6 +87,7 @@ def fetch_status(address: str) -> Status:
     try:
         status = json.loads(_fetched(f"{address}/status"))
     except urllib.error.HTTPError as error:
+        error.close()
         raise UserError(f"{address}: something answers there, but not with a run's status ({error})") from None
     except (OSError, ValueError, RecursionError, HTTPException) as error:
         reason = in_one_line(str(getattr(error, "reason", error)))[:200]

@@ -63,7 +63,7 @@ class World:
         """
         try:
             self._run()
-        except BaseException as error:
+        except BaseException as error:  # also a bug's, and an interrupt's: the seed repeats what led to it
             error.add_note(f"seed {self.seed}")
             raise
 

@@ -36,7 +36,7 @@ class FakeClient:
 
     async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
         yield "step 1\n"
-        yield "step 2\n"
+        yield "step 2\x1b[2J\n"
 
     def get_job_status(self, job: str) -> str:
         return self.status
@@ -63,7 +63,7 @@ def test_a_cluster_that_is_still_starting_is_asked_again(capsys: pytest.CaptureF
     assert submit("baton run", None, follow=True, connect=client) == 0
     assert client.jobs[0]["entrypoint"] == "baton run"
     assert ".venv" in client.jobs[0]["runtime_env"]["excludes"]
-    assert capsys.readouterr().out.endswith("step 1\nstep 2\njob-1: SUCCEEDED\n")
+    assert capsys.readouterr().out.endswith("step 1\nstep 2\\x1b[2J\njob-1: SUCCEEDED\n")
 
 
 def test_a_failed_job_is_exit_code_1_and_one_that_is_not_followed_is_0() -> None:

@@ -170,6 +170,18 @@ def test_the_kind_of_a_token_is_in_the_text_where_there_are_no_colours() -> None
     assert "<1>" * 100 in piped.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_a_record_says_steers_no_terminal(width: int) -> None:
+    steers, record = "\x1b]0;owned\x07 \x9b2J \u202e\r", json.loads(json.dumps(records()[0]))
+    steps = [{**step, "stop_reason": steers} for step in record["steps"]]
+    odd = {**record, "id": steers, "fate": steers, "reason": steers, "stop_reason": steers, "steps": steps}
+    console = Console(file=StringIO(), width=width, force_terminal=False)
+    print_list(console, [odd], 1)
+    print_record(console, odd, 8, lambda ids: [steers] * len(ids))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "owned" in shown and not {"\x1b", "\x07", "\x9b", "\u202e", "\r"} & set(shown)
+
+
 def test_the_page_needs_nothing_from_outside_and_escapes_what_models_say() -> None:
     page = html_page(
         "<run>", json.loads(json.dumps(records())), 812, 8, lambda ids: ["<script>alert(1)</script>"] * len(ids)
