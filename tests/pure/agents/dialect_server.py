@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.agents.conversation_tree import ConversationTree
+from service.agents.conversation_tree import ConversationTree, Opened
 from service.agents.dialects import chat, completions, messages, responses
 from service.agents.dialects.body import parse_body
 from service.agents.dialects.types import Answer, Asked, Dialect, Refused
@@ -25,6 +25,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/responses": responses,
     "/v1/messages": messages,
 }
+COUNT = "/count_tokens"
 VERSION = PolicyVersion(1, 5).pack()
 
 
@@ -45,10 +46,15 @@ class DialectServer:
         names = count()
         self.tree = ConversationTree(chat, JsonCalls(), lambda: f"n{next(names)}")
         self.asked: list[Asked] = []
+        self.failure: Refused | None = None
+        """What goes wrong after the headers of a stream were sent."""
 
     def post(self, path: str, raw: bytes) -> Served:
-        dialect = DIALECTS[path]
+        dialect = DIALECTS[path.removesuffix(COUNT)]
         try:
+            if path.endswith(COUNT):
+                to_count = messages.read_to_count(parse_body(raw))
+                return Served(200, _json({"input_tokens": len(self._open(to_count).prompt_ids)}), False)
             asked = dialect.read(parse_body(raw))
             answer = self._answer(asked, raw)
         except MessagesRefused as error:
@@ -57,18 +63,22 @@ class DialectServer:
             return _refused(dialect, refused)
         self.asked.append(asked)
         if asked.stream:
-            return Served(200, b": engine is paused\n\n" + b"".join(dialect.events(answer, asked)), True)
+            frames = dialect.events(answer, asked) if self.failure is None else [dialect.error_event(self.failure)]
+            return Served(200, b": engine is paused\n\n" + b"".join(frames), True)
         return Served(200, _json(dialect.reply(answer, asked)), False)
 
     def _answer(self, asked: Asked, raw: bytes) -> Answer:
-        said = asked.messages or [{"role": "user", "content": str(asked.prompt)}]
-        opened = self.tree.open(said, asked.tools, asked.echoed)
+        opened = self._open(asked)
         # Not the tokens that a tokenizer would choose.
         ids = [token for letter in next(self.replies) for token in self.chat.plain(letter).tolist()]
         call = self.tree.add(opened, generated([*ids, self.chat.end_id]), str(raw))
         finish = "tool_calls" if call.reply.calls else "stop"
         versions = tuple(call.response.versions.tolist())
         return Answer(call, "policy", 5, len(opened.prompt_ids), finish, versions)
+
+    def _open(self, asked: Asked) -> Opened:
+        said = asked.messages or [{"role": "user", "content": str(asked.prompt)}]
+        return self.tree.open(said, asked.tools, asked.echoed)
 
 
 def generated(token_ids: list[int]) -> Generation:
