@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
+from service.config.checks_command import check_command
+from service.config.problem import Problem
 from service.config.rollout import MADE_SET
 from service.config.source import Source
 from service.config.tree import Config
@@ -17,15 +18,6 @@ TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
 LOSSES = (
     "ppo_clip", "dual_clip", "cispo", "gspo", "rollout_is", "importance_sampling", "cross_entropy"
 )  # fmt: skip
-
-
-class Problem(NamedTuple):
-    """A combination of settings that is refused."""
-
-    path: str
-    """The setting to change."""
-    message: str
-    """The consequence of leaving the setting as it is, and what to do."""
 
 
 def check(config: Config, source: Source | None = None) -> None:
@@ -353,6 +345,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _one_dataset,
     _evaluation,
     _retrieval,
+    check_command,
     _sampling,
     _concurrency,
     _staleness,

@@ -25,7 +25,7 @@ class CommandLimits(Section):
     score_seconds: Seconds = 300.0
     """Seconds in which the score must be there."""
     memory_bytes: Positive = 16 << 30
-    """Address space of each process, and memory of all together; Node.js reserves about 10 GiB of address space."""
+    """Address space of each process, and memory of all together; Node.js reserves 11 GiB of address space."""
     processes: Positive = 512
     """Processes and threads at once; where the machine cannot refuse further ones, the run is ended."""
     output_bytes: Positive = 64 << 20

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Literal, NamedTuple
 
 from service.config.model_folder import check_model_folder, is_model_folder
@@ -52,7 +53,7 @@ def with_absolute_paths(config: Config) -> Config:
         update={
             "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
             "data": data.model_copy(update=update),
-            "env": config.env.model_copy(update={"retrieval": retrieval}),
+            "env": config.env.model_copy(update={"retrieval": retrieval, "workdir": _absolute(config.env.workdir)}),
         }
     )
 
@@ -80,6 +81,7 @@ def _problems(config: Config) -> Iterator[_PathProblem]:
     for setting, path in {"data.train": data.train, **parts, **sets}.items():
         yield from _path_problems(setting, path, "dataset", "file", "give a JSONL or parquet file")
     yield from _retrieval_problems(config)
+    yield from _command_problems(config)
     yield from _module_problems(config)
     if _kind("run.dir", config.run.dir) == "file":
         yield _PathProblem(f"run.dir: {config.run.dir} is a file; give a folder", False)
@@ -105,6 +107,16 @@ def _retrieval_problems(config: Config) -> Iterator[_PathProblem]:
     yield from wrong
     if encoder is not None and not wrong and not is_model_folder(encoder):
         yield _PathProblem(f"{setting}: the encoder {encoder} has no config.json; {hint}", False)
+
+
+def _command_problems(config: Config) -> Iterator[_PathProblem]:
+    env = config.env
+    hint = "give a folder of which each trajectory gets a copy, or null"
+    yield from _path_problems("env.workdir", env.workdir, "template", "folder", hint)
+    for setting, command in {"env.command": env.command, "env.score": env.score}.items():
+        # A path is one in the trajectory's folder.
+        if isinstance(command, tuple) and command and "/" not in command[0] and which(command[0]) is None:
+            yield _PathProblem(f"{setting}: there is no program {command[0]!r} on this machine; install it", True)
 
 
 def _module_problems(config: Config) -> Iterator[_PathProblem]:

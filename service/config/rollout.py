@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from service.config.command import CommandConfig
 from service.config.section import Fraction, NotNegative, Positive, Seconds, Section
 
 COLDEST, HOTTEST = 0.01, 100.0
@@ -79,11 +80,11 @@ class RetrievalConfig(Section):
     """Seconds in which the corpus must be read and encoded."""
 
 
-class EnvConfig(Section):
+class EnvConfig(CommandConfig):
     """The environment."""
 
     name: str = "lookup"
-    """Name of the environment, as registered."""
+    """Name of the environment, as registered; agent: each trajectory is a run of `command`."""
     max_turns: Positive = 4
     step_deadline: Seconds = 60.0
     """Seconds in which one call of the environment must return."""

@@ -79,15 +79,23 @@ def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | No
     >>> malformed_name("loss", "ppo_clop", ["ppo_clip"])
     "there is no loss 'ppo_clop'; did you mean ppo_clip? One that your own module registers is named your.module:name"
     """
-    module, _, name = setting.rpartition(":")
-    if module:
-        is_whole = name and all(part.isidentifier() for part in module.split("."))
-        return None if is_whole else f"{setting!r} is no module:name, so nothing could be imported"
+    if setting.rpartition(":")[0]:
+        return None if is_module_and_name(setting) else f"{setting!r} is no module:name, so nothing could be imported"
     if setting in built_in:
         return None
     near = nearest(setting, built_in)
     own = "One that your own module registers is named your.module:name"
     return f"there is no {kind} {setting!r}; did you mean {near}? {own}"
+
+
+def is_module_and_name(setting: str) -> bool:
+    """Whether a setting has the form `module:name`.
+
+    >>> is_module_and_name("my.losses:clip"), is_module_and_name("my losses:clip"), is_module_and_name("clip")
+    (True, False, False)
+    """
+    module, _, name = setting.partition(":")
+    return name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def registered(key: str, kind: str, setting: str, known: Mapping[str, Registered]) -> Registered:

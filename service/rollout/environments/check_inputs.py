@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from service.config.command import AGENT
 from service.config.rollout import EnvConfig
 from service.config.tree import Config
 from service.errors import UserError
+from service.interop.user_functions import import_user_module
 from service.rollout.environment import Environment, Task
 from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
@@ -31,7 +34,10 @@ def check_inputs(config: Config) -> None:
     data, env = config.data, config.env
     if env.retrieval is not None:
         check_retriever(env.retrieval)
-    make_environment(env.name, env.options, env.trusted_modules)
+    if env.name == AGENT:
+        _check_score(env)
+    else:
+        make_environment(env.name, env.options, env.trusted_modules)
     needed: dict[SyntheticFunction, bool] = {
         "rows": data.make_rows is not None or data.eval_make_rows is not None,
         "vocabulary": config.model.make is not None,
@@ -46,6 +52,22 @@ def check_inputs(config: Config) -> None:
     if data.make_rows is not None:
         rows = synthetic_data(env.name, env.options, env.trusted_modules).rows(1, config.run.seed)
         check_environments(env, tasks_of(rows, SYNTHETIC), SYNTHETIC)
+
+
+def _check_score(env: EnvConfig) -> None:
+    """Raises `UserError` where the function that scores a command's runs cannot be loaded."""
+    if not isinstance(env.score, str):
+        return
+    module_name, _, name = env.score.partition(":")
+    try:
+        module = import_user_module(module_name)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        why = f"importing {module_name} failed: {type(error).__name__}: {error}"
+        raise UserError(f"env.score: {env.score!r} cannot be loaded, {why}") from error
+    if not callable(getattr(module, name, None)):
+        near = difflib.get_close_matches(name, dir(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise UserError(f"env.score: {env.score!r} cannot be loaded, {module_name} has no function {name}{hint}")
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:

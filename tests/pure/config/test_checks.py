@@ -10,6 +10,7 @@ from service.errors import ConfigError, UserError
 from service.handoff.batches.score import ESTIMATORS
 
 QUICKSTART = Path("configs/quickstart.yaml")
+AGENT = ["env.name=agent", "env.command=[codex]"]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,14 @@ QUICKSTART = Path("configs/quickstart.yaml")
         (["data.make_rows=null"], "data.train", "no prompts"),
         (["model.make.num_kv_heads=3"], "model.make.num_kv_heads", "divide"),
         (["trainer.ranks=129"], "trainer.ranks", "never have a row"),
+        (["env.name=agent"], "env.command", "has nothing to run"),
+        (["env.command=[codex]"], "env.command", "would never run, because env.name is 'lookup'"),
+        ([*AGENT, "env.command=[codex,'{promt}']"], "env.command", "did you mean {prompt}?"),
+        ([*AGENT, "env.variables={HOME: '{foldr}'}"], "env.variables", "did you mean {folder}?"),
+        ([*AGENT, "env.variables={OPENAI_API_KEY: x}"], "env.variables.OPENAI_API_KEY", "not yours to set"),
+        ([*AGENT, "env.score=pytest"], "env.score", "a command is a list, such as [pytest]"),
+        ([*AGENT, "env.score=my_pkg:score"], "env.score", "env.trusted_modules does not name 'my_pkg'"),
+        ([*AGENT, "env.score=[]"], "env.score", "is an empty command"),
     ],
 )
 def test_a_combination_is_refused_with_its_path_and_consequence(
@@ -111,6 +120,8 @@ def test_a_combination_is_refused_with_its_path_and_consequence(
         ["generator.concurrent_groups=16"],
         ["weights.transport=ipc", "generator.engines=2"],
         ["trainer.max_tokens_per_micro_batch=136"],
+        [*AGENT, "env.command=[a, '-c', 'x={name=1}', '{prompt} {prompt_file} {folder} {base_url} {seed}']"],
+        [*AGENT, "env.trusted_modules=[my_pkg]", "env.score=my_pkg.scores:score"],
     ],
 )
 def test_the_edge_of_each_bound_is_allowed(overrides: list[str]) -> None:
@@ -138,6 +149,18 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         check_paths(load_config([], [f"model.path={tmp_path}"]))
     with pytest.raises(UserError, match=r"dataset .*rows\.jsonl does not exist"):
         check_paths(load_config([], [f"data.train={tmp_path / 'rows.jsonl'}"]))
+
+
+def test_a_missing_template_or_program_of_an_agent_is_named(tmp_path: Path) -> None:
+    overrides = [f"env.workdir={tmp_path / 'nowhere'}", "env.command=[no-such-agent]", "env.score=[no-such-test]"]
+    with pytest.raises(UserError) as caught:
+        check_paths(load_config([], overrides))
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "env.workdir",
+        "env.command",
+        "env.score",
+    ]
+    check_paths(load_config([], [f"env.workdir={tmp_path}", "env.command=[sh]", "env.score=[./test.sh]"]))
 
 
 @pytest.mark.parametrize("name", [r"nul\0byte", "long" * 100])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Iterator
 from datetime import date
@@ -14,11 +15,12 @@ import pytest
 
 from examples import data, text_to_sql
 from examples.lookup import Lookup
+from service.config import load_config
 from service.config.rollout import EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Task
 from service.rollout.environments import registry as environments
-from service.rollout.environments.check_inputs import check_environments
+from service.rollout.environments.check_inputs import check_environments, check_inputs
 from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import make_environment
 from service.rollout.isolation import IsolatedEnvironment
@@ -177,3 +179,21 @@ async def test_an_environment_that_leaves_the_folder_takes_no_other_with_it(
         await episode.reset(asked, 0)
         assert (await episode.step(f"<solution>{asked.reward_spec['ground_truth']}</solution>")).reward == 1.0
         await episode.close()
+
+
+@pytest.mark.parametrize(
+    ("score", "reason"),
+    [
+        (
+            "tests.pure.agents.scores:anwered",
+            "has no function anwered; did you mean tests.pure.agents.scores:answered?",
+        ),
+        ("tests.pure.agents.nowhere:score", "importing tests.pure.agents.nowhere failed: ModuleNotFoundError"),
+    ],
+)
+def test_a_function_that_cannot_score_an_agent_is_refused_before_the_run(score: str, reason: str) -> None:
+    config = load_config(
+        [Path("configs/quickstart.yaml")], ["env.name=agent", "env.command=[sh]", f"env.score={score}"]
+    )
+    with pytest.raises(UserError, match=re.escape(reason)):
+        check_inputs(config)
