@@ -115,8 +115,9 @@ class TrainerConfig(Section):
     """Keep only the inputs of the layers, and recompute the other activations in the backward pass."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory."""
-    compile: bool = False
-    """Compile the decoder layers: the first steps take minutes, later ones take less time and memory."""
+    compile: bool | None = None
+    """Compile the decoder layers: the first steps take minutes, later ones take less time and memory. None: on a GPU
+    where the compiler works, for models without experts."""
     fused_kernels: bool = False
     """Use Liger kernels for norms, rotary embeddings and MLPs; needs the package liger-kernel and a GPU."""
     checkpoint_every: NotNegative = 0

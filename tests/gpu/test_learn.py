@@ -73,6 +73,21 @@ def test_a_fused_function_is_the_plain_one(function: Any) -> None:
     torch.testing.assert_close(function(*arguments), function.__wrapped__(*arguments), atol=1e-5, rtol=1e-5)
 
 
+def test_the_gradient_of_the_head_is_added_up_over_chunks_as_on_cpu() -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden, head = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (40, 300))
+    tokens = torch.randint(0, 300, (40,), generator=generator)
+    gradients = []
+    for device in (CPU, CUDA):
+        inputs = [x.to(device).requires_grad_() for x in (hidden, head)]
+        temperature = torch.ones(40, device=device)
+        found = logprob.token_logprobs(*inputs, tokens.to(device), temperature, chunk_entries=7 * 300)
+        (found.logprob_M.sum() + found.entropy_M.sum()).backward()
+        gradients.append([x.grad.float().cpu() for x in inputs])
+    for expected, ours in zip(*gradients, strict=True):
+        assert (ours - expected).norm() <= 2e-2 * expected.norm()
+
+
 def test_values_expand_to_the_same_tokens_as_on_cpu() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 50, 200)

@@ -6,10 +6,14 @@ similar length are padded together and computed by torch's padded kernel, a buck
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any, cast
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
@@ -17,10 +21,36 @@ from transformers import AttentionInterface
 
 from service.learn.layouts import Bucket, Packing
 
+log = logging.getLogger(__name__)
+
 NAME = "baton_packed"
+
+FLASH_ATTENTION_3 = "flash_attn_interface"
+"""Module of the wheel flash-attn-3."""
+HOPPER = 9
+"""Major compute capability of the GPUs for which FlashAttention 3 is made."""
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Older torch has no such argument and always allows fewer key heads than query heads."""
+
+
+@cache
+def use_fastest_attention(device: torch.device) -> str:
+    """Let torch's kernels be FlashAttention 3 where GPU, torch and an installed wheel allow it; returns the choice.
+
+    Else they stay FlashAttention 2, which is part of torch.
+    """
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)  # from torch 2.11 on
+    if device.type != "cuda" or activate is None or find_spec(FLASH_ATTENTION_3) is None:
+        return "FA2"
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return "FA2"
+    try:
+        activate("FA3")
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("FlashAttention 3 is installed and cannot be used (%s): FlashAttention 2 computes", error)
+        return "FA2"
+    return "FA3"
 
 
 def packed_attention(

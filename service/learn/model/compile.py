@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -14,7 +15,9 @@ from service.config.learn import TrainerConfig
 from service.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -31,12 +34,40 @@ def compiled_on_gpu(function: Function) -> Function:
 
     @wraps(function)
     def choose(first: Tensor, *others: Any) -> Any:
-        return compiled()(first, *others) if first.is_cuda else function(first, *others)
+        use_compiled = first.is_cuda and compiler_works(first.device)
+        return compiled()(first, *others) if use_compiled else function(first, *others)
 
     return cast(Function, choose)
 
 
-def compile_layers(model: PreTrainedModel, trainer: TrainerConfig) -> None:
+@cache
+def compiler_works(device: torch.device) -> bool:
+    """Whether a small function can be compiled and differentiated on the device; says in one line if not.
+
+    Torch's compiler needs a C compiler and Python's headers on the machine, which neither torch nor CUDA bring along.
+    """
+    try:
+        x = torch.ones(8, 8, device=device, requires_grad=True)
+        torch.compile(lambda x: (x * x.sigmoid()).sum(), dynamic=True)(x).backward()
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises, training is possible without it
+        why = (str(error).strip().splitlines() or [""])[0]
+        log.warning("torch.compile does not work on %s (%s: %s): layers run eagerly", device, type(error).__name__, why)
+        return False
+    return True
+
+
+def compiles_layers(config: PretrainedConfig, trainer: TrainerConfig, device: torch.device) -> bool:
+    """`trainer.compile`; where it is None, whether the device is a GPU whose compiler works, without experts.
+
+    All dense layers share one compiled graph for every number of tokens; layers that replay the experts of each token
+    would not.
+    """
+    if trainer.compile is not None:
+        return trainer.compile
+    return device.type == "cuda" and not getattr(config, "num_experts", 0) and compiler_works(device)
+
+
+def compile_layers(model: PreTrainedModel, trainer: TrainerConfig, device: torch.device) -> None:
     """Replace modules by Liger's fused kernels and compile the decoder layers, as configured.
 
     Raises:
@@ -50,6 +81,6 @@ def compile_layers(model: PreTrainedModel, trainer: TrainerConfig) -> None:
                 f"trainer.fused_kernels: liger-kernel cannot be imported ({error}); install it, or set false"
             ) from error
         liger._apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)
-    if trainer.compile:
+    if compiles_layers(model.config, trainer, device):
         for layer in model.model.layers:
             layer.compile(dynamic=True)

@@ -5,6 +5,7 @@ Axes: `M` tokens that carry loss, `D` hidden size, `V` vocabulary.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,27 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda and left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).to(accumulation_dtype(left.dtype))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to a sum in the accumulation type, without memory for the product where a kernel can."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda and left.dtype == torch.bfloat16 and _adds_in_float32(left.device):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += _product(left, right)
+
+
+@cache
+def _adds_in_float32(device: torch.device) -> bool:
+    """Whether a bfloat16 product can be added to a float32 sum in one kernel; older torch refuses such a sum."""
+    total, ones = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
 
 
 @compiled_on_gpu
@@ -116,5 +138,5 @@ class _ChunkedLogprob(torch.autograd.Function):
             logits = _product(hidden[part], head.t())
             of_logits = logit_gradient(logits, *(value[part] for value in (*of_tokens, *gradients))).to(hidden.dtype)
             of_hidden[part] = of_logits @ head
-            of_head += _product(of_logits.t(), hidden[part])
+            _add_product(of_head, of_logits.t(), hidden[part])
         return of_hidden, of_head.to(head.dtype), None, None, None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from service.config.tree import Config
 from service.learn.device_batch import DeviceBatch, DeviceSettings
+from service.learn.model.attention import use_fastest_attention
 from service.learn.model.experts import split_experts
 from service.learn.model.hf_checkpoint import load_weights, write_folder
 from service.learn.model.hf_config import read_config
@@ -47,9 +48,11 @@ class Policy:
             trainer.layout,
             variable_length=device.type == "cuda" and self.dtype == torch.bfloat16,
         )
+        use_fastest_attention(device)
         hf_config = read_config(folder)
         self.vocab_size: int = hf_config.vocab_size
-        self.model = empty_model(hf_config, self.dtype if world_size == 1 else self.accumulation_dtype, trainer)
+        dtype = self.dtype if world_size == 1 else self.accumulation_dtype
+        self.model = empty_model(hf_config, dtype, trainer, device)
         if world_size > 1:
             shard(self.model, self.model.layers, device, world_size, self.dtype, trainer.cpu_offload)
         allocate(self.model, hf_config, device, trainer.cpu_offload and world_size > 1)

@@ -1,0 +1,217 @@
+"""What runs fast by default on a GPU, as far as a CPU can show it: which layers are compiled, how often, and that it is
+the same computation; which attention kernel is chosen."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.attention import varlen
+
+from service.config.learn import TrainerConfig
+from service.learn.device_batch import DeviceBatch
+from service.learn.learner import Learner
+from service.learn.model import attention, compile
+from service.learn.model.tiny_model import make_model
+from tests.pure.learn.builders import CPU, SHAPE, VOCABULARY, made_rows, mini_batch, settings
+from tests.pure.learn.ranks import Ranks
+
+GPU = torch.device("cuda")
+LAYERS = 4
+DENSE = SimpleNamespace()
+MIXTURE = SimpleNamespace(num_experts=8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    yield
+    compile.compiler_works.cache_clear()
+    attention.use_fastest_attention.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "model", "works", "compiled"),
+    [
+        (None, GPU, DENSE, True, True),
+        (None, GPU, DENSE, False, False),
+        (None, GPU, MIXTURE, True, False),
+        (None, CPU, DENSE, True, False),
+        (False, GPU, DENSE, True, False),
+        (True, CPU, MIXTURE, False, True),
+    ],
+)
+def test_layers_are_compiled_by_default_on_gpus_whose_compiler_works(
+    monkeypatch: pytest.MonkeyPatch,
+    setting: bool | None,
+    device: torch.device,
+    model: Any,
+    works: bool,
+    compiled: bool,
+) -> None:
+    monkeypatch.setattr(compile, "compiler_works", lambda _: works)
+    assert compile.compiles_layers(model, TrainerConfig(compile=setting), device) is compiled
+    assert TrainerConfig().compile is None
+
+
+def test_a_compiler_that_does_not_work_is_said_in_one_line_and_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with caplog.at_level(logging.WARNING):
+        assert [compile.compiler_works(CPU) for _ in range(2)] == [False, False]
+    assert caplog.messages == [
+        "torch.compile does not work on cpu (RuntimeError: Failed to find C compiler.): layers run eagerly"
+    ]
+    compile.compiler_works.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    assert compile.compiler_works(CPU)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float) -> Iterator[tuple[slice, Any]]:
+    """Each row's slice, its query, key and value [heads, T, head_dim], and its causal attention."""
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        row = slice(start, stop)
+        each = query.shape[1] // key.shape[1]
+        queries = query[row].transpose(0, 1)
+        keys, values = (x[row].transpose(0, 1).repeat_interleave(each, 0) for x in (key, value))
+        hidden = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+        yield row, (queries, keys, values, (queries @ keys.mT * scale).masked_fill(hidden, -math.inf).softmax(-1))
+
+
+@pytest.fixture
+def varlen_on_cpu() -> None:
+    """The variable-length kernel's two operators on CPU, so that torch's compiler takes the path of a GPU."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *others: Any, scale: float, **_: Any) -> Any:
+        out = torch.zeros_like(query)
+        for row, (_, _, values, weights) in attended(query, key, value, bounds, scale):
+            out[row] = (weights @ values).transpose(0, 1)
+        statistics = query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)
+        return out, statistics, torch.zeros(2, dtype=torch.uint64)
+
+    def backward(of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Any:
+        bounds, scale = others[2], next(other for other in others if isinstance(other, float))
+        of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
+        for row, (queries, keys, values, weights) in attended(query, key, value, bounds, scale):
+            of_row = of_out[row].transpose(0, 1)
+            of_weights = of_row @ values.mT
+            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+            of_query[row] = (of_scores @ keys).transpose(0, 1)
+            for total, grouped in ((of_key, of_scores.mT @ queries), (of_value, weights.mT @ of_row)):
+                total[row] = grouped.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
+        return of_query, of_key, of_value
+
+    def forward_by_position(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *others: Any, **named: Any) -> Any:
+        scale = next(other for other in (*others, *named.values()) if isinstance(other, float))
+        return forward(q, k, v, bounds, scale=scale)
+
+    varlen._varlen_attn.register_kernel("cpu")(forward_by_position)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+
+
+def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture and differentiate graphs as for a GPU, without generating code for them."""
+    original = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **said: original(module, backend="aot_eager", **said))
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layered") / "policy"
+    shape = SHAPE.model_copy(update={"num_layers": LAYERS})
+    make_model(folder, shape, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=0)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.usefixtures("varlen_on_cpu")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_all_layers_and_all_sizes_share_one_compiled_graph_that_computes_the_same(
+    layered: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    eager_graphs(monkeypatch)
+    original = DeviceBatch.of
+    variable = lambda micro, said: original(micro, said._replace(variable_length=True))  # noqa: E731
+    monkeypatch.setattr(DeviceBatch, "of", staticmethod(variable))
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = (
+        Learner(settings(trainer={"compile": on, "gradient_checkpointing": checkpointing}), layered, CPU, 0, 1)
+        for on in (False, True)
+    )
+    for trajectories in (3, 4, 6):
+        batch = mini_batch([[made_rows(trajectories, seed=trajectories)]], trajectories=trajectories)
+        expected, found = plain.step(batch).metrics, compiled.step(batch).metrics
+        for name in ("policy/policy_loss", "policy/grad_norm"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def steps(rank: int, world_size: int, folder: Path, is_compiled: bool) -> tuple[list[float], int]:
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        eager_graphs(patch)
+        learner = Learner(settings(trainer={"compile": is_compiled}), folder, CPU, rank, world_size)
+        rows = made_rows(6, seed=80)
+        mine = [[[row for row in rows if row.trajectory % world_size == r]] for r in range(world_size)]
+        batch = mini_batch(mine, 6)
+        return [learner.step(batch).metrics["policy/grad_norm"] for _ in range(2)], counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.full
+def test_compiled_layers_share_their_graph_where_they_are_sharded_too(layered: Path, ranks: Ranks) -> None:
+    plain, _ = steps(0, 1, layered, False)
+    for found, graphs in ranks(2, steps, layered, True):
+        assert found == pytest.approx(plain, rel=1e-4)
+        assert graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "wheel", "capability", "fails", "kernel"),
+    [
+        (GPU, True, (9, 0), None, "FA3"),
+        (GPU, True, (10, 0), None, "FA2"),
+        (GPU, True, (8, 0), None, "FA2"),
+        (GPU, False, (9, 0), None, "FA2"),
+        (GPU, True, (9, 0), ImportError("undefined symbol: aoti_torch"), "FA2"),
+        (CPU, True, (9, 0), None, "FA2"),
+    ],
+)
+def test_flash_attention_3_computes_on_hopper_where_its_wheel_works(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: torch.device,
+    wheel: bool,
+    capability: tuple[int, int],
+    fails: Exception | None,
+    kernel: str,
+) -> None:
+    activated: list[str] = []
+
+    def activate(name: str) -> None:
+        activated.append(name)
+        if fails is not None:
+            raise fails
+
+    assert hasattr(torch.nn.attention, "activate_flash_attention_impl"), "the locked torch has it"
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(attention, "find_spec", lambda name: object() if wheel else None)
+    assert attention.use_fastest_attention(device) == kernel
+    assert activated == (["FA3"] if kernel == "FA3" or fails else [])
+    assert [str(fails) in message for message in caplog.messages] == ([True] if fails else [])
