@@ -43,7 +43,7 @@ def test_a_phase_that_is_over_soon_is_not_spoken_of_where_that_is_asked() -> Non
     assert said == []
     with phase("reading", said.append, after=0.01, seconds=60):
         until(lambda: said)
-    assert said == ["reading ... 0 s"]
+    assert len(said) == 1 and re.fullmatch(r"reading \.\.\. \d+ s", said[0])
 
 
 def test_a_phase_that_fails_is_over_too() -> None:

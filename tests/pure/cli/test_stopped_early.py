@@ -17,7 +17,7 @@ from actors.driver import run as running
 from actors.driver.signals import STOP_SIGNALS
 from service.config import Config, load_config
 from service.run.prepare import Prepared
-from tests.waiting import until
+from tests.waiting import PAUSE, until
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,16 @@ with signals.when_stuck(give_up):
 """
 
 
+def waits(pid: int) -> bool:
+    """Whether a process waits at several looks; at one look it may wait for Python's lock."""
+
+    def look() -> bool:
+        time.sleep(PAUSE)
+        return psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+
+    return all(look() for _ in range(3))
+
+
 @pytest.mark.parametrize(
     ("waiting", "grace", "printed", "code"),
     [
@@ -83,7 +93,7 @@ def test_a_stop_signal_is_heard_where_the_main_thread_waits(
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "begun\n"
-            until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
+            until(lambda: waits(process.pid))
             process.terminate()
             assert process.wait(60) == code
         finally:
