@@ -11,6 +11,7 @@ Actors keep their bundle when they restart.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,7 +126,7 @@ def missing_room(bundles: Iterable[Bundle], nodes: Sequence[Node]) -> str:
 
 
 def refuse_too_few_gpus(config: Config, gpus: int) -> None:
-    """Refuse a run that has more ranks and engines than this machine has GPUs.
+    """Refuse a run whose ranks, engines and retrieval server need more GPUs than this machine has.
 
     Raises:
         UserError: with settings that would fit.
@@ -133,20 +134,25 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     generator, ranks = config.generator, config.trainer.ranks
     each = generator.tensor_parallel_size
     engines = 0 if config.weights.transport == "ipc" else generator.engines
-    if (needed := ranks + engines * each) <= gpus:
+    searching = 0 if config.env.retrieval is None else math.ceil(config.env.retrieval.gpus)
+    if (needed := ranks + engines * each + searching) <= gpus:
         return
-    fewer_engines = max(1, gpus // (2 * each))
-    if gpus > each:
-        fits = f"trainer.ranks={gpus - fewer_engines * each} generator.engines={fewer_engines}"
+    left = gpus - searching if gpus > searching else gpus
+    fewer_engines = max(1, left // (2 * each))
+    if left > each:
+        fits = f"trainer.ranks={left - fewer_engines * each} generator.engines={fewer_engines}"
     else:
         fits = (
-            f"trainer.ranks={gpus} generator.engines={gpus} generator.tensor_parallel_size=1 weights.transport=ipc "
+            f"trainer.ranks={left} generator.engines={left} generator.tensor_parallel_size=1 weights.transport=ipc "
             f"generator.kv_cache_bytes={generator.kv_cache_bytes or SHARED_KV_CACHE_BYTES} "
             f"generator.gpu_memory_utilization={SHARED_UTILIZATION}"
         )
+    if left == gpus and searching:
+        fits += " env.retrieval.gpus=0"
+    server = f", env.retrieval.gpus {searching}" if searching else ""
     raise UserError(
-        f"{needed} GPUs are needed (trainer.ranks {ranks}, generator.engines {engines} of {each}), this machine has "
-        f"{gpus}; that many are used with: {fits}"
+        f"{needed} GPUs are needed (trainer.ranks {ranks}, generator.engines {engines} of {each}{server}), this "
+        f"machine has {gpus}; that many are used with: {fits}"
     )
 
 

@@ -48,26 +48,31 @@ def test_each_kind_of_bundle_that_finds_no_place_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "overrides"),
+    ("name", "gpus", "overrides"),
     [
-        (8, None),
-        (7, ["trainer.ranks=4", "generator.engines=3"]),
-        (3, ["trainer.ranks=2", "generator.engines=1"]),
-        (2, ["trainer.ranks=1", "generator.engines=1"]),
-        (1, ["trainer.ranks=1", "generator.engines=1", "weights.transport=ipc"]),
+        ("gsm8k", 8, None),
+        ("gsm8k", 7, ["trainer.ranks=4", "generator.engines=3"]),
+        ("gsm8k", 3, ["trainer.ranks=2", "generator.engines=1"]),
+        ("gsm8k", 2, ["trainer.ranks=1", "generator.engines=1"]),
+        ("gsm8k", 1, ["trainer.ranks=1", "generator.engines=1", "weights.transport=ipc"]),
+        ("search_r1", 8, None),
+        ("search_r1", 7, ["trainer.ranks=3", "generator.engines=3"]),
+        ("search_r1", 2, ["trainer.ranks=1", "generator.engines=1", "weights.transport=ipc"]),
+        ("search_r1", 1, ["trainer.ranks=1", "weights.transport=ipc", "env.retrieval.gpus=0"]),
     ],
 )
 def test_too_few_gpus_are_refused_with_settings_that_fit_and_pass_every_check(
-    gpus: int, overrides: list[str] | None
+    name: str, gpus: int, overrides: list[str] | None
 ) -> None:
-    recipe = load_config(["configs/gsm8k.yaml"])
+    file = f"configs/{name}.yaml"
+    recipe = load_config([file])
     if overrides is None:
         return refuse_too_few_gpus(recipe, gpus)
     with pytest.raises(UserError, match=rf"^8 GPUs are needed .*, this machine has {gpus}; ") as refused:
         refuse_too_few_gpus(recipe, gpus)
     proposed = str(refused.value).partition("used with: ")[2].split()
     assert set(overrides) <= set(proposed)
-    fitting = load_config(["configs/gsm8k.yaml"], proposed)
+    fitting = load_config([file], proposed)
     check(fitting)
     refuse_too_few_gpus(fitting, gpus)
 
