@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from service.cli import commands, help_texts, init, logs
+from service.cli import agent_worker, commands, help_texts, init, logs
 from service.cli.recipes import config_file
 from service.cli.version import installed_version
 from service.errors import BatonError, printable
@@ -71,6 +71,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
         elif word == "--config":
             words += [word, *islice(rest, 1)]
+        elif word == "--command":
+            words += [word, *rest]  # of `agent-worker`: another program's
         elif _OVERRIDE_KEY.fullmatch(word):
             overrides += [word, *islice(rest, 1)]
         elif _OVERRIDE.fullmatch(word):
@@ -96,6 +98,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     _add_simulate(added, typed == "simulate")
     _add_replay(added, typed == "replay")
     _add_logs(added)
+    _add_agent_worker(added)
     _add_trajectories(added)
     return parser
 
@@ -187,6 +190,12 @@ def _add_replay(added: Any, whole: bool) -> None:
         parser.description, parser.epilog = replay.ABOUT, replay.EXAMPLES
         parser.set_defaults(command=replay.run)
         replay.add_arguments(parser)
+
+
+def _add_agent_worker(added: Any) -> None:
+    summary = "run agents on a machine without Ray"
+    parser = _command(added, "agent-worker", agent_worker.run, summary, agent_worker.ABOUT, agent_worker.EXAMPLES)
+    agent_worker.add_arguments(parser)
 
 
 def _add_trajectories(added: Any) -> None:

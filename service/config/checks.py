@@ -29,6 +29,11 @@ def check(config: Config, source: Source | None = None) -> None:
     _refuse(problems(config), source)
 
 
+def check_command_only(config: Config, source: Source) -> None:
+    """As `check`, of the settings of a command that is run as an agent."""
+    _refuse(check_command(config), source)
+
+
 def problems(config: Config) -> list[Problem]:
     """Every refused combination, in the order of the tree."""
     return [problem for rule in RULES for problem in rule(config)]

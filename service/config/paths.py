@@ -67,6 +67,11 @@ def check_retrieval(config: Config) -> None:
     _refuse(_retrieval_problems(config))
 
 
+def check_command_paths(config: Config) -> None:
+    """Raises `UserError` if the folder or the program of a command that is run as an agent is missing."""
+    _refuse(_command_problems(config))
+
+
 def _refuse(problems: Iterable[_PathProblem]) -> None:
     if lines := [problem.message for problem in problems]:
         raise UserError("\n".join(lines))

@@ -35,7 +35,7 @@ def check_inputs(config: Config) -> None:
     if env.retrieval is not None:
         check_retriever(env.retrieval)
     if env.name == AGENT:
-        _check_score(env)
+        check_score(env)
     else:
         make_environment(env.name, env.options, env.trusted_modules)
     needed: dict[SyntheticFunction, bool] = {
@@ -54,7 +54,7 @@ def check_inputs(config: Config) -> None:
         check_environments(env, tasks_of(rows, SYNTHETIC), SYNTHETIC)
 
 
-def _check_score(env: EnvConfig) -> None:
+def check_score(env: EnvConfig) -> None:
     """Raises `UserError` where the function that scores a command's runs cannot be loaded."""
     if not isinstance(env.score, str):
         return

@@ -356,7 +356,10 @@ def test_a_run_that_has_just_begun_has_a_status_too() -> None:
     assert lines[0] == "run: starting, step 0" and any("GENERATORS" in line for line in lines)
 
 
-COMMANDS = ("init", "run", "submit", "eval", "config", "status", "logs", "simulate", "replay", "trajectories")
+COMMANDS = (
+    *("init", "run", "submit", "eval", "config", "status", "logs", "agent-worker", "simulate", "replay"),
+    "trajectories",
+)
 ACTIONS = (("config", ("show", "validate", "schema")), ("trajectories", ("list", "show", "export-html")))
 
 
@@ -376,5 +379,5 @@ def test_every_command_says_what_it_does_before_its_options(
 def test_the_tests_of_help_know_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    listed = re.findall(r"^    (\w+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    listed = re.findall(r"^    ([\w-]+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
     assert set(COMMANDS) == set(listed)

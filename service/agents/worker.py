@@ -1,0 +1,160 @@
+"""Runs agents on a machine without Ray: claims sessions from endpoints over HTTP, runs the command, finishes them.
+
+    POST URL/rl/claim                    -> {session, base_url, api_key, task, seed, deadline}, or 204: nothing to do
+    POST URL/rl/sessions/ID/heartbeat    every few seconds; 404, 409 or 410: the session is over, its run is ended
+    POST URL/rl/sessions/ID/finish       {reward, status, reason, info, transcript}
+    POST URL/rl/sessions/ID/abort        {}, when the worker is stopped
+
+A request whose answer is lost is sent again: an endpoint takes equal bodies for one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, Literal
+
+import aiohttp
+
+from service.agents.runner.runner import AgentRunner, Finished
+from service.errors import UserError, in_one_line
+from service.rollout.environment import Task
+
+log = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 120.0
+"""Seconds for one request; an endpoint without work may keep a claim waiting."""
+HEARTBEAT_SECONDS = 10.0
+LEAST_CLAIM_SECONDS = 1.0
+"""Least seconds between two claims of which the first got nothing."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds between a request that got no answer and the next one; they double each time."""
+ABORT_SECONDS = 5.0
+SHOWN = 200
+"""Characters of an endpoint's answer that a message repeats."""
+
+OVER = (404, 409, 410)
+"""Statuses of a session that is no longer open."""
+
+
+class Worker:
+    """Serves several endpoints, so many sessions of each at once."""
+
+    def __init__(self, urls: Sequence[str], key: str, runner: AgentRunner, concurrent: int) -> None:
+        """`key`: the worker key of the endpoints."""
+        self._urls = [url.rstrip("/") for url in urls]
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._runner = runner
+        self._concurrent = concurrent
+
+    async def work(self) -> None:
+        """Claim and run sessions until cancelled; the sessions that are open then are aborted.
+
+        Raises:
+            UserError: an endpoint refuses the key, or is none.
+        """
+        limit = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=limit) as http:
+            endpoints = [_Endpoint(url, http, self._runner) for url in self._urls]
+            serving = [asyncio.create_task(one.serve()) for one in endpoints for _ in range(self._concurrent)]
+            try:
+                await asyncio.gather(*serving)
+            finally:
+                for task in serving:
+                    task.cancel()
+                await asyncio.gather(*serving, return_exceptions=True)
+
+
+class _Endpoint:
+    """One endpoint, as its worker uses it."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, runner: AgentRunner) -> None:
+        self._url = url
+        self._http = http
+        self._runner = runner
+        self._is_silent = False
+
+    async def serve(self) -> None:
+        """Claim and run one session after the other."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            claim = await self._post("claim", {})
+            if isinstance(claim, Mapping):
+                await self._play(claim)
+            else:
+                await asyncio.sleep(began + LEAST_CLAIM_SECONDS - loop.time())
+
+    async def _play(self, claim: Mapping[str, Any]) -> None:
+        """Run a session; it is finished, or was over before."""
+        session = f"sessions/{claim['session']}"
+        known = {field.name for field in fields(Task)}
+        task = Task(**{name: value for name, value in claim["task"].items() if name in known})
+        run = asyncio.create_task(self._runner.run(task, claim["base_url"], claim["api_key"], claim["seed"]))
+        beating = asyncio.create_task(self._beat_until_over(session))
+        try:
+            await asyncio.wait({run, beating}, timeout=claim["deadline"], return_when=asyncio.FIRST_COMPLETED)
+            if beating.done():
+                beating.result()
+                log.warning("%s is over: its run is ended", session)
+                return
+            late = Finished(None, "failed", f"no result after {claim['deadline']:g} s", {}, "")
+            finished = run.result() if run.done() else late
+            if finished.reason:
+                log.warning("%s %s: %s", session, finished.status, in_one_line(finished.reason))
+            await self._post(f"{session}/finish", finished._asdict())
+        except asyncio.CancelledError:
+            with suppress(TimeoutError, UserError):
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await self._post(f"{session}/abort", {})
+            raise
+        finally:
+            run.cancel()
+            beating.cancel()
+            await asyncio.gather(run, beating, return_exceptions=True)
+
+    async def _beat_until_over(self, session: str) -> None:
+        while await self._post(f"{session}/heartbeat", {}) != "over":
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any] | Literal["over"] | None:
+        """Send a request until it is answered; returns the answer, None for an empty one.
+
+        Raises:
+            UserError: the endpoint refuses the request.
+        """
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                async with self._http.post(f"{self._url}/rl/{path}", json=body) as response:
+                    text = await response.text(errors="replace")
+                if response.status < 500 and response.status != 429:
+                    self._is_silent = False
+                    return self._read(path, response.status, text)
+                problem = f"status {response.status}"
+            except (aiohttp.ClientError, TimeoutError) as error:
+                problem = str(error) or type(error).__name__
+            if not self._is_silent:
+                log.warning("%s does not answer (%s); asking again", self._url, in_one_line(problem))
+            self._is_silent = True
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _read(self, path: str, status: int, text: str) -> Mapping[str, Any] | Literal["over"] | None:
+        if path != "claim" and status in OVER:
+            return "over"
+        if status in (401, 403):
+            raise UserError(f"{self._url}: the endpoint refuses the worker key")
+        if status >= 300:
+            raise UserError(f"{self._url}/rl/{path}: refused with status {status}: {in_one_line(text)[:SHOWN]}")
+        try:
+            answer = json.loads(text) if text else None
+        except ValueError:
+            answer = text
+        if not isinstance(answer, dict | None):
+            raise UserError(f"{self._url} is no endpoint of Baton: it answers {in_one_line(text)[:SHOWN]}")
+        return answer
