@@ -26,6 +26,7 @@ from torch import Tensor
 
 from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
+from service.learn.host_copy import begin_host_copy, finish_host_copies
 from service.learn.model.sharding import shard_bounds
 from service.learn.optimizer import MOMENTS
 
@@ -64,7 +65,8 @@ class CheckpointWriter:
     def start(self, folder: Path, tensors: Mapping[str, Tensor], metadata: CheckpointMetadata) -> None:
         """Copy tensors and metadata as they are now, and begin to write them; waits for an earlier checkpoint first."""
         self.finish()
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        copies = {name: begin_host_copy(tensor) for name, tensor in tensors.items()}
+        finish_host_copies()
         self._writing = self._pool.submit(self._write, folder, copies, metadata.model_dump_json())
 
     def finish(self) -> None:

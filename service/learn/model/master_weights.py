@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from service.learn.host_copy import host_copy
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.sharding import local_shard
 
@@ -38,18 +39,18 @@ class MasterWeights:
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if not self._copied:
             return local_shard(parameter.detach())
-        device = torch.device("cpu") if self._on_cpu else parameter.device
-        return parameter.detach().to(device, accumulation_dtype(parameter.dtype), copy=True)
+        dtype = accumulation_dtype(parameter.dtype)
+        return host_copy(parameter, dtype) if self._on_cpu else parameter.detach().to(dtype, copy=True)
 
-    @staticmethod
-    def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
+    def _accumulate_into(self, master: Tensor) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
             if parameter.grad is None:
                 return
+            gradient = host_copy(parameter.grad) if self._on_cpu else parameter.grad
             if master.grad is None:
-                master.grad = parameter.grad.to(master.device, master.dtype, copy=True)
+                master.grad = gradient.to(master.dtype, copy=not self._on_cpu)
             else:
-                master.grad.add_(parameter.grad.to(master.device))
+                master.grad.add_(gradient)
             parameter.grad = None
 
         return accumulate

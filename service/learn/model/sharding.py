@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from service.learn.host_copy import begin_host_copy, finish_host_copies
 from service.learn.model.logprob import accumulation_dtype
 
 
@@ -85,7 +86,6 @@ def full_state_dict(
     Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
     Shards are cast before they are sent, from this device.
     """
-    target = device if everywhere else torch.device("cpu")
     whole: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         tensor = parameter.detach()
@@ -95,6 +95,9 @@ def full_state_dict(
             tensor = DTensor.from_local(
                 cast, mesh, placements, shape=tensor.shape, stride=tensor.stride()
             ).full_tensor()
-        if everywhere or rank == 0:
-            whole[name] = tensor.to(target, dtype, copy=True)
+        if everywhere:
+            whole[name] = tensor.to(device, dtype, copy=True)
+        elif rank == 0:
+            whole[name] = begin_host_copy(tensor, dtype)
+    finish_host_copies()
     return whole if everywhere or rank == 0 else None
