@@ -12,7 +12,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from service.errors import RunFailed, Starved
@@ -41,6 +42,17 @@ class Unreachable(Exception):
     """The buffer did not answer; it may have accepted the message nevertheless."""
 
 
+@dataclass(slots=True, eq=False)
+class _Message:
+    columns: StepColumns = field(default_factory=StepColumns)
+    hurried: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set where somebody waits for the answer, so that the message waits for no further items."""
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    refused: set[TrajectoryId] = field(default_factory=set)
+    superseded: set[int] = field(default_factory=set)
+    """Groups that need no more work."""
+
+
 @dataclass(eq=False)
 class Outbox:
     """Delivers what a generator's incarnation produced at least once, with sequence numbers without gaps."""
@@ -59,9 +71,9 @@ class Outbox:
 
     def __post_init__(self) -> None:
         self._sender = Sender(self.generator, self.incarnation, 0)
-        self._messages: asyncio.Queue[StepColumns] = asyncio.Queue()
+        self._messages: asyncio.Queue[_Message] = asyncio.Queue()
         """Not sent yet; done when answered."""
-        self._open: StepColumns | None = None
+        self._open: _Message | None = None
         """The last message, which takes further items until it is sent."""
         self._window = asyncio.Semaphore(WINDOW)
         self.counts: Counter[str] = Counter()
@@ -70,22 +82,30 @@ class Outbox:
     def append(self, *step: Any, routed_experts: Any | None = None, **columns: Any) -> None:
         """Queue a finished step; the arguments are those of `StepColumns.append`."""
         message = self._message(None if routed_experts is None else routed_experts.shape[1:])
-        message.append(*step, routed_experts=routed_experts, **columns)
+        message.columns.append(*step, routed_experts=routed_experts, **columns)
 
     def end(self, end: TrajectoryEnd) -> None:
         """Queue a trajectory's end."""
-        self._message(None).end(end)
+        self._message(None).columns.end(end)
 
-    def _message(self, routing: tuple[int, ...] | None) -> StepColumns:
+    async def accepted(self, trajectory: TrajectoryId) -> bool:
+        """Whether the buffer accepted what was queued last, a step of this trajectory; returns when it has answered."""
+        if (message := self._open) is None:
+            raise RuntimeError("nothing is queued")
+        message.hurried.set()
+        await message.answered.wait()
+        return trajectory not in message.refused and trajectory.group_id not in message.superseded
+
+    def _message(self, routing: tuple[int, ...] | None) -> _Message:
         """The message for the next item; all routed experts of a message have the shape `routing`."""
         last = self._open
         if (
             last is None
-            or last.n_bytes >= MESSAGE_BYTES
-            or last.name_bytes >= NAME_BYTES
-            or (routing is not None and last.routing not in (None, routing))
+            or last.columns.n_bytes >= MESSAGE_BYTES
+            or last.columns.name_bytes >= NAME_BYTES
+            or (routing is not None and last.columns.routing not in (None, routing))
         ):
-            last = self._open = StepColumns()
+            last = self._open = _Message()
             self._messages.put_nowait(last)
         return last
 
@@ -103,31 +123,34 @@ class Outbox:
         async with asyncio.TaskGroup() as deliveries:
             while True:
                 message = await self._messages.get()
-                await asyncio.sleep(LINGER_SECONDS)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        await message.hurried.wait()
                 await self._window.acquire()
                 if message is self._open:
                     self._open = None
                 deliveries.create_task(self._deliver(message))
 
-    async def _deliver(self, message: StepColumns) -> None:
+    async def _deliver(self, message: _Message) -> None:
         try:
-            group = message.step_group(self._sender)
+            group = message.columns.step_group(self._sender)
             self.on_sent(group.steps)
-            if await self._send(group) is None:
-                return
-            trajectories = message.by_trajectory()
-            if len(trajectories) == 1:
-                self.on_refused(*trajectories)
-                return
-            # A refused trajectory must not prevent the others of its message.
-            for trajectory, part in trajectories.items():
-                if await self._send(part.step_group(self._sender)) is not None:
-                    self.on_refused(trajectory)
+            if await self._send(group, message) is not None:
+                await self._send_apart(message)
+            message.answered.set()
         finally:
             self._window.release()
             self._messages.task_done()
 
-    async def _send(self, group: StepGroup) -> Refusal | None:
+    async def _send_apart(self, message: _Message) -> None:
+        """Send a refused message again in parts: a refused trajectory must not prevent the others of its message."""
+        trajectories = message.columns.by_trajectory()
+        for trajectory, part in trajectories.items():
+            if len(trajectories) == 1 or await self._send(part.step_group(self._sender), message) is not None:
+                message.refused.add(trajectory)
+                self.on_refused(trajectory)
+
+    async def _send(self, group: StepGroup, message: _Message) -> Refusal | None:
         """Send a message under the next sequence number, until it is answered."""
         self._sender = self._sender._replace(sequence=self._sender.sequence + 1)
         data = encode(StepGroup(self._sender, group.steps, group.ends))
@@ -142,6 +165,7 @@ class Outbox:
             return answer
         self.counts["steps"] += len(group.steps)
         self.counts["ends"] += len(group.ends)
+        message.superseded.update(answer.superseded)
         for group_id in answer.superseded:
             self.on_closed(group_id)
         return None

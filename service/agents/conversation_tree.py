@@ -22,12 +22,14 @@ import numpy as np
 
 from service.agents.messages import digests, echoed_ids, extended, read_messages
 from service.agents.parser import Reply, ReplyParser
+from service.columns import digest
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Conversation
-from service.rollout.end_token import Response
+from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.end_token import Response, as_sampled
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
-from service.types import Int32s
+from service.types import NO_VERSION, Int32s
 
 How = Literal["root", "appended", "rerendered"]
 """A new conversation, a continuation of sampled tokens, or one with answers of which no call has the tokens."""
@@ -47,6 +49,10 @@ class Call:
     reply: Reply
     body: str
     """What identifies the client's request."""
+    stop_reason: str
+    """Why the engine stopped: `stop` or `length`."""
+    index: int
+    """The call's number in the tree; calls are numbered as they were sampled."""
     delivered: bool = False
     """True where the client has the reply, as far as the server can tell."""
 
@@ -66,6 +72,12 @@ class Call:
         """[P + T] ids of the whole prompt and of the response."""
         parts = [part for call in self.path() for part in (call.response.token_ids, call.carried_ids)]
         return np.concatenate(parts[::-1])
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the whole prompt."""
+        whole = sum(len(call.carried_ids) + len(call.response.token_ids) for call in self.path())
+        return whole - len(self.response.token_ids)
 
     def message(self) -> dict[str, Any]:
         """The reply as the assistant's message of chat completions."""
@@ -88,8 +100,8 @@ class Opened(NamedTuple):
     carried_ids: Int32s
     prompt_ids: Int32s
     """[P] ids of the whole prompt."""
-    digest: bytes
-    """What identifies the conversation up to here."""
+    digest: bytes | None
+    """What identifies the conversation up to here; None where the client gave tokens."""
 
 
 class ConversationTree:
@@ -105,6 +117,8 @@ class ConversationTree:
         self.calls: list[Call] = []
         self._after: defaultdict[bytes, list[Call]] = defaultdict(list)
         """Calls by the conversation that ends with their reply."""
+        self._of_ids: dict[tuple[int, int], Call] = {}
+        """The newest call by the number and the digest of its tokens."""
         self._newest_of: dict[str, Call] = {}
         """The newest call of each request's body."""
 
@@ -130,16 +144,55 @@ class ConversationTree:
         prompt_ids = self._renderer.begin(read, tools).token_ids
         return Opened(None, how, prompt_ids, prompt_ids, digest_of[-1])
 
+    def prompt_ids(self, prompt: str | Int32s) -> Int32s:
+        """[P] ids of a prompt that a client rendered; special tokens in its text are special.
+
+        Raises:
+            MessagesRefused: the text holds what no tokenizer takes, or an id is outside of the vocabulary.
+        """
+        if isinstance(prompt, str):
+            return self._chat.encode(prompt)
+        if len(prompt) and not 0 <= int(prompt.min()) <= int(prompt.max()) < self._chat.vocab_size:
+            raise MessagesRefused(f"a token id is outside of the vocabulary of {self._chat.vocab_size}")
+        return prompt
+
+    def open_ids(self, prompt_ids: Int32s) -> Opened:
+        """The prompt of a client that brings tokens: it continues the longest call whose tokens begin it."""
+        lengths = sorted({length for length, _ in self._of_ids if length < len(prompt_ids)}, reverse=True)
+        for length in lengths:
+            if parent := self._of_ids.get((length, digest(prompt_ids[:length]))):
+                return Opened(parent, "appended", prompt_ids[length:], prompt_ids, None)
+        return Opened(None, "root", prompt_ids, prompt_ids, None)
+
     def add(self, opened: Opened, generation: Generation, body: str) -> Call:
-        """The call with what the engine sampled for it; an end token is appended where the policy sampled none."""
-        reply = self._parser.parse(self._chat.text(generation.token_ids))
-        response = self._renderer.close(generation, last=False)
-        call = Call(self._new_name(), opened.parent, opened.how, opened.carried_ids, response, reply, body)
-        (message,) = read_messages([call.message()])
+        """The call with what the engine sampled for it.
+
+        An end token is appended where the policy sampled none; a client that brings tokens appends its own.
+        """
+        text = self._chat.text(generation.token_ids)
+        reply = Reply(text, "", ()) if opened.digest is None else self._parser.parse(text)
+        brings_tokens = opened.digest is None and len(generation.token_ids)
+        response = as_sampled(generation) if brings_tokens else self._renderer.close(generation, last=False)
+        call = self._call(opened, response, reply, body, generation.stop_reason)
+        if opened.digest is not None:
+            (message,) = read_messages([call.message()])
+            self._after[extended(opened.digest, message)].append(call)
+        token_ids = np.concatenate([opened.prompt_ids, response.token_ids])
+        self._of_ids[len(token_ids), digest(token_ids)] = call
         self.calls.append(call)
-        self._after[extended(opened.digest, message)].append(call)
         self._newest_of[body] = call
         return call
+
+    def unsampled(self, opened: Opened, text: str) -> Call:
+        """An answer of the server's own, which is no call of the tree: the policy did not sample it."""
+        token_ids = self._chat.plain(text)
+        n = len(token_ids)
+        response = Response(token_ids, np.zeros(n, np.float32), np.zeros(n, np.bool_), np.full(n, NO_VERSION, np.int64))
+        return self._call(opened, response, Reply(text, "", ()), "", "stop")
+
+    def _call(self, opened: Opened, response: Response, reply: Reply, body: str, stop_reason: str) -> Call:
+        parent, how, carried_ids, *_ = opened
+        return Call(self._new_name(), parent, how, carried_ids, response, reply, body, stop_reason, len(self.calls))
 
     def replayed(self, body: str, is_retry: bool = False) -> Call | None:
         """The call to answer a repeated request with; None where the policy has to be asked.
@@ -150,9 +203,9 @@ class ConversationTree:
         call = self._newest_of.get(body)
         return call if call is not None and (is_retry or not call.delivered) else None
 
-    def _continue(self, parent: Call, messages: Sequence[Message], digest: bytes) -> Opened:
+    def _continue(self, parent: Call, messages: Sequence[Message], key: bytes) -> Opened:
         carried = self._renderer.follow("", parent.response.token_ids, messages).token_ids
-        return Opened(parent, "appended", carried, np.concatenate([parent.token_ids(), carried]), digest)
+        return Opened(parent, "appended", carried, np.concatenate([parent.token_ids(), carried]), key)
 
 
 def _best(calls: Sequence[Call], echoed: set[str]) -> Call:

@@ -4,7 +4,7 @@ from service.config.checks import check
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.load import load, load_config, resolved_yaml
 from service.config.paths import check_paths
-from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
+from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig
 from service.config.tree import (
     BufferConfig,
     Config,
@@ -17,6 +17,7 @@ from service.config.tree import (
 )
 
 __all__ = [
+    "AgentsConfig",
     "AlgorithmConfig",
     "BufferConfig",
     "Config",

@@ -120,6 +120,23 @@ def _evaluation(config: Config) -> Iterator[Problem]:
         )
 
 
+def _agents(config: Config) -> Iterator[Problem]:
+    if config.endpoint is None:
+        return
+    if not config.algorithm.step_wise:
+        yield Problem(
+            "algorithm.step_wise",
+            "false makes one sequence of each trajectory, but the calls of an agent may branch: such trajectories "
+            "would all be refused; use true",
+        )
+    if config.algorithm.returns == "sum":
+        yield Problem(
+            "algorithm.returns",
+            "sum adds the rewards of the steps, but an agent's reward comes at the end: every return would be 0; use "
+            "last",
+        )
+
+
 def _retrieval(config: Config) -> Iterator[Problem]:
     if config.env.retrieval is not None and "url" in config.env.options:
         yield Problem(
@@ -349,6 +366,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _warm_start,
     _one_dataset,
     _evaluation,
+    _agents,
     _retrieval,
     check_command,
     _sampling,

@@ -104,6 +104,21 @@ class EnvConfig(CommandConfig):
     """Start a retrieval server; its address becomes the option `url` of the environment `name`."""
 
 
+class AgentsConfig(Section):
+    """The endpoint in each generator, at which agents of any make call the policy; a session is a trajectory."""
+
+    host: str = "127.0.0.1"
+    """Address of the endpoint. Beyond loopback, keys and texts cross the network unencrypted."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the endpoint; 0 takes a free one, which several generators on a node need."""
+    deadline: Seconds = 3600.0
+    """Seconds in which an agent must have finished its session."""
+    max_calls: Positive = 64
+    """Most calls of a session; further ones are answered with a text that says so, and are no steps."""
+    max_tokens: Positive = 1 << 15
+    """Most tokens of all steps of a session, those that calls share counted once."""
+
+
 class GeneratorConfig(Section):
     """vLLM engines and their agent loops."""
 

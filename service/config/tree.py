@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from service.config.command import AGENT
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
-from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
+from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig
 from service.config.section import Fraction, MergeMode, NotNegative, Positive, Seconds, Section
 
 
@@ -145,6 +146,8 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
+    agents: AgentsConfig | None = None
+    """The endpoint for agents; None: there is one, with the defaults, only where `env.name` is agent."""
     generator: GeneratorConfig = GeneratorConfig()
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -156,3 +159,13 @@ class Config(Section):
     def merge_mode(self) -> MergeMode:
         """How steps become rows: `buffer.merge`; without `step_wise`, all steps of a trajectory become one row."""
         return self.buffer.merge if self.algorithm.step_wise else "linear"
+
+    @property
+    def endpoint(self) -> AgentsConfig | None:
+        """The settings of the endpoint for agents; None where there is none."""
+        return AgentsConfig() if self.agents is None and self.env.name == AGENT else self.agents
+
+    @property
+    def most_steps(self) -> int:
+        """Most steps of a trajectory: turns in an environment, calls of an agent."""
+        return max(self.env.max_turns, self.endpoint.max_calls if self.endpoint is not None else 0)

@@ -49,8 +49,14 @@ def worst_step_bytes(config: Config, experts_per_token: int = 0) -> int:
 
 
 def worst_trajectory_bytes(config: Config, experts_per_token: int = 0) -> int:
-    """Bytes of one trajectory at worst: every turn at full length, or its part of `buffer.max_group_bytes`."""
+    """Bytes of one trajectory at worst, or its part of `buffer.max_group_bytes`.
+
+    In an environment every turn has full length; an agent's calls have `agents.max_tokens` tokens together.
+    """
     everything = config.env.max_turns * worst_step_bytes(config, experts_per_token) + ITEM_BYTES
+    if (agents := config.endpoint) is not None:
+        token_bytes = TOKEN_BYTES + EXPERT_BYTES * experts_per_token
+        everything = max(everything, item_bytes(agents.max_tokens, token_bytes, agents.max_calls + 1))
     return min(everything, config.buffer.max_group_bytes // config.algorithm.n_samples_per_prompt)
 
 

@@ -43,7 +43,7 @@ def bucket_bounds(config: Config) -> dict[str, tuple[float, ...]]:
     """
     longest = config.generator.max_input_length + config.generator.max_generate_length
     lengths = {*(longest * step // 16 for step in range(1, 17)), long_batch_tokens(config)}
-    turns = {*range(1, 9), 12, 16, 24, 32, 48, 64, config.env.max_turns}
+    turns = {*range(1, 9), 12, 16, 24, 32, 48, 64, config.most_steps}
     bound = config.buffer.max_staleness
     staleness = {*range(9), bound, bound + 1, 2 * bound, 16, 32, 64}
     seconds = {base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5)}

@@ -62,7 +62,7 @@ async def run_trajectory(
         prompt = _rendered(partial(turns.begin, messages, task.tools))
         while (prompt_ids := episode.next_prompt(prompt)) is not None:
             request_id = f"{trajectory}/turn={episode.n_steps}"
-            generation = await _generate(engine, prompt_ids, limits, chat.vocab_size, request_id)
+            generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
             text = _cut_at_stop(chat.text(generation.token_ids), limits.sampling.stop)
             result = await environment.step(text)
             response = turns.close(generation, episode.is_last(result.done))
@@ -82,7 +82,7 @@ async def run_trajectory(
     return Played(episode.finish(), info, failure)
 
 
-async def _generate(
+async def generate_turn(
     engine: Engine, prompt_ids: Int32s, limits: AgentLimits, vocab_size: int, request_id: str
 ) -> Generation:
     """Sample one turn of the policy; the engine's own errors propagate.

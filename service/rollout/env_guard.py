@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from service.errors import RunFailed, in_one_line
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.contain_exits import contain_exits
-from service.rollout.environment import Environment, Message, OversizedOutput, StepResult, Task
+from service.rollout.environment import Agent, AgentSession, Environment, Message, OversizedOutput, StepResult, Task
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import Copier, NotPlain
 from service.rollout.traceback import describe_error, type_name
@@ -91,7 +91,7 @@ class EnvGuard:
     """One trajectory's environment: `make` makes it, `name` names it in messages."""
 
     def __init__(
-        self, name: str, make: Callable[[], Environment], limits: AgentLimits, leaked: LeakedTasks | None = None
+        self, name: str, make: Callable[[], Environment | Agent], limits: AgentLimits, leaked: LeakedTasks | None = None
     ) -> None:
         self._name = name
         self._make = make
@@ -119,6 +119,14 @@ class EnvGuard:
         """
         result: StepResult = await self._ask("step", partial(_step_result, self._limits), text)
         return result
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        """Make the agent and let it play; its result is the session's.
+
+        Raises:
+            TrajectoryFailed: the agent raised, or was late.
+        """
+        await self._ask("play", lambda result: None, session, task, seed)
 
     async def close(self, trajectory: TrajectoryId) -> None:
         """End the episode; what fails here is logged, because the trajectory is over."""
@@ -172,7 +180,7 @@ class EnvGuard:
             if (task := asyncio.current_task()) is not None:
                 for _ in range(task.cancelling()):
                     task.uncancel()  # deadlines inside of `close` look at this count
-        if environment is not None:
+        if hasattr(environment, "close"):  # an agent may have nothing to close
             try:
                 await environment.close()
             except BaseException as error:  # noqa: BLE001 - as above

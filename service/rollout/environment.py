@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 
 def is_text(value: Any) -> bool:
@@ -77,6 +77,29 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Free the episode's resources; called once, also after a failure."""
+
+
+Status = Literal["ok", "failed", "aborted"]
+"""How an agent's run ended; only `ok`, or a reward, says something about the policy."""
+
+
+class AgentSession(Protocol):
+    """One trajectory of an agent, which calls the policy over HTTP: where, and with which key."""
+
+    base_url: str
+    """As `OPENAI_BASE_URL`: with `/v1` at its end."""
+    key: str
+    """As `OPENAI_API_KEY`."""
+
+    def finish(self, reward: float | None, status: Status = "ok", info: Mapping[str, float] = {}) -> None:
+        """End the trajectory with its reward; one that failed without a reward is tried again."""
+
+
+class Agent(Protocol):
+    """One episode of an agent: in place of `reset` and `step` it calls the policy itself."""
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        """Solve the task by calls to the session's address, and finish the session."""
 
 
 def tagged(text: str, tag: str) -> list[re.Match[str]]:

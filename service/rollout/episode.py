@@ -69,7 +69,7 @@ class Episode:
             reward=reward,
             stop_reason=generation.stop_reason,
             extends=self._extends,
-            routed_experts=_experts_of(generation.routed_experts, self._length, n_carried),
+            routed_experts=experts_of(generation.routed_experts, self._length, n_carried),
         )
         self._extends = Extension(self.n_steps, self._length, digest(self._history[: self._length]))
         self._reward = reward
@@ -103,7 +103,7 @@ class Episode:
         self._length = stop
 
 
-def _experts_of(experts: Int16s | None, total: int, carried: int) -> Int16s | None:
+def experts_of(experts: Int16s | None, total: int, carried: int) -> Int16s | None:
     """Experts of the last `carried` of `total` tokens; the engine records none for the last token that it sampled."""
     if experts is None:
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import xxhash
 
+from service.agents.agents import Agents
 from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import StepColumns, StepSink
@@ -35,6 +36,7 @@ class Player:
         self._chat = load_chat(model_folder, config.generator)
         self._limits = AgentLimits.of(config, self._chat)
         self._environments = Environments(config.env)
+        self.agents = Agents(config.endpoint, self._chat, engine, self._limits) if config.endpoint is not None else None
         self.last_failure = ""
         """Why the most recent lost trajectory was lost."""
         self.leaked = LeakedTasks()
@@ -80,21 +82,20 @@ class Player:
     async def close(self) -> None:
         """End the processes of the environments."""
         await self._environments.close()
+        if self.agents is not None:
+            await self.agents.close()
 
     async def _play(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> Played:
         self.leaked.check()
+        own, number = deepcopy(task), xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF  # a row is shared
         async with self._environments.room:
-            name = task.env_class or self._config.env.name
-            guard = EnvGuard(name, partial(self._environments.make, task), self._limits, self.leaked)
-            played = await run_trajectory(
-                trajectory,
-                deepcopy(task),  # an environment may change its row, which other trajectories share
-                guard,
-                self._engine,
-                self._chat,
-                self._limits,
-                xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF,
-                sink,
-            )
+            agents = self.agents if self.agents is not None and self._environments.is_agent(task) else None
+            limits = self._limits if agents is None else agents.limits
+            name, make = task.env_class or self._config.env.name, partial(self._environments.make, task)
+            guard = EnvGuard(name, make, limits, self.leaked)
+            if agents is not None:
+                played = await agents.play(trajectory, own, guard, number, sink)
+            else:
+                played = await run_trajectory(trajectory, own, guard, self._engine, self._chat, limits, number, sink)
         self.last_failure = played.failure or self.last_failure
         return played

@@ -55,6 +55,9 @@ class StepSink(Protocol):
     def end(self, end: TrajectoryEnd) -> None:
         """Take a trajectory's end."""
 
+    async def accepted(self, trajectory: TrajectoryId) -> bool:
+        """Whether what was taken last, a step of this trajectory, counts; returns when that is certain."""
+
 
 class StepColumns:
     """The steps and trajectory ends of one message, appended as they happen.
@@ -133,6 +136,10 @@ class StepColumns:
         """Append a trajectory's end."""
         self.ends.append(end)
         self._count_names(end.prompt_uid, end.stop_reason)
+
+    async def accepted(self, trajectory: TrajectoryId) -> bool:
+        """True: columns take everything."""
+        return True
 
     def by_trajectory(self) -> dict[TrajectoryId, StepColumns]:
         """The steps and the end of each trajectory by themselves, in order of first appearance."""

@@ -98,7 +98,7 @@ class Limits:
             vocab_size=vocab_size,
             max_input_length=config.generator.max_input_length,
             max_generate_length=config.generator.max_generate_length,
-            max_turns=config.env.max_turns,
+            max_turns=config.most_steps,
             n_samples_per_prompt=config.algorithm.n_samples_per_prompt,
             max_attempts=config.buffer.max_attempts,
             max_group_bytes=config.buffer.max_group_bytes,

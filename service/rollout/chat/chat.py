@@ -69,9 +69,9 @@ class Chat:
         delta = self._deltas(messages)
         return delta[1:] if len(delta) and delta[0] == last_id else delta
 
-    def text(self, response_ids: Int32s) -> str:
-        """The text of a response, without special tokens."""
-        return self._special_tokens.decode(response_ids)
+    def text(self, response_ids: Int32s, with_special: bool = False) -> str:
+        """The text of a response, with or without special tokens."""
+        return self._special_tokens.decode(response_ids, with_special)
 
     def encode(self, text: str) -> Int32s:
         """The ids of a text that the template rendered; special tokens in it are special.

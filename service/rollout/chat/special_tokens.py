@@ -92,9 +92,9 @@ class SpecialTokens:
                 raise MessagesRefused("the tokenizer makes a special token of ordinary text in a message")
         return self._id_of.take(np.asarray(ids, dtype=np.int64))
 
-    def decode(self, token_ids: Int32s) -> str:
-        """The text of the ids, without special tokens."""
-        return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=True))
+    def decode(self, token_ids: Int32s, with_special: bool = False) -> str:
+        """The text of the ids, with or without special tokens."""
+        return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=not with_special))
 
     def hide(self, values: Any, names: Collection[str] = ()) -> Hidden:
         """Copies of `values` in which no text, nor several texts side by side, can make a special token.

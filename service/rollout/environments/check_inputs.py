@@ -14,7 +14,7 @@ from service.config.rollout import EnvConfig
 from service.config.tree import Config
 from service.errors import UserError
 from service.interop.user_functions import import_user_module
-from service.rollout.environment import Environment, Task
+from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
 from service.rollout.prompts.dataset import load_tasks, tasks_of
@@ -36,8 +36,8 @@ def check_inputs(config: Config) -> None:
         check_retriever(env.retrieval)
     if env.name == AGENT:
         check_score(env)
-    else:
-        make_environment(env.name, env.options, env.trusted_modules)
+    elif hasattr(make_environment(env.name, env.options, env.trusted_modules), "play") and config.agents is None:
+        raise UserError(f"agents: the environment {env.name!r} calls the policy over HTTP; add agents={{}}")
     needed: dict[SyntheticFunction, bool] = {
         "rows": data.make_rows is not None or data.eval_make_rows is not None,
         "vocabulary": config.model.make is not None,
@@ -78,11 +78,14 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
     """
     first_rows = {task.env_class or config.name: row for row, task in reversed(list(enumerate(tasks)))}
     factory = Environments(config.model_copy(update={"isolation": "none"}))
-    environments = {}
+    environments: dict[str, Environment | Agent | None] = {}
     for name, row in first_rows.items():
         try:
-            environments[name] = factory.make(tasks[row])
-            _refuse_missing_methods(environments[name], name)
+            if name == AGENT:
+                environments[name] = None  # the command's settings were checked before
+                continue
+            made = environments[name] = factory.make(tasks[row])
+            _refuse_missing_methods(made, name, config)
         except UserError as error:
             if name == config.name:
                 raise
@@ -102,7 +105,11 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
             raise UserError(f"{place}: the environment {name!r} cannot play it: {reason}") from error
 
 
-def _refuse_missing_methods(environment: Environment, name: str) -> None:
-    for method in ("reset", "step", "close"):
+def _refuse_missing_methods(environment: Environment | Agent, name: str, config: EnvConfig) -> None:
+    """Refuse what is neither an environment nor an agent, which calls the policy itself."""
+    is_agent = hasattr(environment, "play")
+    if is_agent and config.isolation == "process":
+        raise UserError(f"env.isolation: {name!r} is an agent, which no process of its own plays; use none")
+    for method in ("play",) if is_agent else ("reset", "step", "close"):
         if not inspect.iscoroutinefunction(getattr(environment, method, None)):
             raise UserError(f"env.name: the environment {name!r} needs a method `async def {method}`; see docs/own.md")

@@ -5,9 +5,12 @@ from __future__ import annotations
 from asyncio import Semaphore
 from contextlib import nullcontext
 
+from service.agents.runner.agent import CommandAgent
+from service.agents.runner.runner import AgentRunner
+from service.config.command import AGENT
 from service.config.rollout import EnvConfig
-from service.rollout.environment import Environment, Task
-from service.rollout.environments.registry import make_environment
+from service.rollout.environment import Agent, Environment, Task
+from service.rollout.environments.registry import environment_class, make_environment
 from service.rollout.isolation import IsolatedEnvironments
 
 
@@ -21,17 +24,30 @@ class Environments:
         """Held during an episode: isolated episodes wait here for a process, before any deadline starts."""
         limit, trusted = config.max_observation_characters, config.trusted_modules
         self._isolated = IsolatedEnvironments(limit, trusted) if isolated else None
+        self._runner: AgentRunner | None = None
 
-    def make(self, task: Task) -> Environment:
+    def make(self, task: Task) -> Environment | Agent:
         """A new environment for one trajectory of the task; an empty `env_class` means the configured one."""
         config = self._config
         name = task.env_class or config.name
+        if name == AGENT:
+            self._runner = self._runner or AgentRunner(config)
+            return CommandAgent(self._runner)
         options = config.options if name == config.name else config.class_options.get(name, {})
         if self._isolated is not None:
             return self._isolated.make(name, options)
         return make_environment(name, options, config.trusted_modules)
 
+    def is_agent(self, task: Task) -> bool:
+        """Whether the task is played by an agent that calls the policy itself."""
+        name = task.env_class or self._config.name
+        if name == AGENT or self._isolated is not None:
+            return name == AGENT
+        return hasattr(environment_class(name, self._config.trusted_modules), "play")
+
     async def close(self) -> None:
-        """End the processes of isolated environments."""
+        """End the processes of isolated environments and of commands."""
+        if self._runner is not None:
+            await self._runner.close()
         if self._isolated is not None:
             await self._isolated.close()

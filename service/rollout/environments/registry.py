@@ -29,6 +29,7 @@ GROUP = "baton.environments"
 ENVIRONMENTS = {
     "gsm8k": "examples.gsm8k:Gsm8k",
     "lookup": "examples.lookup:Lookup",
+    "lookup_agent": "examples.lookup_agent:LookupAgent",
     "search_r1": "examples.search_r1:SearchR1",
     "text_to_sql": "examples.text_to_sql:TextToSql",
 }
@@ -46,13 +47,7 @@ def make_environment(name: str, options: Options, trusted_modules: Sequence[str]
         UserError: there is no such environment, or its constructor fails with these options.
     """
     enter_user_folder()  # an earlier environment may have changed the folder
-    module_name, _, attribute = _path(name, trusted_modules).partition(":")
-    module = _module(module_name, name)
-    make: Callable[..., Environment] | None = getattr(module, attribute, None)
-    if make is None:
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        raise UserError(f"env.name: the environment {name!r} cannot be loaded, {module_name} has no {attribute}{hint}")
+    make = environment_class(name, trusted_modules)
     family, slash, member = name.partition("/")
     try:
         return make(member, **options) if slash and family in ADAPTERS else make(**options)
@@ -62,6 +57,22 @@ def make_environment(name: str, options: Options, trusted_modules: Sequence[str]
         raise UserError(f"env.options: the environment {name!r} refuses them: {error}") from error
     except (Exception, SystemExit) as error:  # a user's constructor may raise anything
         raise UserError(f"env.name: {name!r} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def environment_class(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Environment]:
+    """The class of the environment `name`, or a function that makes one.
+
+    Raises:
+        UserError: there is no such environment.
+    """
+    module_name, _, attribute = _path(name, trusted_modules).partition(":")
+    module = _module(module_name, name)
+    make: Callable[..., Environment] | None = getattr(module, attribute, None)
+    if make is None:
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise UserError(f"env.name: the environment {name!r} cannot be loaded, {module_name} has no {attribute}{hint}")
+    return make
 
 
 @cache

@@ -66,6 +66,9 @@ class AnsweringEngine(FakeEngine):
         self.serving, self.running, self.load = PolicyVersion(1, 2), 0, None
         self.counts = {"cached_tokens": 0, "generated_tokens": 0}
 
+    async def check(self, deadline: float) -> None:
+        pass
+
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
         ids, logprobs = np.array([self.end_id], np.int32), np.array([-0.5], np.float32)
         return Generation(ids, logprobs, np.array([self.serving.pack()]), "stop", sampled_end=True)
@@ -142,6 +145,25 @@ async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted
     generator._measure_now(generator._metrics)
     counted = f'baton_generated_tokens_total{{ident="g",role="generator"}} {6 * max_turns}.0'
     assert counted.encode() in generator._metrics.snapshot()
+
+
+async def test_each_call_of_an_agent_is_in_the_buffer_before_its_answer_and_a_step_of_its_trajectory(
+    generator: Generator, tmp_path: Path
+) -> None:
+    config = Config.model_validate({"env": {"name": "lookup_agent"}, "agents": {}})
+    buffer = FakeBuffer(*(Assignment(g, f"lookup-0-{g}", g, (0, 1, 2), (0, 0, 4)) for g in range(2)))
+    join(generator, config, tmp_path, buffer)
+    async with asyncio.timeout(120):
+        await generator.run()
+    await generator._player.close()
+    steps = [identity for group in buffer.groups for identity in trajectory_ids(group.steps)]
+    expected = [TrajectoryId(g, sample, attempt) for g in range(2) for sample, attempt in ((0, 0), (1, 0), (2, 4))]
+    assert sorted(steps) == sorted(expected * 4)
+    # The next call comes after the answer, so no message can hold two steps of a trajectory.
+    for group in buffer.groups:
+        assert len(set(trajectory_ids(group.steps))) == len(group.steps)
+    ends = [end for group in buffer.groups for end in end_objects(group.ends)]
+    assert sorted((end.trajectory, end.n_steps, end.reward) for end in ends) == [(of, 4, 0.0) for of in expected]
 
 
 class Swallows:

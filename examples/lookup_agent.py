@@ -1,0 +1,46 @@
+"""The quick start's task as a program would solve it that knows nothing of Baton but an address and a key.
+
+It asks a chat model with the openai SDK, looks up what the model wants, and answers: `env.name: lookup_agent`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from examples import lookup
+from examples.lookup import demonstrations as demonstrations
+from examples.lookup import vocabulary as vocabulary
+from service.rollout.environment import AgentSession, Task
+
+
+class LookupAgent:
+    """One episode of the task."""
+
+    def check_task(self, task: Task) -> None:
+        """Raises where the row has no seed."""
+        int(task.extra_info["seed"])
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        """Ask and look up until there is an answer, or no further word from the policy."""
+        puzzle = lookup.puzzle(int(task.extra_info["seed"]))
+        messages: list[Any] = [dict(message) for message in task.prompt]
+        async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
+            for _ in range(4):
+                reply = await client.chat.completions.create(model="policy", messages=messages)
+                said = reply.choices[0].message.content or ""
+                match said.split():
+                    case ["answer", value]:
+                        return session.finish(float(value == puzzle.answer))
+                    case ["look", entity, attribute]:
+                        found = puzzle.facts.get((entity, attribute), "none")
+                    case _:
+                        found = "none"
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": found}]
+        session.finish(0.0)
+
+
+def rows(n: int, seed: int) -> list[dict[str, Any]]:
+    """`n` dataset rows, each with its own facts."""
+    return [row | {"env_class": "lookup_agent"} for row in lookup.rows(n, seed)]

@@ -1,0 +1,140 @@
+"""Plays trajectories of agents: a session for each, at the endpoint of this process.
+
+agent.play(session, task, seed) --HTTP--> endpoint --> engine, steps --> session.finish(reward) --> the trajectory's end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import replace
+from ipaddress import ip_address
+from typing import Any
+
+from service.agents.conversation_tree import ConversationTree
+from service.agents.parser import JsonCalls, ReplyParser
+from service.agents.server import Endpoint
+from service.agents.session import Outcome, Session
+from service.agents.sessions import Sessions
+from service.config.rollout import AgentsConfig
+from service.errors import UserError, in_one_line
+from service.handoff.steps.builder import StepSink, append_step
+from service.handoff.steps.stop_reason import StopReason
+from service.rollout.agent import Played, generate_turn
+from service.rollout.chat.chat import Chat
+from service.rollout.engine import Engine, Generation
+from service.rollout.env_guard import EnvGuard, TrajectoryFailed
+from service.rollout.environment import Task
+from service.rollout.limits import AgentLimits
+from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
+
+log = logging.getLogger(__name__)
+
+
+class Agents:
+    """The sessions of one engine, and their endpoint, which listens from the first trajectory on."""
+
+    def __init__(
+        self,
+        config: AgentsConfig,
+        chat: Chat,
+        engine: Engine,
+        limits: AgentLimits,
+        parser: ReplyParser | None = None,
+    ) -> None:
+        self._config = config
+        self._chat = chat
+        self._engine = engine
+        self.limits = replace(limits, max_turns=config.max_calls, step_deadline=config.deadline)
+        """Those of an agent: `step_deadline` is that of its whole run."""
+        self._parser = parser or JsonCalls()
+        self.sessions = Sessions()
+        self.endpoint = Endpoint(self.sessions, chat, limits.max_length)
+        self._starting = asyncio.Lock()
+        self._address = ""
+
+    async def play(self, trajectory: TrajectoryId, task: Task, guard: EnvGuard, seed: int, sink: StepSink) -> Played:
+        """One trajectory; `sink` gets a step for each call, then the trajectory's end."""
+        await self._listen()
+        session = self._session(trajectory, task, sink)
+        failure, outcome, stop_reason = "", Outcome(0.0), session.stop_reason
+        playing = asyncio.create_task(guard.play(session, task, seed))
+        try:
+            outcome = await _outcome(session, playing)
+            stop_reason = session.stop_reason
+        except TrajectoryFailed as failed:
+            log.warning("%s of prompt %s is lost: %s", trajectory, in_one_line(task.uid), failed)
+            stop_reason, failure = failed.reason, str(failed)
+        finally:
+            self.sessions.remove(session)
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+            await guard.close(trajectory)
+        end = TrajectoryEnd(trajectory, task.uid, session.n_steps, str(stop_reason), outcome.reward or 0.0)
+        sink.end(end)
+        return Played(end, outcome.info, failure)
+
+    async def close(self) -> None:
+        """Close the endpoint."""
+        await self.endpoint.stop()
+
+    async def _listen(self) -> None:
+        async with self._starting:
+            if self._address:
+                return
+            host, port = self._config.host, self._config.port
+            try:
+                self._address = await self.endpoint.start(host, port)
+            except OSError as error:
+                raise UserError(f"agents.port: the endpoint cannot listen on {host}, port {port}: {error}") from error
+            log.info("agents call the policy at %s", self._address)
+            if not _is_loopback(host):
+                log.warning("agents.host: %s is no loopback: keys and texts cross the network unencrypted", host)
+
+    def _session(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> Session:
+        limits = self.limits
+        if task.temperature is not None:
+            limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
+
+        async def sample(prompt_ids: Int32s, most: int, request_id: str) -> Generation:
+            of_call = replace(limits, sampling=replace(limits.sampling, max_tokens=most))
+            return await generate_turn(self._engine, prompt_ids, of_call, self._chat.vocab_size, request_id)
+
+        async def accept(step: Step) -> bool:
+            append_step(sink, step)
+            return await sink.accepted(trajectory)
+
+        tree = ConversationTree(self._chat, self._parser)
+        session = Session(trajectory, task.uid, tree, limits, self._config.max_tokens, sample, accept)
+        group_id, sample_number, attempt = trajectory
+        session.base_url = f"{self._address}/s/{group_id}-{sample_number}-{attempt}/v1"
+        self.sessions.add(session)
+        return session
+
+
+async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
+    """What the agent said at its end.
+
+    Raises:
+        TrajectoryFailed: the agent, the engine or the buffer ended the trajectory otherwise.
+    """
+    both: set[asyncio.Future[Any]] = {playing, session.ended}
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if not session.ended.done():
+        playing.result()
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, "the agent returned and finished no session")
+    outcome = session.ended.result()
+    await asyncio.wait({playing})  # it may have something to clean up; its deadline goes on
+    if outcome.reward is None:
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"the agent ended without a reward, as {outcome.status!r}")
+    if not math.isfinite(outcome.reward):
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, f"the reward is {outcome.reward!r}; give a finite number")
+    return outcome
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

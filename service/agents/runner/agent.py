@@ -1,0 +1,26 @@
+"""The configured command as the agent of one trajectory: run, scored, and its session finished."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+from service.agents.runner.runner import AgentRunner
+from service.errors import in_one_line
+from service.rollout.environment import AgentSession, Status, Task
+
+log = logging.getLogger(__name__)
+
+
+class CommandAgent:
+    """One run of the command."""
+
+    def __init__(self, runner: AgentRunner) -> None:
+        self._runner = runner
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        """Run the command, and finish the session with its score; without one, with what the agent posted."""
+        finished = await self._runner.run(task, session.base_url, session.key, seed)
+        if finished.reason:
+            log.warning("the command for prompt %s: %s", in_one_line(task.uid), finished.reason)
+        session.finish(finished.reward, cast(Status, finished.status), finished.info)

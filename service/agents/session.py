@@ -1,0 +1,229 @@
+"""A session: one trajectory of an agent that nobody here wrote. A call becomes a step before it is answered.
+
+request -> asked before? -> parent and prompt -> room? -> sample -> the buffer accepts the step -> answer
+
+the body of a call whose reply was lost      that call again
+the body of a call that is being sampled     that call, once it is there
+a prompt beyond `max_input_length`           400 context_length_exceeded
+no room for tokens or calls                  `Step budget exhausted.`, which is no step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Literal, NamedTuple
+
+from service.agents.conversation_tree import Call, ConversationTree, Opened
+from service.agents.dialects.types import Asked, Refused
+from service.columns import digest
+from service.handoff.steps.stop_reason import StopReason
+from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.engine import Generation
+from service.rollout.env_guard import TrajectoryFailed
+from service.rollout.environment import Status
+from service.rollout.episode import experts_of
+from service.rollout.limits import AgentLimits
+from service.types import Extension, Int32s, Step, TrajectoryId
+
+SPENT = "Step budget exhausted."
+"""The answer where a session has no room left; clients repeat a request that gets status 429 instead."""
+
+State = Literal["open", "finished", "closed"]
+Sample = Callable[[Int32s, int, str], Awaitable[Generation]]
+"""(ids of the prompt, most tokens of the response, id of the request) -> what the policy sampled."""
+Accept = Callable[[Step], Awaitable[bool]]
+"""Takes a step at once, and returns whether the buffer accepted it."""
+
+
+class Outcome(NamedTuple):
+    """How an agent's run ended."""
+
+    reward: float | None
+    """None: nobody gave one."""
+    status: Status = "ok"
+    info: Mapping[str, float] = {}
+
+
+class Session:
+    """One trajectory of an agent: its key, its calls, and how it ended."""
+
+    def __init__(
+        self,
+        trajectory: TrajectoryId,
+        prompt_uid: str,
+        tree: ConversationTree,
+        limits: AgentLimits,
+        max_tokens: int,
+        sample: Sample,
+        accept: Accept,
+    ) -> None:
+        """`limits`: those of the calls, of which there are at most `limits.max_turns`.
+
+        `max_tokens`: most tokens in all steps together; a step has those that its parent does not have.
+        """
+        self.key = secrets.token_urlsafe(16)
+        """What a client has to send; whoever has it may call."""
+        self.trajectory = trajectory
+        self.tree = tree
+        self.base_url = ""
+        """Where clients call."""
+        self.state: State = "open"
+        self.stop_reason = StopReason.STOP
+        """Why the trajectory ends, as far as its newest call shows."""
+        self.posted: float | None = None
+        """The reward that the agent itself posted, for an end without one."""
+        self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        """How the agent's run ended; the error that ended the session before it."""
+        self._prompt_uid = prompt_uid
+        self._limits = limits
+        self._max_tokens = max_tokens
+        self._sample = sample
+        self._accept = accept
+        self._tokens = 0
+        """Tokens of all steps, and at most those of the calls that are being sampled."""
+        self._flying: dict[str, asyncio.Task[Call]] = {}
+        """Calls that are being sampled, by the request's body."""
+
+    @property
+    def n_steps(self) -> int:
+        """Steps that were made."""
+        return len(self.tree.calls)
+
+    def begin(self, asked: Asked, body: str, is_retry: bool = False) -> asyncio.Future[Call]:
+        """The call that answers a request; it goes on where the client leaves.
+
+        `body` identifies the request; `is_retry`: the client says that it asks again.
+
+        Raises:
+            Refused: the session has ended, the messages cannot be rendered, or the prompt is too long.
+        """
+        self.check_open()
+        if (flying := self._flying.get(body)) is not None:
+            return flying
+        if (known := self.tree.replayed(body, is_retry)) is not None:
+            return _done(known)
+        opened = self.opened(asked)
+        if len(opened.prompt_ids) > self._limits.max_input_length:
+            self.stop_reason = StopReason.LENGTH
+            length, most = len(opened.prompt_ids), self._limits.max_input_length
+            reason = f"the prompt has {length} tokens; the context of the policy takes {most}"
+            raise Refused(400, "messages", reason, "context_length_exceeded")
+        if opened.parent is not None:
+            for call in opened.parent.path():
+                call.delivered = True  # the client has what it continues
+        left = self._max_tokens - self._tokens - len(opened.carried_ids) - 1  # room for an appended end
+        if left < 1 or self.n_steps + len(self._flying) >= self._limits.max_turns:
+            self.stop_reason = StopReason.LENGTH if left < 1 else StopReason.MAX_TURNS
+            return _done(self.tree.unsampled(opened, SPENT))
+        most = min(left, self._limits.sampling.max_tokens, asked.max_tokens or left)
+        task = asyncio.create_task(self._call(opened, body, most))
+        self._flying[body] = task
+        task.add_done_callback(partial(self._landed, body))
+        return task
+
+    def opened(self, asked: Asked) -> Opened:
+        """The prompt of a request.
+
+        Raises:
+            Refused: the messages cannot be rendered.
+        """
+        try:
+            if asked.prompt is not None:
+                return self.tree.open_ids(self.tree.prompt_ids(asked.prompt))
+            return self.tree.open(asked.messages, asked.tools, asked.echoed)
+        except MessagesRefused as refused:
+            raise Refused(400, "messages", str(refused)) from refused
+        except RecursionError as error:
+            raise Refused(400, "messages", "nested too deep") from error
+
+    def check_open(self) -> None:
+        """Raises `Refused` where the session has ended."""
+        if self.state != "open":
+            raise Refused(409, None, f"the session is {self.state}")
+
+    def finish(self, reward: float | None, status: Status = "ok", info: Mapping[str, float] = {}) -> None:
+        """End the session with the reward of its trajectory; a repetition changes nothing.
+
+        Raises:
+            Refused: the session was finished otherwise, or is closed.
+        """
+        outcome = Outcome(self.posted if reward is None else reward, status, dict(info))
+        if self.state == "finished" and self.ended.result() == outcome:
+            return
+        self.check_open()
+        self.ended.set_result(outcome)
+        self._end("finished")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the session without a reward; calls that are being sampled are given up."""
+        if self.state != "open":
+            return
+        if error is None:
+            self.ended.cancel()
+        else:
+            self.ended.set_exception(error)
+        self._end("closed")
+
+    def _end(self, state: State) -> None:
+        self.state = state
+        for task in self._flying.values():
+            task.cancel()
+
+    async def _call(self, opened: Opened, body: str, most: int) -> Call:
+        reserved = len(opened.carried_ids) + most + 1
+        self._tokens += reserved
+        try:
+            request_id = f"{self.trajectory}/{body}"
+            generation = await self._sample(opened.prompt_ids, most, request_id)
+            call = self.tree.add(opened, generation, body)
+            self._tokens += len(call.carried_ids) + len(call.response.token_ids) - reserved
+            reserved = 0
+            self.stop_reason = StopReason.TRUNCATED if generation.stop_reason == StopReason.LENGTH else StopReason.STOP
+            if not await self._accept(self._step(call, generation)):
+                raise TrajectoryFailed(StopReason.ABORT, "the buffer wants no more of it")
+        except TrajectoryFailed as failed:
+            self.close(failed)
+            raise Refused(502, None, f"the session is closed: {failed.reason}") from failed
+        except Exception as error:  # the engine died, or this is a bug: whoever plays the trajectory raises it
+            self.close(error)
+            raise
+        finally:
+            self._tokens -= reserved
+        return call
+
+    def _step(self, call: Call, generation: Generation) -> Step:
+        """The call as a step that extends its parent's."""
+        parent, extends = call.parent, None
+        if parent is not None:
+            before = parent.token_ids()
+            extends = Extension(parent.index, len(before), digest(before))
+        response, n_carried = call.response, len(call.carried_ids) + len(call.response.token_ids)
+        n_total = n_carried + (extends.length if extends else 0)
+        return Step(
+            self.trajectory,
+            self._prompt_uid,
+            call.index,
+            call.carried_ids,
+            response.token_ids,
+            logprobs=response.logprobs,
+            loss_mask=response.loss_mask,
+            versions=response.versions,
+            temperature=self._limits.sampling.temperature,
+            stop_reason=generation.stop_reason,
+            extends=extends,
+            routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
+        )
+
+    def _landed(self, body: str, task: asyncio.Task[Call]) -> None:
+        del self._flying[body]
+        if not task.cancelled():
+            task.exception()  # read here too: the client may have left
+
+
+def _done(call: Call) -> asyncio.Future[Call]:
+    done: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+    done.set_result(call)
+    return done

@@ -1,0 +1,59 @@
+"""The sessions of a generator, by their keys. Nothing is filed under a key that nobody was given."""
+
+from __future__ import annotations
+
+import hmac
+from collections import Counter, OrderedDict
+from hashlib import sha256
+
+from service.agents.dialects.types import Refused
+from service.agents.session import Session
+
+MOST_ENDED = 4096
+"""Sessions that ended and whose keys are still told from unknown ones."""
+
+
+class Sessions:
+    """Open sessions, and the newest ones that ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, Session] = {}
+        """By the digest of the key: how long a look-up takes then says nothing about the keys."""
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self.counts: Counter[str] = Counter()
+        """Sessions that ended, by state."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, session: Session) -> None:
+        """Let clients reach a session."""
+        self._open[_digest(session.key)] = session
+
+    def remove(self, session: Session) -> None:
+        """Close a session, if it is open, and forget its tokens."""
+        session.close()
+        self.counts[session.state] += 1
+        found = _digest(session.key)
+        del self._open[found]
+        self._ended[found] = None
+        if len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+
+    def by_key(self, key: str) -> Session:
+        """The open session of this key.
+
+        Raises:
+            Refused: 401 for an unknown key, 409 for one of a session that ended.
+        """
+        found = _digest(key)
+        if (session := self._open.get(found)) is not None and hmac.compare_digest(session.key, key):
+            session.check_open()
+            return session
+        if found in self._ended:
+            raise Refused(409, None, "the session has ended")
+        raise Refused(401, None, "the key is that of no session", "invalid_api_key")
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode(errors="surrogatepass")).digest()

@@ -1,0 +1,144 @@
+"""An endpoint on a real port whose policy and buffer follow a script, and clients that send it raw requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from service.agents.conversation_tree import ConversationTree
+from service.agents.parser import JsonCalls
+from service.agents.server import Endpoint
+from service.agents.session import Session
+from service.agents.sessions import Sessions
+from service.columns import digest
+from service.rollout.chat.chat import Chat
+from service.rollout.engine import Generation
+from service.rollout.limits import AgentLimits
+from service.types import Int32s, Step, TrajectoryId
+from tests.pure.rollout.conftest import generated, limits
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+
+
+class House:
+    """The server's side: what the policy says, what the buffer accepts."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self.allowed: AgentLimits = limits(chat, max_turns=64, max_input_length=4000)
+        self.allowed = replace(self.allowed, sampling=replace(self.allowed.sampling, max_tokens=200))
+        self.max_tokens = 100_000
+        self.say: Callable[[str], str | Generation | BaseException] = lambda prompt: "17"
+        self.prompts: list[list[int]] = []
+        self.most: list[int] = []
+        self.steps: list[Step] = []
+        self.sampling, self.accepting = asyncio.Event(), asyncio.Event()
+        """Closed, a call waits there."""
+        self.sampling.set()
+        self.accepting.set()
+        self.accepts = True
+        self.sessions = Sessions()
+        self.endpoint = Endpoint(self.sessions, chat, 4200)
+        self.address = ""
+
+    def session(self, number: int = 0) -> Session:
+        """A new open session."""
+
+        async def sample(prompt_ids: Int32s, most: int, request_id: str) -> Generation:
+            self.prompts.append(prompt_ids.tolist())
+            self.most.append(most)
+            await self.sampling.wait()
+            said = self.say(self.chat.text(prompt_ids))
+            if isinstance(said, BaseException):
+                raise said
+            return said if isinstance(said, Generation) else self.sampled(said)[0]
+
+        async def accept(step: Step) -> bool:
+            self.steps.append(step)
+            await self.accepting.wait()
+            return self.accepts
+
+        tree = ConversationTree(self.chat, JsonCalls())
+        made = Session(TrajectoryId(3, number), "p-0", tree, self.allowed, self.max_tokens, sample, accept)
+        made.base_url = f"{self.address}/s/{number}/v1"
+        self.sessions.add(made)
+        return made
+
+    def sampled(self, text: str) -> tuple[Generation]:
+        """Tokens of a response that no tokenizer would choose: one for each character."""
+        ids = [token for letter in text for token in self.chat.plain(letter).tolist()]
+        return (generated([*ids, self.chat.end_id]),)
+
+
+@asynccontextmanager
+async def opened(chat: Chat) -> AsyncIterator[House]:
+    """A house whose endpoint listens."""
+    house = House(chat)
+    house.address = await house.endpoint.start("127.0.0.1", 0)
+    try:
+        yield house
+    finally:
+        await house.endpoint.stop()
+
+
+class Client:
+    """Sends requests with one key; keeps nothing."""
+
+    def __init__(self, http: aiohttp.ClientSession, house: House, key: str) -> None:
+        self._http, self._house = http, house
+        self.headers = {"Authorization": f"Bearer {key}"}
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of the answer; `body` may be bytes."""
+        data = BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
+        sent = self.headers | {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self._http.post(self._house.address + path, data=data, headers=sent) as answer:
+            return answer.status, await answer.json()
+
+    async def stream(self, path: str, body: Any) -> bytes:
+        """The bytes of a streamed answer."""
+        url = self._house.address + path
+        async with self._http.post(url, json={**body, "stream": True}, headers=self.headers) as answer:
+            return await answer.read()
+
+    async def leave(self, path: str, body: Any, when: asyncio.Event) -> None:
+        """Send a request, and close the connection at `when` without reading an answer."""
+        raw = json.dumps(body).encode()
+        host, port = self._house.address.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: {self.headers['Authorization']}\r\n"
+        writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        await writer.drain()
+        await when.wait()
+        writer.transport.abort()
+
+
+@asynccontextmanager
+async def client_of(house: House, session: Session) -> AsyncIterator[Client]:
+    """A client with the key of a session."""
+    async with aiohttp.ClientSession() as http:
+        yield Client(http, house, session.key)
+
+
+def whole(steps: list[Step]) -> list[list[int]]:
+    """The whole prompt of every step; fails where a reference does not hold."""
+    known: list[list[int]] = []
+    prompts = []
+    for step in sorted(steps, key=lambda step: step.index):
+        before: list[int] = []
+        if step.extends is not None:
+            before = known[step.extends.step]
+            if (len(before), digest(np.array(before, np.int32))) != step.extends[1:]:
+                raise AssertionError(f"step {step.index} extends other tokens than {step.extends}")
+        prompts.append([*before, *step.prompt_ids.tolist()])
+        known.append([*prompts[-1], *step.response_ids.tolist()])
+    return prompts

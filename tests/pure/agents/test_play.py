@@ -1,0 +1,277 @@
+"""Trajectories of agents as the generator plays them: the quick start's task by programs with clients of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from examples import lookup
+from service.config import AgentsConfig, Config
+from service.config.checks import problems
+from service.config.command import AGENT
+from service.config.rollout import EnvConfig, GeneratorConfig
+from service.errors import UserError
+from service.evaluation.scores import EvalShard
+from service.handoff.group_bytes import ITEM_BYTES, TOKEN_BYTES, worst_trajectory_bytes
+from service.handoff.steps.builder import StepColumns
+from service.handoff.steps.tables import step_objects
+from service.handoff.steps.validate import Limits, refusal
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
+from service.rollout.environment import AgentSession, Task
+from service.rollout.environments.check_inputs import check_inputs
+from service.rollout.player import Player
+from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.types import Sender, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.agents.endpoint import whole
+from tests.pure.agents.talks import TALKS, ChatTalk
+from tests.pure.rollout.conftest import ScriptedEngine
+from tests.pure.rollout.test_agent import optimal
+
+pytestmark = pytest.mark.asyncio
+
+HERE = __name__
+
+
+def facts_told(task: Task, said: str) -> str | None:
+    """What the store says to a lookup; None after an answer."""
+    match said.split():
+        case ["look", entity, attribute]:
+            return lookup.puzzle(int(task.extra_info["seed"])).facts.get((entity, attribute), "none")
+        case _:
+            return None
+
+
+def reward_of(task: Task, said: str) -> float:
+    return float(said.split()[1:] == [task.reward_spec["ground_truth"]])
+
+
+class OverHttp:
+    """Solves the task in a dialect, by name, without an SDK."""
+
+    def __init__(self, dialect: str) -> None:
+        self.talk = next(make for make in TALKS if make.path == dialect)
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        talk = Plain(self.talk())
+        talk.talk.say(task.prompt[0]["content"])
+        url = session.base_url.removesuffix("/v1") + talk.talk.path
+        async with aiohttp.ClientSession(headers={"x-api-key": session.key}) as http:
+            while True:
+                async with http.post(url, json=talk.body()) as answer:
+                    reply = await answer.json()
+                said = talk.talk.text(reply)
+                if (told := facts_told(task, said)) is None:
+                    break
+                talk.talk.answered(reply, told)
+        session.finish(reward_of(task, said))
+
+
+class Plain:
+    """A conversation without a system message and tools, as the environment has it."""
+
+    def __init__(self, talk: ChatTalk) -> None:
+        self.talk = talk
+
+    def body(self) -> Mapping[str, Any]:
+        body = self.talk.body()
+        for field in ("tools", "system", "instructions"):
+            body.pop(field, None)
+        if "messages" in body:
+            body["messages"] = [message for message in body["messages"] if message["role"] != "system"]
+        return body
+
+
+class Raises:
+    """Makes a call, and raises."""
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
+            await client.chat.completions.create(model="policy", messages=[dict(task.prompt[0])])  # type: ignore[typeddict-item]
+        raise RuntimeError("broken agent")
+
+
+class Forgets:
+    """Returns without a reward."""
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        pass
+
+
+class Hangs:
+    """Waits for ever."""
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        await asyncio.Event().wait()
+
+
+class Ends:
+    """Finishes as its option says."""
+
+    def __init__(self, reward: str = "", status: str = "ok") -> None:
+        self.reward, self.status = float(reward) if reward else None, status
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        session.finish(self.reward, self.status)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    make_tokenizer(folder, lookup.vocabulary())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(model: Path) -> list[Task]:
+    rows = [row | {"env_class": ""} for row in lookup.rows(6, 0)]
+    write_rows(model / "train.jsonl", rows)
+    return load_tasks(model / "train.jsonl")
+
+
+def settings(name: str, agents: AgentsConfig | None = None, **options: Any) -> Config:
+    return Config(
+        env=EnvConfig(name=name, trusted_modules=(HERE,), options=options),
+        agents=agents or AgentsConfig(),
+        generator=GeneratorConfig(max_input_length=128, max_generate_length=8),
+    )
+
+
+class Playing:
+    """A player whose policy solves the task."""
+
+    def __init__(self, model: Path, config: Config) -> None:
+        self.engine = ScriptedEngine(Chat(load_tokenizer(model)), optimal)
+        self.config, self.player = config, Player(config, model, self.engine)
+
+    async def one(self, task: Task, of: TrajectoryId) -> tuple[list[Step], TrajectoryEnd]:
+        """A trajectory, whose message the buffer's rules accept."""
+        columns = StepColumns()
+        end = await self.player.play(of, task, columns)
+        assert columns.ends == [end]
+        group = columns.step_group(Sender("g", 1, 1))
+        assert refusal(group, Limits.of(self.config, self.engine.chat.vocab_size)) is None
+        return step_objects(columns.steps()), end
+
+    async def aclose(self) -> None:
+        await self.player.close()
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def environment(model: Path) -> AsyncIterator[Playing]:
+    async with aclosing(Playing(model, settings("lookup"))) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("agent", "options"),
+    [("lookup_agent", {}), *((f"{HERE}:OverHttp", {"dialect": make.path}) for make in TALKS)],
+    ids=["openai", *(make.path for make in TALKS)],
+)
+async def test_a_program_with_its_own_client_makes_the_trajectories_of_the_environment_token_for_token(
+    model: Path, tasks: list[Task], environment: Playing, agent: str, options: dict[str, Any]
+) -> None:
+    async with aclosing(Playing(model, settings(agent, **options))) as agents:
+        of = [TrajectoryId(row, 0) for row in range(len(tasks))]
+        made = await asyncio.gather(*(agents.one(task, one) for task, one in zip(tasks, of, strict=True)))
+        for task, one, (steps, end) in zip(tasks, of, made, strict=True):
+            expected, expected_end = await environment.one(task, one)
+            assert end == expected_end and end.reward == 1.0
+            assert whole(steps) == whole(expected)
+            for step, other in zip(steps, expected, strict=True):
+                for column in ("response_ids", "loss_mask", "versions", "logprobs"):
+                    assert getattr(step, column).tolist() == getattr(other, column).tolist()
+                assert (step.index, step.extends, step.temperature) == (other.index, other.extends, other.temperature)
+    assert agents.player.env_metrics.sums[agent]["trajectories"] == len(made)
+
+
+async def test_an_evaluation_plays_agents_too(model: Path, tasks: list[Task]) -> None:
+    async with aclosing(Playing(model, settings("lookup_agent"))) as agents:
+        path, shard = model / "train.jsonl", EvalShard()
+        assert len(tasks) == 6
+        assert {one.reward for one in await agents.player.evaluate("dev", path, 1, shard, concurrency=3)} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("agent", "options", "reason", "n_steps"),
+    [
+        ("Raises", {}, "environment_error", 1),
+        ("Forgets", {}, "environment_reward", 0),
+        ("Hangs", {}, "environment_timeout", 0),
+        ("Ends", {}, "environment_error", 0),
+        ("Ends", {"reward": "inf"}, "environment_reward", 0),
+        ("Ends", {"status": "failed"}, "environment_error", 0),
+        ("Ends", {"status": "failed", "reward": "0.5"}, "stop", 0),
+    ],
+)
+async def test_an_agent_that_fails_loses_its_own_trajectory(
+    model: Path, tasks: list[Task], agent: str, options: dict[str, Any], reason: str, n_steps: int
+) -> None:
+    deadline = 0.3 if agent == "Hangs" else 60.0
+    config = settings(f"{HERE}:{agent}", AgentsConfig(deadline=deadline), **options)
+    async with aclosing(Playing(model, config)) as agents:
+        _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
+        assert (end.stop_reason, end.n_steps) == (reason, n_steps)
+        assert agents.player.agents is not None and len(agents.player.agents.sessions) == 0
+
+
+async def test_a_port_that_is_taken_is_one_clear_line(model: Path, tasks: list[Task]) -> None:
+    taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
+    async with taken, aclosing(Playing(model, settings(f"{HERE}:Forgets", AgentsConfig(port=port)))) as agents:
+        with pytest.raises(UserError, match=f"agents.port: the endpoint cannot listen on 127.0.0.1, port {port}"):
+            await agents.one(tasks[0], TrajectoryId(0, 0))
+
+
+async def test_admission_reserves_what_a_session_may_have() -> None:
+    config = settings("lookup", AgentsConfig(max_calls=1000, max_tokens=100_000))
+    assert worst_trajectory_bytes(config) == 100_000 * TOKEN_BYTES + 1001 * ITEM_BYTES
+    assert Limits.of(config, 100).max_turns == 1000
+    assert not [problem for problem in problems(config) if problem.path.startswith("agents")]
+
+
+COMMAND = """
+import json, os, urllib.request
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+base = os.environ["OPENAI_BASE_URL"]
+asked = {"model": "policy", "messages": [{"role": "user", "content": input()}]}
+said = post(base + "/chat/completions", asked)["choices"][0]["message"]["content"]
+post(base.split("/s/")[0] + "/rl/sessions/mine/reward", {"reward": len(said.split())})
+"""
+
+
+async def test_a_command_is_played_by_the_runner_and_may_post_its_own_reward(model: Path, tasks: list[Task]) -> None:
+    command = ("python3", "-c", COMMAND)
+    config = settings(AGENT).model_copy(update={"env": EnvConfig(name=AGENT, command=command)})
+    async with aclosing(Playing(model, config)) as agents:
+        (step,), end = await agents.one(tasks[0], TrajectoryId(0, 0))
+    assert agents.player.last_failure == ""
+    assert (end.reward, end.stop_reason) == (3.0, "stop") and step.loss_mask.all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "path"),
+    [
+        ({"env": {"name": AGENT, "command": ["x"]}, "algorithm": {"step_wise": False}}, "algorithm.step_wise"),
+        ({"agents": {}, "algorithm": {"step_wise": False}}, "algorithm.step_wise"),
+        ({"agents": {}, "algorithm": {"returns": "sum"}}, "algorithm.returns"),
+    ],
+)
+async def test_settings_with_which_no_agent_could_be_trained_are_refused(changed: dict[str, Any], path: str) -> None:
+    assert path in {problem.path for problem in problems(Config.model_validate(changed))}
+
+
+async def test_an_agent_without_an_endpoint_is_refused_before_the_run(model: Path) -> None:
+    config = settings(f"{HERE}:Forgets").model_copy(update={"agents": None})
+    with pytest.raises(UserError, match="calls the policy over HTTP; add agents"):
+        check_inputs(config)
