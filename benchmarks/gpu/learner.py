@@ -30,6 +30,7 @@ from benchmarks.learn import micro_batch_of
 from service.config.learn import TrainerConfig
 from service.config.tree import Config, ModelConfig
 from service.learn.learner import Learner
+from service.learn.model.attention import use_fastest_attention
 from service.learn.model.policy import Policy
 from service.types import MicroBatch, MiniBatch
 
@@ -102,6 +103,7 @@ def _steps(device: torch.device, shape: dict[str, int], trainer: TrainerConfig) 
                 raise RuntimeError(f"the step was not applied: {report.reason}")
     step, micros = float(np.median(seconds[repeats:])), batch.ranks[0]
     figures: Figures = {
+        "attention": use_fastest_attention(device),
         "first_step_s": seconds[0],
         "milliseconds": step * 1e3,
         "tokens_a_second": sum(len(micro.token_ids_N) for micro in micros) / step,

@@ -117,7 +117,7 @@ class TrainerConfig(Section):
     """Keep weights, gradients and optimizer state in CPU memory."""
     compile: bool | None = None
     """Compile the decoder layers: the first steps take minutes, later ones take less time and memory. None: on a GPU
-    where the compiler works, for models without experts."""
+    where the compiler works, for bfloat16 models without experts."""
     fused_kernels: bool = False
     """Use Liger kernels for norms, rotary embeddings and MLPs; needs the package liger-kernel and a GPU."""
     checkpoint_every: NotNegative = 0

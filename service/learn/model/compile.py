@@ -56,18 +56,21 @@ def compiler_works(device: torch.device) -> bool:
     return True
 
 
-def compiles_layers(config: PretrainedConfig, trainer: TrainerConfig, device: torch.device) -> bool:
-    """`trainer.compile`; where it is None, whether the device is a GPU whose compiler works, without experts.
+def compiles_layers(
+    config: PretrainedConfig, trainer: TrainerConfig, device: torch.device, compute: torch.dtype
+) -> bool:
+    """`trainer.compile`; where it is None, whether the layers are dense bfloat16 ones on a GPU whose compiler works.
 
-    All dense layers share one compiled graph for every number of tokens; layers that replay the experts of each token
-    would not.
+    Such layers share one compiled graph for every number of tokens. Layers that replay the experts of each token would
+    not, nor would float32 ones, whose attention computes another number of buckets for every micro-batch.
     """
     if trainer.compile is not None:
         return trainer.compile
-    return device.type == "cuda" and not getattr(config, "num_experts", 0) and compiler_works(device)
+    is_dense = not getattr(config, "num_experts", 0)
+    return device.type == "cuda" and compute == torch.bfloat16 and is_dense and compiler_works(device)
 
 
-def compile_layers(model: PreTrainedModel, trainer: TrainerConfig, device: torch.device) -> None:
+def compile_layers(model: PreTrainedModel, trainer: TrainerConfig) -> None:
     """Replace modules by Liger's fused kernels and compile the decoder layers, as configured.
 
     Raises:
@@ -81,6 +84,6 @@ def compile_layers(model: PreTrainedModel, trainer: TrainerConfig, device: torch
                 f"trainer.fused_kernels: liger-kernel cannot be imported ({error}); install it, or set false"
             ) from error
         liger._apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)
-    if compiles_layers(model.config, trainer, device):
+    if trainer.compile:
         for layer in model.model.layers:
             layer.compile(dynamic=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from service.config.tree import Config
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.attention import use_fastest_attention
+from service.learn.model.compile import compiles_layers
 from service.learn.model.experts import split_experts
 from service.learn.model.hf_checkpoint import load_weights, write_folder
 from service.learn.model.hf_config import read_config
@@ -51,8 +52,8 @@ class Policy:
         use_fastest_attention(device)
         hf_config = read_config(folder)
         self.vocab_size: int = hf_config.vocab_size
-        dtype = self.dtype if world_size == 1 else self.accumulation_dtype
-        self.model = empty_model(hf_config, dtype, trainer, device)
+        trainer = trainer.model_copy(update={"compile": compiles_layers(hf_config, trainer, device, self.dtype)})
+        self.model = empty_model(hf_config, self.dtype if world_size == 1 else self.accumulation_dtype, trainer)
         if world_size > 1:
             shard(self.model, self.model.layers, device, world_size, self.dtype, trainer.cpu_offload)
         allocate(self.model, hf_config, device, trainer.cpu_offload and world_size > 1)

@@ -64,10 +64,8 @@ class PolicyModel(nn.Module):
         return layers
 
 
-def empty_model(
-    config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, device: torch.device
-) -> PolicyModel:
-    """The model without memory for its parameters (meta device), to be computed on a device."""
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig) -> PolicyModel:
+    """The model without memory for its parameters (meta device)."""
     implementation = attention.NAME if trainer.layout == "packed" else "sdpa"
     if dtype == torch.float64 and hasattr(config, "num_experts"):
         config._experts_implementation = "eager"  # the default, grouped products, does not support float64
@@ -75,7 +73,7 @@ def empty_model(
     config.attention_dropout = 0.0
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
-    compile_layers(whole, trainer, device)
+    compile_layers(whole, trainer)
     if trainer.gradient_checkpointing:
         whole.gradient_checkpointing_enable({"use_reentrant": False})
     model = PolicyModel(whole.model, None if config.tie_word_embeddings else whole.lm_head)
@@ -85,7 +83,7 @@ def empty_model(
 
 def weight_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each weight of the model, by name; takes no memory."""
-    model = empty_model(config, torch.float32, TrainerConfig(), torch.device("meta"))
+    model = empty_model(config, torch.float32, TrainerConfig())
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

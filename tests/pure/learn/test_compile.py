@@ -38,26 +38,28 @@ def nothing_remembered() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "model", "works", "compiled"),
+    ("setting", "device", "model", "dtype", "works", "compiled"),
     [
-        (None, GPU, DENSE, True, True),
-        (None, GPU, DENSE, False, False),
-        (None, GPU, MIXTURE, True, False),
-        (None, CPU, DENSE, True, False),
-        (False, GPU, DENSE, True, False),
-        (True, CPU, MIXTURE, False, True),
+        (None, GPU, DENSE, torch.bfloat16, True, True),
+        (None, GPU, DENSE, torch.bfloat16, False, False),
+        (None, GPU, DENSE, torch.float32, True, False),
+        (None, GPU, MIXTURE, torch.bfloat16, True, False),
+        (None, CPU, DENSE, torch.bfloat16, True, False),
+        (False, GPU, DENSE, torch.bfloat16, True, False),
+        (True, CPU, MIXTURE, torch.float32, False, True),
     ],
 )
-def test_layers_are_compiled_by_default_on_gpus_whose_compiler_works(
+def test_dense_layers_are_compiled_by_default_on_gpus_whose_compiler_works(
     monkeypatch: pytest.MonkeyPatch,
     setting: bool | None,
     device: torch.device,
     model: Any,
+    dtype: torch.dtype,
     works: bool,
     compiled: bool,
 ) -> None:
     monkeypatch.setattr(compile, "compiler_works", lambda _: works)
-    assert compile.compiles_layers(model, TrainerConfig(compile=setting), device) is compiled
+    assert compile.compiles_layers(model, TrainerConfig(compile=setting), device, dtype) is compiled
     assert TrainerConfig().compile is None
 
 
