@@ -91,7 +91,7 @@ def test_a_part_that_freezes_is_started_again_like_one_that_died(drive: Drive) -
     kill(run, "ray::TrainerRank", signal.SIGSTOP)
     run.until_step(step_in(run.until("the trainer restarts from step")) + 3)
     kill(run, "ray::Generator", signal.SIGSTOP)
-    run.until("no answer of generator-0 for 10 s")
+    run.until("no answer of generator-0")
     run.until("generator-0 is back")
     run.until_step(run.step() + 3)
     run.process.send_signal(signal.SIGTERM)
