@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.calls import call
 from actors.generator.engine import VllmEngine
+from actors.generator.vllm_parser import use_parser
 from actors.observe.logs import keep_log
 from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
@@ -40,10 +41,12 @@ class Evaluator:
         self._config = Config.model_validate_json(config_json)
         self._engine = VllmEngine(self._config, Path(model_folder))
         self._player = Player(self._config, Path(model_folder), self._engine)
+        self._model_folder = Path(model_folder)
 
     async def start(self) -> None:
         """Start the engine; its errors propagate."""
         await self._engine.start(PolicyVersion(0, 0))
+        use_parser(self._player, self._config, self._model_folder)
 
     async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
         """Sample trajectories of one shard of an evaluation set."""

@@ -23,6 +23,7 @@ from actors.generator.claims import Claimer, IdleTime
 from actors.generator.engine import VllmEngine
 from actors.generator.group_limit import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
+from actors.generator.vllm_parser import use_parser
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import WeightBytes
@@ -68,6 +69,7 @@ class Generator:
         self._tasks = load_tasks(Path(tasks_file))
         self._engine = VllmEngine(self._config, Path(model_folder))
         self._player = Player(self._config, Path(model_folder), self._engine)
+        self._model_folder = Path(model_folder)
         self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.engines))
         self._groups = 0
         """Open groups."""
@@ -96,6 +98,7 @@ class Generator:
             await self._engine.start(PolicyVersion(0, 0))
         except Starved as error:
             raise self._failed(Starved(f"{self._name}: {error}")) from error
+        use_parser(self._player, self._config, self._model_folder)
         self._joined = await self._join()
         self._reporter.start()
         return str(ray.get_runtime_context().get_node_id())

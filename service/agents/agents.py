@@ -41,14 +41,14 @@ class Agents:
         chat: Chat,
         engine: Engine,
         limits: AgentLimits,
-        parser: ReplyParser | None = None,
     ) -> None:
         self._config = config
         self._chat = chat
         self._engine = engine
         self.limits = replace(limits, max_turns=config.max_calls, step_deadline=config.deadline)
         """Those of an agent: `step_deadline` is that of its whole run."""
-        self._parser = parser or JsonCalls()
+        self.parser: ReplyParser = JsonCalls()
+        """Reads the responses of sessions that begin from now on."""
         self.sessions = Sessions()
         self.endpoint = Endpoint(self.sessions, chat, limits.max_length)
         self._starting = asyncio.Lock()
@@ -105,7 +105,7 @@ class Agents:
             append_step(sink, step)
             return await sink.accepted(trajectory)
 
-        tree = ConversationTree(self._chat, self._parser)
+        tree = ConversationTree(self._chat, self.parser)
         session = Session(trajectory, task.uid, tree, limits, self._config.max_tokens, sample, accept)
         group_id, sample_number, attempt = trajectory
         session.base_url = f"{self._address}/s/{group_id}-{sample_number}-{attempt}/v1"

@@ -102,6 +102,7 @@ class Opened(NamedTuple):
     """[P] ids of the whole prompt."""
     digest: bytes | None
     """What identifies the conversation up to here; None where the client gave tokens."""
+    tools: Sequence[Tool] = ()
 
 
 class ConversationTree:
@@ -139,10 +140,11 @@ class ConversationTree:
             if found := self._after.get(digest_of[length]):
                 if any(message["role"] == "assistant" for message in said[length:]):
                     break
-                return self._continue(_best(found, {*echoed, *echoed_ids(messages)}), said[length:], digest_of[-1])
+                opened = self._continue(_best(found, {*echoed, *echoed_ids(messages)}), said[length:], digest_of[-1])
+                return opened._replace(tools=tools)
         how: How = "rerendered" if any(message["role"] == "assistant" for message in said) else "root"
         prompt_ids = self._renderer.begin(read, tools).token_ids
-        return Opened(None, how, prompt_ids, prompt_ids, digest_of[-1])
+        return Opened(None, how, prompt_ids, prompt_ids, digest_of[-1], tools)
 
     def prompt_ids(self, prompt: str | Int32s) -> Int32s:
         """[P] ids of a prompt that a client rendered; special tokens in its text are special.
@@ -170,7 +172,7 @@ class ConversationTree:
         An end token is appended where the policy sampled none; a client that brings tokens appends its own.
         """
         text = self._chat.text(generation.token_ids)
-        reply = Reply(text, "", ()) if opened.digest is None else self._parser.parse(text)
+        reply = Reply(text, "", ()) if opened.digest is None else self._parser.parse(text, opened.tools)
         brings_tokens = opened.digest is None and len(generation.token_ids)
         response = as_sampled(generation) if brings_tokens else self._renderer.close(generation, last=False)
         call = self._call(opened, response, reply, body, generation.stop_reason)

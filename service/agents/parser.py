@@ -7,8 +7,10 @@ content "Let me see."   thinking "look it up"   calls (search with {"query": "ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from service.rollout.chat.chat import Tool
 from service.rollout.chat.tools import ToolCall, read_call
 from service.rollout.environment import tagged
 
@@ -26,14 +28,14 @@ class Reply(NamedTuple):
 class ReplyParser(Protocol):
     """Reads the responses of one family of models."""
 
-    def parse(self, text: str) -> Reply:
-        """The reply in a finished response; text that cannot be read as anything else is content."""
+    def parse(self, text: str, tools: Sequence[Tool] = ()) -> Reply:
+        """The reply in a finished response to a request with these tools; text that is nothing else is content."""
 
 
 class JsonCalls:
     """Responses in the form of Qwen's and Hermes' models: calls as JSON between tags, and thinking before the rest."""
 
-    def parse(self, text: str) -> Reply:
+    def parse(self, text: str, tools: Sequence[Tool] = ()) -> Reply:
         """The reply; a call that is malformed or cut off stays in the content, as the policy wrote it."""
         thinking, rest = _thinking(text)
         calls, content, end = [], [], 0

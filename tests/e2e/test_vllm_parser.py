@@ -1,0 +1,47 @@
+"""vLLM's parsers behind the endpoint's protocol: what they read, and what stays text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from actors.generator.vllm_parser import VllmParser
+from service.agents.parser import JsonCalls, Reply
+from service.errors import UserError
+from service.rollout.chat.tools import ToolCall
+from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "search", "arguments": {"query": "marn"}}</tool_call>'
+SEARCH = ToolCall("search", {"query": "marn"})
+CUT = CALL[:-15]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return tokenizer_of(THINKING_AND_JSON)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, []], ids=["with tools", "without"])
+def test_calls_are_read_and_what_is_malformed_stays_text(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> None:
+    parser = VllmParser("hermes", tokenizer)
+    no_object = '<tool_call>{"name": "search", "arguments": 5}</tool_call>'
+    for text in ("17", f"a{CALL}", f"b{CALL}\n{CALL}"):
+        assert parser.parse(text, tools) == JsonCalls().parse(text)
+    for text in ("<tool_call>{</tool_call>", no_object, CUT):
+        assert parser.parse(text, tools) == Reply(text, "", ())
+
+
+def test_thinking_is_read_by_a_parser_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    parser = VllmParser("hermes+deepseek_r1", tokenizer)
+    assert parser.parse(f"<think>\nlook\n</think>\n\nb{CALL}", TOOLS) == Reply("b", "look", (SEARCH,))
+    assert parser.parse("<think>cut", TOOLS) == Reply("", "cut", ())
+
+
+def test_a_parser_that_cannot_be_used_is_one_clear_line(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"^agents.tool_parser: vLLM cannot use 'nothing': .*not found"):
+        VllmParser("nothing", tokenizer)
