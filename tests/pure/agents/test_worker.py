@@ -124,7 +124,7 @@ async def test_sessions_are_claimed_run_scored_and_finished() -> None:
             assert (finish["reward"], finish["status"], finish["reason"]) == (0.5, "ok", "")
             assert finish["transcript"] == f"question {number}\n[key]\n0\n"
             assert endpoint.of(f"sessions/s{number}/heartbeat")
-    assert not [path for path, _ in endpoint.posts if path.endswith("/abort")]
+        assert not [path for path, _ in endpoint.posts if path.endswith("/abort")]
 
 
 @pytest.mark.asyncio
