@@ -6,6 +6,7 @@ BatonError
 ├── JournalError       the journal cannot be written or read; names file and position
 ├── Starved            a wait exceeded its deadline; says who waited for what, since when
 ├── WeightsGone        the process that held a node's file of new weights died; retry with the next file
+├── WeightsCutOff      a broadcast of weights ended before an engine had them; the engine is paused until the next
 └── RunFailed          the run cannot make progress; it ends with a reason, exit code 1
 
 Bad *data* raises none of these: it becomes a `service.types.Refusal`, a value with a reason.
@@ -47,6 +48,10 @@ class Starved(BatonError):
 
 class WeightsGone(BatonError):
     """The weights file is gone, because the process that held it died; retry with the next weights file."""
+
+
+class WeightsCutOff(BatonError):
+    """A broadcast of weights ended before this engine had them all; the engine is paused until the next broadcast."""
 
 
 class RunFailed(BatonError):

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.buffer.actor import BufferActor
 from actors.calls import in_a_line
 from actors.driver.cuda import refuse_unusable_cuda
+from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import (
     engine_index,
     engine_options,
@@ -151,7 +152,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
 
     Raises:
         RunFailed: there was no room within `trainer.start_deadline`.
-        UserError: this machine has too few GPUs, or PyTorch cannot use them.
+        UserError: this machine has too few GPUs, or a node cannot use its GPUs or lacks files of the run.
     """
     gpus = gpus_each()
     if config.weights.transport != "memory" and not gpus:
@@ -161,7 +162,10 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
         on_this_machine = int(ray.cluster_resources()["GPU"])
         refuse_unusable_cuda(on_this_machine)
         refuse_too_few_gpus(config, on_this_machine)
-    room = asyncio.run(reserve(run_bundles(config, gpus), config.trainer.start_deadline, say))
+    bundles = run_bundles(config, gpus)
+    room = asyncio.run(reserve(bundles, config.trainer.start_deadline, say))
+    data = (prepared.tasks_file, *prepared.eval_files.values())
+    check_nodes(room, bundles, RunFiles.of(prepared.model_folder, data, run_folder=journal.parent))
     config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()
     # Prometheus scrapes the hub on the driver's node, also after a restart of the hub.
@@ -189,7 +193,9 @@ def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | No
     """Create the trainer's ranks, which report to the metrics hub, if there is one."""
     config_json = config.model_dump_json()
     ranks = [
-        ray.remote(TrainerRank).options(**rank_options(config, gpus, room, rank)).remote(config_json, rank, hub)
+        ray.remote(TrainerRank)
+        .options(**rank_options(config, gpus, room, rank))
+        .remote(config_json, rank, hub, gpus > 0)
         for rank in range(config.trainer.ranks)
     ]
     return TrainerGroup(config, ranks)

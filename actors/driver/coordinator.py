@@ -308,8 +308,8 @@ class Coordinator:
             raise RunFailed(f"the trainer failed {self._trainer_failures} times; the last time: {error}") from error
         self._say(f"{error}; the trainer restarts from step {manifest.step}")
         self._checkpoints.abandon()
+        self._generator_pool.trainer_lost()
         await self._trainer.restart(self._prepared.model_folder)
-        self._generator_pool.trainer_started_again()
         await self._trainer.restore(self._checkpoints.path(manifest.step))
         await self._continue_from(manifest.step)
 

@@ -1,4 +1,4 @@
-"""Refuses a run on a machine whose GPUs PyTorch cannot use: it would train on the CPU without a word."""
+"""Refuses GPUs that PyTorch cannot use: a run would train on the CPU without a word."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ import torch
 from service.errors import UserError
 
 
+def unusable_cuda() -> str | None:
+    """Why PyTorch cannot use this machine's GPUs: it was built without CUDA, the driver is too old, or CUDA finds no
+    device; None if it can."""
+    if torch.version.cuda is None:
+        return "it was built without CUDA (`make` with PROFILE=cuda installs the other build)"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return None
+    # PyTorch only warns of a driver that is too old for its CUDA, and goes on without.
+    first = str(said[0].message).splitlines()[0] if said else "CUDA found no device"
+    return f"{first} (PyTorch's CUDA is {torch.version.cuda})"
+
+
 def refuse_unusable_cuda(gpus: int) -> None:
     """Check that PyTorch can use the GPUs that Ray has found on this machine.
 
     Raises:
-        UserError: PyTorch was built without CUDA, the driver is too old, or CUDA finds no device.
+        UserError: it cannot.
     """
-    if torch.version.cuda is None:
-        why = "it was built without CUDA (`make` with PROFILE=cuda installs the other build)"
-    else:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            if torch.cuda.is_available():
-                return
-        # PyTorch only warns of a driver that is too old for its CUDA, and goes on without.
-        first = str(said[0].message).splitlines()[0] if said else "CUDA found no device"
-        why = f"{first} (PyTorch's CUDA is {torch.version.cuda})"
-    raise UserError(
-        f"this machine has {gpus} NVIDIA GPUs, but PyTorch cannot use them: {why}; to train on the CPU, set "
-        "CUDA_VISIBLE_DEVICES= in the environment"
-    )
+    if (why := unusable_cuda()) is not None:
+        raise UserError(
+            f"this machine has {gpus} NVIDIA GPUs, but PyTorch cannot use them: {why}; to train on the CPU, set "
+            "CUDA_VISIBLE_DEVICES= in the environment"
+        )

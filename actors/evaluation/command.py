@@ -19,6 +19,7 @@ from ray.util import remove_placement_group
 from actors.calls import call, in_a_line
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.driver.cluster import place_trainer, ray_session
+from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import engine_bundle, engine_options, gpus_each, rank_bundle, reserve
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
 from actors.evaluation.evaluator import Evaluator, evaluate_on
@@ -125,10 +126,11 @@ async def _evaluate(
     if manifest is not None:
         with phase(f"reading the weights of step {manifest.step}", say):
             await _export(config, target, manifest, exported, say)
-    model = exported if manifest is not None else target.model
+    model = (exported if manifest is not None else target.weights(None)).absolute()
     gpus = gpus_each()
     bundles = [engine_bundle(config, gpus)] * config.generator.engines
     room = await reserve(bundles, config.generator.start_deadline, say)
+    await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, files.values()))
     engines: list[Any] = [
         ray.remote(Evaluator)
         .options(**engine_options(config, gpus, room, bundle))

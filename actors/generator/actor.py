@@ -27,7 +27,7 @@ from actors.generator.vllm_parser import use_parser
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import WeightBytes
-from actors.weights.nccl_broadcast import MeetingPoint
+from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import RunFailed, Starved
 from service.evaluation.scores import EvalShard, EvalTrajectory
@@ -220,6 +220,7 @@ class Generator:
         Raises:
             ValueError: the bytes are not the policy's weights; the engine keeps the old weights.
             WeightsGone: there is no file at that path any more; the engine keeps the old weights.
+            WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
             RunFailed: the engine could not load the weights; this process ends.
         """
         try:
@@ -235,9 +236,9 @@ class Generator:
         self._metrics.count("baton_weight_sync_bytes_total", update.bytes)
         return update._asdict()
 
-    async def join_trainer(self, meeting_point: MeetingPoint) -> None:
-        """Join a communication group with the trainer's first rank, which broadcasts weights in it."""
-        await self._engine.join(meeting_point)
+    async def join_trainer(self, meeting: Meeting, first_rank: int) -> None:
+        """Join a group with the trainer's first rank, which broadcasts weights in it; see `VllmEngine.join`."""
+        await self._engine.join(meeting, first_rank)
 
     async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
         """Sample trajectories of one shard of an evaluation set; they are not submitted to the buffer."""

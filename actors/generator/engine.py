@@ -27,10 +27,11 @@ from actors.generator.engine_arguments import engine_env as engine_env
 from actors.generator.group_limit import EngineLoad
 from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.cuda_ipc import ipc_update_info
-from actors.weights.nccl_broadcast import MeetingPoint, decode_announcement, init_info, update_info
+from actors.weights.nccl_broadcast import decode_announcement, init_info, update_info
 from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
+from actors.weights.weight_group import Meeting
 from service.config import Config
-from service.errors import RunFailed, Starved
+from service.errors import RunFailed, Starved, WeightsCutOff
 from service.rollout.engine import Generation, Sampling
 from service.run.environment_variables import SAFE_PATH
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
@@ -45,6 +46,8 @@ Answer = TypeVar("Answer")
 
 CHECK_SECONDS = 1.0
 """Seconds between two checks whether an engine core that has not answered is alive."""
+WARM_UP = np.ones(8, np.int32)
+"""Token ids of the first prompt."""
 UPDATE_TRIES = 2
 """Tries of one update; in between the engine stays paused, because it must not resume with half of the weights."""
 
@@ -106,7 +109,9 @@ class VllmEngine:
         self._llm = llm
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
-        await self.generate(np.ones(8, np.int32), Sampling(max_tokens=2), "warm-up")
+        warm_up = await self.generate(WARM_UP, Sampling(max_tokens=2), "warm-up")
+        if arguments.get("enable_return_routed_experts"):
+            _check_experts(self._model_folder, warm_up)
         self.counts.clear()
         # The engine's processes are there; a program that an environment starts may have modules beside it.
         os.environ.pop(SAFE_PATH, None)
@@ -159,6 +164,7 @@ class VllmEngine:
         Raises:
             ValueError: the bytes are not the policy's weights, or older than the served ones, which the engine keeps.
             WeightsGone: there is no file at that path any more; the engine keeps the old weights.
+            WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
             RunFailed: the engine could not load the weights; it stays paused and must be ended.
         """
         async with self._update_lock:
@@ -189,18 +195,29 @@ class VllmEngine:
         """Update from the trainer's GPU: `data` announces the tensors, which the trainer sends or shares once."""
         if self._config.weights.transport == "ipc":
             info, n_bytes = ipc_update_info(data, checksum, self._size)
+            pause_seconds, tries = await self._swap(version, info, tries=1)
         else:
             specs = decode_announcement(data, checksum, self._size)
-            info, n_bytes = update_info(specs), sum(spec.n_bytes for spec in specs)
-        pause_seconds, tries = await self._swap(version, info, tries=1)
+            n_bytes = sum(spec.n_bytes for spec in specs)
+            try:
+                pause_seconds, tries = await self._swap(version, update_info(specs), tries=1)
+            except RunFailed as error:
+                raise WeightsCutOff(str(error.__cause__)) from error
         return WeightUpdate(version.pack(), n_bytes, 0.0, pause_seconds, tries)
 
-    async def join(self, meeting_point: MeetingPoint) -> None:
-        """Join a communication group with the trainer's first rank, which joins it at the same time."""
+    async def join(self, meeting: Meeting, first_rank: int) -> None:
+        """Let this engine's workers join a group with the trainer's first rank, at ranks from `first_rank` on.
+
+        Raises:
+            WeightsCutOff: not all members came.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        info = init_info(meeting_point, self._config.generator.tensor_parallel_size)
-        await self._running().init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        request = WeightTransferInitRequest(init_info=init_info(meeting, first_rank))
+        try:
+            await self._unless_dead(self._running().init_weight_transfer_engine(request))
+        except Exception as error:  # vLLM passes the worker's error on as a bare Exception
+            raise self._death() or WeightsCutOff(str(error)) from error
 
     async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> tuple[float, int]:
         """Pause, load the weights, resume; returns the seconds of the pause and the number of tries."""
@@ -267,6 +284,29 @@ class VllmEngine:
         if self._llm is None:
             raise RuntimeError("the engine is not started")
         return self._llm
+
+
+def _check_experts(model_folder: Path, generation: Generation) -> None:
+    """Check that the engine records the routed experts of each token but the last, as the trainer replays them.
+
+    Only vLLM's Model Runner V2 records them, which a configuration may switch off without a word.
+
+    Raises:
+        RunFailed: it records none, or those of other layers.
+    """
+    from service.learn.model.experts import routing_of_model
+    from service.learn.model.hf_config import read_config
+
+    routing = routing_of_model(read_config(model_folder))
+    tokens = len(WARM_UP) + len(generation.token_ids) - 1
+    experts = generation.routed_experts
+    found = () if experts is None else experts.shape
+    if found not in [(tokens, layers, routing.topk) for layers in routing.layers]:
+        raise RunFailed(
+            f"the engine recorded routed experts of the shape {found} for {tokens} tokens of {model_folder}; the "
+            f"trainer replays {routing.topk} experts in {' or '.join(map(str, routing.layers))} layers (vLLM records "
+            "them in its Model Runner V2: is VLLM_USE_V2_MODEL_RUNNER=0 set?)"
+        )
 
 
 def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRecorder | None]:

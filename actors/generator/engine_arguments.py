@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from actors.weights.cuda_ipc import IPC_BACKEND
-from actors.weights.nccl_broadcast import NCCL_BACKEND
+from actors.weights.nccl_broadcast import BROADCAST_BACKEND
 from service.config import Config
 from service.config.model_folder import model_config
 from service.errors import UserError
@@ -24,7 +24,7 @@ SCRATCH = "BATON_SCRATCH"
 FILE_BACKEND = "baton_file"
 """Name of the weight transfer backend that `actors.weights.worker_extension` registers."""
 
-BACKENDS = {"memory": FILE_BACKEND, "nccl": NCCL_BACKEND, "ipc": IPC_BACKEND}
+BACKENDS = {"memory": FILE_BACKEND, "nccl": BROADCAST_BACKEND, "ipc": IPC_BACKEND}
 """weights.transport -> vLLM's weight transfer backend."""
 
 MAX_SEQUENCES = 1024

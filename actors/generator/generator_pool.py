@@ -14,8 +14,9 @@ import ray.exceptions
 
 from actors.calls import CALL_SECONDS, call, in_a_line, may_be_dropped
 from actors.evaluation.evaluator import evaluate_on
+from actors.generator.broadcasts import Broadcasts
 from actors.observe.telemetry import RunTelemetry
-from actors.trainer.group import TrainerGroup
+from actors.trainer.group import TrainerGroup, TrainerLost
 from actors.weights.checksum import PublishedWeights
 from actors.weights.node_files import NodeFiles
 from service.config import Config
@@ -50,8 +51,6 @@ class GeneratorPool:
     ) -> None:
         self._config = config
         self._trainer = trainer
-        self._joined: set[str] = set()
-        """Names of the engines in a communication group with the trainer's first rank, which broadcasts weights."""
         self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
         self._telemetry = telemetry
         self._say = say
@@ -63,6 +62,8 @@ class GeneratorPool:
         self._sync: asyncio.Task[float] | None = None
         self._locks = {name: asyncio.Lock() for name in self._generators}
         self._files = NodeFiles(self._generators, config.weights.sync_deadline)
+        self._broadcasts = Broadcasts(config, self._generators, trainer)
+        self._broadcasting = asyncio.Lock()
         self._stopping = False
 
     async def start(self) -> None:
@@ -108,7 +109,7 @@ class GeneratorPool:
     async def _start_again(self, name: str, error: BaseException) -> None:
         """Restart a failed generator in a new process, again where the restart fails, and send the newest weights."""
         self._down.add(name)
-        self._joined.discard(name)
+        self._broadcasts.forget(name)
         failed: BaseException | None = error
         while failed is not None:
             self._failures[name] += 1
@@ -168,35 +169,50 @@ class GeneratorPool:
 
     async def _update_all(self) -> float:
         start = time.monotonic()
-        await asyncio.gather(*(self._update(name) for name in self._generators))
+        if self._config.weights.transport == "nccl":
+            await self._broadcast(list(self._generators))
+        else:
+            await asyncio.gather(*(self._update(name) for name in self._generators))
         return time.monotonic() - start
 
     async def _update(self, name: str) -> None:
         """Update one engine; an engine that is down, or fails during the update, is updated after its restart."""
+        if self._config.weights.transport == "nccl":
+            return await self._broadcast([name])
         async with self._locks[name]:
             if self._latest is None or name in self._down:
                 return
             version, weights = self._latest
             try:
-                match self._config.weights.transport:
-                    # The trainer's rank sends, or shares on its GPU, only the newest weights; older ones are skipped,
-                    # because newer ones are about to be published.
-                    case "nccl":
-                        if name not in self._joined:
-                            await self._trainer.join_engine(name, self._generators[name])
-                            self._joined.add(name)
-                        if await self._trainer.begin_send(name, version):
-                            await self._take(name, version, weights.data, weights.checksum)
-                    case "ipc":
-                        handles = await self._trainer.ipc_handles(list(self._generators).index(name), version)
-                        if handles is not None:
-                            await self._take(name, version, handles.data, handles.checksum)
-                    case "memory":
-                        await self._take_file(name, version, weights)
+                if self._config.weights.transport == "memory":
+                    await self._take_file(name, version, weights)
+                else:
+                    # A rank shares only the newest weights; older ones are skipped, because newer ones are about to
+                    # be published.
+                    handles = await self._trainer.ipc_handles(list(self._generators).index(name), version)
+                    if handles is not None:
+                        await self._take(name, version, handles.data, handles.checksum)
             except (*GENERATOR_FAILED, ray.exceptions.ObjectLostError) as error:
                 # Lost weights were on the trainer's node; the trainer restarts and publishes newer ones.
-                self._telemetry.sync_failed()
-                self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
+                self._not_taken(name, version, error)
+
+    async def _broadcast(self, names: list[str]) -> None:
+        """Update those of these engines that are up by one broadcast."""
+        async with self._broadcasting:
+            up = [name for name in names if name not in self._down]
+            if self._latest is None or not up:
+                return
+            version, weights = self._latest
+            try:
+                lost = await self._broadcasts.send(up, version, weights)
+            except TrainerLost as trainer_lost:  # it restarts and publishes newer ones
+                lost = dict.fromkeys(up, trainer_lost)
+            for name, error in lost.items():
+                self._not_taken(name, version, error)
+
+    def _not_taken(self, name: str, version: PolicyVersion, error: BaseException) -> None:
+        self._telemetry.sync_failed()
+        self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
 
     async def _take_file(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
         """Let an engine load the weights file of its node; if the file is gone with its holder, try a new file."""
@@ -213,9 +229,9 @@ class GeneratorPool:
         update = self._generators[name].update_weights
         await call(update, version.pack(), data, checksum, who=name, within=self._config.weights.sync_deadline)
 
-    def trainer_started_again(self) -> None:
-        """Forget the communication groups: the trainer's process is a new one."""
-        self._joined.clear()
+    def trainer_lost(self) -> None:
+        """Cut off a broadcast that is under way: the trainer's processes are gone."""
+        self._broadcasts.cut_off("the trainer restarts")
 
     async def evaluate(self, name: str, tasks_file: Path, n_samples: int, most: int | None = None) -> Evaluation | None:
         """Evaluate a set, or a sample of `most` prompts, on the served weights; None where the evaluation failed.

@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 from safetensors.torch import save
 
 from actors.calls import resolve_actor
+from actors.driver.cuda import unusable_cuda
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import checksum_of
 from actors.weights.cuda_ipc import encode_handles
-from actors.weights.nccl_broadcast import MeetingPoint, NcclSender, encode_announcement
+from actors.weights.nccl_broadcast import BroadcastSender, encode_announcement
+from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import UserError
 from service.handoff.steps.wire import decode_mini_batch
@@ -30,21 +32,26 @@ from service.learn.learner import Learner, StepReport
 from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow
 
+MeetingPoint = tuple[str, int]
+"""Address and port at which the ranks' process group meets."""
+
+SENDING = "sending"
+"""Ray's concurrency group of the calls that must not wait for an optimizer step."""
+
 
 class TrainerRank:
     """One rank: holds its shard of the policy and steps on its part of each mini-batch."""
 
-    def __init__(self, config_json: str, rank: int, hub: Any = None) -> None:
+    def __init__(self, config_json: str, rank: int, hub: Any = None, on_gpu: bool = False) -> None:
         keep_log(f"trainer-{rank}")
         self._config = Config.model_validate_json(config_json)
         self._rank = rank
         self._world_size = self._config.trainer.ranks
-        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self._device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         self._learner: Learner | None = None
-        self._gathered: dict[str, torch.Tensor] = {}
-        """Whole weights for transports from GPU to GPU, of the version `_gathered_version`."""
-        self._gathered_version: int | None = None
-        self._senders: dict[str, NcclSender] = {}
+        self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
+        """Version and whole weights, for transports from GPU to GPU."""
+        self._sender: BroadcastSender | None = None
         self._steps = 0
         if hub is not None:
             Reporter("trainer", f"trainer-{rank}", self._config, resolve_actor(hub)).start_thread()
@@ -65,7 +72,14 @@ class TrainerRank:
             return address, int(free.getsockname()[1])
 
     def load(self, meeting_point: MeetingPoint, model_folder: str) -> None:
-        """Join the process group and load the policy from disk."""
+        """Join the process group and load the policy from disk.
+
+        Raises:
+            UserError: this rank was given a GPU that PyTorch cannot use.
+        """
+        if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # as on a node that came later
+            node = ray.util.get_node_ip_address()
+            raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
         if self._world_size > 1:
             address, port = meeting_point
             backend = process_group_backend(self._device, self._config.trainer.cpu_offload)
@@ -105,15 +119,15 @@ class TrainerRank:
         if weights is None:
             return _with_checksum(b"")
         if self._config.weights.transport == "nccl":
-            self._gathered, self._gathered_version = weights, version
+            self._gathered = version, weights
             return _with_checksum(encode_announcement(weights))
         return _with_checksum(save(weights))
 
     def _gather_on_device(self, version: int) -> None:
         """Gather the policy on this rank's GPU, in place of the version before."""
-        self._gathered, self._gathered_version = {}, None
+        self._gathered = None, {}
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        self._gathered, self._gathered_version = self.learner.weights(everywhere=True) or {}, version
+        self._gathered = version, self.learner.weights(everywhere=True) or {}
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def ipc_handles(self, version: int) -> tuple[NDArray[np.uint8], int]:
@@ -121,18 +135,20 @@ class TrainerRank:
 
         No bytes if a newer version has replaced this one.
         """
-        data = encode_handles(self._gathered, self._device) if version == self._gathered_version else b""
-        return _with_checksum(data)
+        gathered, weights = self._gathered
+        return _with_checksum(encode_handles(weights, self._device) if version == gathered else b"")
 
-    def join_engine(self, engine: str, meeting_point: MeetingPoint) -> None:
-        """Form a process group with an engine's workers, which join at the same time."""
-        self._senders[engine] = NcclSender(meeting_point, self._config.generator.tensor_parallel_size)
+    @ray.method(concurrency_group=SENDING)  # type: ignore[untyped-decorator]
+    def begin_send(self, version: int, meeting: Meeting) -> bool:
+        """Begin to send this version's weights to a group of engines; False if a newer version has replaced this one.
 
-    def begin_send(self, engine: str, version: int) -> bool:
-        """Begin to send this version's weights to an engine; False if a newer version has replaced this one."""
-        if version != self._gathered_version:
+        The call returns at once, so that no other rank waits for the engines.
+        """
+        gathered, weights = self._gathered
+        if version != gathered:
             return False
-        self._senders[engine].begin(self._gathered, self._device)
+        self._sender = self._sender or BroadcastSender(self._device)
+        self._sender.begin(meeting, weights)
         return True
 
     def save(self, folder: str) -> None:

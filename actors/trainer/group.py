@@ -14,6 +14,7 @@ import ray.exceptions
 
 from actors.calls import call, in_a_line
 from actors.weights.checksum import EMPTY_CHECKSUM, PublishedWeights
+from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved
 from service.learn.learner import StepReport
@@ -110,23 +111,10 @@ class TrainerGroup:
             except TimeoutError:
                 raise Starved(f"no weights of trainer-{number} for {self._deadline:.0f} s") from None
 
-    async def join_engine(self, engine: str, generator: Any) -> None:
-        """Form a process group of rank 0 and an engine's workers.
-
-        Raises:
-            Starved: one of them did not join in time.
-        """
-        point = await call(self._ranks[0].meeting_point, who="trainer-0")
-        within = self._start_deadline
-        await asyncio.gather(
-            call(self._ranks[0].join_engine, engine, point, who="trainer-0", within=within),
-            call(generator.join_trainer, point, who=engine, within=within),
-        )
-
-    async def begin_send(self, engine: str, version: PolicyVersion) -> bool:
-        """Let rank 0 begin to send weights to an engine; False if a newer version has replaced them."""
-        begun: bool = await call(self._ranks[0].begin_send, engine, version.pack(), who="trainer-0")
-        return begun
+    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
+        """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""
+        with _raises_trainer_lost():
+            return bool(await call(self._ranks[0].begin_send, version.pack(), meeting, who="trainer-0"))
 
     async def save(self, folder: Path) -> None:
         """Begin a checkpoint: every rank copies its part and writes it in the background."""

@@ -1,33 +1,39 @@
-"""Weights from the trainer's first rank to the engines by NCCL, through vLLM's own weight transfer interface.
+"""Weights from the trainer's first rank to all engines at once, in buckets of bytes, whatever the sizes of the tensors.
 
-    once an engine:   rank 0 joins <-> the engine's workers join      a group of 1 + tensor_parallel_size
-    each update:      rank 0 begins to send -> the engine pauses, receives, resumes
+    rank 0        copies tensors into a bucket, broadcasts the bucket, fills the other one meanwhile
+    each worker   receives a bucket, copies it into tensors, loads those that are whole
 
-Every engine has a group of its own, so an engine that restarts joins a new group and the other engines go on. Beside
-the tensors travels their announcement: name, type and shape of each, in the order in which they are sent. vLLM is
-imported inside functions, because a trainer without GPUs does not need it.
+Beside the tensors travels their announcement: name, type and shape of each, in the order in which they are sent. Both
+ends cut it alike. Tensors of 5, 3 and 4 bytes in buckets of 6:
+
+    bucket 0   tensor 0 [0 1 2 3 4]   tensor 1 [0]
+    bucket 1   tensor 1 [1 2]         tensor 2 [0 1 2 3]
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from threading import Thread
-from typing import Any
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from threading import Lock, Thread
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from actors.weights.checksum import PolicySize, TensorSpec, WeightBytes, verify
+from actors.weights.weight_group import Meeting, WeightGroup
+from service.errors import WeightsCutOff
 
-NCCL_BACKEND = "nccl"
-"""vLLM's name of the backend."""
-BUFFER_BYTES = 256 << 20
-"""Bytes that are broadcast at once; both ends must use the same number."""
-N_BUFFERS = 2
+log = logging.getLogger(__name__)
 
-MeetingPoint = tuple[str, int]
-"""Address and port at which a process group meets."""
+BROADCAST_BACKEND = "baton_broadcast"
+"""Name of the weight transfer backend that `actors.weights.worker_extension` registers."""
+
+N_BUCKETS = 2
+"""One on its way, one that is filled or emptied meanwhile."""
 
 
 def encode_announcement(weights: Mapping[str, Tensor]) -> bytes:
@@ -44,22 +50,13 @@ def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> l
     return size.checked_specs(json.loads(bytes(verify(data, checksum))))
 
 
-def init_info(meeting_point: MeetingPoint, workers: int) -> dict[str, Any]:
-    """vLLM's arguments for an engine's workers to join their group."""
-    address, port = meeting_point
-    return {
-        "master_address": address,
-        "master_port": port,
-        "rank_offset": 1,
-        "world_size": 1 + workers,
-        "packed": True,
-        "packed_buffer_size_bytes": BUFFER_BYTES,
-        "packed_num_buffers": N_BUFFERS,
-    }
+def init_info(meeting: Meeting, first_rank: int) -> dict[str, Any]:
+    """The arguments of `worker_extension.BroadcastInitInfo`: where an engine's workers join, from which rank on."""
+    return meeting._asdict() | {"first_rank": first_rank}
 
 
 def update_info(specs: Sequence[TensorSpec]) -> dict[str, Any]:
-    """vLLM's arguments for an engine's workers to receive these tensors."""
+    """The arguments of an engine's workers to receive these tensors."""
     return {
         "names": [spec.name for spec in specs],
         "dtype_names": [spec.dtype for spec in specs],
@@ -67,28 +64,116 @@ def update_info(specs: Sequence[TensorSpec]) -> dict[str, Any]:
     }
 
 
-class NcclSender:
-    """The trainer's end of one engine's group."""
+class Piece(NamedTuple):
+    """Bytes of one tensor in one bucket."""
 
-    def __init__(self, meeting_point: MeetingPoint, workers: int) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+    tensor: int
+    """The tensor's number."""
+    start: int
+    """First byte in the tensor."""
+    at: int
+    """First byte in the bucket."""
+    n_bytes: int
 
-        address, port = meeting_point
-        self._group = trainer_init({"master_address": address, "master_port": port, "world_size": 1 + workers})
 
-    def begin(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
-        """Send in the background; a failure shows at the engine, which waits for the weights with a deadline."""
-        Thread(target=self._send, args=(weights, device), daemon=True, name="broadcast").start()
+def cut(sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[Piece]]:
+    """The pieces in each bucket, for tensors of these sizes in bytes; all buckets but the last are full."""
+    pieces: list[Piece] = []
+    at = 0
+    for tensor, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            n_bytes = min(size - start, bucket_bytes - at)
+            pieces.append(Piece(tensor, start, at, n_bytes))
+            start, at = start + n_bytes, at + n_bytes
+            if at == bucket_bytes:
+                yield pieces
+                pieces, at = [], 0
+    if pieces:
+        yield pieces
 
-    def _send(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        torch.cuda.set_device(device)
-        packed_nccl_broadcast_producer(
-            iterator=iter(weights.items()),
-            group=self._group,
-            src=0,
-            post_iter_func=lambda item: item[1].to(device),
-            buffer_size_bytes=BUFFER_BYTES,
-            num_buffers=N_BUFFERS,
-        )
+def _buckets(meeting: Meeting, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    n_bytes = min(meeting.bucket_bytes, sum(sizes))
+    return [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(N_BUCKETS)]
+
+
+def send(group: WeightGroup, weights: Mapping[str, Tensor], device: torch.device) -> None:
+    """Broadcast these tensors, which may lie in CPU memory; holds two buckets on the device.
+
+    Raises:
+        WeightsCutOff: the group ended before all members had them.
+    """
+    tensors = list(weights.values())
+    sizes = [tensor.nbytes for tensor in tensors]
+    buckets = _buckets(group.meeting, sizes, device)
+    under_way: deque[Any] = deque()
+    for number, pieces in enumerate(cut(sizes, group.meeting.bucket_bytes)):
+        if len(under_way) == N_BUCKETS:
+            group.wait(under_way.popleft())
+        bucket = buckets[number % N_BUCKETS]
+        for tensor, start, at, n_bytes in pieces:
+            flat = tensors[tensor].contiguous().view(-1).view(torch.uint8)
+            bucket[at : at + n_bytes].copy_(flat[start : start + n_bytes], non_blocking=True)
+        under_way.append(group.broadcast(bucket[: at + n_bytes]))
+    for work in under_way:
+        group.wait(work)
+
+
+def receive(group: WeightGroup, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The announced tensors, each as soon as it is whole; holds two buckets on the device.
+
+    Raises:
+        WeightsCutOff: the group ended before all had arrived.
+    """
+    sizes = [spec.n_bytes for spec in specs]
+    buckets = _buckets(group.meeting, sizes, device)
+    cuts = list(cut(sizes, group.meeting.bucket_bytes))
+
+    def begin(number: int) -> Any:
+        _, _, at, n_bytes = cuts[number][-1]
+        return group.broadcast(buckets[number % N_BUCKETS][: at + n_bytes])
+
+    whole = torch.empty(0, dtype=torch.uint8)
+    arriving = begin(0)
+    for number, pieces in enumerate(cuts):
+        arrived, arriving = arriving, begin(number + 1) if number + 1 < len(cuts) else None
+        group.wait(arrived)
+        for tensor, start, at, n_bytes in pieces:
+            if start == 0:
+                whole = torch.empty(sizes[tensor], dtype=torch.uint8, device=device)
+            whole[start : start + n_bytes].copy_(buckets[number % N_BUCKETS][at : at + n_bytes])
+            if start + n_bytes == sizes[tensor]:
+                name, dtype, shape = specs[tensor]
+                yield name, whole.view(getattr(torch, dtype)).view(shape)
+
+
+class BroadcastSender:
+    """The trainer's end, which sends in a thread and on a stream of its own while the trainer goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._group: WeightGroup | None = None
+        self._lock = Lock()
+
+    def begin(self, meeting: Meeting, weights: Mapping[str, Tensor]) -> None:
+        """Join the group, if it is a new one, and send; the engines learn of a failure from the group's store."""
+        Thread(target=self._send, args=(meeting, weights), daemon=True, name="broadcast").start()
+
+    def _send(self, meeting: Meeting, weights: Mapping[str, Tensor]) -> None:
+        with self._lock:  # a broadcast before this one has its own deadline
+            try:
+                group = self._joined(meeting)
+                with group.under_way(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                    send(group, weights, self._device)
+            except WeightsCutOff as error:
+                log.warning("the broadcast of weights was cut off: %s", error)
+
+    def _joined(self, meeting: Meeting) -> WeightGroup:
+        if self._group is None or self._group.meeting != meeting:
+            if self._group is not None:
+                self._group.end("another group takes its place")
+                self._group = None
+            self._group = WeightGroup(meeting, 0, self._device)
+        return self._group

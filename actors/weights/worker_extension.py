@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -25,9 +26,13 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine,
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.utils.nccl import unpinned_nccl_env
 
 from actors.generator.engine_arguments import FILE_BACKEND, OWNER_PID
+from actors.weights.checksum import TensorSpec
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
+from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
+from actors.weights.weight_group import Meeting, WeightGroup
 
 
 def allow_amx() -> None:
@@ -87,8 +92,21 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     path: str
 
 
-class FileWeightEngine(WeightTransferEngine[NoInitInfo, FileUpdateInfo]):  # type: ignore[misc]
-    """Loads a whole model from a file on this node, with vLLM's own sharding and layout."""
+class LayerwiseEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    """Reloads the model layer by layer, with vLLM's own sharding and layout."""
+
+    def start_weight_update(self) -> None:
+        """Bring the layers back into the layout of a checkpoint."""
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Pack the layers for the kernels again."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_for_cpu(self.model)
+
+
+class FileWeightEngine(LayerwiseEngine):
+    """Loads a whole model from a file on this node."""
 
     init_info_cls = NoInitInfo
     update_info_cls = FileUpdateInfo
@@ -96,18 +114,9 @@ class FileWeightEngine(WeightTransferEngine[NoInitInfo, FileUpdateInfo]):  # typ
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Nothing to set up."""
 
-    def start_weight_update(self) -> None:
-        """Bring the layers back into the layout of a checkpoint."""
-        initialize_layerwise_reload(self.model)
-
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Load every parameter."""
         self.model.load_weights(_tensors(update_info.path))
-
-    def finish_weight_update(self) -> None:
-        """Pack the layers for the kernels again."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack_for_cpu(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""
@@ -142,12 +151,67 @@ class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
         super().receive_weights(IPCWeightTransferUpdateInfo(names, dtypes, shapes, ipc_handles=handles))
 
 
+@dataclass
+class BroadcastInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where an engine's workers meet the trainer's first rank; see `actors.weights.weight_group.Meeting`."""
+
+    address: str
+    port: int
+    size: int
+    within: float
+    bucket_bytes: int
+    first_rank: int
+    """Of this engine's workers in the group."""
+
+
+@dataclass
+class BroadcastUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """All parameters under their Hugging Face names, in the order in which they are sent."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class BroadcastWeightEngine(LayerwiseEngine):
+    """Receives all parameters from the trainer's first rank."""
+
+    init_info_cls = BroadcastInitInfo
+    update_info_cls = BroadcastUpdateInfo
+    _group: WeightGroup | None = None
+
+    def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
+        """Join a group, in place of the one before."""
+        self.shutdown()
+        meeting = Meeting(init_info.address, init_info.port, init_info.size, init_info.within, init_info.bucket_bytes)
+        with unpinned_nccl_env():  # vLLM sets variables of NCCL that the trainer does not have; both ends must agree
+            self._group = WeightGroup(meeting, init_info.first_rank + self.parallel_config.rank, self.device)
+
+    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
+        """Load every parameter as it arrives."""
+        if self._group is None:
+            raise RuntimeError("weights were announced before the engine joined a group")
+        specs = map(TensorSpec, update_info.names, update_info.dtype_names, map(tuple, update_info.shapes))
+        with self._group.under_way():
+            self.model.load_weights(receive(self._group, list(specs), self.device))
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.end("an engine left the group")
+            self._group = None
+
+
 class WorkerExtension:
     """Mixed into vLLM's worker; only the import of this module has an effect."""
 
 
 allow_amx()
 end_with_owner()
-for backend, engine in ((FILE_BACKEND, FileWeightEngine), (IPC_BACKEND, IpcWeightEngine)):
+for backend, engine in (
+    (FILE_BACKEND, FileWeightEngine),
+    (BROADCAST_BACKEND, BroadcastWeightEngine),
+    (IPC_BACKEND, IpcWeightEngine),
+):
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, engine)

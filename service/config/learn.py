@@ -139,8 +139,8 @@ class WeightsConfig(Section):
     sync_every: Positive = 1
     """Optimizer steps between two updates of the engines."""
     transport: Literal["memory", "nccl", "ipc"] = "memory"
-    """`memory`: through Ray's object store and a file in shared memory, with a checksum; `nccl`: from the trainer's
-    first GPU to the GPU of each engine; `ipc`: by CUDA IPC on a GPU that a rank and an engine share, so that
+    """`memory`: through Ray's object store and a file in shared memory, with a checksum; `nccl`: broadcast from the
+    trainer's first GPU to the GPUs of all engines; `ipc`: by CUDA IPC on a GPU that a rank and an engine share, so that
     `generator.gpu_memory_utilization` must leave room for the rank. `nccl` and `ipc` have not run on a GPU yet."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests at an update."""

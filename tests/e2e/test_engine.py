@@ -121,10 +121,10 @@ class Observed(VllmEngine):
             return None
 
 
-def started(folder: Path, model: PreTrainedModel, config: Config = CONFIG) -> Any:
+def started(folder: Path, model: PreTrainedModel, config: Config = CONFIG, kind: type[VllmEngine] = Observed) -> Any:
     model.save_pretrained(folder)
     engine = (
-        ray.remote(Observed)
+        ray.remote(kind)
         .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(config)})
         .remote(config, folder)
     )

@@ -1,29 +1,36 @@
-"""Weights over NCCL, as far as a machine without GPUs can tell: vLLM gets the arguments that it expects."""
+"""Weights broadcast to real engines, on CPU by gloo; on GPUs the same code broadcasts by NCCL."""
 
 from __future__ import annotations
 
-import inspect
+import asyncio
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
+import ray
 import torch
+from transformers import PreTrainedModel
 
 from actors.driver.cluster import place_actors
+from actors.generator import broadcasts
+from actors.generator.broadcasts import Broadcasts
+from actors.generator.engine import VllmEngine
 from actors.generator.engine_arguments import FILE_BACKEND, engine_arguments
-from actors.weights.checksum import PolicySize, TensorSpec, checksum_of
+from actors.trainer.actor import TrainerRank
+from actors.weights.checksum import PolicySize, PublishedWeights, TensorSpec, checksum_of
 from actors.weights.cuda_ipc import IPC_BACKEND
-from actors.weights.nccl_broadcast import (
-    BUFFER_BYTES,
-    N_BUFFERS,
-    decode_announcement,
-    encode_announcement,
-    init_info,
-    update_info,
-)
-from service.config import Config, load
+from actors.weights.nccl_broadcast import BROADCAST_BACKEND, decode_announcement, encode_announcement
+from actors.weights.weight_group import Meeting, WeightGroup
+from service.config import Config, WeightsConfig, load
 from service.errors import UserError
+from service.rollout.engine import Sampling
 from service.run.prepare import prepare
+from service.types import PolicyVersion
+from tests.e2e.test_engine import ATOL, CONFIG, dense, difference, prompt, started, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,47 +66,114 @@ def test_a_tied_head_counts_once_and_anything_but_the_whole_policy_is_refused() 
         decode_announcement(data, checksum + 1, PolicySize(44, tied=False))
 
 
-def test_vllm_takes_what_an_engine_is_told() -> None:
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+class Engine(VllmEngine):
+    """With the face of a generator."""
 
-    info = NCCLWeightTransferInitInfo(**init_info(("10.0.0.1", 29500), workers=2))
-    assert (info.master_address, info.master_port, info.rank_offset, info.world_size) == ("10.0.0.1", 29500, 1, 3)
-    assert (info.packed, info.packed_buffer_size_bytes, info.packed_num_buffers) == (True, BUFFER_BYTES, N_BUFFERS)
-    info = NCCLWeightTransferUpdateInfo(**update_info(decode_announcement(*sent(WEIGHTS), PolicySize(44, tied=False))))
-    assert info.names == list(WEIGHTS)
-    assert [getattr(torch, name) for name in info.dtype_names] == [tensor.dtype for tensor in WEIGHTS.values()]
-    assert info.shapes == [[10, 4], [4]]
+    async def join_trainer(self, meeting: Meeting, first_rank: int) -> None:
+        await self.join(meeting, first_rank)
 
+    async def receive(self, version: int, data: Any, checksum: int) -> None:
+        await self.update_weights(PolicyVersion.unpack(version), data, checksum)
 
-def test_vllm_has_what_the_trainers_end_calls() -> None:
-    from vllm.distributed.weight_transfer.nccl_common import trainer_init
-    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-    assert list(inspect.signature(trainer_init).parameters) == ["init_info", "rank"]
-    wanted = {"iterator", "group", "src", "post_iter_func", "buffer_size_bytes", "num_buffers"}
-    assert set(inspect.signature(packed_nccl_broadcast_producer).parameters) == wanted
+    async def core(self) -> int:
+        """The id of the process of the engine core."""
+        (core,) = (child for child in psutil.Process().children() if "EngineCore" in " ".join(child.cmdline()))
+        return core.pid
 
 
-def test_both_ends_cut_the_stream_at_the_same_places() -> None:
-    """vLLM's packing of what is sent, read back by the announced sizes as its workers do."""
-    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
+class Handle(NamedTuple):
+    """An engine as the driver calls it."""
 
-    weights = {f"layers.{i}.weight": torch.randn(3 + i, 5).to(torch.bfloat16) for i in range(7)}
-    stream, found = iter(weights.items()), {}
-    specs = iter(
-        decode_announcement(*sent(weights), PolicySize(sum(tensor.numel() for tensor in weights.values()), tied=False))
-    )
-    while (chunk := pack_tensors(stream, lambda item: item[1], 100)) is not None:
-        of = [next(specs) for _ in chunk.names]
-        sizes = [tensor.n_bytes for tensor in of]
-        dtypes = [getattr(torch, tensor.dtype) for tensor in of]
-        shapes = [list(tensor.shape) for tensor in of]
-        found |= dict(unpack_tensor(chunk.packed_tensor, [tensor.name for tensor in of], shapes, dtypes, sizes))
-    assert next(specs, None) is None
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    actor: Any
+    join_trainer: Any
+    update_weights: Any
 
 
-@pytest.mark.parametrize(("transport", "backend"), [("memory", FILE_BACKEND), ("nccl", "nccl"), ("ipc", IPC_BACKEND)])
+class Trainer:
+    """The trainer's first rank in this process, whose weights are given."""
+
+    def __init__(self, config: Config) -> None:
+        self.rank = TrainerRank(config.model_dump_json(), 0)
+        self.meetings: list[Meeting] = []
+
+    def gathers(self, version: PolicyVersion, model: PreTrainedModel) -> PublishedWeights:
+        self.rank._learner = SimpleNamespace(weights=lambda: weights_of(model))  # type: ignore[assignment]
+        data, checksum = self.rank.weights(version.pack())
+        return PublishedWeights(data, checksum)
+
+    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
+        self.meetings.append(meeting)
+        return self.rank.begin_send(version.pack(), meeting)
+
+
+CONFIG_OF_ENGINES = CONFIG.model_copy(update={"weights": WeightsConfig(transport="nccl")})
+LONG = Sampling(max_tokens=200)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_in_a_broadcast_costs_the_others_one_more_and_is_in_the_next_group_when_it_is_back(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcasts, "Meeting", partial(Meeting, bucket_bytes=1 << 16))
+    models = [dense(seed) for seed in range(4)]
+    trainer = Trainer(CONFIG_OF_ENGINES)
+
+    def start(name: str) -> Handle:
+        actor = started(tmp_path / name, models[0], CONFIG_OF_ENGINES, Engine)
+        return Handle(actor, actor.join_trainer, actor.receive)
+
+    engines = {name: start(name) for name in ("generator-0", "generator-1")}
+    driver = Broadcasts(CONFIG_OF_ENGINES, engines, trainer)  # type: ignore[arg-type]
+
+    async def publish(step: int, *names: str) -> dict[str, BaseException]:
+        version = PolicyVersion(1, step)
+        return await driver.send(names or list(engines), version, trainer.gathers(version, models[step]))
+
+    async def serves(name: str, step: int) -> None:
+        generation = await engines[name].actor.generate.remote(prompt(0), Sampling(max_tokens=20), f"{name} {step}")
+        assert difference(models[step], prompt(0), generation, 1.0) < ATOL
+        assert set(generation.versions.tolist()) == {PolicyVersion(1, step).pack()}
+
+    assert await publish(1) == {}
+    await asyncio.gather(*(serves(name, 1) for name in engines))
+
+    # the second bucket of the next broadcast is the last that this engine core receives
+    core, sent = psutil.Process(await engines["generator-1"].actor.core.remote()), list[int]()
+    broadcast = WeightGroup.broadcast
+
+    def kill_at_the_third(group: WeightGroup, tensor: torch.Tensor) -> Any:
+        sent.append(tensor.nbytes)
+        if len(sent) == 3:
+            core.kill()
+            core.wait(60)
+        return broadcast(group, tensor)
+
+    monkeypatch.setattr(WeightGroup, "broadcast", kill_at_the_third)
+    generate = engines["generator-0"].actor.generate
+    under_way = [generate.remote(prompt(number), LONG, f"under way {number}") for number in range(16)]
+    lost = await publish(2)
+    assert list(lost) == ["generator-1"] and "the engine core died" in str(lost["generator-1"])
+    assert len(sent) > 10 and max(sent) == 1 << 16, "the weights are many buckets"
+    await serves("generator-0", 2)
+    versions = {version for turn in under_way for version in (await turn).versions.tolist()}
+    assert versions <= {PolicyVersion(1, step).pack() for step in (1, 2)}, "no request was lost"
+
+    ray.kill(engines["generator-1"].actor)
+    engines["generator-1"] = start("generator-1")
+    driver.forget("generator-1")
+    assert await publish(2, "generator-1") == {}
+    await serves("generator-1", 2)
+    assert await publish(3) == {}
+    await asyncio.gather(*(serves(name, 3) for name in engines))
+    assert [meeting.size for meeting in trainer.meetings] == [3, 3, 2, 2, 3]
+    for engine in engines.values():
+        await engine.actor.stop.remote()
+
+
+@pytest.mark.parametrize(
+    ("transport", "backend"), [("memory", FILE_BACKEND), ("nccl", BROADCAST_BACKEND), ("ipc", IPC_BACKEND)]
+)
 def test_the_configured_transport_selects_vllms_backend(tmp_path: Path, transport: str, backend: str) -> None:
     config = load([QUICKSTART], [f"weights.transport={transport}", "model.make.hidden_size=32"]).config
     folder = prepare(config, tmp_path).model_folder

@@ -39,6 +39,7 @@ class FakeGenerator:
         self.hold_weights = Method(self._hold)
         self.release_weights = Method(self._release)
         self.update_weights = Method(self._update)
+        self.join_trainer = Method(self._join)
 
     def dies(self) -> None:
         """Its files go with it."""
@@ -60,6 +61,10 @@ class FakeGenerator:
         await self.loading.wait()
         self._fail("update")
         self.said.append(f"{self.name} takes {PolicyVersion.unpack(version)} from {data}, checksum {checksum}")
+
+    async def _join(self, meeting: Any, first_rank: int) -> None:
+        self._fail("join")
+        self.said.append(f"{self.name} joins at {first_rank}")
 
     def _fail(self, what: str) -> None:
         if what in self.failing:

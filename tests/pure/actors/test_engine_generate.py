@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from enum import Enum
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.generator.engine import VllmEngine
+import actors.generator.engine
+import actors.generator.engine_arguments
+from actors.generator.engine import WARM_UP, VllmEngine
 from service.config import Config, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
@@ -45,6 +48,9 @@ class FakeVllm:
         if isinstance(self.completion, Exception):
             raise self.completion
         yield SimpleNamespace(outputs=[self.completion], num_cached_tokens=4)
+
+    async def update_weight_version(self, version: str) -> None:
+        pass
 
 
 def completion(**changed: Any) -> SimpleNamespace:
@@ -166,3 +172,47 @@ async def test_a_turn_that_is_given_up_is_no_longer_under_way(engine: VllmEngine
     turn.cancel()
     await asyncio.wait([turn])
     assert engine.running == 0
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [0],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "hidden_size": 8,
+    "head_dim": 4,
+    "vocab_size": 10,
+}
+RECORDED = len(WARM_UP) + 3 - 1
+"""Tokens of the warm-up whose experts are recorded: all but the last of three that are generated."""
+
+
+async def start_on_gpu(engine: VllmEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, shape: Any) -> None:
+    """Start an engine on a mixture of experts, which records experts of this shape."""
+    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    engine._model_folder = folder
+    experts = None if shape is None else np.zeros(shape, np.int16)
+    llm = FakeVllm(completion(routed_experts=experts))
+    monkeypatch.setattr(actors.generator.engine_arguments, "on_gpu", lambda: True)
+    monkeypatch.setattr(actors.generator.engine, "_build", lambda arguments, with_load: (llm, None))
+    await engine.start(PolicyVersion(0, 0))
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+async def test_an_engine_whose_recorded_experts_the_trainer_can_replay_starts(
+    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    await start_on_gpu(engine, tmp_path, monkeypatch, (RECORDED, layers, 2))
+    assert engine.serving == PolicyVersion(0, 0)
+
+
+@pytest.mark.parametrize("shape", [None, (RECORDED, 1, 2), (RECORDED, 3, 1), (RECORDED + 1, 3, 2), (3, 3, 2)])
+async def test_an_engine_that_records_other_experts_than_the_trainer_replays_fails_at_its_start(
+    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: Any
+) -> None:
+    with pytest.raises(RunFailed, match=r"replays 2 experts in 3 or 2 layers .*VLLM_USE_V2_MODEL_RUNNER") as failed:
+        await start_on_gpu(engine, tmp_path, monkeypatch, shape)
+    assert str(() if shape is None else shape) in str(failed.value)

@@ -21,8 +21,9 @@ from actors.generator.engine import VllmEngine
 from actors.weights.checksum import PolicySize
 from actors.weights.nccl_broadcast import encode_announcement
 from actors.weights.shared_memory_file import open_shared_memory_file
+from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig
-from service.errors import RunFailed, WeightsGone
+from service.errors import RunFailed, WeightsCutOff, WeightsGone
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
 
@@ -86,6 +87,7 @@ class FakeVllm:
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self.infos.append(request.init_info)
+        await self.does("join")
 
     async def get_weight_version(self) -> str:
         await self.does("version")
@@ -268,9 +270,14 @@ async def test_what_a_trainer_sends_is_announced_checked_and_loaded_once(tmp_pat
     assert llm.infos == [{"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]]}]
     assert (update.bytes, update.tries, update.write_seconds) == (24, 1, 0.0)
     llm.failing = {"load": 1}
-    with pytest.raises(RunFailed, match="not loaded in 1 tries"):
-        await engine.update_weights(PolicyVersion(1, 2), data, xxhash.xxh3_64_intdigest(data))
-    assert llm.did[-1] == "load", "the trainer sends once, so there is nothing to load a second time"
+    newer = PolicyVersion(1, 2)
+    with pytest.raises(WeightsCutOff, match="load failed in the worker"):
+        await engine.update_weights(newer, data, xxhash.xxh3_64_intdigest(data))
+    assert llm.did[-1] == "load", "the trainer sends once, and the engine stays paused"
+    assert engine.serving == NEW
+    llm.did.clear()
+    await engine.update_weights(newer, data, xxhash.xxh3_64_intdigest(data))
+    assert llm.did == [*LOADED[:4], "label 1:2", "resume"], "the next broadcast is loaded from the start"
 
 
 async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker(tmp_path: Path) -> None:
@@ -287,16 +294,24 @@ async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker
     assert (info["names"], info["gpu"], info["handles"]) == (["w"], "0b4a", [{"storage_handle": "07"}])
 
 
-async def test_an_engine_joins_a_group_of_its_workers_and_the_trainer(tmp_path: Path) -> None:
+MEETING = Meeting("10.0.0.1", 29500, size=5, within=60.0)
+
+
+async def test_an_engines_workers_join_where_and_from_the_rank_that_the_driver_says(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, transport="nccl")
-    await engine.join(("10.0.0.1", 29500))
-    (info,) = llm_of(engine).infos
-    assert (info["master_address"], info["master_port"], info["rank_offset"], info["world_size"]) == (
-        "10.0.0.1",
-        29500,
-        1,
-        2,
-    )
+    await engine.join(MEETING, 3)
+    assert llm_of(engine).infos == [MEETING._asdict() | {"first_rank": 3}]
+
+
+async def test_an_engine_that_cannot_join_is_cut_off_and_goes_on_with_its_weights(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, transport="nccl")
+    llm_of(engine).failing = {"join": 1}
+    with pytest.raises(WeightsCutOff, match="join failed in the worker"):
+        await engine.join(MEETING, 3)
+    assert "pause" not in llm_of(engine).did
+    llm_of(engine).failing, llm_of(engine).errored = {"join": 1}, True
+    with pytest.raises(RunFailed, match="the engine core died"):
+        await engine.join(MEETING, 3)
 
 
 async def test_an_engine_that_is_not_started_is_a_bug_to_ask(tmp_path: Path) -> None:

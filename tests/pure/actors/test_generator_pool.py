@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
 import actors.generator.generator_pool
 from actors.generator.generator_pool import GeneratorPool
+from actors.trainer.group import TrainerLost
 from actors.weights.checksum import PublishedWeights
-from service.config import Config, RunConfig, WeightsConfig
+from actors.weights.weight_group import OVER, Meeting
+from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
-from service.errors import RunFailed, WeightsGone
+from service.errors import RunFailed, Starved, WeightsCutOff, WeightsGone
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import FakeGenerator, Method, died
 
@@ -28,13 +31,15 @@ class FakeTrainer:
     def __init__(self, said: list[str]) -> None:
         self.said = said
         self.newest = PolicyVersion(1, 1)
+        self.meetings: list[Meeting] = []
+        self.lost = False
 
-    async def join_engine(self, engine: str, generator: FakeGenerator) -> None:
-        self.said.append(f"{engine} joins")
-
-    async def begin_send(self, engine: str, version: PolicyVersion) -> bool:
+    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
+        if self.lost:
+            raise TrainerLost("the trainer failed")
         if version == self.newest:
-            self.said.append(f"sends {version} to {engine}")
+            self.said.append(f"sends {version} to {meeting.size - 1}")
+            self.meetings.append(meeting)
         return version == self.newest
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
@@ -52,13 +57,14 @@ class FakeTelemetry:
 class World:
     """A pool of two, and what was said and done."""
 
-    def __init__(self, transport: str, max_restarts: int = 3, **weights: Any) -> None:
+    def __init__(self, transport: str, max_restarts: int = 3, tensor_parallel_size: int = 1, **weights: Any) -> None:
         self.said: list[str] = []
         self.generators = [FakeGenerator(f"generator-{number}", self.said) for number in range(2)]
         self.trainer, self.telemetry, self.told = FakeTrainer(self.said), FakeTelemetry(), list[str]()
         settings = WeightsConfig.model_validate({"transport": transport, **weights})
         run = RunConfig(max_restarts=max_restarts)
-        config = Config(run=run, generator=GeneratorConfig(engines=2), weights=settings)
+        generator = GeneratorConfig(engines=2, tensor_parallel_size=tensor_parallel_size)
+        config = Config(run=run, generator=generator, weights=settings)
         self.pool = GeneratorPool(config, self.generators, self.trainer, self.telemetry, self.told.append)  # type: ignore[arg-type]
 
     async def started(self) -> World:
@@ -126,18 +132,90 @@ async def test_weights_that_no_engine_can_use_are_a_bug_that_is_not_swallowed() 
         await world.publish(1)
 
 
-async def test_an_engine_joins_its_trainer_once_and_again_after_the_trainer_is_another() -> None:
+JOINS = ["generator-0 joins at 1", "generator-1 joins at 2"]
+TAKES = [f"generator-{n} takes 1:1 from weights 1, checksum 1" for n in range(2)]
+
+
+async def test_all_engines_and_the_trainer_are_one_group_which_stays_until_the_trainer_is_another() -> None:
     world = await World("nccl").started()
-    sent = [f"sends 1:1 to generator-{n}" for n in range(2)]
-    took = [f"generator-{n} takes 1:1 from weights 1, checksum 1" for n in range(2)]
-    joins = [f"generator-{n} joins" for n in range(2)]
-    assert await world.publish(1) == sorted(joins + took + sent)
-    assert await world.publish(1) == took + sent
-    for line in took:
-        name = line.split()[0]
-        assert world.said.index(f"sends 1:1 to {name}") < world.said.index(line)
-    world.pool.trainer_started_again()
-    assert await world.publish(1) == sorted(joins + took + sent)
+    assert await world.publish(1) == sorted([*JOINS, *TAKES, "sends 1:1 to 2"])
+    assert [world.said.index(join) < world.said.index(take) for join, take in zip(JOINS, TAKES, strict=True)]
+    assert await world.publish(1) == sorted([*TAKES, "sends 1:1 to 2"])
+    world.pool.trainer_lost()
+    assert await world.publish(1) == sorted([*JOINS, *TAKES, "sends 1:1 to 2"])
+    first, same, another = world.trainer.meetings
+    assert (first.size, first == same, same == another) == (3, True, False)
+
+
+async def test_a_group_has_a_rank_for_each_worker_of_each_engine() -> None:
+    world = await World("nccl", tensor_parallel_size=4).started()
+    said = await world.publish(1)
+    assert [line for line in said if "joins" in line] == ["generator-0 joins at 1", "generator-1 joins at 5"]
+    assert world.trainer.meetings[0].size == 9
+
+
+async def test_two_broadcasts_end_before_the_deadline_of_the_update_and_of_the_ranks_collectives() -> None:
+    for sync_deadline, within in ((300.0, 60.0), (90.0, 30.0)):
+        world = await World("nccl", sync_deadline=sync_deadline).started()
+        await world.publish(1)
+        assert [meeting.within for meeting in world.trainer.meetings] == [within]
+        assert 2 * within < sync_deadline and within < TrainerConfig().collective_deadline
+
+
+def reason_of(meeting: Meeting) -> str:
+    """Why this group is over, as a member reads it."""
+    store = dist.TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False)
+    return store.get(OVER).decode() if store.check([OVER]) else ""
+
+
+@pytest.mark.parametrize("error", [died(), RunFailed("the engine core died"), Starved("no answer of generator-0")])
+async def test_engines_that_were_cut_off_with_one_that_died_receive_in_the_next_group(error: BaseException) -> None:
+    world = await World("nccl").started()
+    world.generators[0].failing["update"] = error
+    waiting = asyncio.Event()
+
+    async def cut_off_once(*arguments: Any) -> None:
+        if not waiting.is_set():
+            waiting.set()
+            meeting = world.trainer.meetings[0]
+            await until(lambda: bool(reason_of(meeting)))
+            raise WeightsCutOff(reason_of(meeting))
+        world.said.append("generator-1 takes")
+
+    world.generators[1].update_weights = Method(cut_off_once)
+    said = await world.publish(1)
+    assert said == sorted(["sends 1:1 to 2", "sends 1:1 to 1", *JOINS, "generator-1 joins at 1", "generator-1 takes"])
+    assert (world.telemetry.failed, len(world.told)) == (1, 1)
+    assert "generator-0 did not take the weights of version 1:1" in world.told[0]
+
+
+async def test_an_engine_that_fails_while_the_group_forms_is_left_out() -> None:
+    world = await World("nccl").started()
+    world.generators[1].failing["join"] = died()
+    world.generators[0].failing["join"] = WeightsCutOff("generator-1 is gone")
+    assert [line for line in await world.publish(1) if "takes" in line] == TAKES[:1]
+    assert (world.telemetry.failed, [each.size for each in world.trainer.meetings]) == (1, [3, 2])
+
+
+async def test_broadcasts_that_fail_though_every_engine_lives_end_the_run_in_one_line() -> None:
+    world = await World("nccl").started()
+
+    async def cut_off(*arguments: Any) -> None:
+        raise WeightsCutOff("unhandled cuda error")
+
+    for generator in world.generators:
+        generator.update_weights = Method(cut_off)
+    with pytest.raises(RunFailed, match=r"version 1:1 reached no engine in 2 broadcasts: unhandled cuda error"):
+        await world.publish(1)
+
+
+async def test_a_trainer_that_is_lost_as_it_should_send_publishes_again_when_it_is_back() -> None:
+    world = await World("nccl").started()
+    world.trainer.lost = True
+    assert await world.publish(1) == []
+    assert world.told == [f"generator-{n} did not take the weights of version 1:1: the trainer failed" for n in (0, 1)]
+    world.trainer.lost = False
+    assert await world.publish(1) == sorted([*JOINS, *TAKES, "sends 1:1 to 2"])
 
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
@@ -188,7 +266,9 @@ async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_
     await until(lambda: len(world.told) == 2)
     (took,) = [line for line in world.said if "takes" in line]
     assert took.startswith("generator-0 takes 1:2")
-    assert ("generator-0 joins" in world.said) == (transport == "nccl")
+    if transport == "nccl":
+        assert "generator-0 joins at 1" in world.said and "sends 1:2 to 1" in world.said, "the others go on"
+        assert [line for line in await world.publish(2) if "joins" in line] == JOINS
     ended.set()
     await running
     assert world.telemetry.failed == 0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
-from threading import Event
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,61 +15,13 @@ import torch.multiprocessing.reductions as reductions
 from actors.trainer.actor import TrainerRank
 from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, checksum_of
 from actors.weights.cuda_ipc import encode_handles, ipc_update_info
-from actors.weights.nccl_broadcast import NcclSender, decode_announcement, encode_announcement, init_info
+from actors.weights.nccl_broadcast import encode_announcement
+from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig
 
 WEIGHTS = {f"layers.{n}.weight": torch.full((2, n + 1), float(n), dtype=torch.bfloat16) for n in range(5)}
 SIZE = PolicySize(sum(tensor.numel() for tensor in WEIGHTS.values()), tied=False)
 CPU = torch.device("cpu")
-
-
-class Vllm:
-    """vLLM's functions of the sending end."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.joined: list[dict[str, Any]] = []
-        self.sent: dict[str, Any] = {}
-        self.done = Event()
-        folder = "vllm.distributed.weight_transfer"
-        for name in ("vllm", "vllm.distributed", folder, f"{folder}.nccl_common", f"{folder}.packed_tensor"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        common: Any = sys.modules[f"{folder}.nccl_common"]
-        packed: Any = sys.modules[f"{folder}.packed_tensor"]
-        common.trainer_init = self._init
-        packed.packed_nccl_broadcast_producer = self._send
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-    def _init(self, info: dict[str, Any]) -> str:
-        self.joined.append(info)
-        return f"group {len(self.joined)}"
-
-    def _send(self, iterator: Any, post_iter_func: Any, **how: Any) -> None:
-        self.sent = how | {"items": [(item[0], post_iter_func(item)) for item in iterator]}
-        self.done.set()
-
-
-@pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
-    return Vllm(monkeypatch)
-
-
-def test_the_trainer_sends_the_announced_tensors_in_their_order_cut_as_the_engines_cut_them(vllm: Vllm) -> None:
-    point = ("10.0.0.1", 29500)
-    sender, theirs = NcclSender(point, workers=2), init_info(point, workers=2)
-    assert vllm.joined == [{name: theirs[name] for name in ("master_address", "master_port", "world_size")}]
-    sender.begin(WEIGHTS, CPU)
-    assert vllm.done.wait(60)
-    sent = vllm.sent
-    assert (sent["group"], sent["src"]) == ("group 1", 0)
-    assert sent["src"] < theirs["rank_offset"] < theirs["world_size"] == 3
-    assert sent["buffer_size_bytes"] == theirs["packed_buffer_size_bytes"]
-    assert sent["num_buffers"] == theirs["packed_num_buffers"]
-    data = encode_announcement(WEIGHTS)
-    specs = decode_announcement(data, checksum_of(data), SIZE)
-    assert [spec.name for spec in specs] == [name for name, _ in sent["items"]] == list(WEIGHTS)
-    for spec, (name, on_device) in zip(specs, sent["items"], strict=True):
-        assert torch.equal(on_device, WEIGHTS[name])
-        assert (spec.shape, spec.n_bytes) == (tuple(on_device.shape), on_device.nbytes)
 
 
 def rank_of(transport: str) -> TrainerRank:
@@ -80,18 +30,26 @@ def rank_of(transport: str) -> TrainerRank:
     return rank
 
 
-def test_a_rank_sends_only_the_version_that_was_asked_for(vllm: Vllm) -> None:
-    rank = rank_of("nccl")
-    rank.join_engine("generator-0", ("10.0.0.1", 29500))
-    assert not rank.begin_send("generator-0", 7), "nothing was gathered yet"
+class Sender:
+    """Writes down what was sent where."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Meeting, list[str]]] = []
+
+    def begin(self, meeting: Meeting, weights: dict[str, torch.Tensor]) -> None:
+        self.sent.append((meeting, list(weights)))
+
+
+def test_a_rank_sends_only_the_version_that_was_asked_for() -> None:
+    rank, meeting = rank_of("nccl"), Meeting("10.0.0.1", 29500, 3, 60.0)
+    sender = rank._sender = Sender()  # type: ignore[assignment]
+    assert not rank.begin_send(7, meeting), "nothing was gathered yet"
     data, checksum = rank.weights(7)
     assert (data.tobytes(), checksum) == (encode_announcement(WEIGHTS), checksum_of(encode_announcement(WEIGHTS)))
-    assert rank.begin_send("generator-0", 7)
-    assert vllm.done.wait(60)
+    assert rank.begin_send(7, meeting)
     rank.weights(8)
-    vllm.done.clear()
-    assert not rank.begin_send("generator-0", 7)
-    assert not vllm.done.is_set()
+    assert not rank.begin_send(7, meeting)
+    assert sender.sent == [(meeting, list(WEIGHTS))]
 
 
 def test_a_rank_shares_the_newest_version_whose_work_on_the_gpu_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""Checks every node where a rank or an engine will run, before anything loads: its GPUs, and the files of the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+import ray.exceptions
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.calls import in_a_line
+from service.errors import RunFailed, UserError
+
+NODE_SECONDS = 300.0
+"""Seconds in which all nodes must answer; the first process on a node reads Python's packages from a cold disk."""
+
+
+class RunFiles(NamedTuple):
+    """What every node must have at the same path as the driver."""
+
+    sizes: Mapping[str, int | None]
+    """Bytes by path; None for a folder."""
+    written: str | None = None
+    """The run folder, which ranks and engines write into."""
+
+    @staticmethod
+    def of(model_folder: Path, data: Iterable[Path], run_folder: Path | None = None) -> RunFiles:
+        """A model with all its files, data sets, and the run folder, if there is one."""
+        files = sorted(path for path in model_folder.iterdir() if path.is_file())
+        sizes = {str(model_folder): None} | {str(path): path.stat().st_size for path in (*files, *data)}
+        return RunFiles(sizes, None if run_folder is None else str(run_folder))
+
+    def problem(self) -> str | None:
+        """What the machine of this process lacks, in words; None where it has all."""
+        for path, size in self.sizes.items():
+            if not os.path.exists(path):
+                return f"has no {path}"
+            if not os.access(path, os.R_OK):
+                return f"may not read {path}"
+            if size is not None and (found := os.path.getsize(path)) != size:
+                return f"has another {path}, of {found} bytes instead of {size}"
+        if self.written is not None and not os.access(self.written, os.W_OK):
+            return f"cannot write into the run folder {self.written}"
+        return None
+
+
+def check_nodes(room: PlacementGroup, bundles: Sequence[Mapping[str, float]], files: RunFiles) -> None:
+    """Check each node that has a bundle of the placement group.
+
+    Raises:
+        UserError: a line for each node that cannot use its GPUs or lacks a file.
+        RunFailed: a node did not answer.
+    """
+    gpus = [bundle.get("GPU", 0) for bundle in bundles]
+    bundle_of = {node: bundle for bundle, node in placement_group_table(room)["bundles_to_node_id"].items()}
+    here = ray.get_runtime_context().get_node_id()
+    said = [look(files, gpus[bundle_of.pop(here)] > 0)] if here in bundle_of else []
+    asked = [
+        ray.remote(look)
+        .options(num_cpus=0, num_gpus=gpus[bundle], scheduling_strategy=PlacementGroupSchedulingStrategy(room, bundle))
+        .remote(files, gpus[bundle] > 0)
+        for bundle in bundle_of.values()
+    ]
+    try:
+        said += ray.get(asked, timeout=NODE_SECONDS)
+    except ray.exceptions.RayError as error:
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        nodes = ", ".join(addresses.get(node, node) for node in bundle_of)
+        raise RunFailed(
+            f"one of the nodes {nodes} did not answer the check of its files: {in_a_line(error)}"
+        ) from error
+    if lines := [line for line in said if line is not None]:
+        raise UserError("\n".join(sorted(lines)))
+
+
+def look(files: RunFiles, on_gpu: bool) -> str | None:
+    """What keeps this node from taking part in the run, in one line; None if nothing does."""
+    where = f"node {ray.util.get_node_ip_address()}"
+    if on_gpu:
+        from actors.driver.cuda import unusable_cuda  # imports torch, which takes seconds
+
+        if (why := unusable_cuda()) is not None:
+            return f"{where} has GPUs, but PyTorch cannot use them: {why}"
+    if (lacks := files.problem()) is None:
+        return None
+    return f"{where} {lacks}; ranks or engines run there: every node needs the same files at the same paths"

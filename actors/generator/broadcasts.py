@@ -1,0 +1,149 @@
+"""The driver's end of broadcasts: who is in the group, when it is formed anew, and what happens to those cut off.
+
+publication    group of rank 0 and all engines that are up     every engine receives
+one has died   the group is cut off for all                    a new group without it; those cut off receive
+one is back    group of rank 0 and that engine                 it receives; the next publication has a group of all
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+import ray.exceptions
+from torch._C._distributed_c10d import TCPStore
+
+from actors.calls import call, in_a_line
+from actors.trainer.group import TrainerGroup
+from actors.weights.checksum import PublishedWeights
+from actors.weights.weight_group import OVER, Meeting, open_store
+from service.config import Config
+from service.errors import BatonError, RunFailed, WeightsCutOff
+from service.types import PolicyVersion
+
+ANSWER_SECONDS = 30.0
+"""Seconds, beyond the deadline of the broadcast, in which an engine must answer."""
+MAX_FUTILE = 2
+"""Broadcasts of one version that are cut off though no engine was lost, after which the run fails."""
+TRIES = 3
+"""Broadcasts that fit into `weights.sync_deadline`."""
+
+ENGINE_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, BatonError)
+"""Errors of a call to an engine that is lost for this broadcast; any other error is a bug."""
+
+
+class Group(NamedTuple):
+    """Rank 0 and some engines."""
+
+    engines: list[str]
+    """In the order of their ranks."""
+    store: TCPStore
+    meeting: Meeting
+
+
+class Broadcasts:
+    """Sends weights to engines by one group of them and the trainer's first rank."""
+
+    def __init__(self, config: Config, generators: Mapping[str, Any], trainer: TrainerGroup) -> None:
+        self._generators = generators
+        self._trainer = trainer
+        self._workers = config.generator.tensor_parallel_size
+        # Half of a collective's deadline, because a broadcast that hangs may hold rank 0 in a collective.
+        self._within = min(config.weights.sync_deadline / TRIES, config.trainer.collective_deadline / 2)
+        self._group: Group | None = None
+        self._is_over = True
+        """A new group has to be formed."""
+
+    async def send(
+        self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights
+    ) -> dict[str, BaseException]:
+        """Send weights to these engines; returns why an engine was lost, by name.
+
+        An engine that lives and was cut off receives them in the next group. Where the trainer has newer weights, none
+        are sent, because they are about to be published.
+
+        Raises:
+            RunFailed: broadcasts were cut off again though no engine was lost.
+            TrainerLost: the trainer does not answer.
+        """
+        lost: dict[str, BaseException] = {}
+        left, futile = list(names), 0
+        while left:
+            failed = await self._broadcast(left, version, weights)
+            gone = {name: error for name, error in failed.items() if not isinstance(error, WeightsCutOff)}
+            left = [name for name in failed if name not in gone]
+            futile += bool(left and not gone)
+            if futile == MAX_FUTILE:
+                why = in_a_line(failed[left[0]])
+                raise RunFailed(f"the weights of version {version} reached no engine in {futile} broadcasts: {why}")
+            lost |= gone
+        return lost
+
+    def cut_off(self, why: str) -> None:
+        """End the group, whatever its members wait for; the next broadcast forms another."""
+        if self._group is not None and not self._is_over:
+            self._group.store.set(OVER, why)
+        self._is_over = True
+
+    def forget(self, name: str) -> None:
+        """An engine's process is gone."""
+        if self._group is not None and name in self._group.engines:
+            self.cut_off(f"{name} is gone")
+
+    def _formed(self, names: list[str]) -> Group:
+        """A new group of these engines, in place of the one before."""
+        self.cut_off("another group takes its place")
+        address = ray.util.get_node_ip_address()
+        store = open_store(address)
+        meeting = Meeting(address, store.port, 1 + len(names) * self._workers, self._within)
+        self._group, self._is_over = Group(names, store, meeting), False
+        return self._group
+
+    async def _broadcast(
+        self, names: list[str], version: PolicyVersion, weights: PublishedWeights
+    ) -> dict[str, BaseException]:
+        """One broadcast; returns the error of each engine that did not take the weights."""
+        group, first_ranks = self._group, dict[str, int]()
+        if group is None or self._is_over or group.engines != names:
+            group = self._formed(names)
+            first_ranks = {name: 1 + place * self._workers for place, name in enumerate(names)}
+        takes: dict[str, asyncio.Future[None]] = {}
+        try:
+            if not await self._trainer.begin_send(version, group.meeting):
+                self.cut_off("the trainer has newer weights")
+                return {}
+            for name in names:
+                taking = self._take(name, group.meeting, first_ranks.get(name), version, weights)
+                takes[name] = asyncio.ensure_future(taking)
+            await asyncio.wait(takes.values(), return_when=asyncio.FIRST_EXCEPTION)
+            for name, error in _errors(takes).items():
+                self.cut_off(f"{name}: {in_a_line(error)}")
+            await asyncio.wait(takes.values())
+        except BaseException:  # the trainer is lost, or the broadcast was given up: nobody waits for the engines
+            self.cut_off("the broadcast was given up")
+            for take in takes.values():
+                take.cancel()
+            raise
+        failed = _errors(takes)
+        for error in failed.values():
+            if not isinstance(error, ENGINE_FAILED):
+                raise error
+        return failed
+
+    async def _take(
+        self, name: str, meeting: Meeting, first_rank: int | None, version: PolicyVersion, weights: PublishedWeights
+    ) -> None:
+        """Let an engine join the group, if the group is new, and receive."""
+        generator, within = self._generators[name], self._within + ANSWER_SECONDS
+        if first_rank is not None:
+            await call(generator.join_trainer, meeting, first_rank, who=name, within=within)
+        update = generator.update_weights
+        await call(update, version.pack(), weights.data, weights.checksum, who=name, within=within)
+
+
+def _errors(takes: Mapping[str, asyncio.Future[None]]) -> dict[str, BaseException]:
+    """The errors of those that have failed by now."""
+    ended = ((name, take.exception()) for name, take in takes.items() if take.done())
+    return {name: error for name, error in ended if error is not None}

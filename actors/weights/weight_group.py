@@ -1,0 +1,201 @@
+"""A process group through which weights are broadcast: the trainer's first rank and all workers of some engines.
+
+    driver        hosts the store where the members meet; writes `OVER` into it to end the group
+    rank 0        the trainer's first rank, which sends
+    rank 1, 2 ... the engines' workers, which receive
+
+No member waits without a deadline, and none for a member that has failed: each looks at `OVER` while it waits, and a
+member that fails writes it. Tensors of GPUs go by NCCL, on a communicator and streams of the group's own, so that they
+take part in no other collective; tensors in CPU memory go by gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
+
+from service.errors import WeightsCutOff
+
+BUCKET_BYTES = 128 << 20
+"""Bytes that are broadcast at once. An end holds two buckets."""
+
+OVER = "over"
+"""Key of the store: why the group has ended."""
+HERE = "here"
+"""Key of the store: how many members are there."""
+
+CHECK_SECONDS = 0.1
+"""Seconds between two looks at `OVER`."""
+PAUSE_SECONDS = 0.0005
+"""Seconds between two looks at an operation under way."""
+
+LEAVE_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Read by torch where a group is made. Else torch's watchdog ends the whole process when a member of the group dies."""
+
+
+class Meeting(NamedTuple):
+    """What all members of a group agree on."""
+
+    address: str
+    port: int
+    """Of the driver's store."""
+    size: int
+    """Members, the trainer's first rank included."""
+    within: float
+    """Seconds in which all must have met, and in which each broadcast must end."""
+    bucket_bytes: int = BUCKET_BYTES
+
+
+def open_store(address: str) -> TCPStore:
+    """The store of a new group, in this process, which is no member."""
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+
+
+class WeightGroup:
+    """One member's end of a group."""
+
+    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
+        """Join, and wait until all members have.
+
+        Raises:
+            WeightsCutOff: a member did not come in time, or the group is over.
+        """
+        self.meeting = meeting
+        self._limit = timedelta(seconds=meeting.within)
+        self._device = device
+        self._backend: Any = None
+        self._control = self._store()
+        with self.under_way():
+            self._control.add(HERE, 1)
+            self._wait(lambda: self._control.add(HERE, 0) >= meeting.size)
+            # In a thread, because it waits for the other members without a look at the deadline or at `OVER`.
+            self._backend = self._result_of(
+                lambda: _make_backend(self._store(), rank, meeting.size, device, self._limit)
+            )
+
+    def _store(self) -> TCPStore:
+        address, port = self.meeting.address, self.meeting.port
+        try:
+            return TCPStore(address, port, is_master=False, timeout=self._limit, wait_for_workers=False)
+        except RuntimeError as error:
+            raise WeightsCutOff(f"the driver's store at {address}:{port} does not answer: {error}") from error
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """One act of all members, which must end in time; where this member fails, the group is over for all.
+
+        Raises:
+            WeightsCutOff: the group is over, or the time.
+        """
+        self._until = time.monotonic() + self.meeting.within
+        self._looked = 0.0
+        try:
+            yield
+        except BaseException as error:  # whatever it is, the other members must not wait for this one
+            self.end(str(error) or type(error).__name__)
+            raise
+
+    def broadcast(self, tensor: Tensor) -> dist.Work:
+        """Begin to send this tensor from rank 0 into that of every other member, after the current stream's work."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.asyncOp = True  # on the communicator's own stream
+        work: dist.Work = self._backend.broadcast([tensor], options)
+        return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a broadcast; on a GPU, what this thread queues from now on finds its data.
+
+        Raises:
+            WeightsCutOff: it failed, the group is over, or the time.
+        """
+        self._wait(work.is_completed)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WeightsCutOff(f"a broadcast failed: {error}") from error
+        if not work.is_success():
+            raise WeightsCutOff("a broadcast failed")
+
+    def end(self, why: str) -> None:
+        """Say to all members that the group is over, and abort what is under way here."""
+        with suppress(RuntimeError):  # the driver is gone, or has ended the group itself
+            self._control.compare_set(OVER, "", why)
+        backend, self._backend = [self._backend], None
+        # In a thread, because both the abortion and the end of the object may wait for what is under way.
+        Thread(target=_abort, args=(backend,), daemon=True, name="abort-broadcast").start()
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        while not done():
+            now = time.monotonic()
+            if now > self._until:
+                raise WeightsCutOff(f"the trainer and the engines were not done within {self.meeting.within:g} s")
+            if now > self._looked + CHECK_SECONDS:
+                self._looked = now
+                self._raise_if_over()
+            time.sleep(PAUSE_SECONDS)
+
+    def _raise_if_over(self) -> None:
+        try:
+            why = self._control.get(OVER).decode() if self._control.check([OVER]) else None
+        except RuntimeError as error:
+            raise WeightsCutOff(f"the driver's store is gone: {error}") from error
+        if why is not None:
+            raise WeightsCutOff(why)
+
+    def _result_of(self, make: Callable[[], Any]) -> Any:
+        """What a function returns, called in a thread that is left behind at the deadline."""
+        made: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(make())
+            except Exception as error:  # noqa: BLE001 - raised by `result` below
+                made.set_exception(error)
+
+        Thread(target=run, daemon=True, name="join-broadcast").start()
+        self._wait(made.done)
+        try:
+            return made.result()
+        except RuntimeError as error:
+            raise WeightsCutOff(f"the trainer and the engines did not connect: {error}") from error
+
+
+def _make_backend(store: Store, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    with _environment(LEAVE_ERRORS):
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _abort(held: list[Any]) -> None:
+    if (backend := held.pop()) is not None:
+        backend.abort()
