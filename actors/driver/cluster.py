@@ -37,7 +37,7 @@ from actors.generator.engine_arguments import SCRATCH
 from actors.generator.retrieval import with_retrieval
 from actors.observe.logs import log_env
 from actors.observe.metrics_hub import MetricsHub
-from actors.trainer.actor import TrainerRank
+from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from service.cli.phases import say
 from service.config import Config
@@ -192,10 +192,9 @@ def place_actors(config: Config, prepared: Prepared, journal: Path) -> Cluster:
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:
     """Create the trainer's ranks, which report to the metrics hub, if there is one."""
     config_json = config.model_dump_json()
+    actor = ray.remote(concurrency_groups={SENDING: 1})(TrainerRank)
     ranks = [
-        ray.remote(TrainerRank)
-        .options(**rank_options(config, gpus, room, rank))
-        .remote(config_json, rank, hub, gpus > 0)
+        actor.options(**rank_options(config, gpus, room, rank)).remote(config_json, rank, hub, gpus > 0)
         for rank in range(config.trainer.ranks)
     ]
     return TrainerGroup(config, ranks)

@@ -22,7 +22,6 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.generator.engine import engine_env
-from actors.trainer.actor import SENDING
 from service.config import Config
 from service.errors import RunFailed, UserError
 
@@ -175,7 +174,6 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
         "num_gpus": SHARED_GPU if gpus and shares else gpus,
         "resources": {name: n for name, n in bundle.items() if name.startswith("accelerator_type:")},
         "max_restarts": -1,
-        "concurrency_groups": {SENDING: 1},
         "runtime_env": {"env_vars": env_vars},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank),
     }

@@ -37,6 +37,8 @@ HERE = "here"
 
 CHECK_SECONDS = 0.1
 """Seconds between two looks at `OVER`."""
+ARRIVAL_SECONDS = 0.02
+"""Seconds between two looks, over the network, at how many members are there."""
 PAUSE_SECONDS = 0.0005
 """Seconds between two looks at an operation under way."""
 
@@ -78,7 +80,7 @@ class WeightGroup:
         self._control = self._store()
         with self.under_way():
             self._control.add(HERE, 1)
-            self._wait(lambda: self._control.add(HERE, 0) >= meeting.size)
+            self._wait(lambda: self._control.add(HERE, 0) >= meeting.size, ARRIVAL_SECONDS)
             # In a thread, because it waits for the other members without a look at the deadline or at `OVER`.
             self._backend = self._result_of(
                 lambda: _make_backend(self._store(), rank, meeting.size, device, self._limit)
@@ -136,7 +138,7 @@ class WeightGroup:
         # In a thread, because both the abortion and the end of the object may wait for what is under way.
         Thread(target=_abort, args=(backend,), daemon=True, name="abort-broadcast").start()
 
-    def _wait(self, done: Callable[[], bool]) -> None:
+    def _wait(self, done: Callable[[], bool], pause: float = PAUSE_SECONDS) -> None:
         while not done():
             now = time.monotonic()
             if now > self._until:
@@ -144,7 +146,7 @@ class WeightGroup:
             if now > self._looked + CHECK_SECONDS:
                 self._looked = now
                 self._raise_if_over()
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(pause)
 
     def _raise_if_over(self) -> None:
         try:
