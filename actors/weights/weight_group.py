@@ -77,6 +77,8 @@ class WeightGroup:
         self._limit = timedelta(seconds=meeting.within)
         self._device = device
         self._backend: Any = None
+        self._works: list[dist.Work] = []
+        """Broadcasts that were begun and not waited for."""
         self._control = self._store()
         with self.under_way():
             self._control.add(HERE, 1)
@@ -114,6 +116,7 @@ class WeightGroup:
         options.rootRank, options.rootTensor = 0, 0
         options.asyncOp = True  # on the communicator's own stream
         work: dist.Work = self._backend.broadcast([tensor], options)
+        self._works.append(work)
         return work
 
     def wait(self, work: dist.Work) -> None:
@@ -129,14 +132,15 @@ class WeightGroup:
             raise WeightsCutOff(f"a broadcast failed: {error}") from error
         if not work.is_success():
             raise WeightsCutOff("a broadcast failed")
+        self._works.remove(work)
 
     def end(self, why: str) -> None:
         """Say to all members that the group is over, and abort what is under way here."""
         with suppress(RuntimeError):  # the driver is gone, or has ended the group itself
             self._control.compare_set(OVER, "", why)
-        backend, self._backend = [self._backend], None
-        # In a thread, because both the abortion and the end of the object may wait for what is under way.
-        Thread(target=_abort, args=(backend,), daemon=True, name="abort-broadcast").start()
+        backend, self._backend = self._backend, None
+        if backend is not None:  # in a thread, because the abortion may wait for what is under way
+            Thread(target=_abort, args=(backend, self._works), daemon=True, name="abort-broadcast").start()
 
     def _wait(self, done: Callable[[], bool], pause: float = PAUSE_SECONDS) -> None:
         while not done():
@@ -198,6 +202,9 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _abort(held: list[Any]) -> None:
-    if (backend := held.pop()) is not None:
-        backend.abort()
+def _abort(backend: Any, works: list[dist.Work]) -> None:
+    """Abort a group, and hold it until its operations have ended: its destructor would wait for those of gloo, which
+    end by their own timeout, and meanwhile hold Python's lock."""
+    backend.abort()
+    while not all(work.is_completed() for work in works):
+        time.sleep(CHECK_SECONDS)

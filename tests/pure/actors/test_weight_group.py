@@ -23,7 +23,7 @@ from actors.weights.weight_group import BUCKET_BYTES, LEAVE_ERRORS, OVER, Meetin
 from service.errors import WeightsCutOff
 
 CPU = torch.device("cpu")
-LONG, SHORT = 120.0, 1.0
+LONG, SHORT = 60.0, 1.0
 SLACK = 20.0
 """Seconds that a loaded machine may add to a deadline."""
 WEIGHTS = {
