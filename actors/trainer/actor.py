@@ -29,6 +29,7 @@ from service.config import Config
 from service.errors import UserError
 from service.handoff.steps.wire import decode_mini_batch
 from service.learn.learner import Learner, StepReport
+from service.learn.model.policy import Policy
 from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow
 
@@ -71,8 +72,12 @@ class TrainerRank:
             free.bind((address, 0))
             return address, int(free.getsockname()[1])
 
-    def load(self, meeting_point: MeetingPoint, model_folder: str) -> None:
-        """Join the process group and load the policy from disk.
+    def node(self) -> str:
+        """The id of this rank's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def load(self, meeting_point: MeetingPoint, model_folder: str, nodes: Sequence[str]) -> None:
+        """Join the process group and load the policy from disk; `nodes` names the node of each rank.
 
         Raises:
             UserError: this rank was given a GPU that PyTorch cannot use.
@@ -93,7 +98,8 @@ class TrainerRank:
                 world_size=self._world_size,
                 timeout=timedelta(seconds=self._config.trainer.collective_deadline),
             )
-        self._learner = Learner(self._config, Path(model_folder), self._device, self._rank, self._world_size)
+        where = Path(model_folder), self._device, self._rank, self._world_size
+        self._learner = Learner(self._config, *where, Policy(self._config, *where, nodes=nodes))
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Supervised steps on demonstrations; returns the last step's cross-entropy per token."""

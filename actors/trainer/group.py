@@ -46,7 +46,8 @@ class TrainerGroup:
         """
         self._processes = await self._call_all("process", within=self._start_deadline)
         meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
-        await self._call_all("load", meeting_point, str(model_folder), within=self._start_deadline)
+        nodes = await self._call_all("node", within=self._start_deadline)
+        await self._call_all("load", meeting_point, str(model_folder), nodes, within=self._start_deadline)
 
     async def restart(self, model_folder: Path) -> None:
         """End every rank's process and form a new group.

@@ -13,9 +13,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from service.cli.phases import phase
 from service.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from service.config import Config
 
 QUIET_SECONDS = 2.0
 """Seconds of a simulation after which a line says that it goes on."""
@@ -66,11 +70,29 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
             from service.learn.losses.loss import loss_named
 
             loss_named(config.algorithm.loss)
-    for line in missing:
-        print(f"note: {line}")
+        estimates = _estimates(config)
+    for line in (*(f"note: {line}" for line in missing), *estimates):
+        print(line)
     files = ", ".join(str(file) for file in arguments.config)
     print(f"{files}: fine" + (", but it cannot be run here" if missing else ""))
     return 0
+
+
+def _estimates(config: Config) -> list[str]:
+    """What the model of a configuration takes of its GPUs; nothing where the model is not here, or no GPU's.
+
+    Raises:
+        UserError: it is too large for GPUs whose memory is known.
+    """
+    from service.config.model_folder import is_model_folder
+
+    if config.model.path is None or not is_model_folder(config.model.path) or config.model.dtype != "bfloat16":
+        return []
+    from service.learn.estimate.fit import GPU_BYTES, fit, refuse_too_large
+
+    found = refuse_too_large(config, config.model.path) or fit(config, config.model.path, GPU_BYTES["H100"])
+    problem = found.problem()
+    return [*found.lines(), *([f"note: on a GPU of 80 GB it does not fit: {problem}"] if problem else [])]
 
 
 def config_schema(arguments: argparse.Namespace, overrides: list[str]) -> int:

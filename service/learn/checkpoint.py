@@ -45,7 +45,7 @@ class CheckpointMetadata(BaseModel):
     shapes: dict[str, tuple[int, ...]]
     """Shape of each whole weight, by name."""
     world_size: int = Field(ge=1)
-    """Ranks that wrote the checkpoint."""
+    """Ranks that wrote the checkpoint: those of one copy of the policy."""
 
     @property
     def parts(self) -> list[str]:

@@ -55,7 +55,7 @@ class Learner:
         self._objective = Objective(config, device, self.policy.accumulation_dtype)
         self._frozen = FrozenWeights(config.algorithm, self.policy)
         self._optimizer = Optimizer(self.policy.master_weights, config.trainer.betas, config.trainer.weight_decay)
-        self._writer = CheckpointWriter(rank, world_size)
+        self._writer = CheckpointWriter(self.policy.shard, self.policy.n_shards)
         self.steps = 0
         """Optimizer steps applied so far."""
 
@@ -111,7 +111,7 @@ class Learner:
     def _apply(self, sums: Sums, n_tokens: int) -> StepReport:
         """Take the optimizer step if loss and gradient are finite over all ranks."""
         trainer, master_weights = self._config.trainer, self.policy.master_weights
-        sums.add("grad_square", square_norm(master_weights.gradients(), self.policy.device))
+        sums.add("grad_square", square_norm(master_weights.gradients(), self.policy.device) / self.policy.n_copies)
         lr = learning_rate(trainer, self.steps, self._config.run.max_steps)
         metrics = step_metrics(sums.totals(), n_tokens) | {"policy/policy_lr": lr}
         reason = not_finite(metrics)
@@ -132,9 +132,11 @@ class Learner:
                 "steps": self.steps,
                 "frozen": self._frozen.taken_at,
                 "shapes": self._shapes(),
-                "world_size": self.policy.world_size,
+                "world_size": self.policy.n_shards,
             }
         )
+        if self.policy.copy > 0:
+            return  # the ranks of the first copy hold the same
         self._writer.start(folder, self._state(), metadata)
         if not background:
             self.finish_save()
@@ -153,7 +155,7 @@ class Learner:
         check_parts(folder, metadata, self._shapes())
         for kind, taken_at in metadata.frozen.items():
             self._frozen.take(kind, taken_at)
-        read_parts(folder, self._state(), metadata, self.policy.rank, self.policy.world_size)
+        read_parts(folder, self._state(), metadata, self.policy.shard, self.policy.n_shards)
         self.steps = metadata.steps
         self._optimizer.set_steps(self.steps)
         self.policy.master_weights.write_back()

@@ -89,7 +89,7 @@ class SupervisedSteps:
             loss = -policy.model(policy.to_device(micro)).logprob_M.sum() / n_tokens
             loss.backward()
             sums.add("loss", loss)
-        sums.add("grad_square", square_norm(policy.master_weights.gradients(), policy.device))
+        sums.add("grad_square", square_norm(policy.master_weights.gradients(), policy.device) / policy.n_copies)
         return sums.totals()
 
 

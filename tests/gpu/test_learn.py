@@ -67,9 +67,10 @@ def test_a_fused_function_is_the_plain_one(function: Any) -> None:
     tokens = torch.randint(0, 5003, (33,), device=CUDA, generator=generator)
     inverse = torch.linspace(0.5, 2.0, 33, device=CUDA)
     plain = logprob.statistics.__wrapped__(logits, tokens, inverse)
-    arguments = (logits, tokens, inverse)
+    arguments: tuple[Any, ...] = (logits, tokens, inverse)
     if function is logprob.logit_gradient:
-        arguments += (plain[2], plain[1], *torch.randn(2, 33, device=CUDA, generator=generator))
+        of_tokens = torch.randn(2, 33, device=CUDA, generator=generator)
+        arguments = (logits, torch.float32, tokens, inverse, plain[2], plain[1], *of_tokens)
     torch.testing.assert_close(function(*arguments), function.__wrapped__(*arguments), atol=1e-5, rtol=1e-5)
 
 

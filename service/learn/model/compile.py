@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,6 +23,26 @@ log = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_call_as_on_gpu: ContextVar[Callable[..., Any] | None] = ContextVar("_call_as_on_gpu", default=None)
+
+
+@contextmanager
+def as_on_gpu(call_compiled: Callable[..., Any]) -> Iterator[None]:
+    """While the block runs, CPU tensors take the paths of CUDA tensors, for an estimate with fake tensors.
+
+    `call_compiled(function, *arguments)` calls a function that would be compiled.
+    """
+    token = _call_as_on_gpu.set(call_compiled)
+    try:
+        yield
+    finally:
+        _call_as_on_gpu.reset(token)
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether tensors of this device are on a GPU, or stand for such in an estimate."""
+    return device.type == "cuda" or _call_as_on_gpu.get() is not None
+
 
 def compiled_on_gpu(function: Function) -> Function:
     """Decorator: compile on CUDA, where each pass over memory costs time; run as written on CPU.
@@ -34,6 +56,8 @@ def compiled_on_gpu(function: Function) -> Function:
 
     @wraps(function)
     def choose(first: Tensor, *others: Any) -> Any:
+        if call := _call_as_on_gpu.get():
+            return call(function, first, *others)
         use_compiled = first.is_cuda and compiler_works(first.device)
         return compiled()(first, *others) if use_compiled else function(first, *others)
 

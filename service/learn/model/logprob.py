@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from service.learn.model.compile import compiled_on_gpu
+from service.learn.model.compile import compiled_on_gpu, on_gpu
 
 CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits held at once: 32 MiB in float32 on CPU, 1 GiB on a GPU, whose products need many rows to be fast."""
@@ -35,7 +35,7 @@ def token_logprobs(
 
     Reduced in float32 (float64 for a float64 model), whatever type the logits are computed in.
     """
-    entries = chunk_entries or CHUNK_ENTRIES[hidden_MD.device.type]
+    entries = chunk_entries or CHUNK_ENTRIES["cuda" if on_gpu(hidden_MD.device) else "cpu"]
     rows = max(1, entries // head_VD.shape[0])
     inverse_M = temperature_M.reciprocal()
     logprob_M, entropy_M = _ChunkedLogprob.apply(hidden_MD, head_VD, token_ids_M, inverse_M, rows)  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """A matrix product in the accumulation type; on a GPU without rounding to bfloat16 first."""
-    if left.is_cuda and left.dtype == torch.bfloat16:
+    if on_gpu(left.device) and left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).to(accumulation_dtype(left.dtype))
 
@@ -58,7 +58,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a matrix product to a sum in the accumulation type, without memory for the product where a kernel can."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif left.is_cuda and left.dtype == torch.bfloat16 and _adds_in_float32(left.device):
+    elif on_gpu(left.device) and left.dtype == torch.bfloat16 and (not left.is_cuda or _adds_in_float32(left.device)):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += _product(left, right)
@@ -90,6 +90,7 @@ def statistics(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> t
 @compiled_on_gpu
 def logit_gradient(
     logits: Tensor,
+    dtype: torch.dtype,
     tokens: Tensor,
     inverse_temperature: Tensor,
     normaliser: Tensor,
@@ -97,7 +98,7 @@ def logit_gradient(
     of_logprob: Tensor,
     of_entropy: Tensor,
 ) -> Tensor:
-    """Gradient of `of_logprob * logprob + of_entropy * entropy` by the logits.
+    """Gradient of `of_logprob * logprob + of_entropy * entropy` by the logits, in a type.
 
     d logprob / d logit_v = [v is the token] - p_v;    d entropy / d logit_v = -p_v (log p_v + entropy)
     """
@@ -107,7 +108,7 @@ def logit_gradient(
     gradient = -probability * (of_logprob[:, None] + of_entropy[:, None] * surprise)
     is_token = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
     gradient = torch.where(is_token, gradient + of_logprob[:, None], gradient)
-    return gradient * inverse_temperature[:, None]
+    return (gradient * inverse_temperature[:, None]).to(dtype)
 
 
 class _ChunkedLogprob(torch.autograd.Function):
@@ -136,7 +137,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
             logits = _product(hidden[part], head.t())
-            of_logits = logit_gradient(logits, *(value[part] for value in (*of_tokens, *gradients))).to(hidden.dtype)
+            of_logits = logit_gradient(logits, hidden.dtype, *(value[part] for value in (*of_tokens, *gradients)))
             of_hidden[part] = of_logits @ head
             _add_product(of_head, of_logits.t(), hidden[part])
         return of_hidden, of_head.to(head.dtype), None, None, None

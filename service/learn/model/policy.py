@@ -7,18 +7,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from service.config.tree import Config
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.attention import use_fastest_attention
-from service.learn.model.compile import compiles_layers
+from service.learn.model.compile import compiles_layers, on_gpu
 from service.learn.model.experts import split_experts
 from service.learn.model.hf_checkpoint import load_weights, write_folder
 from service.learn.model.hf_config import read_config
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.master_weights import MasterWeights
 from service.learn.model.policy_model import allocate, empty_model
-from service.learn.model.sharding import full_state_dict, reshard, shard
+from service.learn.model.sharding import full_state_dict, ranks_by_node, reshard, shard
 from service.types import MicroBatch
 
 
@@ -33,8 +34,10 @@ class Policy:
         rank: int,
         world_size: int,
         random_weights: bool = False,
+        nodes: Sequence[str] | None = None,
     ) -> None:
-        """`random_weights`: draw them instead of reading them, where only the model's shape matters."""
+        """`random_weights`: draw them instead of reading them, where only the model's shape matters; `nodes`: the node
+        of each rank, None if all are on one."""
         self.device = device
         self.rank = rank
         self.world_size = world_size
@@ -42,20 +45,29 @@ class Policy:
         self.accumulation_dtype = accumulation_dtype(self.dtype)
         self._folder = folder
         trainer = config.trainer
+        copies = [list(range(world_size))] if nodes is None or trainer.shard_within == "all" else ranks_by_node(nodes)
+        self.n_copies, self.n_shards = len(copies), len(copies[0])
+        """Whole copies of the policy among the ranks; shards of each."""
+        self.copy = next(number for number, ranks in enumerate(copies) if rank in ranks)
+        self.shard = copies[self.copy].index(rank)
+        """Number of this rank's shard in its copy."""
         self._device_settings = DeviceSettings(
             device,
             self.accumulation_dtype,
             config.algorithm.reduction,
             trainer.layout,
-            variable_length=device.type == "cuda" and self.dtype == torch.bfloat16,
+            variable_length=on_gpu(device) and self.dtype == torch.bfloat16,
         )
         use_fastest_attention(device)
         hf_config = read_config(folder)
         self.vocab_size: int = hf_config.vocab_size
         trainer = trainer.model_copy(update={"compile": compiles_layers(hf_config, trainer, device, self.dtype)})
-        self.model = empty_model(hf_config, self.dtype if world_size == 1 else self.accumulation_dtype, trainer)
-        if world_size > 1:
-            shard(self.model, self.model.layers, device, world_size, self.dtype, trainer.cpu_offload)
+        dtype = self.dtype if world_size == 1 else self.accumulation_dtype
+        # a model without memory needs no fake tensors, and a mesh of ranks cannot be made of them
+        with unset_fake_temporarily():
+            self.model = empty_model(hf_config, dtype, trainer)
+            if world_size > 1:
+                shard(self.model, self.model.layers, device, copies, self.dtype, trainer.cpu_offload)
         allocate(self.model, hf_config, device, trainer.cpu_offload and world_size > 1)
         self.master_weights = MasterWeights(self.model, self.dtype, world_size, trainer.cpu_offload)
         if random_weights:

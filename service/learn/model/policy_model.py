@@ -75,7 +75,9 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerCo
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     compile_layers(whole, trainer)
     if trainer.gradient_checkpointing:
-        whole.gradient_checkpointing_enable({"use_reentrant": False})
+        whole.gradient_checkpointing_enable(
+            {"use_reentrant": False}, every_n_layers=int(trainer.gradient_checkpointing)
+        )
     model = PolicyModel(whole.model, None if config.tie_word_embeddings else whole.lm_head)
     model.train()
     return model

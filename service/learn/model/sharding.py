@@ -9,33 +9,58 @@ Shards are chunks of dimension 0, all of one size but the last:
 
     5 rows on 2 ranks       rank 0 holds rows 0 1 2      rank 1 holds rows 3 4
 
+With `trainer.shard_within: node` each node holds a whole copy in shards: weights are gathered within nodes only, and
+gradients of shards are summed over nodes.
+
 `full_state_dict` gathers the whole weights again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from service.errors import UserError
 from service.learn.host_copy import begin_host_copy, finish_host_copies
 from service.learn.model.logprob import accumulation_dtype
+
+
+def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
+    """The ranks of each node, from the node of each rank.
+
+    Raises:
+        UserError: some nodes have more ranks than others, so that shards would differ in size.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    if len({len(of_node) for of_node in ranks.values()}) > 1:
+        held = ", ".join(str(len(of_node)) for of_node in ranks.values())
+        raise UserError(
+            f"trainer.shard_within: node needs as many ranks on each node, but the nodes have {held}; choose "
+            "trainer.ranks that fill whole nodes, or all"
+        )
+    return list(ranks.values())
 
 
 def shard(
     model: nn.Module,
     layers: Iterable[nn.Module],
     device: torch.device,
-    world_size: int,
+    copies: Sequence[Sequence[int]],
     compute: torch.dtype,
     cpu_offload: bool = False,
 ) -> None:
-    """Shard the model over all ranks, layer by layer."""
-    mesh = init_device_mesh(device.type, (world_size,))
+    """Shard the model layer by layer; `copies`: the ranks over which each copy of it is sharded."""
+    if len(copies) == 1:
+        mesh = init_device_mesh(device.type, (len(copies[0]),))
+    else:
+        mesh = DeviceMesh(device.type, [list(ranks) for ranks in copies], mesh_dim_names=("node", "rank"))
     reduce = accumulation_dtype(compute)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
@@ -66,10 +91,11 @@ def shard_rows(parameter: Tensor) -> slice:
     """The rows of a parameter that this rank holds: all, or its shard."""
     if not isinstance(parameter, DTensor):
         return slice(None)
-    if parameter.placements != (Shard(0),):
+    *copies, last = parameter.placements
+    if last != Shard(0) or any(not placement.is_replicate() for placement in copies):
         raise ValueError(f"unexpected placements {parameter.placements}")
-    mesh = parameter.device_mesh
-    return slice(*shard_bounds(parameter.shape[0], mesh.get_local_rank(), mesh.size()))
+    mesh, dimension = parameter.device_mesh, len(copies)
+    return slice(*shard_bounds(parameter.shape[0], mesh.get_local_rank(dimension), mesh.size(dimension)))
 
 
 def local_shard(tensor: Tensor) -> Tensor:

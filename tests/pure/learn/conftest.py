@@ -15,7 +15,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    pool = Ranks(most=3)
+    pool = Ranks(most=4)
     yield pool
     pool.close()
 

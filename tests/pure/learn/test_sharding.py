@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model import policy
-from service.learn.model.sharding import local_shard
+from service.learn.model.policy import Policy
+from service.learn.model.sharding import local_shard, ranks_by_node
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
 
@@ -69,3 +73,55 @@ def export_on_a_slow_disk(rank: int, world_size: int, folder: Path, out: Path) -
 
 def test_no_rank_waits_in_a_collective_for_the_disk_of_rank_0(model_folder: Path, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, export_on_a_slow_disk, model_folder, tmp_path) == [True, True]
+
+
+NODES = ["a", "b", "a", "b"]
+
+
+def steps_within(rank: int, world_size: int, folder: Path, parent: Path) -> dict[str, Any]:
+    """A first step, and a second one after a resume, by ranks that shard over all and by ranks that shard within nodes.
+
+    Each kind of ranks resumes from the other's checkpoint.
+    """
+
+    def learner(within: str) -> Learner:
+        config = settings(trainer={"ranks": world_size, "shard_within": within})
+        made = Policy(config, folder, CPU, rank, world_size, nodes=NODES)
+        return Learner(config, folder, CPU, rank, world_size, made)
+
+    batch = mini_batch([[made_rows(2, seed=seed)] for seed in range(world_size)], trajectories=2)
+    found: dict[str, Any] = {}
+    for within, other in (("all", "node"), ("node", "all")):
+        first, second = learner(within), learner(other)
+        reports = [first.step(batch)]
+        first.save(parent / within)
+        dist.barrier()
+        second.load(parent / within)
+        reports.append(second.step(batch))
+        weights, masters = second.weights(), first.policy.master_weights
+        held = sum(master.numel() for master in masters.tensors.values())
+        found[within] = {
+            "steps": [report.metrics[f"policy/{name}"] for report in reports for name in ("policy_loss", "grad_norm")],
+            "weights": [float(weight.double().square().sum()) for weight in (weights or {}).values()],
+            "share": held / sum(parameter.numel() for parameter in masters.parameters.values()),
+        }
+    return found
+
+
+def test_sharding_within_nodes_takes_the_same_steps_and_its_checkpoint_resumes_either_way(
+    model_folder: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    results = ranks(len(NODES), steps_within, model_folder, tmp_path)
+    for found in results:
+        assert found["node"]["steps"] == pytest.approx(found["all"]["steps"], rel=1e-4)
+        assert found["node"]["weights"] == pytest.approx(found["all"]["weights"], rel=1e-5)
+        assert found["all"]["share"] == pytest.approx(1 / 4, abs=0.1)
+        assert found["node"]["share"] == pytest.approx(1 / 2, abs=0.1)
+    assert results[0]["node"]["weights"]
+    assert {file.name for file in (tmp_path / "node").glob("rank_*")} == {f"rank_{n}_of_2.safetensors" for n in (0, 1)}
+
+
+def test_nodes_with_different_numbers_of_ranks_are_refused() -> None:
+    assert ranks_by_node(NODES) == [[0, 2], [1, 3]]
+    with pytest.raises(UserError, match="the nodes have 2, 1"):
+        ranks_by_node(NODES[:3])

@@ -40,7 +40,15 @@ def losses(rank: int, world_size: int, folder: Path, trainer: dict[str, Any], dt
     return found
 
 
-@pytest.mark.parametrize("trainer", [{"cpu_offload": True}, {"gradient_checkpointing": True}, {"layout": "padded"}])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"cpu_offload": True},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": 2},
+        {"layout": "padded"},
+    ],
+)
 def test_memory_savers_take_the_same_steps(model_folder: Path, trainer: dict[str, Any]) -> None:
     plain = losses(0, 1, model_folder, {}, "float32")
     assert losses(0, 1, model_folder, trainer, "float32") == pytest.approx(plain, abs=1e-6)

@@ -1,0 +1,89 @@
+"""Estimated utilisation, memory and largest models on H100s, without a GPU.
+
+    python -m benchmarks.estimates
+
+Times are arithmetic over the operations of a real step under fake tensors (`service.learn.estimate`): rates that
+kernels reach, without launch gaps and collectives. Utilisation counts neither recomputation nor the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from service.config.learn import TrainerConfig
+from service.config.rollout import GeneratorConfig
+from service.config.tree import Config
+from service.learn.estimate.fit import GPU_BYTES, MARGIN
+from service.learn.estimate.step import estimate_step
+
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+QWEN3 |= {"max_position_embeddings": 40960, "tie_word_embeddings": True}
+QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": QWEN2 | dict(zip(SIZES, (896, 4864, 24, 14), strict=True)) | {"num_key_value_heads": 2},
+    "Qwen2.5-1.5B": QWEN2 | dict(zip(SIZES, (1536, 8960, 28, 12), strict=True)) | {"num_key_value_heads": 2},
+    "Qwen2.5-3B": QWEN2 | dict(zip(SIZES, (2048, 11008, 36, 16), strict=True)) | {"num_key_value_heads": 2},
+    "Qwen2.5-7B": QWEN2
+    | dict(zip(SIZES, (3584, 18944, 28, 28), strict=True))
+    | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "Qwen3-0.6B": QWEN3 | dict(zip(SIZES, (1024, 3072, 28, 16), strict=True)),
+    "Qwen3-1.7B": QWEN3 | dict(zip(SIZES, (2048, 6144, 28, 16), strict=True)),
+    "Qwen3-4B": QWEN3 | dict(zip(SIZES, (2560, 9728, 36, 32), strict=True)),
+    "Qwen3-8B": QWEN3 | dict(zip(SIZES, (4096, 12288, 36, 32), strict=True)) | {"tie_word_embeddings": False},
+    "Qwen3-14B": QWEN3 | dict(zip(SIZES, (5120, 17408, 40, 40), strict=True)) | {"tie_word_embeddings": False},
+    "Qwen3-32B": QWEN3 | dict(zip(SIZES, (5120, 25600, 64, 64), strict=True)) | {"tie_word_embeddings": False},
+}
+"""The shapes of published models, from the `config.json` of `Qwen/<name>` on Hugging Face; the instruct models have the
+same."""
+
+BUDGET = 16384
+"""Tokens of a micro-batch."""
+
+
+def model_folder(name: str, parent: Path) -> Path:
+    """A folder with the `config.json` of a published model, without weights."""
+    folder = parent / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[name]))
+    return folder
+
+
+def configured(ranks: int, row_tokens: int, **trainer: Any) -> Config:
+    """A configuration with the budget of these estimates."""
+    return Config(
+        generator=GeneratorConfig(max_input_length=row_tokens // 2, max_generate_length=row_tokens // 2),
+        trainer=TrainerConfig(ranks=ranks, max_tokens_per_micro_batch=BUDGET, **trainer),
+    )
+
+
+def utilisations(parent: Path) -> None:
+    """Print the utilisation of a rank of four, by checkpointing, with layers as written and fused."""
+    print("| model, rows | checkpointed layers | as written | fused | GB of a rank |\n|---|---|---|---|---|")
+    for name in ("Qwen3-1.7B", "Qwen3-4B"):
+        for row_tokens in (2048, BUDGET):
+            for checkpointing, layers in ((False, "none"), (2, "every 2nd"), (True, "all")):
+                config = configured(4, row_tokens, gradient_checkpointing=checkpointing)
+                step = estimate_step(config, model_folder(name, parent))
+                eager, fused = (f"{step.utilisation(way):.1%}" for way in (False, True))
+                rows, held = f"{row_tokens // 1024}k", f"{step.peak_bytes / 1e9:.1f}"
+                print(f"| {name}, {rows} | {layers} | {eager} | {fused} | {held} |", flush=True)
+
+
+def largest_models(parent: Path) -> None:
+    """Print which models fit, trained whole with checkpointing, on 80 GB a rank, with rows of 16k tokens."""
+    print("\n| model | ranks | GB of a rank | fits |\n|---|---|---|---|")
+    for name, ranks in (("Qwen3-8B", 4), ("Qwen3-14B", 4), ("Qwen3-14B", 8), ("Qwen3-32B", 8), ("Qwen3-32B", 16)):
+        config = configured(ranks, BUDGET, gradient_checkpointing=True)
+        step = estimate_step(config, model_folder(name, parent))
+        fits = "yes" if step.peak_bytes <= (1 - MARGIN) * GPU_BYTES["H100"] else "no"
+        print(f"| {name} | {ranks} | {step.peak_bytes / 1e9:.1f} | {fits} |", flush=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        utilisations(Path(made))
+        largest_models(Path(made))

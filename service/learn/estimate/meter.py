@@ -1,0 +1,166 @@
+"""Counts what operations allocate, compute and move; with fake tensors, without any of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from service.learn.model.sharding import local_shard
+
+HOST = "host"
+"""The part of what lies in CPU memory; it takes none of the device's."""
+
+PRODUCT_RATE, BANDWIDTH = 650e12, 2.8e12
+"""FLOP/s of matrix products in bfloat16 and bytes/s of copies that an H100 reaches, which is less than its data sheet
+says."""
+ATTENTION_RATE, ATTENTION_BACKWARD_RATE = 330e12, 260e12
+"""FLOP/s of FlashAttention 2 on an H100, causal, forward and backward."""
+
+ELEMENTWISE = "elementwise"
+"""Kind of the operations that are neither products nor attention, nor over the vocabulary."""
+
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
+"""Operations [.., m, k] x [.., k, n] of 2 m k n FLOPs; with `add` in the name, a sum stands before the factors."""
+
+COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes that tensors hold, by part; FLOPs, bytes and seconds of operations, by kind.
+
+    A part is given to a tensor when it is allocated (`logits`: whatever has the vocabulary in its shape; `activations`:
+    all else), or by `mark`. Buffers of collectives, and what FSDP2 frees and fills again by resizing, are `gathered`.
+    """
+
+    def __init__(self, vocab_size: int, row_tokens: int) -> None:
+        """`row_tokens`: length of the rows, which no fake tensor holds."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._vocab_size, self._row_tokens = vocab_size, row_tokens
+        self._of_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Any]] = weakref.WeakKeyDictionary()
+        self._held: Counter[str] = Counter()
+        self._in_one_kernel = False
+        self.peak: Counter[str] = Counter()
+        """Bytes by part, when all parts of the device together held most."""
+        self.flops, self.sent = 0.0, 0.0
+        """Floating-point operations of products and attention; bytes that collectives received or sent."""
+        self.moved: Counter[str] = Counter()
+        """Bytes that operations read and wrote in the device's memory, by kind."""
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Time on an H100, by kind, without collectives and the copies that FSDP2 makes for them."""
+
+    def __enter__(self) -> Meter:
+        # FSDP2 resizes storages by themselves, which is no operation on a tensor
+        self._resize_storage = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = self._resize_storage(storage, size)
+            self._hold(storage, "gathered")
+            return resized
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operations on local shards come next
+        result = function(*args, **(kwargs or {}))
+        if not self._in_one_kernel:
+            self._take(function._schema.name.split("::")[1], function, (args, kwargs), result)
+        return result
+
+    def one_kernel(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of elementwise operations that is one kernel on a GPU: only its result takes memory."""
+        self._in_one_kernel = True
+        try:
+            result = function(*args)
+        finally:
+            self._in_one_kernel = False
+        self._take(function.__name__, None, args, result)
+        return result
+
+    def _take(self, name: str, function: Any, args: Any, result: Any) -> None:
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor) and tensor.device.type != "meta"]
+        fresh = [tensor for tensor in made if tensor.untyped_storage() not in self._of_storage]
+        for tensor in fresh:
+            self._hold(tensor.untyped_storage(), "logits" if self._vocab_size in tensor.shape else "activations")
+        read = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor) and tensor.device.type != "meta"]
+        if name in COLLECTIVES:
+            self.sent += max(map(_bytes, read), default=0)
+            for tensor in read:
+                self._hold(tensor.untyped_storage(), "gathered")
+        elif function is None or (
+            function.namespace != "fsdp" and "empty" not in name and (fresh or function._schema.is_mutable)
+        ):
+            self._count(name, function, read, made)
+
+    def _count(self, name: str, function: Any, read: list[Tensor], made: list[Tensor]) -> None:
+        """Add an operation that writes."""
+        moved = sum(map(_bytes, (*read, *made)))
+        if "varlen_attn" in name:
+            backward = "backward" in name
+            tokens, heads, head_dim = read[1 if backward else 0].shape
+            flops = 2.0 * heads * head_dim * tokens * self._row_tokens * (2.5 if backward else 1)
+            self._add("attention", flops, moved, flops / (ATTENTION_BACKWARD_RATE if backward else ATTENTION_RATE))
+        elif name in PRODUCTS:
+            factors = read[1:3] if "add" in name else read[:2]
+            flops = 2.0 * prod(factors[0].shape) * factors[1].shape[-1]
+            self._add("products", flops, moved, max(flops / PRODUCT_RATE, moved / BANDWIDTH))
+        else:
+            large = any(self._vocab_size in tensor.shape for tensor in read)
+            self._add("logits" if large else ELEMENTWISE, 0.0, moved, moved / BANDWIDTH)
+
+    def _add(self, kind: str, flops: float, moved: int, seconds: float) -> None:
+        self.flops += flops
+        self.moved[kind] += moved
+        self.seconds[kind] += seconds
+
+    def _hold(self, storage: torch.UntypedStorage, part: str) -> None:
+        """Count a storage to a part, with the size that it has now."""
+        if storage not in self._of_storage:
+            self._of_storage[storage] = ["", 0]
+            weakref.finalize(storage, self._count_bytes, self._of_storage[storage], "", 0)
+        self._count_bytes(self._of_storage[storage], part, storage.nbytes())
+
+    def _count_bytes(self, entry: list[Any], part: str, size: int) -> None:
+        self._held[entry[0]] -= entry[1]
+        entry[0], entry[1] = part or entry[0], size
+        self._held[entry[0]] += size
+        if self.held_on_device() > sum(self.peak.values()):
+            self.peak = Counter({part: held for part, held in self._held.items() if held and part != HOST})
+
+    def held_on_device(self) -> int:
+        """Bytes that tensors hold now."""
+        return self._held.total() - self._held[HOST]
+
+    def mark(self, part: str, tensors: Iterable[Tensor | None]) -> None:
+        """Count these tensors to a part."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._hold(local_shard(tensor).untyped_storage(), part)
+
+    def forget(self) -> None:
+        """Forget the peak and what was counted, not what is held."""
+        self.peak.clear()
+        self.flops = self.sent = 0.0
+        self.moved.clear()
+        self.seconds.clear()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return prod(tensor.shape) * tensor.element_size()

@@ -1,0 +1,180 @@
+"""A training step under fake tensors: the real modules, FSDP2 and optimizer run on them, and a meter counts.
+
+Fake CPU tensors stand for those of a GPU, because a CPU build of torch has no backward pass for fake CUDA tensors;
+with `as_on_gpu` they take the paths of CUDA tensors. Layers run as written, also where the configuration compiles or
+fuses them: such layers hold less than is estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from service.config.tree import Config
+from service.learn.estimate.meter import ELEMENTWISE, HOST, Meter
+from service.learn.learner import Learner
+from service.learn.model.compile import as_on_gpu
+from service.learn.model.hf_config import read_config
+from service.learn.model.policy import Policy
+from service.learn.optimizer import Optimizer
+from service.types import MicroBatch, MiniBatch
+
+MICRO_BATCHES = 2
+"""Micro-batches of the estimated step: the second one finds gradients of the first."""
+
+FUSED_PASSES = 1 / 3
+"""Bytes that fused layers move in elementwise operations, over those of the same layers as written."""
+
+GPUS_OF_A_NODE = 8
+
+PEAK_FLOPS = 989e12
+"""Dense bfloat16 FLOP/s of an H100 SXM by its data sheet."""
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """What a step takes on one rank; all but `peak` and `optimizer_seconds` is of one micro-batch."""
+
+    parameters: int
+    """Parameters of the whole model."""
+    peak: Mapping[str, int]
+    """Bytes of the device's memory, when it holds most: weights, gradients, optimizer, activations, logits (with the
+    gradient of the output head), gathered (layers of all ranks)."""
+    flops: float
+    """Floating-point operations of products and attention."""
+    model_flops: float
+    """The same without recomputation: three times those of the forward pass."""
+    moved: float
+    """Bytes read and written in the device's memory."""
+    sent: float
+    """Bytes of the weights and gradients that collectives gather and reduce."""
+    seconds: Mapping[str, float]
+    """Time on an H100 by kind of operation, layers as written, without gaps and without collectives."""
+    optimizer_seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the device's memory, when it holds most."""
+        return sum(self.peak.values())
+
+    def utilisation(self, fused: bool) -> float:
+        """Model FLOPs over time and peak rate of an H100, with layers fused or as written; without the optimizer."""
+        saved = self.seconds[ELEMENTWISE] * (1 - FUSED_PASSES) if fused else 0.0
+        return self.model_flops / (sum(self.seconds.values()) - saved) / PEAK_FLOPS
+
+
+def estimate_step(config: Config, folder: Path, row_tokens: int | None = None, on_gpu: bool = True) -> StepEstimate:
+    """The estimate for a folder with a `config.json`; weights need not be there.
+
+    Micro-batches are full of rows of `row_tokens` (None: the longest that the generator makes), half of whose tokens
+    carry loss. A process group must not exist yet.
+    """
+    trainer = config.trainer
+    # rows of one length take as many slots padded as packed, and fake masks cannot be looked at
+    plain = trainer.model_copy(update={"compile": False, "fused_kernels": False, "layout": "packed"})
+    config = config.model_copy(update={"trainer": plain})
+    vocab_size = read_config(folder).vocab_size
+    row_tokens = row_tokens or config.generator.max_input_length + config.generator.max_generate_length
+    meter = Meter(vocab_size, row_tokens)
+    with ExitStack() as held:
+        held.enter_context(_pretended_ranks(trainer.ranks))
+        held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        held.enter_context(meter)
+        if on_gpu:
+            held.enter_context(as_on_gpu(meter.one_kernel))
+        return _step(config, folder, meter, full_mini_batch(config, vocab_size, row_tokens))
+
+
+def _step(config: Config, folder: Path, meter: Meter, batch: MiniBatch) -> StepEstimate:
+    trainer, cpu = config.trainer, torch.device("cpu")
+    nodes = [str(rank // GPUS_OF_A_NODE) for rank in range(trainer.ranks)]
+    policy = Policy(config, folder, cpu, 0, trainer.ranks, random_weights=True, nodes=nodes)
+    learner = Learner(config, folder, cpu, 0, trainer.ranks, policy)
+    parameters, masters = policy.master_weights.parameters, policy.master_weights.tensors
+    optimizer = Optimizer(policy.master_weights, trainer.betas, trainer.weight_decay)
+
+    def on_device(part: str) -> str:
+        return HOST if trainer.cpu_offload else part
+
+    meter.mark("weights", parameters.values())
+    meter.mark(on_device("weights"), masters.values())
+    meter.mark(on_device("optimizer"), optimizer.moments().values())
+    forward_flops = [0.0]
+
+    def before_forward(*_: object) -> None:
+        meter.mark(on_device("gradients"), (tensor.grad for tensor in (*parameters.values(), *masters.values())))
+        forward_flops[0] = meter.flops
+
+    def after_forward(*_: object) -> None:
+        forward_flops[0] = meter.flops - forward_flops[0]
+
+    policy.model.register_forward_pre_hook(before_forward)
+    policy.model.register_forward_hook(after_forward)
+    meter.forget()
+    learner.accumulate(batch)
+    seconds = {kind: seconds / MICRO_BATCHES for kind, seconds in meter.seconds.items()}
+    flops, moved, sent = (n / MICRO_BATCHES for n in (meter.flops, meter.moved.total(), meter.sent))
+    optimizer.step(trainer.lr, 2 * trainer.max_grad_norm, trainer.max_grad_norm)
+    return StepEstimate(
+        parameters=sum(parameter.numel() for parameter in parameters.values()),
+        peak=dict(meter.peak),
+        flops=flops,
+        model_flops=3 * forward_flops[0],
+        moved=moved,
+        sent=sent,
+        seconds=seconds,
+        optimizer_seconds=sum(meter.seconds.values()) - MICRO_BATCHES * sum(seconds.values()),
+    )
+
+
+@contextmanager
+def _pretended_ranks(ranks: int) -> Iterator[None]:
+    """A process group of so many ranks, of which only rank 0 exists; its collectives do nothing."""
+    if ranks == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def full_mini_batch(config: Config, vocab_size: int, row_tokens: int) -> MiniBatch:
+    """A mini-batch whose micro-batches are as long as the token budget allows, of one trajectory a row."""
+    rows = max(1, config.trainer.max_tokens_per_micro_batch // row_tokens)
+    n_tokens, trajectories = rows * row_tokens, np.arange(rows * MICRO_BATCHES, dtype=np.int32)
+    carries_loss = np.arange(row_tokens) >= row_tokens - row_tokens // 2
+    micros = tuple(
+        MicroBatch(
+            token_ids_N=(np.arange(n_tokens) % vocab_size).astype(np.int32),
+            offsets_R=np.arange(rows + 1, dtype=np.int64) * row_tokens,
+            loss_mask_N=np.tile(carries_loss, rows),
+            logprobs_N=np.full(n_tokens, -1.0, np.float32),
+            staleness_N=np.zeros(n_tokens, np.int32),
+            temperature_R=np.ones(rows, np.float32),
+            trajectory_of_row_R=mine,
+        )
+        for mine in np.split(trajectories, MICRO_BATCHES)
+    )
+    n_loss_tokens = config.trainer.ranks * int(carries_loss.sum())
+    return MiniBatch(
+        lease=0,
+        groups=(0,),
+        advantage_G=np.where(trajectories % 2, 1.0, -1.0).astype(np.float32),
+        return_G=np.zeros(len(trajectories)),
+        loss_tokens_G=np.full(len(trajectories), n_loss_tokens, np.int64),
+        rows_G=np.full(len(trajectories), config.trainer.ranks, np.int32),
+        prompt_of_trajectory_G=np.zeros(len(trajectories), np.int32),
+        ranks=(micros,) * config.trainer.ranks,
+        metrics={},
+    )
