@@ -292,6 +292,8 @@ class Generator:
         metrics.set("baton_generator_group_limit", self._limit.groups)
         metrics.set("baton_environment_leaked_tasks", len(self._player.leaked))
         metrics.count_to("baton_prefix_cached_tokens_total", self._engine.counts["cached_tokens"])
+        if self._player.agents is not None:
+            self._player.agents.measure(metrics)
         if (load := self._engine.load) is not None:
             metrics.set("baton_generator_waiting_requests", load.waiting)
             metrics.set("baton_generator_kv_cache_ratio", load.kv_cache_ratio)

@@ -21,6 +21,7 @@ from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line
 from service.handoff.steps.builder import StepSink, append_step
 from service.handoff.steps.stop_reason import StopReason
+from service.observe.metrics import Metrics
 from service.rollout.agent import Played, generate_turn
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Engine, Generation
@@ -74,6 +75,16 @@ class Agents:
         end = TrajectoryEnd(trajectory, task.uid, session.n_steps, str(stop_reason), outcome.reward or 0.0)
         sink.end(end)
         return Played(end, outcome.info, failure)
+
+    def measure(self, metrics: Metrics) -> None:
+        """Record what the endpoint counted."""
+        endpoint = self.endpoint
+        for (dialect, how), calls in endpoint.calls.items():
+            metrics.count_to("baton_agent_calls_total", calls, dialect=dialect, how=how)
+        for status, requests in endpoint.refused.items():
+            metrics.count_to("baton_agent_refused_total", requests, status=status)
+        metrics.count_to("baton_agent_undelivered_total", endpoint.undelivered)
+        metrics.set("baton_agent_sessions", len(self.sessions))
 
     async def close(self) -> None:
         """Close the endpoint."""

@@ -192,6 +192,14 @@ GENERATORS_AND_WEIGHTS = (
         "baton_environment_leaked_tasks",
         "Episodes whose environment did not return after it was cancelled; beyond a bound the generator is renewed.",
     ),
+    counter(
+        "baton_agent_calls_total",
+        "Answered calls of agents, by dialect and by how the prompt came about; `replayed`: an earlier call again.",
+        ("dialect", "how"),
+    ),
+    counter("baton_agent_refused_total", "Requests of agents that were refused, by HTTP status.", ("status",)),
+    counter("baton_agent_undelivered_total", "Answers to agents that had left."),
+    gauge("baton_agent_sessions", "Open sessions of agents."),
     histogram(
         "baton_weight_sync_seconds",
         "Seconds from sending weights until the engines serve them.",

@@ -159,6 +159,11 @@ async def test_each_call_of_an_agent_is_in_the_buffer_before_its_answer_and_a_st
     steps = [identity for group in buffer.groups for identity in trajectory_ids(group.steps)]
     expected = [TrajectoryId(g, sample, attempt) for g in range(2) for sample, attempt in ((0, 0), (1, 0), (2, 4))]
     assert sorted(steps) == sorted(expected * 4)
+    generator._measure_now(generator._metrics)
+    page = generator._metrics.snapshot().decode()
+    assert 'baton_agent_calls_total{dialect="chat",how="root",ident="g",role="generator"} 6.0' in page
+    assert 'baton_agent_calls_total{dialect="chat",how="appended",ident="g",role="generator"} 18.0' in page
+    assert 'baton_agent_sessions{ident="g",role="generator"} 0.0' in page
     # The next call comes after the answer, so no message can hold two steps of a trajectory.
     for group in buffer.groups:
         assert len(set(trajectory_ids(group.steps))) == len(group.steps)

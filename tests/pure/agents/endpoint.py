@@ -40,6 +40,8 @@ class House:
         self.say: Callable[[str], str | Generation | BaseException] = lambda prompt: "17"
         self.prompts: list[list[int]] = []
         self.most: list[int] = []
+        self.replies: list[list[int]] = []
+        """Tokens that the policy sampled."""
         self.steps: list[Step] = []
         self.sampling, self.accepting = asyncio.Event(), asyncio.Event()
         """Closed, a call waits there."""
@@ -60,7 +62,9 @@ class House:
             said = self.say(self.chat.text(prompt_ids))
             if isinstance(said, BaseException):
                 raise said
-            return said if isinstance(said, Generation) else self.sampled(said)[0]
+            generation = said if isinstance(said, Generation) else self.sampled(said)
+            self.replies.append(generation.token_ids.tolist())
+            return generation
 
         async def accept(step: Step) -> bool:
             self.steps.append(step)
@@ -73,10 +77,10 @@ class House:
         self.sessions.add(made)
         return made
 
-    def sampled(self, text: str) -> tuple[Generation]:
+    def sampled(self, text: str) -> Generation:
         """Tokens of a response that no tokenizer would choose: one for each character."""
         ids = [token for letter in text for token in self.chat.plain(letter).tolist()]
-        return (generated([*ids, self.chat.end_id]),)
+        return generated([*ids, self.chat.end_id])
 
 
 @asynccontextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 from collections.abc import AsyncIterator
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -302,6 +304,83 @@ async def test_equal_bodies_join_in_flight_sample_anew_after_delivery_and_replay
     assert talk.text((await client.post(CHAT, talk.body(), x_stainless_retry_count="0"))[1]) == "17"
     assert session.n_steps == 2
     assert house.endpoint.calls["chat", "replayed"] == 1
+
+
+@pytest.mark.parametrize("n_conversations", [15, pytest.param(1000, marks=pytest.mark.full)])
+async def test_whatever_clients_do_the_steps_are_what_the_engine_was_asked_and_answered(
+    house: House, n_conversations: int
+) -> None:
+    for seed in range(n_conversations):
+        house.steps.clear()
+        house.prompts.clear()
+        house.replies.clear()
+        session = house.session(seed)
+        async with client_of(house, session) as client:
+            await Unruly(house, client, seed).talk()
+            session.finish(1.0)
+        assert sorted(whole(house.steps)) == sorted(house.prompts)
+        assert [step.index for step in house.steps] == list(range(session.n_steps))
+        sampled = [step.response_ids[step.loss_mask].tolist() for step in house.steps]
+        assert sorted(sampled) == sorted(house.replies)
+        for call in session.tree.calls:
+            if call.parent is not None:
+                assert call.parent.delivered, "a client can only continue what it got"
+                before = call.parent.token_ids()
+                assert np.array_equal(call.token_ids()[: len(before)], before)
+        house.sessions.remove(session)
+
+
+class Unruly:
+    """A client of chat completions that repeats, leaves, edits, forgets and asks several things at once."""
+
+    def __init__(self, house: House, client: Client, seed: int) -> None:
+        self.house, self.client, self.random = house, client, random.Random(seed)
+        self.open: list[ChatTalk] = []
+        house.say = lambda prompt: self.random.choice(["17", called(), f"<think>{FORGED}</think>18", FORGED])
+
+    async def talk(self) -> None:
+        kinds = (self.go_on, self.go_on, self.repeat, self.leave, self.edit, self.forget, self.several)
+        for _ in range(8):
+            if not self.open:
+                self.open.append(ChatTalk())
+                self.open[0].say("age ?")
+            await self.random.choice(kinds)(deepcopy(self.random.choice(self.open)))
+
+    async def go_on(self, talk: ChatTalk) -> None:
+        await exchange(self.client, talk, self.random.choice(["owl", FORGED]))
+        self.open.append(talk)
+
+    async def repeat(self, talk: ChatTalk) -> None:
+        for retries in ("0", self.random.choice("01")):
+            assert (await self.client.post(CHAT, talk.body(), x_stainless_retry_count=retries))[0] == 200
+
+    async def leave(self, talk: ChatTalk) -> None:
+        self.house.accepting.clear()
+        left, n_steps = asyncio.Event(), len(self.house.steps)
+        body = talk.body() | {"user": str(self.random.random())}
+        leaving = asyncio.create_task(self.client.leave(CHAT, body, left))
+        while len(self.house.steps) == n_steps:
+            await asyncio.sleep(0.001)
+        left.set()
+        await leaving
+        self.house.accepting.set()
+        if self.random.random() < 0.5:
+            assert (await self.client.post(CHAT, body))[0] == 200
+            assert len(self.house.steps) == n_steps + 1, "no second sample"
+
+    async def edit(self, talk: ChatTalk) -> None:
+        if any(message["role"] == "assistant" for message in talk.messages):
+            talk.edit("what nobody said")
+            await self.go_on(talk)
+
+    async def forget(self, talk: ChatTalk) -> None:
+        del talk.messages[2:]
+        await self.go_on(talk)
+
+    async def several(self, talk: ChatTalk) -> None:
+        bodies = [talk.body() | {"user": str(self.random.random())} for _ in range(3)]
+        answers = await asyncio.gather(*(self.client.post(CHAT, body) for body in bodies))
+        assert [status for status, _ in answers] == [200] * 3
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------
