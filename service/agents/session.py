@@ -83,7 +83,9 @@ class Session:
         self._sample = sample
         self._accept = accept
         self._tokens = 0
-        """Tokens of all steps, and at most those of the calls that are being sampled."""
+        """Tokens of all steps, and the most that the calls that are being sampled may bring."""
+        self._calls = 0
+        """Steps, and calls that are being sampled."""
         self._flying: dict[str, asyncio.Task[Call]] = {}
         """Calls that are being sampled, by the request's body."""
 
@@ -115,11 +117,13 @@ class Session:
             for call in opened.parent.path():
                 call.delivered = True  # the client has what it continues
         left = self._max_tokens - self._tokens - len(opened.carried_ids) - 1  # room for an appended end
-        if left < 1 or self.n_steps + len(self._flying) >= self._limits.max_turns:
+        if left < 1 or self._calls >= self._limits.max_turns:
             self.stop_reason = StopReason.LENGTH if left < 1 else StopReason.MAX_TURNS
             return _done(self.tree.unsampled(opened, SPENT))
         most = min(left, self._limits.sampling.max_tokens, asked.max_tokens or left)
-        task = asyncio.create_task(self._call(opened, body, most))
+        self._tokens += (reserved := len(opened.carried_ids) + most + 1)
+        self._calls += 1
+        task = asyncio.create_task(self._call(opened, body, most, reserved))
         self._flying[body] = task
         task.add_done_callback(partial(self._landed, body))
         return task
@@ -172,15 +176,13 @@ class Session:
         for task in self._flying.values():
             task.cancel()
 
-    async def _call(self, opened: Opened, body: str, most: int) -> Call:
-        reserved = len(opened.carried_ids) + most + 1
-        self._tokens += reserved
+    async def _call(self, opened: Opened, body: str, most: int, reserved: int) -> Call:
+        """Sample a call for which so many tokens are reserved; whatever fails here ends the session."""
         try:
             request_id = f"{self.trajectory}/{body}"
             generation = await self._sample(opened.prompt_ids, most, request_id)
             call = self.tree.add(opened, generation, body)
             self._tokens += len(call.carried_ids) + len(call.response.token_ids) - reserved
-            reserved = 0
             self.stop_reason = StopReason.TRUNCATED if generation.stop_reason == StopReason.LENGTH else StopReason.STOP
             if not await self._accept(self._step(call, generation)):
                 raise TrajectoryFailed(StopReason.ABORT, "the buffer wants no more of it")
@@ -190,8 +192,6 @@ class Session:
         except Exception as error:  # the engine died, or this is a bug: whoever plays the trajectory raises it
             self.close(error)
             raise
-        finally:
-            self._tokens -= reserved
         return call
 
     def _step(self, call: Call, generation: Generation) -> Step:

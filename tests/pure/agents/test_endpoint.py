@@ -400,6 +400,33 @@ async def test_a_spent_session_gets_an_ordinary_answer_that_is_no_step(house: Ho
     assert (len(house.steps), session.n_steps, session.stop_reason) == (2, 2, StopReason.MAX_TURNS)
 
 
+async def test_calls_at_once_count_once_each_and_exceed_neither_bound(house: House) -> None:
+    house.accepting.clear()
+    house.allowed = replace(house.allowed, max_turns=3)
+    talk = ChatTalk()
+    talk.say("age ?")
+    prompt = len(house.chat.prompt(talk.messages, talk.body()["tools"]))
+    house.max_tokens = 2 * (prompt + 201) + prompt
+    house.say = lambda prompt: generated([5] * house.most[-1], "length", sampled_end=False)
+    session = house.session()
+    async with client_of(house, session) as client:
+        asked = [asyncio.create_task(client.post(CHAT, talk.body() | {"user": name})) for name in "abcd"]
+        while len(house.steps) < 2:
+            await asyncio.sleep(0.001)
+        house.accepting.set()
+        assert [talk.text(reply) for _, reply in await asyncio.gather(*asked)].count(SPENT) == 2
+        house.max_tokens = 10**6
+        session = house.session(1)
+        client.headers = {"x-api-key": session.key}
+        house.accepting.clear()
+        asked = [asyncio.create_task(client.post(CHAT, talk.body() | {"user": name})) for name in "abcd"]
+        while len(house.steps) < 5:
+            await asyncio.sleep(0.001)
+        house.accepting.set()
+        assert [talk.text(reply) for _, reply in await asyncio.gather(*asked)].count(SPENT) == 1
+    assert sum(len(step.prompt_ids) + len(step.response_ids) for step in house.steps[:2]) == 2 * (prompt + 201)
+
+
 async def test_tokens_of_a_session_are_bounded_and_responses_shortened_to_what_is_left(house: House) -> None:
     talk = ChatTalk()
     talk.say("age ?")
