@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.buffer.actor import BufferActor
 from actors.calls import in_a_line
 from actors.driver.cuda import refuse_unusable_cuda
+from actors.driver.local_ray import is_failed_start, start_local_ray
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import (
     engine_index,
@@ -74,10 +75,9 @@ def ray_session(
         with when_stuck(end):
             _connect(config, mark, logs)
     except Exception as error:
-        # Ray raises a bare Exception where its node is not up in time, as on a busy machine.
-        if not isinstance(error, RuntimeError | ConnectionError) and type(error) is not Exception:
+        if not is_failed_start(error):
             raise
-        raise RunFailed(f"Ray did not start: {in_a_line(error)}") from error
+        raise RunFailed(f"Ray did not answer: {in_a_line(error)}") from error
     try:
         yield
     finally:
@@ -94,32 +94,25 @@ class _Job(JobConfig):  # type: ignore[misc]
 def _connect(config: Config, mark: str, logs: Path | None) -> None:
     os.environ[SAFE_PATH] = "1"
     variables = {MARK: mark, SAFE_PATH: "1", USER_FOLDER: str(user_folder())}
-    runtime_env = {"env_vars": variables | ({} if logs is None else log_env(logs))}
-    namespace = f"baton-{config.run.name}-{mark}"
+    settings = {
+        "namespace": f"baton-{config.run.name}-{mark}",
+        "job_config": _Job(),
+        "runtime_env": {"env_vars": variables | ({} if logs is None else log_env(logs))},
+        "log_to_driver": False,
+        "logging_level": "error",
+    }
     if address := os.environ.get("RAY_ADDRESS"):
         _check_address(address)
         os.environ.pop(SCRATCH, None)
         start_watchdog(mark)
-        ray.init(
-            namespace=namespace, job_config=_Job(), runtime_env=runtime_env, log_to_driver=False, logging_level="error"
-        )
+        ray.init(**settings)
     else:
         retrieval = config.env.retrieval
         needed_cpus = config.trainer.ranks + config.generator.engines + (retrieval.cpus if retrieval is not None else 0)
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
         os.environ[SCRATCH] = str(folder)
         start_watchdog(mark, folder)
-        ray.init(
-            address="local",
-            namespace=namespace,
-            job_config=_Job(),
-            num_cpus=max(os.cpu_count() or 1, needed_cpus),
-            include_dashboard=False,
-            runtime_env=runtime_env,
-            log_to_driver=False,
-            logging_level="error",
-            _temp_dir=str(folder),
-        )
+        start_local_ray(mark, folder, logs, num_cpus=max(os.cpu_count() or 1, needed_cpus), **settings)
 
 
 def _check_address(address: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,11 +50,17 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             check_paths(config)
             with_free_port(config)  # a taken port is refused before Ray is loaded
     refuse_missing_vllm()
-    with phase(LOADING):
-        from actors.driver.run import run
+    with ExitStack() as held:
+        manifest = None
+        if resume is not None:
+            from service.run.resuming import resumed
 
-    with source.named_in_errors():
-        code = run(config, None if resume is None else resume.resolve())
+            manifest = held.enter_context(resumed(config, resume.resolve()))
+        with phase(LOADING):
+            from actors.driver.run import run
+
+        with source.named_in_errors():
+            code = run(config, None if resume is None else resume.resolve(), manifest)
     say(f"{time.time() - psutil.Process().create_time():.0f} s in all, from the start of the command to its end")
     return code
 

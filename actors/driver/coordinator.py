@@ -137,8 +137,8 @@ class Coordinator:
             status = await ask_buffer(self._buffer.status)
             self._resume_from.check_journal(status["journal_synced"], self._folder.path / JOURNAL)
             await ask_buffer(self._buffer.resume)
-            # Not earlier: settings that the journal refuses must not replace those that it was written with.
-            self._folder.write_config(self._config)
+            # Not earlier: what the buffer refuses must leave the run's settings, and how the run ended, as they were.
+            self._folder.begin(self._config)
         url = await self._all_up()
         say_which_are_elsewhere(self._config, self._folder.path / LOGS, self._say)
         self._url = url

@@ -20,10 +20,12 @@ from service.cli.phases import phase, say
 from service.config import Config, check
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
-from service.files import recover_folder
+from service.handoff.ledger.replaying import check_begun
+from service.handoff.prompts import opening
 from service.observe.progress import end_early
-from service.run.checkpoints import Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, DRIVER_LOG, FINAL, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder
+from service.rollout.prompts.dataset import rows_digest
+from service.run.checkpoints import Manifest
+from service.run.folder import DRIVER_LOG, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder
 from service.run.log_file import log_into
 from service.run.prepare import Prepared, prepare
 from service.run.writer import RunWriter
@@ -32,23 +34,24 @@ IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the entry point of a Ray job."""
 
 
-def run(config: Config, resume: Path | None = None) -> int:
+def run(config: Config, resume: Path | None = None, manifest: Manifest | None = None) -> int:
     """Run to the end, to a stop signal or to a failure; returns the exit code.
 
-    `resume` is the folder of a run to continue from its newest checkpoint. A stop signal writes the final weights and
-    returns 128 + its number.
+    `resume` is the folder of a run to continue from the checkpoint of `manifest`; the caller holds its lock. A stop
+    signal writes the final weights and returns 128 + its number.
 
     Raises:
         UserError: the configuration or a file that it names is wrong.
         RunFailed: progress is impossible.
     """
     check(config)
+    if IN_RAY_JOB not in os.environ:  # the next part of a job has another copy of its folder
+        config = with_absolute_paths(config)  # also in the folder's config.yaml, so that the run goes on from anywhere
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private(os.environ, Path.home())
     path = resume or new_run_folder(runs_folder(config), config.run.name)
-    folder = RunWriter(path)
-    with lock_run(path):
-        manifest = None if resume is None else newest_checkpoint(config, path)
+    folder = RunWriter(path, has_begun=resume is None)
+    with lock_run(path) if resume is None else contextlib.nullcontext():
         try:
             with exit_on_stop_signals(), log_into(folder.path / LOGS / DRIVER_LOG):
                 return _run(config, folder, manifest)
@@ -72,17 +75,19 @@ def run(config: Config, resume: Path | None = None) -> int:
 
 def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
     """Prepare and train; if the data or the model is refused, the folder of a new run is deleted."""
-    is_new = manifest is None
     with phase("preparing the data and the model"):
         try:
             prepared = prepare(with_absolute_paths(config), folder.path)
         except UserError:
-            if is_new:
+            if manifest is None:
                 shutil.rmtree(folder.path)
             raise
-    folder.delete_end()
-    if is_new:
-        folder.write_config(config)
+    if manifest is None:
+        folder.begin(config)
+    else:
+        uids = [task.uid for task in prepared.tasks]
+        opened = opening(config, prepared.vocab_size, config.run.seed, uids, rows_digest(prepared.tasks))
+        check_begun(folder.path / JOURNAL, opened)
     say(f"run folder: {folder.path}")
     return _run_on_ray(config, folder, prepared, manifest)
 
@@ -100,23 +105,6 @@ def _run_on_ray(config: Config, folder: RunWriter, prepared: Prepared, manifest:
         cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL)
         coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
         return asyncio.run(_until_stopped(coordinator, countdown))
-
-
-def newest_checkpoint(config: Config, path: Path) -> Manifest:
-    """The checkpoint from which a run resumes; files that a killed writer left unfinished are deleted.
-
-    Raises:
-        UserError: there is no whole checkpoint, or the run has taken all its steps.
-    """
-    checkpoints = Checkpoints(path / CHECKPOINTS, config.trainer.keep_checkpoints)
-    checkpoints.drop_unfinished()
-    recover_folder(path / FINAL)
-    manifest = checkpoints.newest()
-    if manifest is None:
-        raise UserError(f"{path}: no whole checkpoint to resume from (was trainer.checkpoint_every 0?)")
-    if manifest.step >= config.run.max_steps:
-        raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to continue")
-    return manifest
 
 
 def runs_folder(config: Config) -> Path:

@@ -265,7 +265,10 @@ class GeneratorPool:
         return status
 
     async def stop(self) -> None:
-        """End the open trajectories and the engines."""
+        """End the open trajectories and the engines; weights on their way are given up, which nobody needs any more."""
         self._stopping = True
+        if self._sync is not None:
+            may_be_dropped(self._sync)
+            self._sync.cancel()
         stops = (call(generator.stop, who="a generator") for generator in self._generators.values())
         await asyncio.wait([asyncio.gather(*stops, return_exceptions=True)], timeout=STOP_SECONDS)

@@ -93,7 +93,7 @@ TRAJECTORIES = "Show the trajectories that a run kept; run.trajectories_per_step
 
 TRAJECTORIES_EXAMPLES = """\
 examples:
-  baton trajectories list runs/quickstart
+  baton trajectories list                                # of the newest run
   baton trajectories show runs/quickstart                # the newest trained one; or give an id
   baton trajectories export-html runs/quickstart --last 20
 """

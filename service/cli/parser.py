@@ -205,7 +205,7 @@ def _add_trajectories(added: Any) -> None:
     shown = _command(actions, "show", commands.trajectories_show, "print a trajectory; tokens with loss are coloured")
     exported = _command(actions, "export-html", commands.trajectories_export, "write trajectories as an HTML page")
     for action in (listed, shown, exported):
-        action.add_argument("run", metavar="RUN", help=RUN_HELP)
+        action.add_argument("run", metavar="RUN", nargs="?", help=f"{RUN_HELP} (default: the newest run in runs/)")
     named = "such as group=812/sample=3/attempt=0, or 812 (default: the newest trained trajectory)"
     shown.add_argument("id", metavar="ID", nargs="?", help=named)
     exported.add_argument("--output", type=Path, metavar="FILE", help="default: trajectories.html in the run folder")

@@ -91,8 +91,10 @@ class Source:
 
     def line(self, path: KeyPath, message: str) -> str:
         """A line of an error about the value at `path`; it begins with the place where the value was set."""
-        place = self.place(path)
-        return f"{place + '  ' if place else ''}{plain('.'.join(path))}: {message}{self._layers(path)}"
+        place, setting = self.place(path), plain(".".join(path))
+        if place and place.startswith(f"override {setting}="):  # it has the setting's name already
+            return f"{place}: {message}"
+        return f"{place + '  ' if place else ''}{setting}: {message}{self._layers(path)}"
 
     def _layers(self, path: KeyPath) -> str:
         """In brackets, where the keys of a mapping come from if several files or overrides set them; else nothing."""

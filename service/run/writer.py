@@ -32,8 +32,10 @@ TRAJECTORIES_BYTES = 64 << 20
 class RunWriter:
     """Writes the files of one run: files are replaced at once, lines are appended and flushed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, has_begun: bool = True) -> None:
         self.path = Path(path)
+        self._has_begun = has_begun
+        """False of a resumption until the run goes on: if it ends before, the summary and the scrape targets stay."""
         (self.path / LOGS).mkdir(parents=True, exist_ok=True)
         self._metrics: TextIO | None = None
         self._trackers: list[TensorBoard | Wandb] = []
@@ -43,14 +45,14 @@ class RunWriter:
         self.step = 0
         """The optimizer step that was logged last."""
 
-    def delete_end(self) -> None:
-        """Delete the summary and the address of an earlier part of the run, which now continues."""
+    def begin(self, config: Config) -> None:
+        """The run begins or goes on: delete how its earlier part ended, and write the resolved configuration.
+
+        `baton run --config` with that file repeats the run.
+        """
         for name in (SUMMARY, ADDRESS):
             (self.path / name).unlink(missing_ok=True)
-
-    def write_config(self, config: Config) -> None:
-        """Write the resolved configuration; `baton run --config` with that file repeats the run."""
-        self._config = config
+        self._has_begun, self._config = True, config
         write_atomic(self.path / CONFIG, resolved_yaml(config))
 
     def write_address(self, url: str) -> None:
@@ -66,7 +68,8 @@ class RunWriter:
 
     def delete_targets(self) -> None:
         """Prometheus scrapes this run no more."""
-        self._targets_file.unlink(missing_ok=True)
+        if self._has_begun:
+            self._targets_file.unlink(missing_ok=True)
 
     @property
     def _targets_file(self) -> Path:
@@ -125,7 +128,9 @@ class RunWriter:
             draw_learning_curve(lines, partial, title=self.path.name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write how the run ended, as one JSON object."""
+        """Write how the run ended, as one JSON object; nothing where a resumption ends before the run goes on."""
+        if not self._has_begun:
+            return
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in summary.items()}
         write_atomic(self.path / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
 

@@ -13,7 +13,8 @@ from service.clock import Clock
 from service.errors import JournalError, UserError
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.group_bytes import ITEM_BYTES
-from service.handoff.journal.frames import Frame
+from service.handoff.journal.disk import LocalDisk
+from service.handoff.journal.frames import Frame, Segment, frames
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
@@ -56,6 +57,29 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
     if record.ledger.state.opened is None:
         record.add(opened)
     return record
+
+
+def check_begun(folder: Path, opened: events.Opened) -> None:
+    """Check that the run whose journal lies in `folder` began with these rows and settings; no file is changed.
+
+    A journal that cannot be read here is left to the buffer, which may run on another machine.
+
+    Raises:
+        UserError: the run began with other rows or settings.
+    """
+    disk = LocalDisk()
+    oldest = min(folder.glob("*.journal"), key=lambda path: int(path.stem), default=None)
+    if oldest is None:
+        return
+    file = disk.open(oldest)
+    try:
+        frame = next(frames(Segment(int(oldest.stem), file, oldest)), None)
+    finally:
+        file.close()
+    if frame is not None:
+        begun = _decoder.decode(frame.payload).opened if frame.kind == events.SNAPSHOT else events.decode(frame.payload)
+        if isinstance(begun, events.Opened):
+            _check_opening(begun, opened, folder)
 
 
 def _check_opening(begun: events.Opened, opened: events.Opened, folder: Path) -> None:

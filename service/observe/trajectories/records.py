@@ -32,7 +32,7 @@ from service.handoff.ledger.record import Held, Store
 from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.tables import end_objects, step_objects
-from service.run.folder import RUNS, TRAJECTORIES, read_lines, run_folder
+from service.run.folder import RUNS, TRAJECTORIES, newest_run, read_lines, run_folder
 from service.types import Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 Record = dict[str, Any]
@@ -205,15 +205,15 @@ def _runs(versions: Int64s) -> list[tuple[int, str | None]]:
     ]
 
 
-def find_recorded_run(run: str, runs: Path = RUNS) -> Path:
-    """The folder of a run, given the folder or the run's name.
+def find_recorded_run(run: str | None, runs: Path = RUNS) -> Path:
+    """The folder of a run, given the folder or the run's name; None means the newest run.
 
     Raises:
         UserError: there is no such run, or the run kept no trajectories.
     """
-    if (Path(run) / TRAJECTORIES).is_file():
+    if run is not None and (Path(run) / TRAJECTORIES).is_file():
         return Path(run)
-    folder = run_folder(run, runs)
+    folder = newest_run(runs) if run is None else run_folder(run, runs)
     if not (folder / TRAJECTORIES).is_file():
         raise UserError(f"{folder}: this run has kept no trajectories (run.trajectories_per_step, or no step yet)")
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,29 @@ async def test_weights_that_no_engine_can_use_are_a_bug_that_is_not_swallowed() 
     world.generators[0].failing["update"] = ValueError("another checksum")
     with pytest.raises(ValueError, match="another checksum"):
         await world.publish(1)
+
+
+async def stopped_while_weights_are_on_their_way() -> None:
+    before = asyncio.all_tasks()
+    world = await World("memory").started()
+    for generator in world.generators:
+        generator.loading.clear()
+        generator.failing["update"] = RuntimeError("Server shutting down")
+        generator.stop = answering(None)
+    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1))
+    await until(lambda: bool(world.generators[0].paths))
+    await world.pool.stop()
+    for generator in world.generators:
+        generator.loading.set()
+    await until(lambda: asyncio.all_tasks() == before)
+
+
+async def test_weights_that_are_on_their_way_when_the_run_ends_are_given_up_without_a_word() -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    await asyncio.create_task(stopped_while_weights_are_on_their_way())
+    gc.collect()  # asyncio reports the error of a task that nobody waited for when the task is deleted
+    assert reported == []
 
 
 JOINS = ["generator-0 joins at 1", "generator-1 joins at 2"]

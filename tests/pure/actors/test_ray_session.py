@@ -1,32 +1,71 @@
-"""A Ray that does not start."""
+"""A Ray that does not start, or only at another try."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from actors.driver import cluster
+from actors.driver import cluster, local_ray
+from actors.driver.local_ray import RAYLET_ERRORS, START_TRIES
 from actors.driver.watchdog import MARK
 from service.config import Config
 from service.errors import RunFailed
 
 SLOW = "The current node timed out during startup. This could happen because the GCS has become overloaded."
+CHECK = "Check failed: statussetor3576.has_value() Timed out waiting for file metrics_agent_port_9176"
+RAYLET = f"[2026-11-22 09:42:32,679 C 1 1] (raylet) node_manager.cc:3576:  An unexpected system state. {CHECK}\nstack\n"
 
 
-@pytest.mark.parametrize(
-    ("failure", "raised"),
-    [(Exception(SLOW), RunFailed), (ConnectionError("refused"), RunFailed), (TypeError("a bug"), TypeError)],
-)
-def test_a_ray_that_does_not_start_ends_the_run_with_a_reason_and_a_bug_stays_one(
-    failure: Exception, raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def init(**settings: object) -> None:
-        raise failure
+@pytest.fixture
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Exception], list[str]]:
+    """Let Ray fail at so many starts; returns the list to which what was done is added."""
+    done: list[str] = []
+
+    def failing(times: int, failure: Exception) -> list[str]:
+        def init(_temp_dir: str, **settings: object) -> None:
+            done.append("start")
+            logs = Path(_temp_dir) / "session_latest" / "logs"
+            logs.mkdir(parents=True, exist_ok=True)
+            (logs / RAYLET_ERRORS).write_text(RAYLET)
+            if done.count("start") <= times:
+                raise failure
+
+        monkeypatch.setattr(local_ray.ray, "init", init)
+        return done
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(MARK, "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cluster, "start_watchdog", lambda *words: None)
-    monkeypatch.setattr(cluster.ray, "init", init)
-    with pytest.raises(raised, match=str(failure)), cluster.ray_session(Config(), "mark", tmp_path):
+    monkeypatch.setattr(local_ray, "end_processes", lambda mark, known: done.append(f"end {mark}"))
+    return failing
+
+
+@pytest.mark.parametrize("failure", [Exception(SLOW), ConnectionError("refused")])
+def test_a_ray_that_never_starts_is_tried_again_and_ends_the_run_with_why_its_raylet_ended(
+    failure: Exception, starts: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    done = starts(START_TRIES, failure)
+    with pytest.raises(RunFailed) as refused, cluster.ray_session(Config(), "mark", tmp_path):
         raise AssertionError("there is no Ray")
+    assert str(failure) in str(refused.value) and CHECK in str(refused.value)
+    assert done == [*["start", "end mark"] * (START_TRIES - 1), "start"]
+    assert (tmp_path / RAYLET_ERRORS).read_text() == RAYLET
+
+
+def test_a_ray_that_starts_at_the_second_try_is_used(
+    starts: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = starts(1, Exception(SLOW))
+    with cluster.ray_session(Config(), "mark", tmp_path):
+        assert done == ["start", "end mark", "start"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert CHECK in line and f"try 2 of {START_TRIES}" in line
+
+
+def test_a_bug_in_the_start_of_ray_stays_one(starts: Callable[..., list[str]], tmp_path: Path) -> None:
+    done = starts(1, TypeError("a bug"))
+    with pytest.raises(TypeError, match="a bug"), cluster.ray_session(Config(), "mark", tmp_path):
+        raise AssertionError("there is no Ray")
+    assert done == ["start"]

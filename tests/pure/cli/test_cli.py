@@ -13,7 +13,7 @@ import pytest
 
 from service.cli.parser import main, split_overrides
 from service.clock import SystemClock
-from service.config import load_config
+from service.config import Config, load_config
 from service.observe.hub import Hub
 from service.observe.status_view import road_lines, status_lines
 from service.run.folder import lock_run
@@ -93,7 +93,7 @@ def test_paths_of_another_machine_are_notes_of_the_validation_and_refused_by_a_r
     assert last == f"{QUICKSTART}: fine, but it cannot be run here"
     assert main(["run", *words]) == 2
     refused = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[1].split("  ")[1] for line in refused] == ["model.path", "data.train"]
+    assert [line.split("override ")[1].split("=")[0] for line in refused] == ["model.path", "data.train"]
 
 
 def test_what_is_here_and_broken_is_refused_by_the_validation_too(
@@ -114,7 +114,8 @@ def test_what_is_here_and_broken_is_refused_by_the_validation_too(
         made = ["model.make=null", "model.warm_start=null"] if setting.startswith("model") else []
         assert main(["config", "validate", "--config", QUICKSTART, *made, setting]) == 2
         err = capsys.readouterr().err
-        assert err.startswith(f"baton: override {setting}  {message}") and err.count("\n") == 1
+        _, _, problem = message.partition(": ")
+        assert err.startswith(f"baton: override {setting}: {problem}") and err.count("\n") == 1
 
 
 def test_validation_reads_the_dataset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_status_tells_a_run_that_starts_from_one_that_was_killed(
         assert "no run answers there" in said()
     killed = said()
     assert "it was killed" in killed and f"baton run --resume {tmp_path}" in killed
-    folder.delete_end()
+    folder.begin(Config())
     assert "it was killed" in said()
 
 
@@ -228,7 +229,7 @@ def test_a_run_that_goes_on_is_no_longer_one_that_ended(capsys: pytest.CaptureFi
     assert main(["status", str(tmp_path)]) == 0
     assert "stopped after 27 optimizer steps" in capsys.readouterr().out
     with lock_run(tmp_path):
-        folder.delete_end()
+        folder.begin(Config())
         assert main(["status", str(tmp_path)]) == 2
         assert "the run is starting" in capsys.readouterr().err
 

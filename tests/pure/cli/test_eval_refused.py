@@ -34,7 +34,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 20 and 40 and no final weights."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     config = load_config([QUICKSTART], ["data.eval_make_rows=4"])
-    RunWriter(folder).write_config(config)
+    RunWriter(folder).begin(config)
     shapes = weight_shapes(read_config(prepare(config, folder).model_folder))
     tensors = {f"{kind}/{name}": torch.zeros(shape) for kind in ("weights", *MOMENTS) for name, shape in shapes.items()}
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from actors.driver import run as running
 from actors.driver.signals import STOP_SIGNALS
 from service.config import Config, load_config
 from service.run.prepare import Prepared
+from service.run.writer import RunWriter
 from tests.waiting import PAUSE, until
 
 
@@ -147,23 +149,26 @@ def test_a_stopped_run_that_does_not_end_in_time_is_ended_by_force(tmp_path: Pat
     assert (summary["state"], summary["steps"]) == ("stopped", 7) and "ended by force" in summary["reason"]
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
 def test_a_run_that_goes_on_has_not_ended_and_is_stopped_with_the_steps_that_it_had(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    goes_on: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     summary = tmp_path / "summary.json"
     summary.write_text('{"state": "stopped", "steps": 20}')
 
-    def starting(*arguments: object) -> int:
-        assert not summary.exists()
+    def starting(config: Config, folder: RunWriter, *arguments: object) -> int:
+        if goes_on:
+            folder.begin(config)
+            assert not summary.exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "newest_checkpoint", lambda config, path: SimpleNamespace(step=27))
-    monkeypatch.setattr(running, "prepare", lambda config, path: None)
+    monkeypatch.setattr(running, "prepare", lambda config, path: Prepared(path, [], path, 8, None))
     monkeypatch.setattr(running, "_run_on_ray", starting)
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
     config = load_config(["configs/quickstart.yaml"], ["metrics.port=0"])
-    assert running.run(config, resume=tmp_path) == 128 + signal.SIGINT
-    assert json.loads(summary.read_text()) == {"state": "stopped", "steps": 27}
+    manifest: Any = SimpleNamespace(step=27)
+    assert running.run(config, tmp_path, manifest) == 128 + signal.SIGINT
+    assert json.loads(summary.read_text()) == {"state": "stopped", "steps": 27 if goes_on else 20}
 
 
 INTERRUPTED = """

@@ -126,7 +126,7 @@ def test_a_mistake_is_named_by_file_line_path_and_the_nearest_valid_key(
 
 
 def test_a_wrong_override_names_itself() -> None:
-    with pytest.raises(ConfigError, match=r"^override trainer\.ranks=0  trainer\.ranks: .*greater than 0, not 0$"):
+    with pytest.raises(ConfigError, match=r"^override trainer\.ranks=0: .*greater than 0, not 0$"):
         load_config([], ["trainer.ranks=0"])
     with pytest.raises(ConfigError, match=r"not of the form section\.key=value"):
         load_config([], ["trainer.lr"])

@@ -87,3 +87,15 @@ def test_every_rule_is_built_on_metrics_that_exist(rule: dict[str, Any]) -> None
             known |= {f"{metric.name}_{part}" for part in ("bucket", "count", "sum")}
     used = set(re.findall(r"\b(?:instance:)?baton_\w+(?::\w+)?", rule["expr"]))
     assert used <= known | ISSUED_BY_PROMETHEUS
+
+
+def seconds(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([smh])", text).groups()  # type: ignore[union-attr]
+    return int(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+
+
+def test_a_notice_is_repeated_about_as_often_as_its_route_says() -> None:
+    """Alertmanager looks at a repetition only when a group interval ends, so the notice may be that much later."""
+    top = yaml.safe_load((FOLDER / "alertmanager.yaml").read_text())["route"]
+    for route in [top, *(top | own for own in top["routes"])]:
+        assert seconds(route["group_interval"]) <= seconds(route["repeat_interval"]) / 10, route

@@ -18,8 +18,10 @@ from actors.driver.commands import VLLM_ON_CPU
 from service.cli.parser import main
 from service.config import load
 from service.config.checks import problems
+from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
 from service.rollout.prompts.dataset import load_tasks
+from service.run.folder import TARGETS
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -105,7 +107,10 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         assert command == VLLM_ON_CPU or "baton_rl-" in command
     elif words[:2] == ["hf", "download"]:
         assert words[3:] == ["--local-dir", f"models/{words[2].rpartition('/')[2]}"]
+    elif words[:2] == ["mkdir", "-p"]:
+        assert f"runs/{TARGETS}" in words
     elif words[0] in SERVERS:
+        assert words[0] == "kubectl" or any(word.startswith("--storage.") and "HOME" in word for word in words)
         named = [word.rpartition("=")[2] for word in words if "deploy/" in word]
         assert named and [name for name in named if not (ROOT / name).exists()] == []
     else:
@@ -122,7 +127,7 @@ def test_the_configuration_of_ones_own_is_right(tmp_path: Path) -> None:
 
 
 def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = blocks(DOCS / "own.md", "python")
+    (code,) = [block for block in blocks(DOCS / "own.md", "python") if "class Hangman" in block]
     (row,) = blocks(DOCS / "own.md", "json")
     (tmp_path / "own_envs.py").write_text(code)
     (tmp_path / "train.jsonl").write_text(row)
@@ -144,6 +149,35 @@ def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: 
         assert asyncio.run(play(["x", "y"])) == (0.0, True, "")
     finally:
         sys.modules.pop("own_envs", None)
+
+
+def test_the_reward_of_ones_own_changes_only_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = [block for block in blocks(DOCS / "own.md", "python") if "class ShortGsm8k" in block]
+    (tmp_path / "own_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = Task("0", ({"role": "user", "content": "3 and 4 ?"},), "", {"ground_truth": "7"})
+
+    async def reward(text: str) -> float:
+        episode = make_environment("own_rewards:ShortGsm8k", {}, ["own_rewards"])
+        assert tuple(await episode.reset(task, seed=0)) == task.prompt
+        result = await episode.step(text)
+        await episode.close()
+        assert result.done and set(result.info) == {"marked", "too_long"}
+        return result.reward
+
+    async def rewards() -> list[float]:
+        return [await reward(text) for text in ("3 + 4 = 7 #### 7", "it is 7", "it is 8", " ".join(["7"] * 150))]
+
+    try:
+        assert asyncio.run(rewards()) == pytest.approx([1.0, 0.5, 0.0, 0.45])
+    finally:
+        sys.modules.pop("own_rewards", None)
+
+
+def test_the_pages_of_a_newcomer_give_their_files_different_names() -> None:
+    pages = [ROOT / "README.md", DOCS / "own.md"]
+    files = [re.findall(r"^# (\w+\.(?:py|yaml))$", page.read_text(), re.MULTILINE) for page in pages]
+    assert all(files) and not set(files[0]) & set(files[1])
 
 
 def test_the_design_page_names_every_folder_of_the_code() -> None:

@@ -216,7 +216,9 @@ def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
         find_recorded_run("r", tmp_path)
 
 
-def test_the_commands_read_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_read_a_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = RunWriter(tmp_path / "r")
     (folder.path / "config.yaml").touch()
     assert folder.append_trajectories(records()) == 3
@@ -225,6 +227,9 @@ def test_the_commands_read_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFi
     ]
     assert main(["trajectories", "list", str(tmp_path / "r"), "--last", "2"]) == 0
     assert capsys.readouterr().out.count("group=") == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(tmp_path)
+    assert main(["trajectories", "list"]) == 0 and capsys.readouterr().out.count("group=") == 3
     assert main(["trajectories", "list", str(tmp_path / "none")]) == 2
     assert "neither a run folder (with config.yaml) nor the name of a run" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -1,0 +1,123 @@
+"""A resumption that is refused, or ends before the run goes on, changes nothing of the run and starts no Ray."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.driver import run as running
+from service.cli import main
+from service.clock import SystemClock
+from service.config import Config, load_config
+from service.errors import RunFailed
+from service.handoff.buffer import Buffer
+from service.handoff.journal.journal import Journal
+from service.rollout.environments.registry import synthetic_data
+from service.rollout.prompts.dataset import rows_digest, write_rows
+from service.run.checkpoints import Checkpoints
+from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, SUMMARY, TARGETS
+from service.run.prepare import Prepared
+from service.run.writer import RunWriter
+
+STEP = 3
+SUMMARY_OF_RUN = {"state": "finished", "steps": STEP}
+
+
+def rows(seed: int) -> list[dict[str, Any]]:
+    """Rows of the environment `lookup`."""
+    return list(synthetic_data("lookup", {}, ()).rows(4, seed))
+
+
+def trained(config: Config, folder: RunWriter, prepared: Prepared, manifest: object) -> int:
+    """A run without Ray: it leaves a journal, a checkpoint and a summary."""
+    journal, uids = Journal(folder.path / JOURNAL, SystemClock()), [task.uid for task in prepared.tasks]
+    digest = rows_digest(prepared.tasks)
+    Buffer(config, prepared.vocab_size, uids, journal, SystemClock(), config.run.seed, prepared.routing, digest)
+    journal.sync()
+    journal.close()
+    checkpoints = Checkpoints(folder.path / CHECKPOINTS, keep=1)
+    (checkpoints.begin(STEP) / "part").write_text("weights")
+    checkpoints.finish(STEP, incarnation=1, journal_position=0, issued=0, frontier=0)
+    folder.write_summary(SUMMARY_OF_RUN)
+    return 0
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a finished run on a dataset whose path was given relative to the folder of its start."""
+    quickstart = str(Path("configs/quickstart.yaml").resolve())
+    (tmp_path / "start").mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+    write_rows(Path("rows.jsonl"), rows(seed=1))
+    monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
+    monkeypatch.setattr(running, "refuse_open_ray", lambda environment, insecure: None)
+    settings = ["data.train=rows.jsonl", "data.make_rows=null", "model.warm_start=null", f"run.max_steps={STEP}"]
+    with monkeypatch.context() as patched:
+        patched.setattr(running, "_run_on_ray", trained)
+        assert running.run(load_config([Path(quickstart)], [*settings, "metrics.port=0"])) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folder = next((tmp_path / "start" / "runs").glob("quickstart*"))
+    targets = folder.parent / TARGETS / f"{folder.name}.json"
+    targets.parent.mkdir(exist_ok=True)
+    targets.write_text("[]")  # as a killed run leaves it
+    return folder
+
+
+@pytest.fixture
+def refused(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The line with which `baton run --resume` is refused; the run is as it was."""
+
+    def ray_started(*arguments: object) -> AbstractContextManager[None]:
+        raise RunFailed("Ray was started")
+
+    monkeypatch.setattr(running, "ray_session", ray_started)
+
+    def resume(*settings: str, code: int = 2) -> str:
+        capsys.readouterr()
+        assert main(["run", "--resume", str(run), *settings]) == code
+        assert json.loads((run / SUMMARY).read_text()) == SUMMARY_OF_RUN
+        assert (run.parent / TARGETS / f"{run.name}.json").exists()
+        err = capsys.readouterr().err
+        assert err.startswith("baton: ") and err.count("\n") == 1
+        return err
+
+    return resume
+
+
+def test_other_settings_and_rows_are_refused_before_ray_starts_and_leave_how_the_run_ended(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    more = "run.max_steps=9"
+    samples = refused("algorithm.n_samples_per_prompt=4", more)
+    assert samples.startswith("baton: override algorithm.n_samples_per_prompt=4: it is 4, but was ")
+    other = tmp_path / "other.jsonl"
+    write_rows(other, rows(seed=2))
+    said = refused(f"data.train={other}", more)
+    assert said.startswith(f"baton: override data.train={other}: the dataset has other rows than when this run began")
+
+
+def test_a_run_goes_on_from_any_folder_and_a_failure_before_it_does_leaves_how_it_ended(
+    refused: Callable[..., str], run: Path
+) -> None:
+    assert "Ray was started" in refused("run.max_steps=9", code=1)
+    assert load_config([run / CONFIG], []).run.max_steps == STEP
+
+
+def test_a_run_that_has_nothing_to_go_on_from_is_refused_before_anything_is_loaded(
+    refused: Callable[..., str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "actors.driver.run", None)  # an import of it fails
+    assert f"the run has all of its {STEP} steps; raise run.max_steps" in refused()
+    checkpoint = run / CHECKPOINTS / f"step_{STEP}"
+    (checkpoint / "part").write_text("weighty")
+    assert f"every checkpoint is damaged (of step {STEP})" in refused("run.max_steps=9")
+    checkpoint.rename(run / "elsewhere")
+    assert "the run ended before its first one was written" in refused("run.max_steps=9")
+    assert "because trainer.checkpoint_every is 0" in refused("run.max_steps=9", "trainer.checkpoint_every=0")
