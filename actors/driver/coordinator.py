@@ -16,7 +16,7 @@ from actors.driver.cluster import Cluster
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.observe.logs import say_which_are_elsewhere
-from actors.observe.metrics_hub import ray_targets, serving
+from actors.observe.metrics_hub import ray_targets, run_target, serving
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerLost
 from service.cli.phases import phase
@@ -162,7 +162,7 @@ class Coordinator:
         if time.monotonic() - self._targets_at < TARGETS_SECONDS:
             return
         self._targets_at = time.monotonic()
-        own = {"targets": [self._url.partition("//")[2]], "labels": {"__meta_baton_kind": "baton"}}
+        own = run_target(self._url.partition("//")[2], str(self._folder.path))
         self._folder.write_targets([own, *await asyncio.to_thread(ray_targets)])
 
     async def _all_up(self) -> str:

@@ -138,7 +138,15 @@ class MetricsHub:
         return web.json_response(self._hub.history(after))
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
+        folder = self._run_folder()
+        if folder is not None and request.query.get("run", folder) != folder:
+            raise web.HTTPNotFound(text=f"another run is served here: {folder}")
         return web.Response(body=self._hub.page(), headers={"Content-Type": TEXT})
+
+    def _run_folder(self) -> str | None:
+        """The run's folder, once the run has reported it."""
+        folder = self._hub.status()["run"].get("folder")
+        return folder if isinstance(folder, str) else None
 
     async def _get_status(self, request: web.Request) -> web.Response:
         if prefers_html(",".join(request.headers.getall("Accept", []))):
@@ -146,7 +154,7 @@ class MetricsHub:
         return web.json_response(self._hub.status(), headers=VARY)
 
     async def _get_targets(self, request: web.Request) -> web.Response:
-        own = {"targets": [request.host], "labels": {"__meta_baton_kind": "baton"}}
+        own = run_target(request.host, self._run_folder())
         return web.json_response([own, *await asyncio.to_thread(ray_targets)])
 
     async def _get_health(self, request: web.Request) -> web.Response:
@@ -180,6 +188,18 @@ def _media_range(text: str) -> tuple[str, float] | None:
         return name, float(next((part[2:] for part in parameters if part.startswith("q=")), 1.0))
     except ValueError:
         return name, 0.0
+
+
+def run_target(address: str, folder: str | None) -> dict[str, Any]:
+    """A run's metrics service in the format of Prometheus' service discovery, named after the run's folder.
+
+    Prometheus sends the folder with each scrape: a run that got the address of a killed one does not answer for it.
+    """
+    labels = {"__meta_baton_kind": "baton"}
+    if folder is not None:
+        name = Path(folder).name
+        labels |= {"__param_run": folder, "instance": f"{name} at {address}", "run": name, "folder": folder}
+    return {"targets": [address], "labels": labels}
 
 
 def ray_targets() -> list[dict[str, Any]]:

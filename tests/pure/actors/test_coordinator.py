@@ -80,4 +80,5 @@ def test_the_nodes_of_the_cluster_are_looked_up_off_the_loop_and_not_at_every_st
     assert len(threads) == n_lookups and threading.main_thread() not in threads
     (file,) = (tmp_path / TARGETS).iterdir()
     own, node = json.loads(file.read_text())
+    assert (own["labels"]["run"], own["labels"]["folder"]) == ("run", str(tmp_path / "run"))
     assert (own["targets"], node["targets"]) == (["127.0.0.1:9400"], [f"10.0.0.{n_lookups}:8080"])

@@ -7,10 +7,11 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from urllib.error import HTTPError
 
 import pytest
 
-from actors.observe.metrics_hub import MetricsHub, prefers_html
+from actors.observe.metrics_hub import MetricsHub, prefers_html, run_target
 from service.config import Config, load_config
 from service.errors import UserError
 from service.observe.hub import HISTORY_KEYS
@@ -49,8 +50,27 @@ def test_metrics_status_and_health_are_served_on_one_port() -> None:
         assert json.loads((await get(f"{url}/healthz"))[1]) == {"ok": True, "silent": []}
         targets = json.loads((await get(f"{url}/sd"))[1])
         # The nodes of a Ray that another test of the session started are listed behind it.
-        assert targets[:1] == [{"targets": [url.removeprefix("http://")], "labels": {"__meta_baton_kind": "baton"}}]
+        assert targets[:1] == [run_target(url.removeprefix("http://"), None)]
         assert repr(hub) == f"MetricsHub({url})"
+        await hub.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_got_the_address_of_a_killed_one_does_not_answer_for_it() -> None:
+    async def scenario() -> None:
+        hub = hub_on(0)
+        url = await hub.start()
+        snapshot = Metrics("trainer", "trainer-0", Config()).snapshot()
+        await hub.push("trainer/trainer-0", snapshot, [("run", {"folder": "/runs/second"})])
+        (target, *_) = json.loads((await get(f"{url}/sd"))[1])
+        named = {name: target["labels"][name] for name in ("instance", "run", "folder")}
+        address = url.removeprefix("http://")
+        assert named == {"instance": f"second at {address}", "run": "second", "folder": "/runs/second"}
+        killed = run_target(address, "/runs/first")
+        assert b"baton_actor_up" in (await get(f"{url}/metrics?run={target['labels']['__param_run']}"))[1]
+        with pytest.raises(HTTPError, match="404"):
+            await get(f"{url}/metrics?run={killed['labels']['__param_run']}")
         await hub.stop()
 
     asyncio.run(scenario())
