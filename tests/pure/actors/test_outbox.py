@@ -91,6 +91,34 @@ def test_what_finishes_together_travels_together_in_order() -> None:
     assert (group.sender.generator, group.sender.incarnation, group.sender.sequence) == ("g", 3, 1)
 
 
+def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_delay_of_batching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox_module, "LINGER_SECONDS", 1000.0)
+
+    def answer(group: StepGroup) -> Answer:
+        if 1 in group.steps.group_id_K:
+            return Refusal(RefusalReason.EMPTY, "poison")
+        return Receipt(0, superseded=(2,) if 2 in group.steps.group_id_K else ())
+
+    async def main() -> list[bool]:
+        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
+        running = asyncio.ensure_future(outbox.run())
+        waiting = []
+        for group_id in range(4):
+            append_step(outbox, step(group_id))
+            waiting.append(asyncio.ensure_future(outbox.accepted(TrajectoryId(group_id, 0))))
+        await asyncio.sleep(0)
+        assert not any(one.done() for one in waiting) and not buffer.sent
+        answers = await asyncio.gather(*waiting)
+        running.cancel()
+        return answers
+
+    buffer = FakeBuffer(answer)
+    assert asyncio.run(main()) == [True, False, False, True]
+    assert (buffer.refused, buffer.closed) == ([TrajectoryId(1, 0)], [2])
+
+
 def test_long_messages_are_split_and_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MESSAGE_BYTES", 500)
     buffer = FakeBuffer()
