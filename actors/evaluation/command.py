@@ -77,16 +77,16 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
 
 @contextmanager
 def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
-    """A temporary folder for the logs of the engines; it stays where the evaluation fails."""
-    logs, has_failed = Path(tempfile.mkdtemp(prefix="baton-eval-logs-")), False
+    """A temporary folder for the logs of the engines; it stays where the evaluation fails after an engine began."""
+    logs, stays = Path(tempfile.mkdtemp(prefix="baton-eval-logs-")), False
     try:
         yield logs
     except BatonError:
-        has_failed = True
-        say(f"what the engines printed is in {logs}")
+        if stays := any(logs.iterdir()):
+            say(f"what the engines printed is in {logs}")
         raise
     finally:
-        if not has_failed:
+        if not stays:
             shutil.rmtree(logs, ignore_errors=True)
 
 

@@ -108,6 +108,13 @@ def test_on_a_host_without_the_run_folder_the_log_is_beside_rays_and_the_run_say
     assert (other / f"{PART}.log").read_text() == f"{said[0]}\n"
 
 
+def test_an_evaluation_that_failed_before_an_engine_began_leaves_no_empty_folder() -> None:
+    said: list[str] = []
+    with contextlib.suppress(RunFailed), logs_kept_on_failure(said.append) as logs:
+        raise RunFailed("Ray did not start")
+    assert not logs.exists() and said == []
+
+
 def test_outside_of_a_run_output_is_left_alone(tmp_path: Path) -> None:
     code = BEGINNING + "print('as before')"
     answer = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
