@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from actors.driver import placement
+from actors.driver.node_check import RunFiles
 from actors.driver.placement import reserve
 from actors.evaluation import command
 from service.config import load_config
@@ -57,10 +58,19 @@ def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
         "reserve": room,
         "engine_options": lambda *_: {},
     }
+    checked: list[RunFiles] = []
+    stand_ins["check_nodes"] = lambda room, bundles, files: checked.append(files)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(command, name, stand_in)
     monkeypatch.setattr(command.ray, "remote", Remote)
-    found = command.evaluate(config, eval_target(prepare(config, tmp_path).model_folder), lambda line: None)
+    model = prepare(config, tmp_path).model_folder
+    monkeypatch.chdir(model.parent)
+    found = command.evaluate(config, eval_target(Path(model.name)), lambda line: None)
+    (files,) = checked
+    assert {str(model), str(model / "config.json")} < files.sizes.keys(), "engines of other nodes have another folder"
+    assert sum(path.endswith(".jsonl") for path in files.sizes) == 1 and all(
+        map(Path.is_absolute, map(Path, files.sizes))
+    )
     assert [(of.n_trajectories, of.avg_score) for of in found.sets] == [(2, 1.0)]
 
 
