@@ -95,7 +95,7 @@ def test_a_rank_that_was_given_a_gpu_never_trains_on_the_cpu(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rank = TrainerRank(Config().model_dump_json(), 3, None, True)
     with pytest.raises(UserError, match=r"trainer-3 has a GPU of node .*, but PyTorch cannot use it: CUDA found no de"):
-        rank.load(("127.0.0.1", 1), "no such model")
+        rank.load(("127.0.0.1", 1), "no such model", [])
 
 
 def test_a_rank_without_a_gpu_leaves_one_that_is_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
