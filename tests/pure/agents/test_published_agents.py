@@ -1,0 +1,88 @@
+"""Agents as they are published, run as commands: a file is edited, and the session has exact tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import venv
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.agents.runner.runner import AgentRunner, Finished
+from service.config.command import CommandConfig
+from service.rollout.chat.chat import Chat
+from service.rollout.environment import Message, Task
+from tests.pure.agents.endpoint import House, opened, whole
+
+INSTALLED = Path(__file__).parents[3] / "build" / "agents"
+CODEX, MINI = "@openai/codex@0.169", "mini-swe-agent==2.4.6"
+EDIT = "sed -i s/red/blue/ colour.txt; cat colour.txt"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+TASK = Task("p", (Message(role="user", content="Make the colour blue."),), "", {}, {"files": {"colour.txt": "red"}})
+
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.asyncio]
+
+
+@pytest.fixture(scope="module")
+def codex() -> Path:
+    """Codex CLI, from npm."""
+    folder = INSTALLED / "codex"
+    if not (program := folder / "node_modules" / ".bin" / "codex").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["npm", "install", "--silent", "--prefix", folder, CODEX], check=True, timeout=900)
+    return program
+
+
+@pytest.fixture(scope="module")
+def mini() -> Path:
+    """mini-swe-agent, from PyPI; litellm, which it calls, needs mcp."""
+    folder = INSTALLED / "mini"
+    if not (program := folder / "bin" / "mini").exists():
+        venv.create(folder, with_pip=True)
+        subprocess.run([folder / "bin" / "pip", "install", "--quiet", MINI, "mcp"], check=True, timeout=900)
+    return program
+
+
+async def played(chat: Chat, replies: Iterator[str], command: list[Any], **settings: Any) -> tuple[Finished, House]:
+    """A run of the command at a real endpoint, whose policy gives these replies."""
+    async with opened(chat) as house:
+        house.allowed = replace(house.allowed, max_input_length=400_000)
+        house.max_tokens = 1_000_000
+        house.say = lambda prompt: next(replies)
+        session = house.session()
+        score = ("grep", "-qx", "blue", "colour.txt")
+        runner = AgentRunner(CommandConfig(command=tuple(map(str, command)), score=score, **settings))
+        try:
+            return await runner.run(TASK, session.base_url, session.key, 0), house
+        finally:
+            await runner.close()
+
+
+def called(tool: str, argument: str, command: str) -> str:
+    return f'<tool_call>{{"name": "{tool}", "arguments": {{"{argument}": "{command}"}}}}</tool_call>'
+
+
+async def test_codex_edits_a_file_and_its_calls_are_one_exact_chain(bytes_chat: Chat, codex: Path) -> None:
+    provider = 'model_providers.b={name="b",base_url="{base_url}",wire_api="responses",env_key="OPENAI_API_KEY"}'
+    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=b"]
+    replies = iter([called("exec_command", "cmd", EDIT), "Done."])
+    got, house = await played(bytes_chat, replies, [codex, "exec", *flags, "-c", provider, "-m", "policy", "{prompt}"])
+    assert (got.reward, got.status) == (1.0, "ok"), got
+    assert "Done." in got.transcript
+    first, second = sorted(house.steps, key=lambda step: step.index)
+    assert second.extends is not None and second.extends.step == first.index
+    assert whole(house.steps) == house.prompts
+
+
+async def test_mini_swe_agent_edits_a_file_and_its_calls_are_one_exact_chain(bytes_chat: Chat, mini: Path) -> None:
+    variables = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_SILENT_STARTUP": "true"}
+    replies = iter([called("bash", "command", EDIT), called("bash", "command", SUBMIT)])
+    flags = ["--yolo", "--exit-immediately", "--model", "openai/policy", "--task", "{prompt}"]
+    got, house = await played(bytes_chat, replies, [mini, *flags], variables=variables)
+    assert (got.reward, got.status) == (1.0, "ok"), got
+    first, second = sorted(house.steps, key=lambda step: step.index)
+    assert second.extends is not None and second.extends.step == first.index
+    assert whole(house.steps) == house.prompts
