@@ -21,6 +21,13 @@ def check_command(config: Config) -> Iterator[Problem]:
         )
     if env.name != AGENT and env.command:
         yield Problem("env.command", f"would never run, because env.name is {env.name!r}; set env.name={AGENT}")
+    seconds = env.limits.seconds + env.limits.score_seconds
+    if env.name == AGENT and config.endpoint is not None and config.endpoint.deadline < seconds:
+        yield Problem(
+            "env.limits.seconds",
+            f"with score_seconds ({seconds:g} together) exceeds agents.deadline ({config.endpoint.deadline:g}): a slow "
+            "run would be lost before it is scored; lower it, or raise agents.deadline",
+        )
     yield from _unknown_placeholders("env.command", env.command)
     if isinstance(env.score, tuple):
         if not env.score:

@@ -63,14 +63,16 @@ class AgentRunner:
         self._supervisors = ChildProcesses(
             "service.agents.runner.supervisor", limits.transcript_characters * BYTES_PER_CHARACTER + ROOM
         )
-        _remove_left_folders()
         made = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}"))
         self._lock = lock_folder(made, seconds=1.0)
         self._folder = made.rename(made.with_name(made.name.removeprefix(".")))  # whole: with its lock
-        self._has_warned = False
+        self._has_cleaned = self._has_warned = False
 
     async def run(self, task: Task, base_url: str, key: str, seed: int) -> Finished:
         """Run the command for a task; it reaches its session at `base_url` (`http://HOST:PORT/.../v1`) with `key`."""
+        if not self._has_cleaned:
+            self._has_cleaned = True
+            await asyncio.to_thread(_remove_left_folders)
         root = Path(tempfile.mkdtemp(dir=self._folder))
         request = {
             "settings": self._settings,

@@ -20,8 +20,9 @@ class Environments:
     def __init__(self, config: EnvConfig) -> None:
         self._config = config
         isolated = config.isolation == "process"
-        self.room = Semaphore(config.max_processes) if isolated else nullcontext()
-        """Held during an episode: isolated episodes wait here for a process, before any deadline starts."""
+        has_process = isolated or config.name == AGENT
+        self.room = Semaphore(config.max_processes) if has_process else nullcontext()
+        """Held during an episode: those with a process of their own wait here for it, before any deadline starts."""
         limit, trusted = config.max_observation_characters, config.trusted_modules
         self._isolated = IsolatedEnvironments(limit, trusted) if isolated else None
         self._runner: AgentRunner | None = None

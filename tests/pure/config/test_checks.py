@@ -97,6 +97,7 @@ AGENT = ["env.name=agent", "env.command=[codex]"]
         ([*AGENT, "env.variables={OPENAI_API_KEY: x}"], "env.variables.OPENAI_API_KEY", "not yours to set"),
         ([*AGENT, "env.score=pytest"], "env.score", "a command is a list, such as [pytest]"),
         ([*AGENT, "env.score=my_pkg:score"], "env.score", "env.trusted_modules does not name 'my_pkg'"),
+        ([*AGENT, "agents.deadline=2000"], "env.limits.seconds", "lost before it is scored"),
         ([*AGENT, "env.score=[]"], "env.score", "is an empty command"),
     ],
 )
@@ -121,6 +122,7 @@ def test_a_combination_is_refused_with_its_path_and_consequence(
         ["weights.transport=ipc", "generator.engines=2"],
         ["trainer.max_tokens_per_micro_batch=136"],
         [*AGENT, "env.command=[a, '-c', 'x={name=1}', '{prompt} {prompt_file} {folder} {base_url} {seed}']"],
+        [*AGENT, "agents.deadline=2100"],
         [*AGENT, "env.trusted_modules=[my_pkg]", "env.score=my_pkg.scores:score"],
     ],
 )

@@ -88,9 +88,13 @@ def test_with_isolation_an_environment_is_made_in_a_process_of_its_own() -> None
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("isolation", "most"), [("process", 2), ("none", 6)])
-async def test_no_more_isolated_episodes_are_open_at_once_than_processes_are_allowed(isolation: str, most: int) -> None:
-    made = Environments(EnvConfig(isolation=isolation, max_processes=2))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("settings", "most"), [({"isolation": "process"}, 2), ({"name": "agent", "command": ["sh"]}, 2), ({}, 6)]
+)
+async def test_no_more_episodes_with_a_process_are_open_at_once_than_processes_are_allowed(
+    settings: dict[str, object], most: int
+) -> None:
+    made = Environments(EnvConfig.model_validate({**settings, "max_processes": 2}))
     inside, seen = 0, 0
 
     async def episode() -> None:
