@@ -95,7 +95,7 @@ def test_learner_advantages_and_suite_are_rehearsed_on_a_machine_without_ray_and
     environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     document = json.loads(file.read_text())
-    assert done.returncode == 0, document
+    assert done.returncode == 0, [part["reason"] for part in document["parts"]]
     learner, advantage, suite = document["parts"]
     assert {line["variant"] for line in learner["figures"]} == {"default", "eager", "padded"}
     assert all(line["tokens_a_second"] > 0 for line in learner["figures"])
