@@ -15,6 +15,10 @@ from actors.weights.checksum import checksum_of
 from service.config import Config, GeneratorConfig
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
+
+# The engine's tests need Ray, without which a machine skips this file.
+pytest.importorskip("ray")
+pytest.importorskip("vllm")
 from tests.e2e.test_engine import mixture, prompt, weights_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
