@@ -8,30 +8,33 @@ Only finished responses are parsed: vLLM's streaming takes thinking for content 
 
 from __future__ import annotations
 
-import json
+import difflib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from service.agents.parser import Reply
 from service.config import Config
 from service.errors import UserError
-from service.rollout.chat.chat import Tool
+from service.rollout.chat.chat import Tool, load_chat
 from service.rollout.chat.tokenizer import load_tokenizer
-from service.rollout.chat.tools import ToolCall
+from service.rollout.chat.tools import ToolCall, read_json
 from service.rollout.player import Player
 
 log = logging.getLogger(__name__)
 
 OWN = "json"
 """The name of the endpoint's own parser."""
+EXTRA = "baton[parsers]"
+"""What most of vLLM's parsers import besides vLLM's own packages."""
+ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}
 
 
 class VllmParser:
     """The parsers of one family of models, for the endpoint."""
 
-    def __init__(self, name: str, tokenizer: Any) -> None:
+    def __init__(self, name: str, tokenizer: Any, end_ids: Collection[int] = ()) -> None:
         """`name`: that of a tool parser, with `+` and that of a reasoning parser after it.
 
         Raises:
@@ -39,22 +42,35 @@ class VllmParser:
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser import ParserManager
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
 
         tools, _, thinking = name.partition("+")
+        _load(tools, ToolParserManager.get_tool_parser, ToolParserManager.list_registered())
+        if thinking:
+            _load(thinking, ReasoningParserManager.get_reasoning_parser, ReasoningParserManager.list_registered())
         try:
             make = ParserManager.get_parser(tools, thinking or None, enable_auto_tools=True, tokenizer=tokenizer)
-        except (TypeError, ImportError, KeyError) as error:
+        except (TypeError, ImportError) as error:
             raise UserError(f"agents.tool_parser: vLLM cannot use {name!r}: {error.__cause__ or error}") from error
+        request = ChatCompletionRequest(messages=[], tools=[ANY_TOOL], tool_choice="auto")
         self._make: Any = make
+        self._end_ids = frozenset(end_ids)
+        self._is_marked = not self._make(tokenizer, request.tools).adjust_request(request).skip_special_tokens
+        """Whether special tokens mark what the family writes."""
         self._request = ChatCompletionRequest
         self._tokenizer = tokenizer
 
-    def parse(self, text: str, tools: Sequence[Tool] = ()) -> Reply:
+    def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
         """The reply; text that the parser cannot read is content."""
+        said = text
+        if self._is_marked and token_ids:
+            ended = token_ids[:-1] if token_ids[-1] in self._end_ids else token_ids
+            said = self._tokenizer.decode(ended, skip_special_tokens=False)
         request = self._request(messages=[], tools=list(tools) or None, tool_choice="auto" if tools else None)
         try:
             parser = self._make(self._tokenizer, request.tools)
-            thinking, content, calls = parser.parse(text, request, enable_auto_tools=True)
+            thinking, content, calls = parser.parse(said, request, True, token_ids)
         except Exception as error:  # noqa: BLE001 - a policy may write what no parser of well-formed texts has met
             log.warning("vLLM's parser failed on a response: %s: %s", type(error).__name__, error)
             return Reply(text.strip(), "", ())
@@ -71,13 +87,28 @@ def use_parser(player: Player, config: Config, model_folder: Path) -> None:
         UserError: see `VllmParser`.
     """
     if player.agents is not None and config.endpoint is not None and config.endpoint.tool_parser != OWN:
-        player.agents.parser = VllmParser(config.endpoint.tool_parser, load_tokenizer(model_folder))
+        player.agents.parser = VllmParser(
+            config.endpoint.tool_parser,
+            load_tokenizer(model_folder),
+            load_chat(model_folder, config.generator).end_ids,
+        )
+
+
+def _load(name: str, load: Callable[[str], object], known: Collection[str]) -> None:
+    """Raise UserError unless vLLM has a parser of that name and can import it."""
+    if name not in known:
+        (near,) = difflib.get_close_matches(name, known, 1, cutoff=0.0)
+        raise UserError(f"agents.tool_parser: vLLM has no parser {name!r}; the nearest is {near!r} of {sorted(known)}")
+    try:
+        load(name)
+    except ImportError as error:
+        raise UserError(f"agents.tool_parser: {name} needs {error.name}; pip install '{EXTRA}'") from error
 
 
 def _call(call: Any) -> ToolCall | None:
     """A call of vLLM's; None where its arguments are no JSON object."""
     try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError):
+        arguments = read_json(call.arguments)
+    except ValueError:
         return None
     return ToolCall(call.name, arguments) if isinstance(arguments, dict) else None

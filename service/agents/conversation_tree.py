@@ -172,7 +172,11 @@ class ConversationTree:
         An end token is appended where the policy sampled none; a client that brings tokens appends its own.
         """
         text = self._chat.text(generation.token_ids)
-        reply = Reply(text, "", ()) if opened.digest is None else self._parser.parse(text, opened.tools)
+        reply = (
+            Reply(text, "", ())
+            if opened.digest is None
+            else self._parser.parse(text, opened.tools, generation.token_ids.tolist())
+        )
         brings_tokens = opened.digest is None and len(generation.token_ids)
         response = as_sampled(generation) if brings_tokens else self._renderer.close(generation, last=False)
         call = self._call(opened, response, reply, body, generation.stop_reason)

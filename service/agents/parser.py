@@ -28,14 +28,17 @@ class Reply(NamedTuple):
 class ReplyParser(Protocol):
     """Reads the responses of one family of models."""
 
-    def parse(self, text: str, tools: Sequence[Tool] = ()) -> Reply:
-        """The reply in a finished response to a request with these tools; text that is nothing else is content."""
+    def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
+        """The reply in a finished response to a request with these tools; text that is nothing else is content.
+
+        `text` has no special tokens; where those mark calls, the parser reads the response's ids.
+        """
 
 
 class JsonCalls:
     """Responses in the form of Qwen's and Hermes' models: calls as JSON between tags, and thinking before the rest."""
 
-    def parse(self, text: str, tools: Sequence[Tool] = ()) -> Reply:
+    def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
         """The reply; a call that is malformed or cut off stays in the content, as the policy wrote it."""
         thinking, rest = _thinking(text)
         calls, content, end = [], [], 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from actors.generator.vllm_parser import VllmParser
 from service.agents.parser import JsonCalls, Reply
 from service.errors import UserError
+from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import ToolCall
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of
 
@@ -43,5 +45,18 @@ def test_thinking_is_read_by_a_parser_of_its_own(tokenizer: PreTrainedTokenizerB
 
 
 def test_a_parser_that_cannot_be_used_is_one_clear_line(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(UserError, match=r"^agents.tool_parser: vLLM cannot use 'nothing': .*not found"):
-        VllmParser("nothing", tokenizer)
+    for name, near in (("hermess", "hermes"), ("hermes+deepseek-r1", "deepseek_r1")):
+        with pytest.raises(UserError, match=rf"^agents.tool_parser: vLLM has no parser .*; the nearest is '{near}' of"):
+            VllmParser(name, tokenizer)
+    with pytest.raises(UserError, match=r"^agents.tool_parser: vLLM cannot use 'deepseek_v3': .*start/end tokens"):
+        VllmParser("deepseek_v3", tokenizer)
+
+
+def test_calls_between_special_tokens_are_read_from_the_ids(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_calls>", "</tool_calls>"]})
+    chat = Chat(tokenizer)
+    ids = [*chat.encode('a<tool_calls>[{"name": "search", "arguments": {"query": "marn"}}]</tool_calls>').tolist()]
+    text = chat.text(np.asarray(ids, np.int32))
+    assert "tool_calls" not in text
+    parser = VllmParser("jamba", tokenizer, chat.end_ids)
+    assert parser.parse(text, TOOLS, [*ids, chat.end_id]) == Reply("a", "", (SEARCH,))

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from service.agents.dialects.types import Refused
 from service.rollout.chat.chat import Tool
-from service.rollout.chat.tools import MAX_DEPTH, is_shallow
+from service.rollout.chat.tools import read_json
 
 HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair as JSON writes it: programs that cut text in the middle of a character send one."""
@@ -124,13 +124,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     try:
         if HALF.search(raw):
             raw = json.dumps(json.loads(raw), ensure_ascii=False).encode(errors="replace")
-        body = msgspec.json.decode(raw)
-    except (ValueError, RecursionError) as error:  # also where bytes are no UTF-8 or a number is too long
+        body = read_json(raw)
+    except (ValueError, RecursionError) as error:  # also where bytes are no UTF-8
         raise Refused(400, None, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, None, "the body is no JSON object")
-    if not is_shallow(body):
-        raise Refused(400, None, f"the body has more than {MAX_DEPTH} objects or lists inside each other")
     return body
 
 

@@ -44,17 +44,30 @@ def tool_calls(text: str) -> list[ToolCall | BadCall]:
 def read_call(written: str) -> ToolCall | BadCall:
     """The call between two tags."""
     try:
-        call = msgspec.json.decode(written)
-    except (ValueError, RecursionError) as error:
+        call = read_json(written)
+    except ValueError as error:
         return BadCall(f"the call is no JSON: {error}")
-    if not is_shallow(call):
-        return BadCall(f"the call has more than {MAX_DEPTH} objects or lists inside each other")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return BadCall('give {"name": ..., "arguments": {...}}')
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return BadCall("arguments is an object with a value for each name")
     return ToolCall(call["name"], arguments)
+
+
+def read_json(written: str | bytes) -> Any:
+    """A value that every client can read back: no NaN, no half of a character, of bounded depth.
+
+    Raises:
+        ValueError: the text is no such value.
+    """
+    try:
+        value = msgspec.json.decode(written)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not is_shallow(value):
+        raise ValueError(f"more than {MAX_DEPTH} objects or lists lie inside each other")
+    return value
 
 
 def is_shallow(value: Any) -> bool:
