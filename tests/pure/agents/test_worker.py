@@ -187,7 +187,7 @@ async def test_the_command_works_until_a_signal_and_then_aborts_its_session(
         (["http://127.0.0.1:9"], "env.command: is empty"),
         (["127.0.0.1:9", "--command", "true"], "127.0.0.1:9: no address of an endpoint"),
         (["http://127.0.0.1:9", "--command", "no-such-agent"], "there is no program 'no-such-agent' on this machine"),
-        (["http://127.0.0.1:9", "env.scor=x", "--command", "true"], "env.scor: unknown key (did you mean env.score?)"),
+        (["http://127.0.0.1:9", "env.scor=x", "--command", "true"], "unknown key (did you mean env.score?)"),
         (["http://127.0.0.1:9", "env.score=a:b", "--command", "true"], "env.trusted_modules does not name 'a'"),
     ],
 )
