@@ -76,8 +76,8 @@ class TrainerRank:
         """The id of this rank's node."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def load(self, meeting_point: MeetingPoint, model_folder: str, nodes: Sequence[str]) -> None:
-        """Join the process group and load the policy from disk; `nodes` names the node of each rank.
+    def load(self, meeting_point: MeetingPoint, model_folder: str, nodes: Sequence[str] | None = None) -> None:
+        """Join the process group and load the policy from disk; `nodes`: the node of each rank, None if all are on one.
 
         Raises:
             UserError: this rank was given a GPU that PyTorch cannot use.
