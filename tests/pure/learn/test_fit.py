@@ -66,11 +66,12 @@ def test_what_does_not_fit_is_named_with_what_helps(tmp_path: Path) -> None:
     assert plenty.longest < MICRO_BATCH_TOKENS
     tight = replace(plenty, gpu_bytes=plenty.step.peak_bytes / (1 - MARGIN) - 1)
     assert (tight.problem() or "").startswith("trainer.ranks: the GPU of a rank needs 0.1 GB")
-    assert "gradient_checkpointing=true" in (tight.problem() or "")
     assert replace(plenty, gpu_bytes=plenty.step.peak_bytes / (1 - MARGIN) + 1, engine_bytes=0.0).problem() is None
     states = {part: plenty.step.peak[part] for part in ("weights", "gradients", "optimizer")}
     all_states = replace(plenty, step=replace(plenty.step, peak=states), gpu_bytes=1.0)
     assert "use more trainer.ranks, or trainer.cpu_offload=true" in (all_states.problem() or "")
+    all_activations = replace(all_states, step=replace(plenty.step, peak={"activations": plenty.step.peak_bytes}))
+    assert "gradient_checkpointing=true" in (all_activations.problem() or "")
     assert "generator.tensor_parallel_size" in (replace(plenty, engine_bytes=80e9).problem() or "")
     assert "generator.gpu_memory_utilization" in (replace(plenty, kv_bytes=1.0).problem() or "")
 
