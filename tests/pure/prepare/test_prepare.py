@@ -101,5 +101,5 @@ def test_a_taken_port_is_refused_before_ray_is_loaded(tmp_path: Path, capsys: py
         port = taken.getsockname()[1]
         assert main(["run", "--config", QUICKSTART, f"metrics.port={port}", f"run.dir={tmp_path / 'runs'}"]) == 2
     said = capsys.readouterr()
-    assert f"metrics.port: port {port} on 127.0.0.1 is in use" in said.err and not said.out
+    assert f"override metrics.port={port}: port {port} on 127.0.0.1 is in use" in said.err and not said.out
     assert not (tmp_path / "runs").exists()
