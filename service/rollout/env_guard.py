@@ -180,11 +180,11 @@ class EnvGuard:
             if (task := asyncio.current_task()) is not None:
                 for _ in range(task.cancelling()):
                     task.uncancel()  # deadlines inside of `close` look at this count
-        if hasattr(environment, "close"):  # an agent may have nothing to close
-            try:
+        try:
+            if hasattr(environment, "close"):  # an agent may have nothing to close
                 await environment.close()
-            except BaseException as error:  # noqa: BLE001 - as above
-                log.warning("an episode did not close: %s", self._failure("close", error))
+        except BaseException as error:  # noqa: BLE001 - as above
+            log.warning("an episode did not close: %s", self._failure("close", error))
 
     def _failure(self, method: str, error: BaseException) -> TrajectoryFailed:
         """Why the trajectory fails after this error of the environment."""
