@@ -20,7 +20,8 @@ KEY = "BATON_WORKER_KEY"
 
 ABOUT = """\
 Run agents on a machine without Ray: claim sessions from endpoints of a run, run a command for each, finish them. The
-worker key is read from the environment variable BATON_WORKER_KEY.
+worker key is read from the environment variable BATON_WORKER_KEY. Generators do not serve the route of claims: the
+endpoint is a server of one's own that does.
 """
 
 EXAMPLES = """\
