@@ -56,15 +56,17 @@ class FakeTelemetry:
 
 
 class World:
-    """A pool of two, and what was said and done."""
+    """A pool, of two if nothing else is said, and what was said and done."""
 
-    def __init__(self, transport: str, max_restarts: int = 3, tensor_parallel_size: int = 1, **weights: Any) -> None:
+    def __init__(
+        self, transport: str, max_restarts: int = 3, tensor_parallel_size: int = 1, engines: int = 2, **weights: Any
+    ) -> None:
         self.said: list[str] = []
-        self.generators = [FakeGenerator(f"generator-{number}", self.said) for number in range(2)]
+        self.generators = [FakeGenerator(f"generator-{number}", self.said) for number in range(engines)]
         self.trainer, self.telemetry, self.told = FakeTrainer(self.said), FakeTelemetry(), list[str]()
         settings = WeightsConfig.model_validate({"transport": transport, **weights})
         run = RunConfig(max_restarts=max_restarts)
-        generator = GeneratorConfig(engines=2, tensor_parallel_size=tensor_parallel_size)
+        generator = GeneratorConfig(engines=engines, tensor_parallel_size=tensor_parallel_size)
         config = Config(run=run, generator=generator, weights=settings)
         self.pool = GeneratorPool(config, self.generators, self.trainer, self.telemetry, self.told.append)  # type: ignore[arg-type]
 
@@ -298,6 +300,23 @@ async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_
     assert world.telemetry.failed == 0
 
 
+async def test_the_only_engine_that_starts_again_joins_a_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
+    world = await World("nccl", engines=1).started()
+    await world.publish(1)
+
+    async def starts() -> str:
+        return "node"
+
+    ended = ready_to_fail(world, starts)
+    world.said.clear()
+    running = asyncio.ensure_future(world.pool.run())
+    await until(lambda: len(world.told) == 2)
+    assert "generator-0 joins at 1" in world.said, "the old group has a member that is dead"
+    ended.set_result(None)
+    await running
+
+
 def ready_to_fail(world: World, starts: Callable[[], Coroutine[Any, Any, str]]) -> asyncio.Future[None]:
     """The first generator dies once and starts as said, and both run until the returned future is done."""
     deaths, ended = iter([died()]), asyncio.get_running_loop().create_future()
@@ -310,8 +329,9 @@ def ready_to_fail(world: World, starts: Callable[[], Coroutine[Any, Any, str]]) 
     async def runs() -> None:
         await ended
 
-    world.generators[0].run, world.generators[1].run = Method(run), Method(runs)
-    world.generators[0].start = Method(starts)
+    for generator in world.generators:
+        generator.run = Method(runs)
+    world.generators[0].run, world.generators[0].start = Method(run), Method(starts)
     for generator in world.generators:
         generator.status = generator.stop = answering({})
     return ended
