@@ -356,7 +356,7 @@ def test_a_long_batch_of_a_real_run_fires_the_length_alert_at_the_webhook_and_it
     fired = time.monotonic() - began
     assert fired - served < CHAIN_SECONDS
     assert notice["labels"]["severity"] == "warning"
-    assert re.match(r"[\d.]+% of mini-batches on 127\.0\.0\.1:\d+ are padded", notice["annotations"]["summary"])
+    assert re.match(r"[\d.]+% of mini-batches on \S+ at 127\.0\.0\.1:\d+ are padded", notice["annotations"]["summary"])
     assert notice["annotations"]["runbook"] == "docs/runbooks.md#batonpaddedsequencelengthhigh"
     wait_for(received, "BatonPaddedSequenceLengthHigh", "resolved", 300)
     print(f"{fired:.1f} s from the first long prompt to the webhook, {time.monotonic() - began:.1f} s until resolved")
