@@ -21,6 +21,8 @@ POSTING_BYTES = 40
 """Most bytes at once, while an index is made, for one word of one passage."""
 WORD_BYTES = 200
 """Most bytes of one entry in the table of words, apart from the word."""
+SEARCH_BYTES = 24
+"""Most bytes of a search for each passage: its score, and the copies of scores while words are added up or sorted."""
 
 
 class WordIndex:
@@ -53,9 +55,14 @@ class WordIndex:
 
     def search(self, queries: Sequence[str], topk: int) -> tuple[Float32s, Int64s]:
         """As `Index.search`; equal scores in the order of the corpus."""
-        scores_QN = [self._scores(_counted(query)) for query in queries]
-        numbers = np.stack([largest(scores_N, topk) for scores_N in scores_QN])
-        return np.stack([scores_N[found] for scores_N, found in zip(scores_QN, numbers, strict=True)]), numbers
+        found = [self._best(query, topk) for query in queries]
+        return np.stack([scores for scores, _ in found]), np.stack([numbers for _, numbers in found])
+
+    def _best(self, query: str, topk: int) -> tuple[Float32s, Int64s]:
+        """[topk] scores and numbers of the best passages; the scores of all others are let go at once."""
+        scores_N = self._scores(_counted(query))
+        numbers = largest(scores_N, topk)
+        return scores_N[numbers], numbers
 
     def _scores(self, query: Mapping[str, int]) -> Float32s:
         """[N] inner products of a query's vector and each passage's."""
@@ -94,7 +101,7 @@ def check_memory(corpus: Path, memory: int) -> None:
 
 
 def needed_memory(corpus: Path) -> int:
-    """Bytes that a corpus and its index need at once, estimated from a sample of its rows.
+    """Bytes that a corpus, its index and a search need at once, estimated from a sample of its rows.
 
     The number of different words grows as a power of the text's length (Heaps' law); the sample gives the power.
     """
@@ -106,7 +113,7 @@ def needed_memory(corpus: Path) -> int:
         counted = _counted(passage.contents)
         new = counted.keys() - words
         read += size
-        passages += sys.getsizeof(passage) + sys.getsizeof(passage.id) + sys.getsizeof(passage.contents)
+        passages += SEARCH_BYTES + sys.getsizeof(passage) + sys.getsizeof(passage.id) + sys.getsizeof(passage.contents)
         postings += len(counted)
         letters += sum(map(sys.getsizeof, new))
         words |= new

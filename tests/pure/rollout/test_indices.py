@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.retrieval import dense
 from service.rollout.retrieval.dense import DenseEncoder, DenseIndex, encoded, half_precision, nearest
 from service.rollout.retrieval.retriever import Retriever, check_retriever, open_retriever
-from service.rollout.retrieval.words import WORD, WordIndex, largest, needed_memory
+from service.rollout.retrieval.words import SEARCH_BYTES, WORD, WordIndex, largest, needed_memory
 from service.types import Float32s
 from tests.pure.rollout.test_retrieval import TEXTS
 
@@ -177,6 +178,22 @@ def test_an_index_of_words_needs_at_most_the_memory_that_is_estimated_from_a_sam
     peak = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     assert peak < needed_memory(corpus) < 4 * peak
     assert peak < 100 * corpus.stat().st_size
+
+
+@pytest.mark.parametrize("topk", [1, 100])
+def test_a_batch_of_questions_needs_no_more_memory_than_one_and_finds_the_same(topk: int) -> None:
+    texts = ["salt"] * 50_000 + ["salt marn"] * 50_000
+    index, queries = WordIndex(texts), ["salt", "marn", "salt marn", "nothing"] * 16
+    alone = [index.search([query], topk) for query in queries]
+    tracemalloc.start()
+    try:
+        scores, numbers = index.search(queries, topk)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < SEARCH_BYTES * len(texts)
+    assert np.array_equal(scores, np.concatenate([one for one, _ in alone]))
+    assert np.array_equal(numbers, np.concatenate([one for _, one in alone]))
 
 
 @pytest.mark.parametrize("texts", [["marn"], ["?!"], ["", "marn"]])
