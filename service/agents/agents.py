@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any
@@ -139,8 +138,6 @@ async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
     await asyncio.wait({playing})  # it may have something to clean up; its deadline goes on
     if outcome.reward is None:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"the agent ended without a reward, as {outcome.status!r}")
-    if not math.isfinite(outcome.reward):
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, f"the reward is {outcome.reward!r}; give a finite number")
     return outcome
 
 

@@ -32,6 +32,7 @@ from service.agents.sessions import Sessions
 from service.agents.tokens import Generate, read_ids, tokenize
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.env_guard import float_or_nan
 from service.rollout.environment import Status
 
 log = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ def _end(verb: str, session: Session, body: Mapping[str, Any]) -> dict[str, Any]
         Refused: the reward is no number.
     """
     reward, status = body.get("reward"), body.get("status", "ok")
-    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(float_or_nan(reward))):
         raise Refused(400, "reward", "is a finite number")
     if status not in get_args(Status):
         raise Refused(400, "status", f"is one of {', '.join(get_args(Status))}")

@@ -14,7 +14,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from service.agents.conversation_tree import Call, ConversationTree, Opened
 from service.agents.dialects.types import Asked, Refused
@@ -22,10 +22,11 @@ from service.columns import digest
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
-from service.rollout.env_guard import TrajectoryFailed
+from service.rollout.env_guard import NotAllowed, TrajectoryFailed, plain_info, plain_reward
 from service.rollout.environment import Status
 from service.rollout.episode import experts_of
 from service.rollout.limits import AgentLimits
+from service.rollout.traceback import type_name
 from service.types import Extension, Int32s, Step, TrajectoryId
 
 SPENT = "Step budget exhausted."
@@ -151,10 +152,16 @@ class Session:
     def finish(self, reward: float | None, status: Status = "ok", info: Mapping[str, float] = {}) -> None:
         """End the session with the reward of its trajectory; a repetition changes nothing.
 
+        A value that is not allowed loses the trajectory: it closes the session, for the value's reason.
+
         Raises:
             Refused: the session was finished otherwise, or is closed.
         """
-        outcome = Outcome(self.posted if reward is None else reward, status, dict(info))
+        try:
+            outcome = _plain_outcome(self.posted if reward is None else reward, status, info)
+        except NotAllowed as refused:
+            self.check_open()
+            return self.close(TrajectoryFailed(refused.reason, f"session.finish: {refused.detail}"))
         if self.state == "finished" and self.ended.result() == outcome:
             return
         self.check_open()
@@ -221,6 +228,18 @@ class Session:
         del self._flying[body]
         if not task.cancelled():
             task.exception()  # read here too: the client may have left
+
+
+def _plain_outcome(reward: Any, status: Any, info: Any) -> Outcome:
+    """What an agent's code gave, in plain values.
+
+    Raises:
+        NotAllowed: one of the values is something else.
+    """
+    if type(status) is not str or status not in get_args(Status):
+        allowed = ", ".join(get_args(Status))
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"status is a {type_name(status)}; allowed are {allowed}")
+    return Outcome(None if reward is None else plain_reward(reward), status, plain_info(info))  # type: ignore[arg-type]
 
 
 def _done(call: Call) -> asyncio.Future[Call]:

@@ -47,8 +47,8 @@ class TrajectoryFailed(Exception):
         self.reason = reason
 
 
-class _Refused(Exception):
-    """What the environment returned is not allowed."""
+class NotAllowed(Exception):
+    """What the environment or the agent gave is not allowed."""
 
     def __init__(self, reason: StopReason, detail: str) -> None:
         super().__init__(detail)
@@ -189,7 +189,7 @@ class EnvGuard:
     def _failure(self, method: str, error: BaseException) -> TrajectoryFailed:
         """Why the trajectory fails after this error of the environment."""
         kind = type(error)  # `isinstance` would ask the error itself
-        if kind is _Refused:
+        if kind is NotAllowed:
             return self._failed(error.reason, method, error.detail)  # type: ignore[attr-defined]
         if issubclass(kind, asyncio.CancelledError):
             return self._failed(StopReason.ENVIRONMENT_ERROR, method, "what it waited for was cancelled")
@@ -211,19 +211,17 @@ async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
 
 def _step_result(limits: AgentLimits, result: Any) -> StepResult:
     if not issubclass(type(result), StepResult):
-        raise _Refused(StopReason.ENVIRONMENT_ERROR, f"returned a {type_name(result)}; a StepResult is needed")
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"returned a {type_name(result)}; a StepResult is needed")
     messages, reward, done, info, history = tuple.__iter__(result)
     ends = _plain("done", done, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
     if not isinstance(ends, int):
-        raise _Refused(StopReason.ENVIRONMENT_ERROR, f"done is {ends!r:.80}; true or false is needed")
-    number = _plain("reward", reward, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_REWARD)
-    if not isinstance(number, int | float) or not math.isfinite(_float(number)):
-        raise _Refused(StopReason.ENVIRONMENT_REWARD, f"reward is {number!r:.80}; a finite number is needed")
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"done is {ends!r:.80}; true or false is needed")
+    number = plain_reward(reward)
     return StepResult(
         () if ends else _messages("messages", limits, messages),
-        float(number),
+        number,
         bool(ends),
-        {} if info is None else _info(info),
+        plain_info(info),
         None if ends or history is None else _messages("history", limits, history),
     )
 
@@ -231,24 +229,45 @@ def _step_result(limits: AgentLimits, result: Any) -> StepResult:
 def _messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
     messages: Any = _plain(field, value, limits.max_observation_characters, StopReason.ENVIRONMENT_OUTPUT)
     if not isinstance(messages, list):
-        raise _Refused(StopReason.ENVIRONMENT_OUTPUT, f"{field} is a {type_name(value)}; a list of messages is needed")
+        raise NotAllowed(
+            StopReason.ENVIRONMENT_OUTPUT, f"{field} is a {type_name(value)}; a list of messages is needed"
+        )
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in MESSAGE_KEYS):
-            raise _Refused(StopReason.ENVIRONMENT_OUTPUT, f"{field}[{i}] needs a role and a text as content")
+            raise NotAllowed(StopReason.ENVIRONMENT_OUTPUT, f"{field}[{i}] needs a role and a text as content")
     return messages
 
 
-def _info(value: Any) -> dict[str, float]:
+def plain_reward(value: Any) -> float:
+    """The reward as a finite number.
+
+    Raises:
+        NotAllowed: it is something else.
+    """
+    number = _plain("reward", value, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_REWARD)
+    if not isinstance(number, int | float) or not math.isfinite(float_or_nan(number)):
+        raise NotAllowed(StopReason.ENVIRONMENT_REWARD, f"reward is {number!r:.80}; a finite number is needed")
+    return float(number)
+
+
+def plain_info(value: Any) -> dict[str, float]:
+    """The `info` as numbers by name; empty for None.
+
+    Raises:
+        NotAllowed: it is something else, or too large.
+    """
+    if value is None:
+        return {}
     info = _plain("info", value, INFO_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
     if not isinstance(info, dict):
-        raise _Refused(StopReason.ENVIRONMENT_ERROR, f"info is a {type_name(value)}; numbers by name are needed")
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"info is a {type_name(value)}; numbers by name are needed")
     for name, number in info.items():
         if not isinstance(number, int | float):
-            raise _Refused(StopReason.ENVIRONMENT_ERROR, f"info[{name!r:.80}] is {number!r:.80}; a number is needed")
-    return {name: _float(number) for name, number in info.items()}
+            raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"info[{name!r:.80}] is {number!r:.80}; a number is needed")
+    return {name: float_or_nan(number) for name, number in info.items()}
 
 
-def _float(number: float) -> float:
+def float_or_nan(number: float) -> float:
     """The number; NaN where it is not finite or beyond every float."""
     try:
         return float(number) if math.isfinite(number) else math.nan
@@ -260,6 +279,6 @@ def _plain(field: str, value: Any, most: int, reason: StopReason) -> Any:
     try:
         return Copier(most).copy(value)
     except NotPlain as refused:
-        raise _Refused(reason, f"{field}{refused}") from None
+        raise NotAllowed(reason, f"{field}{refused}") from None
     except BaseException as error:  # noqa: BLE001 - the copy runs methods of the value's class, which may raise anything
-        raise _Refused(reason, f"{field} cannot be read: {describe_error(error)}") from None
+        raise NotAllowed(reason, f"{field} cannot be read: {describe_error(error)}") from None

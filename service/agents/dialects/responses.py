@@ -229,28 +229,34 @@ def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     """The items as messages; the items of one answer become one."""
     messages: list[dict[str, Any]] = []
     before: Item | None = None
+    asked: dict[str, Any] | None = None
     for item in items:
         message = _message(item)
-        begun = _begun(messages, before, item)
+        begun = _begun(messages, asked, before, item)
         if begun is None:
             messages.append(message)
+            asked = asked if message["role"] == "tool" else message
         else:
             begun["content"] += message.pop("content")
-            begun["tool_calls"] = [*begun.get("tool_calls", ()), *message.pop("tool_calls", ())]
+            begun.setdefault("tool_calls", []).extend(message.pop("tool_calls", ()))
             begun |= message
         before = item
     return messages
 
 
-def _begun(messages: list[dict[str, Any]], before: Item | None, item: Item) -> dict[str, Any] | None:
-    """The message of which the item is another part; a client may put a tool's answer between two calls."""
+def _begun(
+    messages: list[dict[str, Any]], asked: dict[str, Any] | None, before: Item | None, item: Item
+) -> dict[str, Any] | None:
+    """The message of which the item is another part; a client may put a tool's answer between two calls.
+
+    `asked`: the newest message that is no tool's answer.
+    """
     if _message(item)["role"] != "assistant" or not messages:
         return None
     if messages[-1]["role"] == "assistant":
         first, second = ORDER[type(before)], ORDER[type(item)]
         return messages[-1] if first < second or first == second == ORDER[_Call] else None
-    if isinstance(item, _Call | _CustomCall) and (ours := OURS.fullmatch(item.call_id)):
-        asked = next((message for message in reversed(messages) if message["role"] != "tool"), messages[0])
+    if asked is not None and isinstance(item, _Call | _CustomCall) and (ours := OURS.fullmatch(item.call_id)):
         last = OURS.fullmatch(asked["tool_calls"][-1]["id"]) if asked.get("tool_calls") else None
         return asked if last and last[1] == ours[1] else None
     return None

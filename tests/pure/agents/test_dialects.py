@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from time import process_time
 from typing import Any
 
 import openai
@@ -10,6 +11,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from service.agents.dialects import responses
 from service.agents.dialects.types import Refused
 from service.rollout.chat.chat import Chat
 from tests.pure.agents.dialect_clients import CLIENTS, QUESTION, SEARCH, Heard, sdk
@@ -240,3 +242,21 @@ def test_a_completion_takes_ids_as_they_are() -> None:
     read = DIALECTS["/v1/completions"].read
     for prompt in ([17, 4], [[17, 4]]):
         assert read({"prompt": prompt}).prompt.tolist() == [17, 4]  # type: ignore[union-attr]
+
+
+def test_the_time_to_read_a_conversation_of_responses_grows_as_its_items() -> None:
+    def seconds(n: int) -> float:
+        items: list[dict[str, Any]] = []
+        for i in range(n):
+            call_id = f"call_a_{i}"
+            items.append({"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}"})
+            items.append({"type": "function_call_output", "call_id": call_id, "output": "x"})
+        began = process_time()
+        asked = responses.read({"input": items})
+        ended = process_time()
+        assert len(asked.messages[0]["tool_calls"]) == n and len(asked.messages) == n + 1
+        return ended - began
+
+    few, many = 2000, 16_000
+    fastest = [min(seconds(n) for _ in range(3)) for n in (few, many)]
+    assert fastest[1] < 3 * many / few * fastest[0]

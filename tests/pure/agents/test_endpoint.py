@@ -546,7 +546,13 @@ async def test_a_reward_over_http_counts_where_the_end_brings_none_and_nonsense_
     session: Session, client: Client
 ) -> None:
     url = "/rl/sessions/any"
-    for body in ({"reward": "1"}, {"reward": float("nan")}, {"reward": True}, {"reward": 1, "status": "fine"}):
+    for body in (
+        {"reward": "1"},
+        {"reward": float("nan")},
+        {"reward": True},
+        {"reward": 10**400},
+        {"reward": 1, "status": "fine"},
+    ):
         for verb in ("reward", "finish"):
             assert (await client.post(f"{url}/{verb}", body))[0] == 400
     assert (await client.post(f"{url}/reward", {"reward": 0.25}))[0] == 200 and session.state == "open"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
@@ -123,6 +124,41 @@ class Ends:
         session.finish(self.reward, self.status)  # type: ignore[arg-type]
 
 
+VALUES: Mapping[str, tuple[Any, str, Any]] = {
+    "a text": ("1.0", "ok", {}),
+    "an integer beyond every float": (10**400, "ok", {}),
+    "a list": ([1.0], "ok", {}),
+    "a complex number": (1j, "ok", {}),
+    "an array": (np.ones(2), "ok", {}),
+    "an unknown status": (1.0, "fine", {}),
+    "a status that is no text": (1.0, ["ok"], {}),
+    "an info that is no mapping": (1.0, "ok", [1.0]),
+    "None in info": (1.0, "ok", {"a": None}),
+    "a text in info": (1.0, "ok", {"a": "b"}),
+    "an array in info": (1.0, "ok", {"a": np.ones(2)}),
+    "half a character in a name": (1.0, "ok", {"\ud800": 1.0}),
+    "a name beyond the limit": (1.0, "ok", {"a" * 10**7: 1.0}),
+}
+"""What an agent gives to `finish` that is not allowed."""
+
+
+class Numpy:
+    """Finishes with numbers of numpy."""
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        session.finish(np.float32(0.5), "ok", {"looks": np.int64(2)})  # type: ignore[arg-type, dict-item]
+
+
+class Gives:
+    """Finishes with the values of this name."""
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        session.finish(*VALUES[self.value])  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
@@ -221,6 +257,24 @@ async def test_an_agent_that_fails_loses_its_own_trajectory(
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
         assert (end.stop_reason, end.n_steps) == (reason, n_steps)
         assert agents.player.agents is not None and len(agents.player.agents.sessions) == 0
+
+
+@pytest.mark.parametrize("value", VALUES)
+async def test_an_agent_that_finishes_with_what_is_not_allowed_loses_its_own_trajectory(
+    model: Path, tasks: list[Task], value: str
+) -> None:
+    reward, status, _ = VALUES[value]
+    fault = "reward" if not isinstance(reward, float) else "status" if status != "ok" else "info"
+    async with aclosing(Playing(model, settings(f"{HERE}:Gives", value=value))) as agents:
+        _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
+        assert end.stop_reason == ("environment_reward" if fault == "reward" else "environment_error")
+        assert f"session.finish: {fault}" in agents.player.last_failure and len(agents.player.last_failure) < 1000
+
+
+async def test_numbers_of_numpy_are_plain_in_a_finished_session(model: Path, tasks: list[Task]) -> None:
+    async with aclosing(Playing(model, settings(f"{HERE}:Numpy"))) as agents:
+        _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
+    assert (end.stop_reason, end.reward, type(end.reward)) == ("stop", 0.5, float)
 
 
 async def test_a_port_that_is_taken_is_one_clear_line(model: Path, tasks: list[Task]) -> None:
