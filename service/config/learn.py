@@ -99,7 +99,7 @@ class TrainerConfig(Section):
     """Processes of the group, each with a GPU if there are any."""
     mini_batch_size: Positive = 16
     """Groups of one optimizer step."""
-    max_tokens_per_micro_batch: Positive = 16384
+    max_tokens_per_micro_batch: Annotated[int, Field(gt=0, le=1 << 24)] = 16384
     """Token budget of one forward pass on one rank."""
     layout: Literal["packed", "padded"] = "packed"
     lr: Annotated[float, Field(gt=0)] = 1e-6

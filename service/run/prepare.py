@@ -20,7 +20,7 @@ from service.learn.checkpoint import check_parts, read_metadata
 from service.learn.estimate.fit import refuse_too_large
 from service.learn.model.experts import routing_of_model
 from service.learn.model.hf_checkpoint import check_weights
-from service.learn.model.hf_config import read_config
+from service.learn.model.hf_config import code_of_the_model, read_config
 from service.learn.model.policy_model import weight_shapes
 from service.learn.model.tiny_model import count_parameters, make_model
 from service.rollout.chat.chat import load_chat
@@ -76,7 +76,9 @@ def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerB
     hf_config = read_config(folder)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(folder, len(tokenizer), hf_config.vocab_size)
-    check_weights(folder, weight_shapes(hf_config))
+    with code_of_the_model(folder):
+        shapes = weight_shapes(hf_config)
+    check_weights(folder, shapes)
     return hf_config, tokenizer
 
 

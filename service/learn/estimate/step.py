@@ -21,7 +21,7 @@ from service.config.tree import Config
 from service.learn.estimate.meter import ELEMENTWISE, HOST, Meter
 from service.learn.learner import Learner
 from service.learn.model.compile import as_on_gpu
-from service.learn.model.hf_config import read_config
+from service.learn.model.hf_config import code_of_the_model, read_config
 from service.learn.model.policy import Policy
 from service.learn.optimizer import Optimizer
 from service.types import MicroBatch, MiniBatch
@@ -75,6 +75,9 @@ def estimate_step(config: Config, folder: Path, row_tokens: int | None = None, o
 
     Micro-batches are full of rows of `row_tokens` (None: the longest that the generator makes), half of whose tokens
     carry loss. A process group must not exist yet.
+
+    Raises:
+        UserError: the model cannot be made or run.
     """
     trainer = config.trainer
     # rows of one length take as many slots padded as packed, and fake masks cannot be looked at
@@ -83,7 +86,7 @@ def estimate_step(config: Config, folder: Path, row_tokens: int | None = None, o
     vocab_size = read_config(folder).vocab_size
     row_tokens = row_tokens or config.generator.max_input_length + config.generator.max_generate_length
     meter = Meter(vocab_size, row_tokens)
-    with ExitStack() as held:
+    with code_of_the_model(folder), ExitStack() as held:
         held.enter_context(_pretended_ranks(trainer.ranks))
         held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         held.enter_context(meter)

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
-from service.config.model_folder import MODEL_CONFIG, refuse_remote_code, require_files, unsupported
+from service.config.model_folder import MODEL_CONFIG, model_config, refuse_remote_code, require_files, unsupported
 from service.errors import UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Position embeddings that are the same for a token whatever row or micro-batch it lies in."""
+
+MOST = {
+    "num_hidden_layers": 256,
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 20,
+    "moe_intermediate_size": 1 << 20,
+    "shared_expert_intermediate_size": 1 << 20,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+}
+"""The largest numbers of a shape, above those of published models: larger ones overflow, or take many minutes."""
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -22,6 +38,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     require_files(folder, MODEL_CONFIG)
     refuse_remote_code(folder)
+    if problem := _impossible(model_config(folder)):
+        raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: {problem}")
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, StrictDataclassError) as error:
@@ -34,10 +52,43 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
+@contextmanager
+def code_of_the_model(folder: Path) -> Iterator[None]:
+    """Makes one line of what the model's modules raise, which depends on the numbers in the folder's `config.json`.
+
+    Raises:
+        UserError: names the file and the error, which is its cause.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # foreign code: no list of what transformers and torch raise for odd numbers is whole
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"model.path: {folder / MODEL_CONFIG} describes a model that cannot be made or run: "
+            f"{type(error).__name__}: {first}"
+        ) from error
+
+
+def _impossible(settings: Mapping[str, Any]) -> str | None:
+    """Which number of the shape is none; None if all that are given can be."""
+    for name, most in MOST.items():
+        value = settings.get(name)  # transformers has a default for what is null or missing
+        if value is not None and not (type(value) is int and 1 <= value <= most):
+            return f"{name} is {value!r:.40}; it must be a whole number from 1 to {most}"
+    return None
+
+
 def _unsupported(config: PretrainedConfig) -> str | None:
     """Why a model of this configuration cannot be trained; None if it can."""
     if reason := unsupported(config.model_type, getattr(config, "quantization_config", None)):
         return reason
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        return f"its {heads} attention heads (num_attention_heads) are no multiple of num_key_value_heads, {kv_heads}"
+    if getattr(config, "head_dim", None) is None and config.hidden_size % heads:
+        return f"its hidden_size {config.hidden_size} is no multiple of num_attention_heads, {heads}"
     layer_types = set(getattr(config, "layer_types", None) or ())
     if layer_types - {"full_attention"}:
         return f"it has {', '.join(sorted(layer_types - {'full_attention'}))} layers; only full attention is supported"

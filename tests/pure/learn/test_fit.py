@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from benchmarks.estimates import SHAPES, model_folder
 from service.cli.parser import main
 from service.config import Config, load
 from service.learn.estimate.fit import GPU_BYTES, MARGIN, fit
+from service.learn.model.hf_config import MOST
 from tests.pure.learn.test_estimate import MICRO_BATCH_TOKENS, configured, folder_of
 
 ROOT = Path(__file__).parents[3]
@@ -79,10 +82,48 @@ def test_what_does_not_fit_is_named_with_what_helps(tmp_path: Path) -> None:
 def test_a_model_too_large_is_one_line_of_the_validation(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["config", "validate", "--config", str(ROOT / "configs/quickstart.yaml")]
-    words += ["model.make=null", "model.warm_start=null", f"model.path={model}", "model.dtype=bfloat16"]
-    assert main(words) == 0
+    assert validated(model) == 0
     assert "estimate: the GPU of a rank needs 0." in capsys.readouterr().out
     monkeypatch.setitem(GPU_BYTES, "H100", 1e6)
-    assert main([*words, "trainer.accelerator=H100"]) == 2
+    assert validated(model, "trainer.accelerator=H100") == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def validated(folder: Path, *more: str) -> int:
+    """The exit code of the validation of a configuration that trains the folder's model."""
+    words = ["config", "validate", "--config", str(ROOT / "configs/quickstart.yaml")]
+    words += ["model.make=null", "model.warm_start=null", f"model.path={folder}", "model.dtype=bfloat16"]
+    return main([*words, *more])
+
+
+ODD: list[dict[str, Any]] = [
+    *({name: value} for name in MOST if "intermediate" not in name for value in (0, -1, 10**12, 10**30, 2.5, True)),
+    {"num_hidden_layers": MOST["num_hidden_layers"] + 1},
+    {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 64, "head_dim": None, "model_type": "qwen2"},
+    {"num_attention_heads": 3},
+    {"num_key_value_heads": 8},
+    {"head_dim": 31},
+    {"intermediate_size": -1},
+    {"rope_parameters": None, "rope_theta": "x"},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+    {"hidden_act": "nope"},
+    {"pad_token_id": 10**9},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_a_description_that_is_of_no_model_is_refused_in_one_line(
+    odd: dict[str, Any], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
+    code, told = validated(model), capsys.readouterr().err
+    assert (code, told.count("\n")) == (2, 1), told
+    assert any(reason in told for reason in ("describes", "cannot be trained", "do not belong together"))
+
+
+def test_a_budget_of_tokens_that_no_gpu_holds_is_refused_in_one_line(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert validated(model, f"trainer.max_tokens_per_micro_batch={10**12}") == 2
+    assert "trainer.max_tokens_per_micro_batch" in capsys.readouterr().err
