@@ -25,7 +25,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from service.agents.conversation_tree import Call
 from service.agents.dialects import chat, completions, messages, responses
-from service.agents.dialects.body import parse_body
+from service.agents.dialects.body import HOSTED, Pinned, parse_body
 from service.agents.dialects.types import Answer, Asked, Dialect, Finish, Refused
 from service.agents.session import Session
 from service.agents.sessions import Sessions
@@ -42,7 +42,9 @@ MAX_BODY_BYTES = 16 << 20
 BODY_SECONDS = 60.0
 """Seconds in which a client sends a request's body."""
 FIRST_SECONDS = 30.0
-"""Seconds in which a connection sends its first request; aiohttp closes those that are idle after one."""
+"""Seconds in which a connection sends its first request."""
+IDLE_SECONDS = 30.0
+"""Seconds between two requests of a connection, before it is closed."""
 KEEP_ALIVE_SECONDS = 3.0
 """Seconds between two comments to a client that waits for a stream."""
 MOST_CONNECTIONS = 4096
@@ -56,6 +58,14 @@ DIALECTS: Mapping[str, Dialect] = {
     "/inference/v1/generate": Generate(),
 }
 """By the path at which they are spoken."""
+UNKNOWN_KEY = 401
+"""Status of a request without the key of a session; its connection is closed."""
+OTHER = "other"
+COUNTED = frozenset(
+    [*(f"{place}{name}" for place in ("", "sampling_params.") for name in Pinned.__struct_fields__)]
+    + [f"tools.{kind}" for kind in HOSTED]
+)
+"""Names of fields that are counted; clients may send any others, each of which would be kept for ever."""
 MODEL = "policy"
 """The name of the only model; requests may name any."""
 
@@ -77,7 +87,7 @@ class Endpoint:
         self.refused: Counter[str] = Counter()
         """Refused requests by status."""
         self.ignored: Counter[str] = Counter()
-        """Fields of requests that changed nothing."""
+        """Fields of requests that changed nothing; those of other names than `COUNTED` together as `OTHER`."""
         self.undelivered = 0
         """Answers whose client left."""
 
@@ -85,7 +95,11 @@ class Endpoint:
         """Listen, and return the address that clients call, such as `http://127.0.0.1:41234`."""
         # aiohttp's log may quote requests, and with them keys.
         runner = self._runner = web.AppRunner(
-            self.application(), access_log=None, logger=_silent(), shutdown_timeout=1.0
+            self.application(),
+            access_log=None,
+            logger=_silent(),
+            shutdown_timeout=1.0,
+            keepalive_timeout=IDLE_SECONDS,
         )
         await runner.setup()
         loop, server = asyncio.get_running_loop(), runner.server
@@ -124,7 +138,7 @@ class Endpoint:
         stream: web.StreamResponse | None = None
         try:
             session = self._sessions.by_key(_key(request))
-            raw = await _read(request)
+            raw = await _read(request, session)
             body = parse_body(raw)
             asked = dialect.read(body)
             known = session.n_steps
@@ -136,7 +150,7 @@ class Endpoint:
             if calling.cancelled():
                 session.check_open()
             call = calling.result()
-            self.ignored.update(asked.ignored)
+            self.ignored.update(name if name in COUNTED else OTHER for name in asked.ignored)
             self.calls[dialect.name, "replayed" if call.index < known else call.how] += 1
             stream = await self._write(request, stream, dialect, asked, _answer_of(call, body))
             call.delivered = call.delivered or _is_connected(request)
@@ -186,7 +200,7 @@ class Endpoint:
         """Tokens of the prompt that the same body would have as a call."""
         try:
             session = self._sessions.by_key(_key(request))
-            asked = messages.read_to_count(parse_body(await _read(request)))
+            asked = messages.read_to_count(parse_body(await _read(request, session)))
             return web.json_response({"input_tokens": len(session.opened(asked).prompt_ids)})
         except Refused as refused:
             return await self._refuse(request, None, messages, refused)
@@ -197,7 +211,7 @@ class Endpoint:
         """A request that makes no call."""
         try:
             session = self._sessions.by_key(_key(request))
-            body = parse_body(await _read(request)) if request.method == "POST" else {}
+            body = parse_body(await _read(request, session)) if request.method == "POST" else {}
             try:
                 return web.json_response(answer(session, body))
             except MessagesRefused as refused:
@@ -240,7 +254,14 @@ class Endpoint:
     async def _note_connection(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if (timer := self._silent.pop(request.protocol, None)) is not None:
             timer.cancel()
-        return await handler(request)
+        try:
+            response = await handler(request)
+        except web.HTTPException as refused:  # no such path: no key was read
+            refused.force_close()
+            raise
+        if response.status == UNKNOWN_KEY:
+            response.force_close()
+        return response
 
 
 def _answer_of(call: Call, body: Mapping[str, Any]) -> Answer:
@@ -285,10 +306,12 @@ def _is_connected(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read(request: web.Request, session: Session) -> bytes:
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await request.read()
+            raw = await request.read()
+        session.check_size(len(raw))
+        return raw
     except web.HTTPRequestEntityTooLarge as error:
         raise Refused(413, None, f"the body has more than {MAX_BODY_BYTES} bytes") from error
     except TimeoutError as error:

@@ -29,6 +29,10 @@ from service.rollout.limits import AgentLimits
 from service.rollout.traceback import type_name
 from service.types import Extension, Int32s, Step, TrajectoryId
 
+LEAST_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
+"""A body has at most so many bytes, and so many more for each token that a prompt may have. Texts have about 4 bytes a
+token, escaped ones up to 12. A larger body is refused before its messages are rendered: that takes the event loop about
+a second for each MB."""
 SPENT = "Step budget exhausted."
 """The answer where a session has no room left; clients repeat a request that gets status 429 instead."""
 
@@ -110,10 +114,7 @@ class Session:
             return _done(known)
         opened = self.opened(asked)
         if len(opened.prompt_ids) > self._limits.max_input_length:
-            self.stop_reason = StopReason.LENGTH
-            length, most = len(opened.prompt_ids), self._limits.max_input_length
-            reason = f"the prompt has {length} tokens; the context of the policy takes {most}"
-            raise Refused(400, "messages", reason, "context_length_exceeded")
+            raise self._too_long(f"the prompt has {len(opened.prompt_ids)} tokens")
         if opened.parent is not None:
             for call in opened.parent.path():
                 call.delivered = True  # the client has what it continues
@@ -128,6 +129,12 @@ class Session:
         self._flying[body] = task
         task.add_done_callback(partial(self._landed, body))
         return task
+
+    def check_size(self, n_bytes: int) -> None:
+        """Raises `Refused` where a body of so many bytes has more than any prompt that the policy takes."""
+        most = LEAST_BODY_BYTES + BYTES_PER_TOKEN * self._limits.max_input_length
+        if n_bytes > most:
+            raise self._too_long(f"the body has {n_bytes} bytes, of which {most} are read")
 
     def opened(self, asked: Asked) -> Opened:
         """The prompt of a request.
@@ -177,6 +184,11 @@ class Session:
         else:
             self.ended.set_exception(error)
         self._end("closed")
+
+    def _too_long(self, what: str) -> Refused:
+        self.stop_reason = StopReason.LENGTH
+        reason = f"{what}; the context of the policy takes {self._limits.max_input_length} tokens"
+        return Refused(400, "messages", reason, "context_length_exceeded")
 
     def _end(self, state: State) -> None:
         self.state = state

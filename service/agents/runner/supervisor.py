@@ -79,15 +79,19 @@ class _Trajectory:
         transcript, reward, status, info = "", None, "ok", {}
         try:
             self._fill_folder()
-            folder, began = self._folder.stat(), monotonic()
-            ended = await self._run_agent()
-            info = {"seconds": round(monotonic() - began, 3), "output_bytes": len(ended.output)}
-            transcript = ended.output.decode(errors="replace").replace(self._key, "[key]")
-            reason = _why(ended, self._limits)
-            if reason and ended.limit != TIME:
-                raise Failed(reason)
-            if not os.path.samestat(folder, self._folder.stat(follow_symlinks=False)):
-                raise Failed("it replaced its folder")
+            # Held open, the folder keeps its inode: what replaces it cannot get the same number.
+            folder, began = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY), monotonic()
+            try:
+                ended = await self._run_agent()
+                info = {"seconds": round(monotonic() - began, 3), "output_bytes": len(ended.output)}
+                transcript = ended.output.decode(errors="replace").replace(self._key, "[key]")
+                reason = _why(ended, self._limits)
+                if reason and ended.limit != TIME:
+                    raise Failed(reason)
+                if not os.path.samestat(os.fstat(folder), self._folder.stat(follow_symlinks=False)):
+                    raise Failed("it replaced its folder")
+            finally:
+                os.close(folder)
             reward = await self._score(transcript)
         except FileNotFoundError:
             status, reason = "failed", "it removed its folder"

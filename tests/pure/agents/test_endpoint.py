@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from service.agents import server
-from service.agents.session import SPENT, Session
+from service.agents.session import BYTES_PER_TOKEN, LEAST_BODY_BYTES, SPENT, Session
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.env_guard import TrajectoryFailed
@@ -519,6 +519,47 @@ async def test_a_body_beyond_the_limit_and_one_that_is_no_json_are_refused(sessi
     status, reply = await client.post(CHAT, b" " * (server.MAX_BODY_BYTES + 1))
     assert status == 413 and str(server.MAX_BODY_BYTES) in reply["error"]["message"]
     assert session.n_steps == 0
+
+
+async def test_a_body_with_more_bytes_than_any_prompt_is_refused_before_it_is_parsed(
+    house: House, session: Session, client: Client
+) -> None:
+    most = LEAST_BODY_BYTES + BYTES_PER_TOKEN * house.allowed.max_input_length
+    for path in (CHAT, "/v1/responses", "/tokenize"):
+        status, reply = await client.post(path, b"{" * (most + 1))
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    assert session.stop_reason == StopReason.LENGTH
+    talk = ChatTalk()
+    talk.say("age ?")
+    body = json.dumps(talk.body()).encode()
+    assert (await client.post(CHAT, body.ljust(most)))[0] == 200
+
+
+async def test_ignored_fields_of_any_names_are_counted_under_few(house: House, client: Client) -> None:
+    talk = ChatTalk()
+    talk.say("age ?")
+    for i in range(3):
+        assert (await client.post(CHAT, talk.body() | {f"made_up_{i}": 1, "top_k": 5}))[0] == 200
+    assert house.endpoint.ignored == {server.OTHER: 3, "top_k": 3}
+
+
+async def test_a_connection_is_closed_when_it_idles_and_after_an_unknown_key(
+    bytes_chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.5)
+    async with asyncio.timeout(30), opened(bytes_chat) as house:
+        session = house.session()
+        host, port = house.address.removeprefix("http://").split(":")
+        for path, key, ending in (
+            ("/v1/models", session.key, b"keep-alive"),
+            ("/v1/models", "unknown", b"close"),
+            ("/nowhere", session.key, b"close"),
+        ):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+            answer = await reader.read()  # until the endpoint closes the connection
+            writer.close()
+            assert (b"Connection: close" in answer) == (ending == b"close")
 
 
 async def test_a_connection_that_sends_nothing_is_closed_and_one_that_asked_stays(

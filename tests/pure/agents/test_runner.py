@@ -192,6 +192,11 @@ HOSTILE = {
     "fails": ("raise SystemExit(3)", {}, "exit code was 3"),
     "kills itself": ("import os; os.kill(os.getpid(), 9)", {}, "signal 9"),
     "deletes its folder": ("import os, shutil; shutil.rmtree(os.getcwd())", {}, "it removed its folder"),
+    "puts a link in the place of its folder": (
+        "import os, shutil; home = os.environ['HOME']; shutil.rmtree(home); os.symlink('/etc', home)",
+        {},
+        "it replaced its folder",
+    ),
     "replaces its folder": (
         "import os; os.rename(os.getcwd(), '../other'); os.symlink('/', os.environ['HOME'])",
         {},
