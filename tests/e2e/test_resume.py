@@ -54,5 +54,5 @@ def test_a_finished_run_goes_on_longer_with_other_ranks_and_engines_and_its_own_
         assert main(["replay", str(folder), "--step", str(step), "--json"]) == 0
         replayed = json.loads(capsys.readouterr().out)
         assert len(replayed["groups"]) == 16
-        facts = replayed["facts"]
-        assert facts["reward/avg_raw_reward"] == pytest.approx(lines[step - 1]["reward/avg_raw_reward"])
+        metrics = replayed["metrics"]
+        assert metrics["reward/avg_raw_reward"] == pytest.approx(lines[step - 1]["reward/avg_raw_reward"])
