@@ -26,6 +26,8 @@ MOST = {
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
+    "num_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 14,
 }
 """The largest numbers of a shape, above those of published models: larger ones overflow, or take many minutes."""
 

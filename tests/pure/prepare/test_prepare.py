@@ -33,6 +33,13 @@ def test_a_configuration_that_describes_no_model_is_one_line(text: str, model: P
         prepare(pointed_at(model), tmp_path / "run")
 
 
+def test_a_model_whose_modules_cannot_be_made_is_one_line(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_act": "nope"}))
+    with pytest.raises(UserError, match=r"^model\.path: .*config\.json .* cannot be made or run: KeyError: .*nope.*$"):
+        prepare(pointed_at(model), tmp_path / "run")
+
+
 def test_a_model_that_cannot_be_trained_is_one_line(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
