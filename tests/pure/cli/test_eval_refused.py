@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_read_is_named_by_its_path_alone(run: Path, said:
     cut(run / "model/model.safetensors")
     assert said(run / "model", *config).startswith("baton: the weights ")
     (run / "model/config.json").write_text("{")
-    assert said(run / "model", *config).startswith(f"baton: {run}/model/config.json describes no model")
+    assert said(run / "model", *config).startswith(f"baton: {run}/model/config.json is no JSON")
 
 
 @pytest.mark.parametrize(
