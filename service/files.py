@@ -88,7 +88,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield partial
         sync(partial)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException:  # also when cancelled: no partial file stays
         partial.unlink(missing_ok=True)
         raise
 
@@ -132,7 +132,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():
             os.replace(folder, previous)
         os.replace(partial, folder)
-    except BaseException:
+    except BaseException:  # also when cancelled: the old folder is back
         recover_folder(folder)
         raise
     sync(folder.parent)

@@ -33,7 +33,7 @@ def write_shared_memory_file(data: WeightBytes, checksum: int, size: PolicySize)
         written = 0
         while written < len(view):
             written += os.write(fd, view[written:])
-    except BaseException:
+    except BaseException:  # the caller never gets the descriptor, which would keep all weights in memory
         os.close(fd)
         raise
     return fd

@@ -73,7 +73,7 @@ class MasterWeights:
         """Drop all gradients if the block raises, so that they do not reach the next step."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # also when cancelled: half-summed gradients reach no step
             self.drop_gradients()
             raise
 
