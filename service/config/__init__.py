@@ -3,6 +3,7 @@
 from service.config.checks import check
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.load import load, load_config, resolved_yaml
+from service.config.lora import LoraConfig
 from service.config.paths import check_paths
 from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig
 from service.config.tree import (
@@ -24,6 +25,7 @@ __all__ = [
     "DataConfig",
     "EnvConfig",
     "GeneratorConfig",
+    "LoraConfig",
     "MakeModelConfig",
     "MetricsConfig",
     "ModelConfig",

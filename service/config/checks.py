@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator
 
 from service.config.checks_algorithm import GROUP_ESTIMATORS, TEMPORAL_ESTIMATORS
 from service.config.checks_algorithm import RULES as ALGORITHM_RULES
 from service.config.checks_command import check_command
+from service.config.lora import LINEAR, SLOT_RANKS
 from service.config.problem import Problem
 from service.config.rollout import MADE_SET
 from service.config.source import Source
@@ -85,6 +87,35 @@ def _warm_start(config: Config) -> Iterator[Problem]:
             f"{warm_start.demonstrations} are fewer than batch_size ({warm_start.batch_size}): not even one batch "
             "could be drawn; make more of them, or use a smaller batch",
         )
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    lora = config.model.lora
+    if lora is None:
+        if config.model.adapter is not None:
+            yield Problem(
+                "model.adapter", "without model.lora nothing would train it; add model.lora with its settings"
+            )
+        return
+    if lora.rank > SLOT_RANKS[-1]:
+        yield Problem(
+            "model.lora.rank", f"{lora.rank} fits no engine: the largest slot has rank {SLOT_RANKS[-1]}; use at most it"
+        )
+    if not lora.targets:
+        yield Problem(
+            "model.lora.targets", f"names no layer, so nothing would be trained; choose of {', '.join(LINEAR)}"
+        )
+    for target in lora.targets:
+        if target in ("embed_tokens", "lm_head"):
+            yield Problem(
+                "model.lora.targets",
+                f"{target} would untie output head and embedding, and no log-probability of a prompt would hold in the "
+                "engine; leave it out",
+            )
+        elif target not in LINEAR:
+            near = difflib.get_close_matches(target, LINEAR, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose of {', '.join(LINEAR)}"
+            yield Problem("model.lora.targets", f"{target!r:.80} is no linear layer of a decoder layer; {hint}")
 
 
 def _one_dataset(config: Config) -> Iterator[Problem]:
@@ -330,6 +361,7 @@ def _shared_gpus(config: Config) -> Iterator[Problem]:
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _one_model,
     _warm_start,
+    _lora,
     _one_dataset,
     _curriculum,
     _evaluation,

@@ -51,7 +51,9 @@ def with_absolute_paths(config: Config) -> Config:
     update = {"train": _absolute(data.train), "mixture": parts, "eval": sets}
     return config.model_copy(
         update={
-            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
+            "model": config.model.model_copy(
+                update={"path": _absolute(config.model.path), "adapter": _absolute(config.model.adapter)}
+            ),
             "data": data.model_copy(update=update),
             "agents": agents and agents.model_copy(update={"worker_key_file": _absolute(agents.worker_key_file)}),
             "env": config.env.model_copy(update={"retrieval": retrieval, "workdir": _absolute(config.env.workdir)}),
@@ -81,6 +83,8 @@ def _refuse(problems: Iterable[_PathProblem]) -> None:
 def _problems(config: Config) -> Iterator[_PathProblem]:
     if config.model.path is not None:
         yield from _model_problems(config.model.path, config)
+    hint = "give a folder with adapter_config.json"
+    yield from _path_problems("model.adapter", config.model.adapter, "adapter", "folder", hint)
     data = config.data
     parts = {f"data.mixture.{name}.path": part.path for name, part in data.mixture.items()}
     sets = {f"data.eval.{name}": path for name, path in data.eval.items()}

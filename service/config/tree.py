@@ -9,6 +9,7 @@ from pydantic import Field
 
 from service.config.command import AGENT
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
+from service.config.lora import LoraConfig
 from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig
 from service.config.section import Fraction, MergeMode, NotNegative, Positive, Seconds, Section
 
@@ -73,6 +74,12 @@ class ModelConfig(Section):
     make: MakeModelConfig | None = None
     """Make a small model instead of reading `path`."""
     warm_start: WarmStartConfig | None = None
+    """Trains all weights, also where `lora` is set: the adapter is added to the warm-started model."""
+    lora: LoraConfig | None = None
+    """Train a low-rank adapter and leave the weights as they are; None: train all weights."""
+    adapter: Path | None = None
+    """Folder of an adapter in PEFT's form from which training starts; its rank, alpha and targets must be those of
+    `lora`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the parameters in forward passes of engine and trainer."""
 
