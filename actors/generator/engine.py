@@ -4,6 +4,8 @@ One `AsyncLLM` per process. Weights change while requests run:
 
     bytes -> file in shared memory, checksum -> pause (requests stay) -> load, label with the version -> resume
 
+With `model.lora` the same way is taken by the adapter alone, which each request names; see `actors.weights.adapter`.
+
 vLLM is imported inside functions: `engine_env` has to be set before vLLM is imported for the first time, and the
 driver and the tests import this module without vLLM.
 """
@@ -25,6 +27,7 @@ import pydantic
 
 from actors.generator.engine_arguments import OWNER_PID, can_overflow, engine_arguments
 from actors.generator.engine_arguments import engine_env as engine_env
+from actors.generator.engine_update import load, start_adapter
 from actors.generator.group_limit import EngineLoad
 from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.cuda_ipc import ipc_update_info
@@ -38,6 +41,7 @@ from service.run.environment_variables import SAFE_PATH
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -80,6 +84,8 @@ class VllmEngine:
         """An update must bring as many numbers."""
         self._salt: str | None = None
         """Cache salt of new requests; None: they may share any cached prefix."""
+        self._adapter: LoRARequest | None = None
+        """Names the adapter of the policy in each request; None: the policy is the model alone."""
         self._recorder: LoadRecorder | None = None
         """None where the KV cache cannot overflow; recording the load costs a short turn a quarter of its time."""
 
@@ -100,7 +106,7 @@ class VllmEngine:
 
     async def _start(self, version: PolicyVersion) -> None:
         os.environ[OWNER_PID] = str(os.getpid())
-        self._size = PolicySize.of_folder(self._model_folder)
+        self._size = PolicySize.of_folder(self._model_folder, self._config.model.lora)
         arguments = engine_arguments(self._config, self._model_folder)
         with_load = can_overflow(self._config, self._model_folder)
         try:
@@ -111,6 +117,8 @@ class VllmEngine:
         except RuntimeError as error:
             raise RunFailed(f"vLLM did not start on {self._model_folder}; its log says why: {error}") from error
         self._llm = llm
+        if self._config.model.lora is not None:
+            self._adapter = await start_adapter(llm, self._config.model.lora, self._size)
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         warm_up = await self.generate(WARM_UP, Sampling(max_tokens=2), "warm-up")
@@ -131,7 +139,8 @@ class VllmEngine:
             prompt["cache_salt"] = self._salt
         self.running += 1
         try:
-            outputs = self._running().generate(prompt, _sampling_params(sampling), request_id)
+            llm = self._running()
+            outputs = llm.generate(prompt, _sampling_params(sampling), request_id, lora_request=self._adapter)
             output = [output async for output in outputs][-1]
         except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
             raise self._death() or error from None
@@ -230,7 +239,7 @@ class VllmEngine:
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         paused = time.monotonic()
-        tried = await _load(llm, info, version, tries)
+        tried = await load(llm, info, version, tries, self._adapter is not None)
         if clear_cache and self._recorder is not None:
             self._recorder.preempted_by_update()  # now, because every step before the pause is recorded by now
         await llm.update_weight_version(str(version.pack()))
@@ -337,26 +346,6 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # all requests with the same sampling share this object, and none changes it
     )
-
-
-async def _load(llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> int:
-    """Load the weights into the paused engine; returns the number of tries.
-
-    Raises:
-        RunFailed: every try failed; the engine holds parts of both versions and must not resume.
-    """
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    for tried in range(1, tries + 1):
-        try:
-            await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-            await llm.finish_weight_update()
-            break
-        except Exception as error:  # vLLM passes the worker's error on as a bare Exception
-            if tried == tries:
-                raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
-    return tried
 
 
 def _versions(spans: list[Any] | None, length: int) -> Int64s:

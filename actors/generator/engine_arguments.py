@@ -11,7 +11,7 @@ import psutil
 
 from actors.weights.cuda_ipc import IPC_BACKEND
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND
-from service.config import Config
+from service.config import Config, LoraConfig
 from service.config.model_folder import model_config
 from service.errors import UserError
 from service.learn.estimate.kv_cache import BLOCK_TOKENS, longest_row, request_bytes
@@ -87,6 +87,8 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
         "hf_overrides": {"head_dtype": "float32"},
         "weight_transfer_config": {"backend": BACKENDS[config.weights.transport]},
     }
+    if config.model.lora is not None:
+        arguments |= _adapter_arguments(config.model.lora, config.model.dtype, model_folder)
     if generator.quantization is not None:
         if not on_gpu():
             raise UserError(
@@ -98,14 +100,40 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
         arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
         # Only the CUDA build can record each token's routed experts, which the trainer replays.
-        experts = ("num_experts", "num_local_experts", "n_routed_experts")
-        arguments["enable_return_routed_experts"] = any(map(model_config(model_folder).get, experts))
+        arguments["enable_return_routed_experts"] = has_experts(model_folder)
         if generator.kv_cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     else:
         arguments |= {"enforce_eager": True, "block_size": BLOCK_TOKENS}
         arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(config, model_folder)
     return arguments
+
+
+def has_experts(model_folder: Path) -> bool:
+    """True where the model is a mixture of experts."""
+    return any(map(model_config(model_folder).get, ("num_experts", "num_local_experts", "n_routed_experts")))
+
+
+def _adapter_arguments(lora: LoraConfig, dtype: str, model_folder: Path) -> dict[str, Any]:
+    """Of an engine with one adapter, whose contents each publication replaces.
+
+    Raises:
+        UserError: vLLM cannot compute with an adapter of this model and type.
+    """
+    if on_gpu() and dtype == "float32":
+        raise UserError("model.dtype: vLLM computes adapters on GPUs in 16 bits, not in float32; use bfloat16")
+    if not on_gpu() and has_experts(model_folder):
+        raise UserError(
+            f"model.lora: {model_folder} has experts, and vLLM's CPU build computes no adapters of such models; use "
+            "engines on a GPU, or train all weights (model.lora=null)"
+        )
+    # Without targets vLLM would wrap the embedding and the head, too.
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": lora.slot_rank,
+        "lora_target_modules": list(lora.targets),
+    }
 
 
 def can_overflow(config: Config, model_folder: Path) -> bool:

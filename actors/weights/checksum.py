@@ -19,6 +19,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.weights.adapter import AdapterShapes, adapter_shapes
+from service.config import LoraConfig
 from service.config.model_folder import model_config, open_weights
 
 WeightBytes = bytes | memoryview | NDArray[np.uint8]
@@ -79,21 +81,26 @@ class TensorSpec(NamedTuple):
 
 
 class PolicySize(NamedTuple):
-    """How many numbers the policy consists of; an update must bring as many."""
+    """How many numbers a publication of the policy has: those of the whole model, or of its adapter."""
 
     elements: int
     tied: bool
     """Whether the output head is the embedding, which then counts once."""
+    adapter: AdapterShapes | None = None
+    """The tensors of the adapter, of which each publication consists; None: it consists of the whole model."""
 
     @staticmethod
-    def of_folder(model_folder: Path) -> PolicySize:
-        """Of the model in a Hugging Face folder; reads headers only."""
-        size = PolicySize(0, bool(model_config(model_folder).get("tie_word_embeddings", False)))
+    def of_folder(model_folder: Path, lora: LoraConfig | None = None) -> PolicySize:
+        """Of the model in a Hugging Face folder, or of an adapter of that model; reads headers only."""
+        shapes = list[tuple[str, Sequence[int]]]()
         for path in sorted(model_folder.glob("*.safetensors")):
             with open_weights(path, "numpy") as weights:
-                found = size.count((name, weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-            size = size._replace(elements=size.elements + found)
-        return size
+                shapes += [(name, weights.get_slice(name).get_shape()) for name in weights.keys()]  # noqa: SIM118
+        size = PolicySize(0, bool(model_config(model_folder).get("tie_word_embeddings", False)))
+        if lora is not None:
+            adapter = adapter_shapes(lora, shapes)
+            return PolicySize(size.count(adapter.items()), size.tied, adapter)
+        return size._replace(elements=size.count(shapes))
 
     def count(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
         """Numbers in tensors of these names and shapes, without a tied head."""
@@ -103,8 +110,14 @@ class PolicySize(NamedTuple):
         """Compare with the tensors of an update; vLLM would silently keep the old values of a missing one.
 
         Raises:
-            ValueError: they are more or less than the whole policy.
+            ValueError: they are more or less than the whole policy, or another adapter's.
         """
+        shapes = list(shapes)
+        if self.adapter is not None:
+            other = {*self.adapter.items()} ^ {(name, tuple(shape)) for name, shape in shapes}
+            if other:
+                name, shape = min(other)
+                raise ValueError(f"the tensors differ from those of the policy's adapter in {name} of {list(shape)}")
         found = self.count(shapes)
         if found != self.elements:
             raise ValueError(f"weights have {found} numbers, but the policy has {self.elements}")

@@ -1,7 +1,9 @@
-"""What runs inside vLLM's worker process: loading weights, CPU repacking, and the watch that ends an orphaned worker.
+"""What runs inside vLLM's worker process: loading weights or an adapter, CPU repacking, and the watch that ends an
+orphaned worker.
 
 vLLM imports this module before it loads the model (`worker_extension_cls`), so the import itself
-prepares the process: AMX permission, the watch over the owner, and the weight transfer backends.
+prepares the process: AMX permission, the arithmetic of adapters on CPU, the watch over the owner, and the weight
+transfer backends.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from vllm.platforms import current_platform
 from vllm.utils.nccl import unpinned_nccl_env
 
 from actors.generator.engine_arguments import FILE_BACKEND, OWNER_PID
+from actors.weights.adapter import AdapterShapes
+from actors.weights.adapter_slot import AdapterSlot
 from actors.weights.checksum import TensorSpec
+from actors.weights.cpu_lora import use_runs_of_rows
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
 from actors.weights.weight_group import Meeting, WeightGroup
@@ -203,10 +208,32 @@ class BroadcastWeightEngine(LayerwiseEngine):
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; only the import of this module has an effect."""
+    """Mixed into vLLM's worker: what the engine asks of it besides vLLM's own calls."""
+
+    _slot: AdapterSlot
+
+    def start_adapter(self: Any, shapes: AdapterShapes, rank: int, alpha: float) -> None:
+        """Fill the slot of the policy's adapter with one that changes nothing: a request of it would end the engine
+        core where there is none."""
+        self._slot = AdapterSlot(self.get_model(), rank, alpha)
+        self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
+
+    def update_adapter(self: Any, update_info: dict[str, Any]) -> None:
+        """Take the adapter that arrives by the weight transfer backend.
+
+        Not within vLLM's update of weights, at whose end vLLM removes all adapters.
+        """
+        engine: WeightTransferEngine[Any, Any] = self.weight_transfer_engine
+        engine.set_weight_update_target(self._slot, engine.model_config)
+        try:
+            engine.update_weights(update_info)
+        finally:
+            engine.reset_weight_update_target()
 
 
 allow_amx()
+if current_platform.is_cpu():
+    use_runs_of_rows()
 end_with_owner()
 for backend, engine in (
     (FILE_BACKEND, FileWeightEngine),

@@ -14,11 +14,14 @@ from typing import Annotated, Any
 import numpy as np
 import pydantic
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import actors.generator.engine
 import actors.generator.engine_arguments
 from actors.generator.engine import WARM_UP, VllmEngine
-from service.config import Config, WeightsConfig
+from actors.weights.adapter import ADAPTER, ADAPTER_ID
+from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed, UserError
 from service.rollout.engine import Generation, Sampling
 from service.rollout.validate_generation import validate_generation
@@ -40,11 +43,16 @@ class FakeVllm:
         self.completion = completion
         self.errored = False
         self.asked: list[tuple[dict[str, Any], Any]] = []
+        self.adapters: list[Any] = []
+        self.called: list[tuple[str, dict[str, Any]]] = []
         self.released = asyncio.Event()
         self.released.set()
 
-    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: dict[str, Any], params: Any, request_id: str, lora_request: Any
+    ) -> AsyncIterator[Any]:
         self.asked.append((prompt, params))
+        self.adapters.append(lora_request)
         await self.released.wait()
         if isinstance(self.completion, Exception):
             raise self.completion
@@ -52,6 +60,11 @@ class FakeVllm:
 
     async def update_weight_version(self, version: str) -> None:
         pass
+
+    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.called.append((method, kwargs))
+        if isinstance(self.completion, Exception):
+            raise self.completion
 
 
 def completion(**changed: Any) -> SimpleNamespace:
@@ -233,3 +246,40 @@ async def test_an_engine_that_records_other_experts_than_the_trainer_replays_fai
     with pytest.raises(RunFailed, match=r"replays 2 experts in 3 or 2 layers .*VLLM_USE_V2_MODEL_RUNNER") as failed:
         await start_on_gpu(engine, tmp_path, monkeypatch, shape)
     assert str(() if shape is None else shape) in str(failed.value)
+
+
+async def start_with_adapter(engine: VllmEngine, folder: Path, llm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start an engine on a layer from 3 to 4 numbers, with an adapter."""
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "head_dim": 4} | shape))
+    save_file({"layers.0.mlp.up_proj.weight": torch.ones(4, 3)}, folder / "model.safetensors")
+    engine._config = Config(model=ModelConfig(lora=LoraConfig(rank=2, alpha=3)))
+    engine._model_folder = folder
+    module = ModuleType("vllm.lora.request")
+    monkeypatch.setitem(sys.modules, "vllm.lora", ModuleType("vllm.lora"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.LoRARequest = lambda name, number, path: (name, number)  # type: ignore[attr-defined]
+    monkeypatch.setattr(actors.generator.engine, "_build", lambda arguments, with_load: (llm, None))
+    await engine.start(PolicyVersion(0, 0))
+
+
+async def test_every_turn_names_the_policys_adapter_which_changes_nothing_until_one_is_published(
+    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await answered(engine)
+    assert engine._llm.adapters == [None]  # type: ignore[union-attr]
+    llm = FakeVllm(completion())
+    await start_with_adapter(engine, tmp_path, llm, monkeypatch)
+    module = "base_model.model.layers.0.mlp.up_proj"
+    shapes = {f"{module}.lora_A.weight": (2, 3), f"{module}.lora_B.weight": (4, 2)}
+    assert llm.called == [("start_adapter", {"shapes": shapes, "rank": 2, "alpha": 3.0})]
+    await engine.generate(PROMPT, Sampling(max_tokens=4), "r")
+    assert llm.adapters == [(ADAPTER, ADAPTER_ID)] * 2, "the warm-up, and the turn"
+
+
+async def test_an_engine_that_takes_no_such_adapter_does_not_start(
+    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = FakeVllm(ValueError("the model has no layer with an adapter at layers.0.mlp.up_proj"))
+    with pytest.raises(RunFailed, match=r"as in model\.lora: the model has no layer with an adapter at layers"):
+        await start_with_adapter(engine, tmp_path, refusing, monkeypatch)

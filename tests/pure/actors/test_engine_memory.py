@@ -48,3 +48,27 @@ def test_quantized_weights_are_for_gpu_engines_and_refused_elsewhere(
     monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
     assert engine_arguments(fp8, model)["quantization"] == "fp8"
     assert "quantization" not in engine_arguments(load_config([QUICKSTART]), model)
+
+
+def test_an_engine_has_one_slot_for_an_adapter_as_large_as_the_policys(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = ["model.lora.rank=12", "model.lora.targets=[q_proj,v_proj]"]
+    arguments = engine_arguments(load_config([QUICKSTART], lora), model)
+    assert (arguments["enable_lora"], arguments["max_loras"], arguments["max_lora_rank"]) == (True, 1, 16)
+    assert arguments["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert "enable_lora" not in engine_arguments(load_config([QUICKSTART]), model)
+    monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
+    with pytest.raises(UserError, match=r"model\.dtype: .*float32.* use bfloat16"):
+        engine_arguments(load_config([QUICKSTART], [*lora, "model.dtype=float32"]), model)
+    fp8 = ["model.dtype=bfloat16", "generator.quantization=fp8", "algorithm.correction.token_band=[0.5,2.0]"]
+    assert engine_arguments(load_config([QUICKSTART], [*lora, *fp8]), model)["quantization"] == "fp8"
+
+
+def test_adapters_of_a_mixture_of_experts_are_for_gpu_engines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments_module, "has_experts", lambda folder: True)
+    attention = load_config([QUICKSTART], ["model.lora.targets=[q_proj]", "model.dtype=bfloat16"])
+    with pytest.raises(UserError, match=r"model\.lora: .*experts.* GPU"):
+        engine_arguments(attention, model)
+    monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
+    assert engine_arguments(attention, model)["enable_lora"]

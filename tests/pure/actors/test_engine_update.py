@@ -18,11 +18,12 @@ from safetensors.torch import save
 
 import actors.generator.engine
 from actors.generator.engine import VllmEngine
-from actors.weights.checksum import PolicySize
+from actors.weights.adapter import ADAPTER_ID, adapter_shapes
+from actors.weights.checksum import PolicySize, TensorSpec
 from actors.weights.nccl_broadcast import encode_announcement
 from actors.weights.shared_memory_file import open_shared_memory_file
 from actors.weights.weight_group import Meeting
-from service.config import Config, WeightsConfig
+from service.config import Config, LoraConfig, WeightsConfig
 from service.errors import RunFailed, WeightsCutOff, WeightsGone
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
@@ -78,6 +79,12 @@ class FakeVllm:
 
     async def finish_weight_update(self) -> None:
         await self.does("finish")
+
+    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.infos.append(kwargs["update_info"])
+        if "path" in kwargs["update_info"]:
+            self.loaded.append(Path(kwargs["update_info"]["path"]).read_bytes())
+        await self.does(method)
 
     async def update_weight_version(self, version: str) -> None:
         await self.does(f"label {PolicyVersion.unpack(int(version))}")
@@ -329,6 +336,76 @@ async def test_an_engine_that_is_not_started_is_a_bug_to_ask(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="not started"):
         await engine.generate(np.ones(3, np.int32), Sampling(max_tokens=2), "r")
     assert (engine.running, files_open()) == (0, 0)
+
+
+A, B = "base_model.model.layers.0.mlp.up_proj.lora_A.weight", "base_model.model.layers.0.mlp.up_proj.lora_B.weight"
+ADAPTER = {A: torch.arange(6.0).view(2, 3), B: torch.arange(8.0).view(4, 2)}
+ADAPTER_LOADED = ["pause", "update_adapter", "label 1:1", "resume"]
+
+
+def engine_with_adapter(folder: Path, **weights: Any) -> VllmEngine:
+    """Serves 1.0 to begin with; its policy has an adapter of rank 2 on a layer from 3 to 4 numbers."""
+    engine, lora = engine_of(folder, **weights), LoraConfig(rank=2)
+    shapes = adapter_shapes(lora, [("layers.0.mlp.up_proj.weight", (4, 3)), ("norm.weight", (4,))])
+    engine._size = PolicySize(14, tied=False, adapter=shapes)
+    engine._adapter = SimpleNamespace(lora_int_id=ADAPTER_ID)  # type: ignore[assignment]
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("transport", "data", "info"),
+    [
+        ("memory", save(ADAPTER), {"path"}),
+        ("nccl", encode_announcement(ADAPTER), {"names", "dtype_names", "shapes"}),
+        (
+            "ipc",
+            json.dumps({"tensors": TensorSpec.of_weights(ADAPTER), "gpu": "0b", "handles": [{}, {}]}).encode(),
+            {"names", "dtype_names", "shapes", "gpu", "handles"},
+        ),
+    ],
+)
+async def test_an_adapter_takes_the_same_way_but_not_vllms_update_which_would_remove_it(
+    tmp_path: Path, transport: str, data: bytes, info: set[str]
+) -> None:
+    engine = engine_with_adapter(tmp_path, transport=transport)
+    update = await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
+    llm = llm_of(engine)
+    assert (llm.did, [*map(set, llm.infos)], llm.modes) == (ADAPTER_LOADED, [info], [("keep", True)])
+    assert engine.serving == NEW
+    assert update.bytes == len(data) if transport == "memory" else sum(tensor.nbytes for tensor in ADAPTER.values())
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {A: ADAPTER[A]},
+        ADAPTER | {B: ADAPTER[B].T.contiguous()},
+        {A.replace(".0.", ".1."): ADAPTER[A], B: ADAPTER[B]},
+        ADAPTER | {"norm.weight": torch.ones(4)},
+        WEIGHTS,
+    ],
+    ids=["missing", "turned", "renamed", "more", "other"],
+)
+@pytest.mark.parametrize("transport", ["memory", "nccl"])
+async def test_another_adapter_than_the_policys_never_pauses_the_engine(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], transport: str
+) -> None:
+    engine = engine_with_adapter(tmp_path, transport=transport)
+    data = save(tensors) if transport == "memory" else encode_announcement(tensors)
+    with pytest.raises(ValueError, match="differ from those of the policy's adapter in "):
+        await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
+    assert (llm_of(engine).did, engine.serving, files_open()) == ([], PolicyVersion(1, 0), 0)
+
+
+async def test_an_adapter_that_some_workers_may_lack_is_loaded_again_or_the_engine_stays_paused(tmp_path: Path) -> None:
+    engine, data = engine_with_adapter(tmp_path), save(ADAPTER)
+    llm_of(engine).failing = {"update_adapter": 1}
+    assert (await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))).tries == 2
+    llm_of(engine).did.clear()
+    llm_of(engine).failing = {"update_adapter": 2}
+    with pytest.raises(RunFailed, match="not loaded in 2 tries"):
+        await engine.update_weights(PolicyVersion(1, 2), data, xxhash.xxh3_64_intdigest(data))
+    assert (llm_of(engine).did, engine.serving) == (["pause", "update_adapter", "update_adapter"], NEW)
 
 
 async def test_an_opened_file_is_not_inherited_by_the_engines_processes(engine: VllmEngine) -> None:

@@ -1,0 +1,195 @@
+"""An engine with an adapter against a Hugging Face forward pass of the merged weights, also amid publications."""
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import save
+from transformers import PreTrainedModel
+
+from actors.weights.adapter import AdapterShapes, adapter_shapes
+from actors.weights.checksum import checksum_of
+from service.config import Config, LoraConfig, ModelConfig
+from service.rollout.engine import Generation, Sampling
+from service.types import PolicyVersion
+from tests.e2e.test_engine import CONFIG, Observed, dense, difference, prompt, started, weights_of
+
+pytestmark = pytest.mark.slow
+
+LORA = LoraConfig(rank=6, alpha=12)
+"""Of a rank for which no slot is made."""
+CONFIG_OF_ADAPTERS: Config = CONFIG.model_copy(update={"model": ModelConfig(dtype="float32", lora=LORA)})
+BAR = 1e-3
+"""Nats by which a log-probability may differ."""
+LONG = Sampling(max_tokens=250)
+
+Adapter = dict[str, torch.Tensor]
+
+
+def base() -> PreTrainedModel:
+    return dense(0)
+
+
+def shapes() -> AdapterShapes:
+    return adapter_shapes(LORA, [(name, weight.shape) for name, weight in weights_of(base()).items()])
+
+
+def adapter(seed: int) -> Adapter:
+    """One that changes log-probabilities by tenths."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * (0.05 if "lora_B" in name else shape[1] ** -0.5)
+        for name, shape in shapes().items()
+    }
+
+
+def merged(tensors: Adapter) -> PreTrainedModel:
+    model = base()
+    with torch.no_grad():
+        for name, a in tensors.items():
+            if "lora_A" in name:
+                weight = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+                b = tensors[name.replace("lora_A", "lora_B")]
+                model.get_parameter(weight).add_(LORA.alpha / LORA.rank * b @ a)
+    return model
+
+
+def sent(tensors: Adapter) -> tuple[np.ndarray, int]:
+    data = save(tensors)
+    return np.frombuffer(data, np.uint8), checksum_of(data)
+
+
+class WithBase(Observed):
+    """Also answers as the model without the adapter."""
+
+    async def generate_as_base(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Generation:
+        engine = copy.copy(self)
+        engine._adapter = None
+        return await engine.generate(prompt_ids, sampling, request_id)
+
+
+@pytest.fixture(scope="module")
+def engine(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Serves `base()` as version 1.0 to begin with."""
+    engine = started(tmp_path_factory.mktemp("base"), base(), CONFIG_OF_ADAPTERS, WithBase)
+    yield engine
+    ray.get(engine.stop.remote())
+    ray.kill(engine)
+
+
+def publish(engine: Any, step: int, tensors: Adapter) -> Any:
+    return ray.get(engine.update_weights.remote(PolicyVersion(1, step), *sent(tensors)))
+
+
+def serves(engine: Any, step: int, model: PreTrainedModel) -> None:
+    generation = ray.get(engine.generate.remote(prompt(step), Sampling(max_tokens=40), "r"))
+    assert difference(model, prompt(step), generation, 1.0) < BAR
+    assert set(generation.versions.tolist()) == {PolicyVersion(1, step).pack()}
+
+
+def test_before_the_first_publication_the_policy_is_the_model(engine: Any) -> None:
+    serves(engine, 0, base())
+
+
+def expected(model: PreTrainedModel, responses: list[np.ndarray]) -> list[np.ndarray]:
+    """[T] log-probabilities that the model gives the responses to prompt 0, prompt 1, ..., in one forward pass."""
+    rows = [torch.from_numpy(np.concatenate([prompt(i), ids])).long() for i, ids in enumerate(responses)]
+    token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    with torch.inference_mode():
+        logprob = model(token_ids[:, :-1]).logits.log_softmax(-1).gather(2, token_ids[:, 1:, None])[..., 0]
+    return [
+        logprob[i, len(row) - len(ids) - 1 : len(row) - 1].numpy()
+        for i, (row, ids) in enumerate(zip(rows, responses, strict=True))
+    ]
+
+
+def publish_under_load(engine: Any, first: int, publications: int) -> tuple[int, float]:
+    """Publish adapters while requests run, as versions from `first` on; checks every token's version.
+
+    Returns how many requests lived through a publication, and the largest difference of a log-probability in nats.
+    """
+    publish(engine, first - 1, adapter(first - 1))
+    crossed, largest, models = 0, 0.0, [merged(adapter(step)) for step in range(first - 1, first + publications)]
+    for step, (old_model, new_model) in enumerate(pairwise(models), first):
+        requests = [engine.generate.remote(prompt(i), LONG, f"r{i}") for i in range(16)]
+        ray.wait(requests, num_returns=1, timeout=0.15)
+        publish(engine, step, adapter(step))
+        generations = ray.get(requests)
+        old, new = PolicyVersion(1, step - 1).pack(), PolicyVersion(1, step).pack()
+        of_old, of_new = (expected(model, [g.token_ids for g in generations]) for model in (old_model, new_model))
+        for i, generation in enumerate(generations):
+            before = int((generation.versions == old).sum())
+            assert generation.versions.tolist() == [old] * before + [new] * (len(generation.versions) - before)
+            of_both = np.concatenate([of_old[i][:before], of_new[i][before:]])
+            largest = max(largest, float(np.abs(of_both - generation.logprobs).max()))
+            crossed += 0 < before < len(generation.versions)
+    return crossed, largest
+
+
+def test_each_token_has_the_version_and_the_log_probability_of_the_adapter_that_sampled_it(engine: Any) -> None:
+    crossed, largest = publish_under_load(engine, 2, 3)
+    assert crossed > 0 and largest < BAR
+
+
+@pytest.mark.full
+def test_twenty_publications_under_load(engine: Any) -> None:
+    crossed, largest = publish_under_load(engine, 20, 20)
+    print(f"{crossed} requests lived through a publication; the largest difference is {largest:.1e} nats")
+    assert crossed >= 20 and largest < BAR
+
+
+def test_rows_without_the_adapter_beside_rows_with_it_are_those_of_the_model(engine: Any) -> None:
+    publish(engine, 50, adapter(50))
+    plain, adapted = engine.generate_as_base, engine.generate
+    requests = [(plain if i % 2 else adapted).remote(prompt(i), LONG, f"r{i}") for i in range(8)]
+    models = [merged(adapter(50)), base()]
+    for i, generation in enumerate(ray.get(requests)):
+        assert difference(models[i % 2], prompt(i), generation, 1.0) < BAR
+        assert difference(models[1 - i % 2], prompt(i), generation, 1.0) > 10 * BAR
+    alone = ray.get(plain.remote(prompt(9), LONG, "alone"))
+    assert difference(base(), prompt(9), alone, 1.0) < BAR
+
+
+def without(tensors: Adapter) -> Adapter:
+    return {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in name}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (without, r"up_proj\.lora_B"),
+        (lambda tensors: {name.replace("layers.1", "layers.2"): t for name, t in tensors.items()}, "layers"),
+        (lambda tensors: {name: t[:3].contiguous() for name, t in tensors.items()}, r"\[3, "),
+        (lambda tensors: tensors | {"base_model.model.lm_head.lora_A.weight": torch.ones(6, 128)}, "lm_head"),
+        (lambda _: weights_of(base()), "differ from those of the policy's adapter"),
+    ],
+    ids=["missing", "renamed", "cut", "more", "whole model"],
+)
+def test_another_adapter_is_refused_before_the_engine_pauses_and_the_old_one_goes_on(
+    engine: Any, spoil: Any, why: str
+) -> None:
+    publish(engine, 51, adapter(51))
+    with pytest.raises(ValueError, match=why):
+        publish(engine, 52, spoil(adapter(52)))
+    serves(engine, 51, merged(adapter(51)))
+
+
+def test_an_adapter_that_changed_on_its_way_is_refused(engine: Any) -> None:
+    publish(engine, 51, adapter(51))
+    data, checksum = sent(adapter(52))
+    spoilt = data.copy()
+    spoilt[-4:] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
+    with pytest.raises(ValueError, match="checksum"):
+        ray.get(engine.update_weights.remote(PolicyVersion(1, 52), spoilt, checksum))
+    serves(engine, 51, merged(adapter(51)))
+
+
+def test_a_publication_is_a_small_part_of_the_model(engine: Any) -> None:
+    update = publish(engine, 53, adapter(53))
+    assert update.tries == 1
+    assert update.bytes == sent(adapter(53))[0].nbytes
