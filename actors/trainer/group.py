@@ -83,10 +83,12 @@ class TrainerGroup:
             return float((await self._call_all("warm_start", reference, within=within))[0])
 
     async def step(self, batches: Sequence[bytes]) -> StepReport:
-        """One optimizer step; `batches` has a part for each rank."""
+        """One optimizer step; `batches` has a part for each rank, or for each group that shares micro-batches."""
+        ranks_of_part = len(self._ranks) // len(batches)
+        of_rank = [batch for batch in batches for _ in range(ranks_of_part)]
         calls = (
             call(rank.step, batch, who=f"trainer-{number}", within=self._deadline)
-            for number, (rank, batch) in enumerate(zip(self._ranks, batches, strict=True))
+            for number, (rank, batch) in enumerate(zip(self._ranks, of_rank, strict=True))
         )
         with _raises_trainer_lost():
             reports: list[StepReport] = await asyncio.gather(*calls)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from service.config.checks_algorithm import GROUP_ESTIMATORS, TEMPORAL_ESTIMATORS
 from service.config.checks_algorithm import RULES as ALGORITHM_RULES
 from service.config.checks_command import check_command
+from service.config.checks_trainer import RULES as TRAINER_RULES
 from service.config.lora import LINEAR, SLOT_RANKS
 from service.config.problem import Problem
 from service.config.rollout import MADE_SET
@@ -307,57 +308,6 @@ def _quantization(config: Config) -> Iterator[Problem]:
         )
 
 
-def _packing(config: Config) -> Iterator[Problem]:
-    generator, trainer = config.generator, config.trainer
-    longest = generator.max_input_length + generator.max_generate_length
-    if trainer.max_tokens_per_micro_batch < longest:
-        yield Problem(
-            "trainer.max_tokens_per_micro_batch",
-            f"{trainer.max_tokens_per_micro_batch} is below generator.max_input_length + max_generate_length "
-            f"({longest}): the longest row would fit into no micro-batch; use at least {longest}",
-        )
-    trajectories = trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
-    if trajectories < trainer.ranks:
-        yield Problem(
-            "trainer.ranks",
-            f"{trainer.ranks} ranks share {trajectories} trajectories a mini-batch: some ranks would never have a row "
-            "to train; raise trainer.mini_batch_size, or use fewer ranks",
-        )
-
-
-def _verification(config: Config) -> Iterator[Problem]:
-    if config.weights.verify and config.weights.kv_cache == "keep":
-        yield Problem(
-            "weights.verify",
-            "tokens that continue on a kept KV cache come from two policies at once, which no trainer can compute; "
-            "set weights.kv_cache=recompute",
-        )
-
-
-def _shared_gpus(config: Config) -> Iterator[Problem]:
-    if config.weights.transport != "ipc":
-        return
-    engines, ranks = config.generator.engines, config.trainer.ranks
-    if config.generator.tensor_parallel_size > 1:
-        yield Problem(
-            "generator.tensor_parallel_size",
-            f"{config.generator.tensor_parallel_size} GPUs make up an engine, but weights.transport=ipc hands weights "
-            "over within one GPU: the engine's other GPUs would keep old ones; use 1, or another transport",
-        )
-    if engines > ranks:
-        yield Problem(
-            "generator.engines",
-            f"{engines} are more than trainer.ranks ({ranks}), and with weights.transport=ipc each engine shares the "
-            "GPU of a rank: some would never be placed; use at most as many, or another transport",
-        )
-    if config.generator.kv_cache_bytes is None:
-        yield Problem(
-            "generator.kv_cache_bytes",
-            "is not set, and with weights.transport=ipc the engine would size its KV cache by the memory that is free "
-            "while the rank beside it loads; set it",
-        )
-
-
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _one_model,
     _warm_start,
@@ -376,8 +326,6 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _user_functions,
     *ALGORITHM_RULES,
     _quantization,
-    _packing,
-    _verification,
-    _shared_gpus,
+    *TRAINER_RULES,
 )
 """One rule a subject, in the order of the tree."""

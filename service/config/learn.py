@@ -105,6 +105,9 @@ class TrainerConfig(Section):
     """Groups of one optimizer step."""
     max_tokens_per_micro_batch: Annotated[int, Field(gt=0, le=1 << 24)] = 16384
     """Token budget of one forward pass on one rank."""
+    sequence_parallel: Positive = 1
+    """Ranks that share each micro-batch, each with an equal part of its tokens, so that a row may have this many times
+    the tokens of a rank's budget. It must divide `ranks` and the model's heads; see docs/learning.md."""
     layout: Literal["auto", "packed", "padded", "shared_prefix"] = "auto"
     """`packed`: rows one after another; `padded`: left-padded rows; `shared_prefix`: packed, and what rows that begin
     alike have in common is computed once, so that the token budget counts distinct tokens; `auto`: `shared_prefix` for
@@ -143,6 +146,16 @@ class TrainerConfig(Section):
     """Ray accelerator type of the ranks' nodes, such as H100."""
     collective_deadline: Seconds = 120.0
     """Seconds in which one collective must end."""
+
+    @property
+    def batch_parts(self) -> int:
+        """Parts that a mini-batch is dealt in: one for each group of ranks that share micro-batches."""
+        return self.ranks // self.sequence_parallel
+
+    @property
+    def tokens_of_micro_batch(self) -> int:
+        """Token budget of a micro-batch on all ranks that share it."""
+        return self.max_tokens_per_micro_batch * self.sequence_parallel
 
 
 class WeightsConfig(Section):

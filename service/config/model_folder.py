@@ -30,8 +30,9 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / MODEL_CONFIG).is_file()
 
 
-def check_model_folder(folder: Path, longest: int) -> None:
-    """Check that the model can be trained with turns of up to `longest` tokens, prompt and response together.
+def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -> None:
+    """Check that the model can be trained with turns of up to `longest` tokens, prompt and response together, by so
+    many ranks that share its heads.
 
     Raises:
         UserError: a file is missing or malformed, or the model is not supported or too short.
@@ -45,6 +46,9 @@ def check_model_folder(folder: Path, longest: int) -> None:
     if type(vocab_size) is not int:
         raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: vocab_size is {vocab_size!r:.80}")
     _check_length(config, folder, longest)
+    heads = config.get("num_attention_heads")
+    if reason := undivided_heads(heads, config.get("num_key_value_heads", heads), sequence_parallel):
+        raise UserError(f"trainer.sequence_parallel: {reason}")
     check_vocabulary(folder, read_tokenizer(folder / TOKENIZER).get_vocab_size(), vocab_size)
     index = weight_index(folder)
     for file in sorted({*index.values()} or {folder / SINGLE}):
@@ -92,6 +96,18 @@ def unsupported(model_type: str | None, quantization: object) -> str | None:
     if quantization:
         return "its weights are quantised (quantization_config); name the folder that it was quantised from"
     return None
+
+
+def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
+    """Why so many ranks cannot compute the attention of a model, each some of its heads; None if they can."""
+    if type(heads) is not int or type(key_heads) is not int:
+        return None  # who reads the model says what is wrong with it
+    if heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0):
+        return None
+    return (
+        f"{ranks} ranks cannot divide the model's {heads} heads and {key_heads} key heads among themselves; use a "
+        "divisor of both, or a multiple of the key heads that divides the heads"
+    )
 
 
 def _check_length(config: Mapping[str, Any], folder: Path, longest: int) -> None:

@@ -104,7 +104,8 @@ def _model_problems(folder: Path, config: Config) -> Iterator[_PathProblem]:
     yield from wrong
     if not wrong:
         try:
-            check_model_folder(folder, config.generator.max_input_length + config.generator.max_generate_length)
+            longest = config.generator.max_input_length + config.generator.max_generate_length
+            check_model_folder(folder, longest, config.trainer.sequence_parallel)
         except UserError as error:
             yield _PathProblem(str(error), False)
 

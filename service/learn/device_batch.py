@@ -23,6 +23,7 @@ from torch import Tensor
 from service.learn.layouts import Layout
 from service.learn.losses.expand_to_tokens import NO_TRAJECTORY, expand_to_tokens, row_of_token
 from service.learn.losses.reduction import row_weights
+from service.learn.model.sequence_parallel import WHOLE, Slice
 from service.learn.packing import positions_in_rows, to_device
 from service.types import NO_VERSION, ROUTE_NATIVELY, MicroBatch, SupervisedRow
 
@@ -37,10 +38,13 @@ class DeviceSettings(NamedTuple):
     layout: str = "packed"
     variable_length: bool = False
     """Whether the variable-length attention kernel computes packed rows."""
+    part: Slice = WHOLE
+    """This rank's part of the tokens of each micro-batch."""
 
 
 class DeviceBatch(NamedTuple):
-    """A micro-batch on the device. Axes: `M` the tokens that carry loss, in packed order; `S` slots of the input."""
+    """A micro-batch on the device, or a rank's slice of it. Axes: `M` the tokens that carry loss and whose states are
+    on this rank, in packed order; `S` slots of the input; `N` and `R` all tokens and rows of the micro-batch."""
 
     input_ids: Tensor
     """[lines, width] the model's input, `S` slots in all."""
@@ -79,8 +83,10 @@ class DeviceBatch(NamedTuple):
         lengths_R = np.diff(offsets_R)
         if micro.loss_mask_N[offsets_R[:-1][lengths_R > 0]].any():
             raise ValueError("a row's first token carries loss, but no token precedes it that could predict it")
+        layout = Layout.of(settings.layout, micro, device, settings.variable_length, settings.part)
         loss_token_M = np.flatnonzero(micro.loss_mask_N)
-        layout = Layout.of(settings.layout, micro, device, settings.variable_length)
+        own_M, state_M = layout.own(layout.slot_N[loss_token_M - 1])
+        loss_token_M = loss_token_M[own_M]
         experts_NLK = micro.routed_experts_N
 
         def copy(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
@@ -94,7 +100,7 @@ class DeviceBatch(NamedTuple):
             position_ids=laid_out(positions_in_rows(lengths_R)).view(layout.shape),
             attention=layout.attention,
             routed_experts_SLK=None if experts_NLK is None else laid_out(experts_NLK, ROUTE_NATIVELY),
-            state_M=to_device(layout.slot_N[loss_token_M - 1], device),
+            state_M=to_device(state_M, device),
             token_ids_M=copy(micro.token_ids_N[loss_token_M], torch.int64),
             row_of_token_N=row_of_token(to_device(offsets_R, device), len(micro.token_ids_N)),
             loss_mask_N=to_device(micro.loss_mask_N, device),

@@ -9,10 +9,16 @@ Two rows, `1 2 3` and `1 2 5 6`, in the three layouts (`trainer.layout`):
 
 `slot_N` is the slot of each packed token in the input, axis `S`. The state of a token that several rows share has one
 slot: it predicts the next token of each of them.
+
+With sequence parallelism (`service.learn.model.sequence_parallel`) each rank of a group has a slice of the slots:
+
+    rank 0 of 2     1 2 3 1            slots 0 1 2 3      `slot_N` counts the slots of all slices; 0 fills the last one
+    rank 1 of 2     2 5 6 0            slots 4 5 6 7
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from service.handoff.prefixes.distinct import DistinctTokens, prefix_order
+from service.learn.model.sequence_parallel import WHOLE, Exchange, Slice
 from service.learn.packing import Packing, positions_in_rows, to_device
 from service.types import Int64s, MicroBatch
 
@@ -28,19 +35,25 @@ class Layout(NamedTuple):
     """Where the tokens of one micro-batch lie in the model's input."""
 
     shape: tuple[int, int]
-    """Lines of the input, slots of a line."""
+    """Lines of this rank's input, slots of a line."""
     slot_N: Int64s
     attention: dict[str, Any]
     """Arguments of the model from which its attention is computed."""
+    first: int = 0
+    """The first slot on this rank."""
 
     @staticmethod
-    def of(kind: str, micro: MicroBatch, device: torch.device, variable_length: bool = False) -> Layout:
+    def of(
+        kind: str, micro: MicroBatch, device: torch.device, variable_length: bool = False, part: Slice = WHOLE
+    ) -> Layout:
         """The plan of a layout by its name; `variable_length`: for the variable-length attention kernel.
 
-        Where no rows begin alike, `shared_prefix` is `packed`.
+        Where no rows begin alike, `shared_prefix` is `packed`. `part`: this rank's slice of the slots.
         """
         offsets_R = micro.offsets_R.astype(np.int64)
         if kind == "padded":
+            if part.of > 1:
+                raise ValueError("the lines of the layout padded cannot be cut into slices")
             return _padded(offsets_R, device)
         if kind in ("shared_prefix", "auto"):
             order = prefix_order(micro.token_ids_N, offsets_R, micro.routed_experts_N)
@@ -48,17 +61,29 @@ class Layout(NamedTuple):
             n_slots = len(distinct.position_U)
             if n_slots < len(distinct.slot_N):
                 packing = Packing.of_tree(distinct, order.row_R, offsets_R, device, variable_length)
-                return Layout((1, n_slots), distinct.slot_N, {"packing": packing})
+                return _on_one_line(distinct.slot_N, n_slots, packing, part)
         n_slots = len(micro.token_ids_N)
-        packing = Packing.of(offsets_R, device, variable_length)
-        return Layout((1, n_slots), np.arange(n_slots), {"packing": packing})
+        return _on_one_line(np.arange(n_slots), n_slots, Packing.of(offsets_R, device, variable_length), part)
+
+    def own(self, slot_X: Int64s) -> tuple[Int64s, Int64s]:
+        """Which of these slots are on this rank, and where in its input."""
+        at_X = slot_X - self.first
+        own_X = np.flatnonzero((at_X >= 0) & (at_X < math.prod(self.shape)))
+        return own_X, at_X[own_X]
 
     def in_slots(self, values_N: NDArray[Any], fill: int = 0) -> NDArray[Any]:
-        """[N, ...] -> [S, ...] the values of packed tokens in the order of the input; `fill` in padding."""
-        lines, width = self.shape
-        values_S = np.full((lines * width, *values_N.shape[1:]), fill, values_N.dtype)
-        values_S[self.slot_N] = values_N
+        """[N, ...] -> [S, ...] the values of packed tokens in the order of this rank's input; `fill` in padding."""
+        values_S = np.full((math.prod(self.shape), *values_N.shape[1:]), fill, values_N.dtype)
+        own_N, slot = self.own(self.slot_N)
+        values_S[slot] = values_N[own_N]
         return values_S
+
+
+def _on_one_line(slot_N: Int64s, n_slots: int, packing: Packing, part: Slice) -> Layout:
+    """All slots on one line, cut into slices of equal width."""
+    width = -(-n_slots // part.of)
+    exchange = {} if part.group is None else {"exchange": Exchange(part.group, n_slots)}
+    return Layout((1, width), slot_N, {"packing": packing, **exchange}, part.number * width)
 
 
 def _padded(offsets_R: Int64s, device: torch.device) -> Layout:

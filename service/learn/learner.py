@@ -52,7 +52,7 @@ class Learner:
         """`policy`: an existing one to train, instead of the one in the folder."""
         self._config = config
         self.policy = policy or Policy(config, Path(model_folder), device, rank, world_size)
-        self._objective = Objective(config, device, self.policy.accumulation_dtype)
+        self._objective = Objective(config, device, self.policy.accumulation_dtype, self.policy.slice.group)
         self._frozen = FrozenWeights(config.algorithm, self.policy)
         self._optimizer = Optimizer(self.policy.master_weights, config.trainer.betas, config.trainer.weight_decay)
         self._writer = CheckpointWriter(self.policy.shard, self.policy.n_shards)
@@ -81,19 +81,19 @@ class Learner:
 
     def _own_part(self, batch: MiniBatch) -> tuple[MicroBatch, ...]:
         """This rank's micro-batches, of a mini-batch of all ranks or of one that was cut to this rank's part."""
-        world_size, n_ranks = self.policy.world_size, len(batch.ranks)
-        if n_ranks not in (1, world_size):
+        n_parts, n_ranks = self.policy.n_batch_parts, len(batch.ranks)
+        if n_ranks not in (1, n_parts):
             raise ValueError(
-                f"the mini-batch is packed for {n_ranks} ranks, but {world_size} train: the rest of it would be left "
-                f"out; form it with BatchSettings(ranks={world_size})"
+                f"the mini-batch is packed for {n_ranks} ranks, but {n_parts} train: the rest of it would be left "
+                f"out; form it with BatchSettings(ranks={n_parts})"
             )
-        micros = batch.ranks[self.policy.rank if n_ranks > 1 else 0]
+        micros = batch.ranks[self.policy.batch_part if n_ranks > 1 else 0]
         largest = max((int(micro.token_ids_N.max(initial=0)) for micro in micros), default=0)
         if largest >= self.policy.vocab_size:
             raise ValueError(f"token id {largest} is outside of the model's vocabulary of {self.policy.vocab_size}")
         declared = int(batch.loss_tokens_G.sum())
         found = sum(int(np.count_nonzero(micro.loss_mask_N)) for micro in micros)
-        if world_size == 1 and found != declared:
+        if n_parts == 1 and found != declared:
             raise ValueError(
                 f"the mini-batch says that {declared} tokens carry loss, but its micro-batches hold {found}: "
                 "one rank's share cannot be trained alone"

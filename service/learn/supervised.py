@@ -45,7 +45,7 @@ class SupervisedSteps:
         loss = float("nan")
         for step in range(settings.steps):
             chosen = rng.choice(len(demonstrations), size=settings.batch_size, replace=False)
-            mine = [demonstrations[i] for i in chosen[self._policy.rank :: self._policy.world_size]]
+            mine = [demonstrations[i] for i in chosen[self._policy.batch_part :: self._policy.n_batch_parts]]
             rise = min(1.0, (step + 1) / (WARM_UP_FRACTION * settings.steps))
             loss = self.step(mine, lr=settings.lr * min(rise, 1.0 - step / settings.steps))
         return loss
@@ -53,11 +53,13 @@ class SupervisedSteps:
     def step(self, rows: Sequence[SupervisedRow], lr: float) -> float:
         """One step on this rank's rows; the mean loss of a token over all ranks.
 
+        With sequence parallelism the ranks of a group give the same rows.
+
         Raises:
             RunFailed: loss or gradient are not finite.
         """
         policy, trainer = self._policy, self._config.trainer
-        micros = _pack(rows, trainer.max_tokens_per_micro_batch)
+        micros = _pack(rows, trainer.tokens_of_micro_batch)
         n_tokens, n_micros = self._count(micros)
         if n_tokens == 0:
             raise ValueError("no token of the supervised rows is to be learned")
@@ -79,7 +81,7 @@ class SupervisedSteps:
         sums.add("tokens", torch.tensor(sum(int(micro.loss_mask_N.sum()) for micro in micros), device=device))
         sums.max("micros", torch.tensor([len(micros)], device=device))
         totals = sums.totals()
-        return int(totals["tokens"]), int(totals["micros"])
+        return int(totals["tokens"]) // self._policy.slice.of, int(totals["micros"])
 
     def _accumulate(self, micros: Sequence[MicroBatch], n_tokens: int) -> dict[str, float]:
         """Add up the gradient; returns the loss and the squared norm of the gradient over all ranks."""

@@ -47,6 +47,7 @@ class BatchSettings:
     """How a mini-batch is made."""
 
     ranks: int
+    """Parts of the mini-batch: one a rank, or one a group of ranks with sequence parallelism."""
     token_budget: int
     """Tokens of one micro-batch, at most; a longer row makes a micro-batch of its own."""
     estimator: str = "grpo"
@@ -77,8 +78,8 @@ class BatchSettings:
     def of(config: Config) -> BatchSettings:
         """The settings that a configuration implies."""
         return BatchSettings(
-            ranks=config.trainer.ranks,
-            token_budget=config.trainer.max_tokens_per_micro_batch,
+            ranks=config.trainer.batch_parts,
+            token_budget=config.trainer.tokens_of_micro_batch,
             estimator=config.algorithm.estimator,
             returns=config.algorithm.returns,
             credit=config.algorithm.credit,

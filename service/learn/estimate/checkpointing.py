@@ -67,9 +67,11 @@ def kept_by_compiled_layer(config: Config, folder: Path, elementwise: bool = Fal
 
     Torch's own partitioner decides, on the graph of one layer; `elementwise` as in `Checkpointing`.
     """
-    plain = {"ranks": 1, "compile": False, "fused_kernels": False, "layout": "packed"}
+    # a rank has as many tokens alone as it has with others that share its micro-batches
+    plain = {"ranks": 1, "sequence_parallel": 1, "compile": False, "fused_kernels": False, "layout": "packed"}
     alone = config.model_copy(update={"trainer": config.trainer.model_copy(update=plain)})
-    batch = full_mini_batch(alone, read_config(folder).vocab_size, longest_row(config))
+    row_tokens = min(longest_row(config), config.trainer.max_tokens_per_micro_batch)
+    batch = full_mini_batch(alone, read_config(folder).vocab_size, row_tokens)
     reached: list[Any] = []
 
     def reach(_: Any, arguments: Any, named: Any) -> None:

@@ -31,7 +31,7 @@ ELEMENTWISE = "elementwise"
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
 """Operations [.., m, k] x [.., k, n] of 2 m k n FLOPs; with `add` in the name, a sum stands before the factors."""
 
-COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
+COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "alltoall_base_")
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]

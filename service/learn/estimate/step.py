@@ -56,7 +56,7 @@ class StepEstimate:
     moved: float
     """Bytes read and written in the device's memory."""
     sent: float
-    """Bytes of the weights and gradients that collectives gather and reduce."""
+    """Bytes that collectives gather and reduce of weights and gradients, and exchange for attention."""
     seconds: Mapping[str, float]
     """Time on an H100 by kind of operation, layers as written, without gaps and without collectives."""
     optimizer_seconds: float
@@ -174,7 +174,7 @@ def _pretended_ranks(ranks: int) -> Iterator[None]:
 
 def full_mini_batch(config: Config, vocab_size: int, row_tokens: int) -> MiniBatch:
     """A mini-batch whose micro-batches are as long as the token budget allows, of one trajectory a row."""
-    rows = max(1, config.trainer.max_tokens_per_micro_batch // row_tokens)
+    rows, parts = max(1, config.trainer.tokens_of_micro_batch // row_tokens), config.trainer.batch_parts
     n_tokens, trajectories = rows * row_tokens, np.arange(rows * MICRO_BATCHES, dtype=np.int32)
     carries_loss = np.arange(row_tokens) >= row_tokens - row_tokens // 2
     micros = tuple(
@@ -189,15 +189,15 @@ def full_mini_batch(config: Config, vocab_size: int, row_tokens: int) -> MiniBat
         )
         for mine in np.split(trajectories, MICRO_BATCHES)
     )
-    n_loss_tokens = config.trainer.ranks * int(carries_loss.sum())
+    n_loss_tokens = parts * int(carries_loss.sum())
     return MiniBatch(
         lease=0,
         groups=(0,),
         advantage_G=np.where(trajectories % 2, 1.0, -1.0).astype(np.float32),
         return_G=np.zeros(len(trajectories)),
         loss_tokens_G=np.full(len(trajectories), n_loss_tokens, np.int64),
-        rows_G=np.full(len(trajectories), config.trainer.ranks, np.int32),
+        rows_G=np.full(len(trajectories), parts, np.int32),
         prompt_of_trajectory_G=np.zeros(len(trajectories), np.int32),
-        ranks=(micros,) * config.trainer.ranks,
+        ranks=(micros,) * parts,
         metrics={},
     )

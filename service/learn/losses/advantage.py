@@ -75,7 +75,8 @@ def token_advantages(value_G: Tensor, whitening: Whitening | None, micro: Device
 
 
 def _tokens_after(micro: DeviceBatch) -> Tensor:
-    """[M] how many loss tokens follow in the same row."""
+    """[M] how many loss tokens follow in the same row, also on other ranks."""
     row_M = micro.row_of_token_N.index_select(0, micro.loss_token_M)
-    end_M = torch.searchsorted(row_M, row_M, right=True)
-    return end_M - 1 - torch.arange(len(row_M), device=row_M.device)
+    last_M = torch.searchsorted(micro.row_of_token_N, row_M, right=True) - 1
+    until_N = micro.loss_mask_N.cumsum(0)
+    return until_N.index_select(0, last_M) - until_N.index_select(0, micro.loss_token_M)

@@ -15,7 +15,8 @@
 4. Ling Team 2025, "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop!"
 5. SkyRL's outlier_token_is_threshold, github.com/NovaSky-AI/SkyRL/pull/849
 
-Rows of a trajectory share a rank, so its sums need no communication.
+Rows of a trajectory share a rank, so its sums need no communication; with sequence parallelism they share a group of
+ranks, over which its sums are added up.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from service.config.learn import CorrectionConfig
@@ -31,7 +33,7 @@ from service.learn.losses.loss import safe_exp
 
 
 class TrajectoryRatios(NamedTuple):
-    """Log-ratios of the loss tokens of each trajectory; 0 where it has none on this rank."""
+    """Log-ratios of the loss tokens of each trajectory; 0 where it has none in this rank's micro-batches."""
 
     sum_G: Tensor
     mean_G: Tensor
@@ -49,17 +51,24 @@ class Correction(NamedTuple):
 
 
 def trajectory_ratios(
-    log_ratios: Sequence[Tensor], trajectories: Sequence[Tensor], n_trajectories: int
+    log_ratios: Sequence[Tensor],
+    trajectories: Sequence[Tensor],
+    n_trajectories: int,
+    group: dist.ProcessGroup | None = None,
 ) -> TrajectoryRatios:
-    """Reduce log-ratios `[M]` of several micro-batches over the tokens' trajectories `[M]`."""
+    """Reduce log-ratios `[M]` of several micro-batches over their tokens' trajectories `[M]`, and over ranks."""
     log_ratio, trajectory = torch.cat(list(log_ratios)), torch.cat(list(trajectories))
-    zeros_G = log_ratio.new_zeros(n_trajectories)
-    sum_G = zeros_G.double().index_add(0, trajectory, log_ratio.double()).to(log_ratio.dtype)
-    tokens_G = zeros_G.index_add(0, trajectory, torch.ones_like(log_ratio))
-    smallest_G, largest_G = (
-        zeros_G.scatter_reduce(0, trajectory, log_ratio, reduce, include_self=False) for reduce in ("amin", "amax")
-    )
-    return TrajectoryRatios(sum_G, sum_G / tokens_G.clamp(min=1), smallest_G, largest_G)
+    counted = torch.stack([log_ratio, torch.ones_like(log_ratio)]).double()
+    sums = counted.new_zeros(2, n_trajectories).index_add(1, trajectory, counted)
+    both = torch.stack([-log_ratio, log_ratio])
+    extremes = both.new_full((2, n_trajectories), -torch.inf)
+    extremes = extremes.scatter_reduce(1, trajectory.expand(2, -1), both, "amax")
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    sum_G, tokens_G = sums.to(log_ratio.dtype)
+    smallest_G, largest_G = torch.where(tokens_G > 0, extremes, 0)
+    return TrajectoryRatios(sum_G, sum_G / tokens_G.clamp(min=1), -smallest_G, largest_G)
 
 
 def over_trajectory(settings: CorrectionConfig) -> bool:

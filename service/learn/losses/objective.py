@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from service.config.tree import Config
@@ -54,7 +55,8 @@ class TrajectoryInputs(NamedTuple):
     turn_value_X: Tensor | None
     """The advantage of each turn; None without credit by turn."""
     loss_ratios: TrajectoryRatios | None
-    """The policy term's ratios over this rank's whole trajectories; None unless the loss or correction needs them."""
+    """The policy term's ratios over the trajectories of this rank's micro-batches; None unless the loss or correction
+    needs them."""
     correction_ratios: TrajectoryRatios | None
     """The correction's ratios, likewise."""
 
@@ -67,13 +69,17 @@ class _Anchor(NamedTuple):
 class Objective:
     """The configured loss, correction, KL and entropy terms."""
 
-    def __init__(self, config: Config, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`group`: the ranks that share micro-batches with this one, if any."""
         self._algorithm = config.algorithm
         self._norm_tokens = config.algorithm.norm_tokens or (
             config.generator.max_input_length + config.generator.max_generate_length
         )
         self._device = device
         self._dtype = dtype
+        self._group = group
         self._loss = loss_named(config.algorithm.loss)
         self._corrects_trajectories = over_trajectory(config.algorithm.correction)
         self._ratio_metrics = RatioMetrics(device, config.weights.verify_tolerance)
@@ -107,8 +113,8 @@ class Objective:
             correction_ratios.append(anchor.correction_numerator_M - micro.rollout_logprob_M)
         trajectories = [micro.trajectory_M for micro in micros]
         return inputs._replace(
-            loss_ratios=trajectory_ratios(loss_ratios, trajectories, len(value_G)),
-            correction_ratios=trajectory_ratios(correction_ratios, trajectories, len(value_G)),
+            loss_ratios=trajectory_ratios(loss_ratios, trajectories, len(value_G), self._group),
+            correction_ratios=trajectory_ratios(correction_ratios, trajectories, len(value_G), self._group),
         )
 
     def _anchor(self, micro: DeviceBatch, fixed: FixedLogprobs, current_M: Tensor) -> _Anchor:

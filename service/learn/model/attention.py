@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from service.learn.model.logprob import accumulation_dtype
+from service.learn.model.sequence_parallel import Exchange
 from service.learn.model.shared_attention import SharedAttention, as_lines, from_lines
 from service.learn.packing import Bucket, Packing
 
@@ -63,11 +64,18 @@ def packed_attention(
     attention_mask: None,
     packing: Packing,
     scaling: float | None = None,
+    exchange: Exchange | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one packed batch: [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
+    """Attention of one packed batch: [1, heads, S, head_dim] -> [1, S, heads, head_dim].
+
+    `exchange`: where the slots are one rank's slice of the batch, which `packing` describes whole.
+    """
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _attended(query, key, value, packing, scaling).unsqueeze(0), None
+    if exchange is not None:
+        query, key, value = exchange.to_heads(query, key, value)
+    out = _attended(query, key, value, packing, scaling)
+    return (out if exchange is None else exchange.to_slots(out)).unsqueeze(0), None
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:

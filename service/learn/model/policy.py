@@ -19,6 +19,7 @@ from service.learn.model.hf_config import read_config
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.master_weights import MasterWeights
 from service.learn.model.policy_model import Checkpointing, allocate, empty_model
+from service.learn.model.sequence_parallel import Slice
 from service.learn.model.sharding import full_state_dict, ranks_by_node, reshard, shard
 from service.types import MicroBatch
 
@@ -52,15 +53,20 @@ class Policy:
         self.copy = next(number for number, ranks in enumerate(copies) if rank in ranks)
         self.shard = copies[self.copy].index(rank)
         """Number of this rank's shard in its copy."""
+        hf_config = read_config(folder)
+        with unset_fake_temporarily():  # a mesh of ranks cannot be made of fake tensors
+            self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, hf_config, device)
+        self.batch_part, self.n_batch_parts = rank // self.slice.of, world_size // self.slice.of
+        """Which part of each mini-batch this rank's group trains, and of how many."""
         self._device_settings = DeviceSettings(
             device,
             self.accumulation_dtype,
             config.algorithm.reduction,
             trainer.layout,
             variable_length=on_gpu(device) and self.dtype == torch.bfloat16,
+            part=self.slice,
         )
         use_fastest_attention(device)
-        hf_config = read_config(folder)
         self.vocab_size: int = hf_config.vocab_size
         trainer = trainer.model_copy(update={"compile": compiles_layers(hf_config, trainer, device, self.dtype)})
         dtype = self.dtype if world_size == 1 else self.accumulation_dtype

@@ -11,6 +11,7 @@ from service.handoff.batches.score import ESTIMATORS
 
 QUICKSTART = Path("configs/quickstart.yaml")
 AGENT = ["env.name=agent", "env.command=[codex]"]
+TOKENS = "trainer.max_tokens_per_micro_batch"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,10 @@ AGENT = ["env.name=agent", "env.command=[codex]"]
         (["generator.concurrent_groups=15"], "generator.concurrent_groups", "at least 16"),
         (["generator.engines=40"], "generator.concurrent_groups", "40 engines"),
         (["trainer.max_tokens_per_micro_batch=135"], "trainer.max_tokens_per_micro_batch", "at least 136"),
+        (["trainer.sequence_parallel=2", "trainer.max_tokens_per_micro_batch=67"], TOKENS, "use at least 68"),
+        (["trainer.ranks=3", "trainer.sequence_parallel=2"], "trainer.sequence_parallel", "do not divide into groups"),
+        (["trainer.sequence_parallel=2", "trainer.layout=padded"], "trainer.layout", "cannot cut"),
+        (["trainer.ranks=6", "trainer.sequence_parallel=3"], "trainer.sequence_parallel", "cannot divide the model's"),
         (["algorithm.reduction=sequence_mean"], "algorithm.reduction", "counts rows"),
         (["algorithm.n_samples_per_prompt=1"], "algorithm.n_samples_per_prompt", "zero"),
         (["buffer.max_bytes=1000"], "buffer.max_bytes", "deadlock"),
@@ -145,6 +150,8 @@ def test_a_value_that_no_operating_system_takes_is_refused(override: str, reason
         ["generator.concurrent_groups=16"],
         ["weights.transport=ipc", "generator.engines=2"],
         ["trainer.max_tokens_per_micro_batch=136"],
+        ["trainer.sequence_parallel=2", "trainer.max_tokens_per_micro_batch=68"],
+        ["trainer.ranks=256", "trainer.sequence_parallel=2"],
         [*AGENT, "env.command=[a, '-c', 'x={name=1}', '{prompt} {prompt_file} {folder} {base_url} {seed}']"],
         [*AGENT, "agents.deadline=2100"],
         [*AGENT, "env.trusted_modules=[my_pkg]", "env.score=my_pkg.scores:score"],

@@ -107,6 +107,16 @@ def test_turns_may_be_as_long_as_an_engine_lets_the_model_reach(model: Path) -> 
         check(model, *lengths)
 
 
+def test_ranks_that_cannot_divide_the_heads_of_a_model_are_one_line(model: Path) -> None:
+    changed(num_attention_heads=8, num_key_value_heads=4)(model)
+    check(model, "trainer.ranks=8", "trainer.sequence_parallel=8")
+    changed(num_attention_heads=12, num_key_value_heads=4)(model)
+    with pytest.raises(
+        UserError, match=r"^trainer\.sequence_parallel: 6 ranks cannot divide .* 12 heads and 4 key heads"
+    ):
+        check(model, "trainer.ranks=6", "trainer.sequence_parallel=6")
+
+
 def test_a_model_is_looked_into_without_torch(model: Path) -> None:
     words = ["config", "validate", "--config", QUICKSTART, "model.make=null", "model.warm_start=null"]
     code = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from service.config.tree import Config, ModelConfig
@@ -15,6 +16,7 @@ from service.handoff.prefixes.distinct import prefix_order
 from service.learn import layouts, packing
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
+from service.learn.model.policy import Policy
 from service.learn.packing import Packing
 from service.learn.step_metrics import step_metrics
 from service.types import MicroBatch, MiniBatch
@@ -30,20 +32,8 @@ FORMS = ["token_mean", "gspo, proximal", "sequence TIS", "masks", "kl k3"]
 
 
 @pytest.fixture(autouse=True)
-def every_token_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "prefix_order", partial(prefix_order, least=1, fraction=0))
-    monkeypatch.setattr(packing, "LONG_RUN", 5)  # so that the short rows of these tests have runs of both kinds
-
-
-@pytest.fixture(autouse=True)
-def norms_in_the_model_s_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the library round to float32, in a float64 model too, which would hide differences below 1e-7."""
-
-    def forward(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
-        variance = hidden.square().mean(-1, keepdim=True)
-        return norm.weight * hidden * torch.rsqrt(variance + norm.variance_epsilon)
-
-    monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
+def exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact(monkeypatch)
 
 
 def configured(way: str, layout: str, dtype: str, **trainer: Any) -> Config:
@@ -58,9 +48,24 @@ def tree_batch(seed: int) -> MiniBatch:
     return mini_batch([[rows[:half], rows[half:]]], TRAJECTORIES)
 
 
-def moved(config: Config, folder: Path) -> Learner:
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token is worth sharing, and norms compute in the model's type.
+
+    Those of the library round to float32, in a float64 model too, which would hide differences below 1e-7.
+    """
+
+    def forward(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+        variance = hidden.square().mean(-1, keepdim=True)
+        return norm.weight * hidden * torch.rsqrt(variance + norm.variance_epsilon)
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
+    monkeypatch.setattr(layouts, "prefix_order", partial(prefix_order, least=1, fraction=0))
+    monkeypatch.setattr(packing, "LONG_RUN", 5)  # so that the short rows of these tests have runs of both kinds
+
+
+def moved(config: Config, folder: Path, rank: int = 0, world_size: int = 1, policy: Policy | None = None) -> Learner:
     """A learner whose policy is no longer its frozen weights."""
-    learner = Learner(config, folder, CPU, 0, 1)
+    learner = Learner(config, folder, CPU, rank, world_size, policy)
     learner.accumulate(tree_batch(0))
     learner.policy.master_weights.drop_gradients()
     for number, master in enumerate(learner.policy.master_weights.tensors.values()):
@@ -72,7 +77,8 @@ def moved(config: Config, folder: Path) -> Learner:
 def outcome(learner: Learner, batch: MiniBatch) -> tuple[dict[str, float], torch.Tensor]:
     """Metrics and gradient of a mini-batch."""
     totals = learner.accumulate(batch).totals() | {"grad_square": 0.0}
-    gradient = torch.cat([p.grad.flatten() for p in learner.policy.model.parameters() if p.grad is not None])
+    gradients = [p.grad for p in learner.policy.model.parameters() if p.grad is not None]
+    gradient = torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients])
     learner.policy.master_weights.drop_gradients()
     metrics = step_metrics(totals, int(batch.loss_tokens_G.sum()))
     # the variance itself is what is computed: a root of rounding errors would be larger than they are

@@ -1,0 +1,110 @@
+"""Sequence parallelism: the ranks of a group share a micro-batch, each of them some of its tokens (Ulysses).
+
+Two ranks, six tokens, four heads:
+
+    all but attention    rank 0   tokens 0 1 2   all heads       rank 1   tokens 3 4 5   all heads
+    attention            rank 0   all tokens     heads 0 1       rank 1   all tokens     heads 2 3
+
+An all-to-all before the attention call and one after it exchange tokens for heads; their backward passes are
+all-to-alls in the other direction. Fewer key heads than ranks are repeated.
+
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PretrainedConfig
+
+from service.config.model_folder import undivided_heads
+from service.errors import UserError
+
+
+class Slice(NamedTuple):
+    """A rank's part of the tokens of each micro-batch that its group computes."""
+
+    number: int = 0
+    of: int = 1
+    """Ranks of the group, which have consecutive numbers."""
+    group: dist.ProcessGroup | None = None
+    """None for a rank that computes whole micro-batches."""
+
+    @staticmethod
+    def of_rank(
+        rank: int, world_size: int, ranks_of_group: int, config: PretrainedConfig, device: torch.device
+    ) -> Slice:
+        """The slice of a rank of a model's trainer; every rank must call.
+
+        Raises:
+            UserError: ranks or heads do not divide.
+        """
+        if ranks_of_group == 1:
+            return WHOLE
+        if world_size % ranks_of_group:
+            raise UserError(
+                f"trainer.sequence_parallel: {world_size} ranks do not divide into groups of {ranks_of_group}"
+            )
+        if why := undivided_heads(config.num_attention_heads, config.num_key_value_heads, ranks_of_group):
+            raise UserError(f"trainer.sequence_parallel: {why}")
+        shape = world_size // ranks_of_group, ranks_of_group
+        group = init_device_mesh(device.type, shape, mesh_dim_names=("batch", "sequence")).get_group("sequence")
+        return Slice(rank % ranks_of_group, ranks_of_group, group)
+
+
+WHOLE = Slice()
+"""The slice of a rank that computes whole micro-batches."""
+
+
+class Exchange(NamedTuple):
+    """The way of a micro-batch's attention through the ranks of a group."""
+
+    group: dist.ProcessGroup
+    n_slots: int
+    """Slots of the whole micro-batch. The last slices are filled up to equal size."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[own slots, heads, head_dim] -> [all slots, own heads, head_dim], of queries, keys and values."""
+        ranks = self.group.size()
+        # rank r has the query heads from r * heads / ranks on, which share key head r * key heads / ranks
+        copies = max(1, ranks // key.shape[1])
+        key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
+        by_rank = [x.reshape(len(x), ranks, -1, x.shape[2]).transpose(0, 1) for x in (query, key, value)]
+        received = _all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
+        keys, values = by_rank[0].shape[2], by_rank[0].shape[2] + by_rank[1].shape[2]
+        return received[:, :keys], received[:, keys:values], received[:, values:]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def to_slots(self, out: Tensor) -> Tensor:
+        """[all slots, own heads, head_dim] -> [own slots, heads, head_dim]"""
+        ranks = self.group.size()
+        filled = F.pad(out, (0, 0, 0, 0, 0, -self.n_slots % ranks))
+        received = _all_to_all(filled.view(ranks, -1, *out.shape[1:]), self.group)
+        return received.transpose(0, 1).flatten(1, 2)
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...] a part for each rank -> [ranks, ...] a part from each rank."""
+    received: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, sent.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, of_received: Tensor) -> tuple[Tensor, None]:
+        of_sent = torch.empty_like(of_received, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(of_sent, of_received.contiguous(), group=ctx.group)
+        return of_sent, None

@@ -1,0 +1,166 @@
+"""Ranks that share the tokens of each micro-batch compute the loss, metrics and gradients of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from service.config.tree import Config
+from service.errors import UserError
+from service.handoff.batches.batch import BatchSettings
+from service.learn.learner import Learner
+from service.learn.model.policy import Policy
+from service.learn.supervised import SupervisedSteps
+from service.types import MiniBatch, SupervisedRow
+from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
+from tests.pure.learn.ranks import Ranks
+from tests.pure.learn.test_families import replayed, saved
+from tests.pure.learn.test_shared_prefix import FORMS, PACKED, SHARED, TRAJECTORIES, configured, exact, moved, outcome
+from tests.pure.learn.trees import tree_rows
+from tests.pure.learn.varlen import eager_graphs
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+SEEDS = range(2)
+CHECKPOINTED, COMPILED, NODES = ("gradient_checkpointing", True), ("compile", True), ("shard_within", "node")
+
+
+@pytest.fixture(autouse=True)
+def exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact(monkeypatch)
+
+
+class Case(NamedTuple):
+    """How ranks train some mini-batches."""
+
+    way: str
+    layout: str
+    dtype: str
+    parts: int = 1
+    """Groups of ranks; all ranks of a group train the same part of each mini-batch."""
+    trainer: tuple[tuple[str, Any], ...] = ()
+    experts: bool = False
+
+    def config(self, world_size: int) -> Config:
+        sharing = {"ranks": world_size, "sequence_parallel": world_size // self.parts}
+        return configured(self.way, self.layout, self.dtype, **sharing, **dict(self.trainer))
+
+    def batch(self, seed: int, parts: int) -> MiniBatch:
+        """Two micro-batches for each part, the last of them empty; all rows of a trajectory in one part."""
+        rows = tree_rows(seed, TRAJECTORIES)
+        of_part = [[row for row in rows if row.trajectory % parts == part] for part in range(parts)]
+        ranks = [[mine[: len(mine) // 2], mine[len(mine) // 2 :]] for mine in of_part]
+        ranks[-1] = [[row for micro in ranks[-1] for row in micro], []]
+        batch = mini_batch(ranks, TRAJECTORIES)
+        if not self.experts:
+            return batch
+        return replace(batch, ranks=tuple(tuple(replayed(micro, 3, 0.3) for micro in micros) for micros in batch.ranks))
+
+
+def outcomes(rank: int, world_size: int, folder: Path, case: Case) -> list[tuple[dict[str, float], np.ndarray]]:
+    """Metrics and gradient of each mini-batch, as a rank finds them."""
+    nodes = [str(number // 2) for number in range(world_size)]
+    with pytest.MonkeyPatch.context() as patch:
+        exact(patch)
+        eager_graphs(patch)
+        torch._dynamo.reset()
+        config = case.config(world_size)
+        policy = Policy(config, folder, CPU, rank, world_size, nodes=nodes)
+        learner = moved(config, folder, rank, world_size, policy)
+        found = [outcome(learner, case.batch(seed, case.parts)) for seed in SEEDS]
+    return [(metrics, gradient.numpy()) for metrics, gradient in found]
+
+
+def assert_those_of_one_rank(folder: Path, ranks: Ranks, world_size: int, case: Case) -> None:
+    alone = moved(configured(case.way, PACKED, case.dtype), folder)
+    expected = [outcome(alone, case.batch(seed, 1)) for seed in SEEDS]
+    tolerance = TOLERANCE[case.dtype]
+    for of_rank in ranks(world_size, outcomes, folder, case):
+        for (metrics, gradient), (other_metrics, other) in zip(of_rank, expected, strict=True):
+            assert metrics == pytest.approx(other_metrics, rel=tolerance, abs=tolerance)
+            assert np.linalg.norm(gradient - other.numpy()) <= tolerance * float(other.norm())
+
+
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", [PACKED, SHARED])
+@pytest.mark.parametrize("way", FORMS)
+def test_two_ranks_that_share_tokens_have_the_loss_metrics_and_gradients_of_one(
+    model_folder: Path, ranks: Ranks, way: str, layout: str, dtype: str
+) -> None:
+    assert_those_of_one_rank(model_folder, ranks, 2, Case(way, layout, dtype))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        (4, Case("gspo, proximal", SHARED, "float64")),  # more ranks than key heads
+        (4, Case("sequence TIS", PACKED, "float64", parts=2, trainer=(CHECKPOINTED, NODES))),
+        (4, Case("kl k3", SHARED, "float32", parts=2)),
+        pytest.param(4, Case("masks", PACKED, "float32"), marks=pytest.mark.full),
+        (2, Case("gspo", SHARED, "float64", trainer=(CHECKPOINTED, COMPILED))),
+    ],
+    ids=["repeated key heads", "two groups, sharded within nodes", "two groups", "float32", "compiled"],
+)
+def test_so_have_four_ranks_and_ranks_that_compile_recompute_or_shard_within_nodes(
+    model_folder: Path, ranks: Ranks, world_size: int, case: Case
+) -> None:
+    assert_those_of_one_rank(model_folder, ranks, world_size, case)
+
+
+def test_recorded_experts_are_replayed_where_their_tokens_are(ranks: Ranks, tmp_path: Path) -> None:
+    case = Case("token_mean", PACKED, "float32", experts=True)
+    assert_those_of_one_rank(saved("qwen3_moe", tmp_path), ranks, 2, case)
+
+
+ALGORITHMS = [{"estimator": "reinforce++", "step_wise": False, "gamma": 0.9}, {"reduction": "sequence_mean"}]
+
+
+def steps(rank: int, world_size: int, folder: Path, batch: MiniBatch) -> list[dict[str, float]]:
+    """Metrics of two steps with each algorithm, and the losses of two supervised steps."""
+    found: list[dict[str, float]] = []
+    for algorithm in ALGORITHMS:
+        config = settings(algorithm, {"ranks": world_size, "sequence_parallel": world_size})
+        learner = Learner(config, folder, CPU, rank, world_size)
+        found += [learner.step(batch).metrics for _ in range(2)]
+    supervised = SupervisedSteps(config, learner.policy)
+    rows = [SupervisedRow(row.token_ids, row.loss_mask) for row in made_rows(6, seed=11)]
+    return [*found, *({"loss": supervised.step(rows, 1e-3)} for _ in range(2))]
+
+
+def test_steps_along_trajectories_over_rows_and_on_demonstrations_are_those_of_one_rank(
+    model_folder: Path, ranks: Ranks
+) -> None:
+    batch = mini_batch([[made_rows(5, seed=40)]], trajectories=5)
+    batch.return_G[:] = [1.0, 0.0, 0.5, -1.0, 1.0]
+    expected = steps(0, 1, model_folder, batch)
+    assert expected[0]["policy/policy_loss"] != expected[1]["policy/policy_loss"]
+    for of_rank in ranks(2, steps, model_folder, batch):
+        for ours, theirs in zip(of_rank, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+
+
+def test_a_mini_batch_is_dealt_to_groups_whose_budget_is_that_of_their_ranks_together() -> None:
+    config = settings(trainer={"ranks": 4, "sequence_parallel": 2, "max_tokens_per_micro_batch": 40})
+    dealt = BatchSettings.of(config)
+    assert (dealt.ranks, dealt.token_budget) == (2, 80)
+
+
+def refusals(rank: int, world_size: int, folder: Path) -> list[str]:
+    told = []
+    for sharing in (2, 3):
+        with pytest.raises(UserError) as caught:
+            Policy(settings(trainer={"sequence_parallel": sharing}), folder, CPU, rank, world_size)
+        told.append(str(caught.value))
+    return told
+
+
+def test_ranks_or_heads_that_do_not_divide_are_refused_before_anything_is_loaded(
+    model_folder: Path, ranks: Ranks
+) -> None:
+    for groups, heads in ranks(3, refusals, model_folder):
+        assert groups == "trainer.sequence_parallel: 3 ranks do not divide into groups of 2"
+        assert heads.startswith("trainer.sequence_parallel: 3 ranks cannot divide the model's 4 heads and 2 key heads")
