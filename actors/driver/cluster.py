@@ -178,7 +178,15 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         ray.remote(Generator)
         .options(name=f"generator-{i}", max_restarts=-1, **engine_options(config, gpus, room, engine_index(config, i)))
         .remote(
-            f"generator-{i}", config_json, str(prepared.model_folder), str(prepared.tasks_file), BUFFER, HUB, keys, i
+            f"generator-{i}",
+            config_json,
+            str(prepared.model_folder),
+            str(prepared.tasks_file),
+            BUFFER,
+            HUB,
+            keys,
+            i,
+            str(prepared.base),
         )
         for i in range(config.generator.engines)
     )

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import ray.exceptions
 
@@ -139,6 +140,8 @@ class Coordinator:
             await ask_buffer(self._buffer.resume)
             # Not earlier: what the buffer refuses must leave the run's settings, and how the run ended, as they were.
             self._folder.begin(self._config)
+        elif self._prepared.warmed_model is not None:
+            await self._make_base(self._prepared.warmed_model)
         url = await self._all_up()
         say_which_are_elsewhere(self._config, self._folder.path / LOGS, self._say)
         self._url = url
@@ -165,11 +168,20 @@ class Coordinator:
         own = run_target(self._url.partition("//")[2], str(self._folder.path))
         self._folder.write_targets([own, *await asyncio.to_thread(ray_targets)])
 
+    async def _make_base(self, folder: Path) -> None:
+        """Do the warm start of all weights, and write the model to which trainer and engines add the adapter."""
+        with phase("loading the model: trainer ranks start", self._say):
+            await self._trainer.load(self._prepared.model_folder, adapter=False)
+        await self._warm_start()
+        await self._trainer.export(folder)
+
     async def _all_up(self) -> str:
         """Let every actor load the model or start its server; returns the address of the metrics hub."""
+        made_base = self._prepared.warmed_model is not None and self._resume_from is None
+        load = self._trainer.restart if made_base else self._trainer.load
         starting = {
             "the metrics hub": serving(self._hub, self._config.run.max_restarts),
-            "the trainer": self._trainer.load(self._prepared.model_folder),
+            "the trainer": load(self._prepared.base),
             "the generators": self._generator_pool.start(),
         }
         waited_for = dict.fromkeys(starting)
@@ -184,13 +196,10 @@ class Coordinator:
         return str(url)
 
     async def _start_fresh(self) -> None:
-        """Do the warm start, if configured, and measure its success rate; then evaluate the initial weights."""
+        """Do the warm start, unless it was done, and measure its success rate; then evaluate the initial weights."""
         settings = self._config.model.warm_start
-        if settings is not None:
-            self._telemetry.state("warm_start")
-            with phase(f"warm start: {settings.steps} supervised steps on demonstrations", self._say):
-                loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
-            self._say(f"warm start: cross-entropy {loss:.3f} per token")
+        if self._prepared.warmed_model is None:
+            await self._warm_start()
         await self._continue_from(0)
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
@@ -204,6 +213,16 @@ class Coordinator:
             if probe is not None:
                 self._progress.probed(probe.avg_score, settings.expected_success)
         await self._evaluate()
+
+    async def _warm_start(self) -> None:
+        """Take the supervised steps of the warm start, if it is configured."""
+        settings = self._config.model.warm_start
+        if settings is None:
+            return
+        self._telemetry.state("warm_start")
+        with phase(f"warm start: {settings.steps} supervised steps on demonstrations", self._say):
+            loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
+        self._say(f"warm start: cross-entropy {loss:.3f} per token")
 
     async def _continue_from(self, step: int) -> None:
         """Join the buffer as a trainer at this step, and publish the weights to the engines."""
@@ -309,7 +328,7 @@ class Coordinator:
         self._say(f"{error}; the trainer restarts from step {manifest.step}")
         self._checkpoints.abandon()
         self._generator_pool.trainer_lost()
-        await self._trainer.restart(self._prepared.model_folder)
+        await self._trainer.restart(self._prepared.base)
         await self._trainer.restore(self._checkpoints.path(manifest.step))
         await self._continue_from(manifest.step)
 

@@ -76,15 +76,17 @@ class Generator:
         hub: Any,
         keys: Keys | None = None,
         number: int = 0,
+        base: str | None = None,
     ) -> None:
-        """`keys`: those of the run's agents; `number`: which of the run's generators it is, from 0."""
+        """`keys`: those of the run's agents; `number`: which of the run's generators it is, from 0; `base`: the folder
+        of the engine's weights, which is there when the engine starts; None: `model_folder`."""
         keep_log(name)
         self._name = name
         enter_user_folder()
         self._config = Config.model_validate_json(config_json)
         self._buffer = resolve_actor(buffer)
         self._tasks = load_tasks(Path(tasks_file))
-        self._engine = VllmEngine(self._config, Path(model_folder))
+        self._engine = VllmEngine(self._config, Path(base or model_folder))
         self._player = Player(self._config, Path(model_folder), self._engine, keys, number)
         self._model_folder = Path(model_folder)
         self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.engines))

@@ -80,8 +80,15 @@ class TrainerRank:
         """The id of this rank's node."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def load(self, meeting_point: MeetingPoint, model_folder: str, nodes: Sequence[str] | None = None) -> None:
-        """Join the process group and load the policy from disk; `nodes`: the node of each rank, None if all are on one.
+    def load(
+        self,
+        meeting_point: MeetingPoint,
+        model_folder: str,
+        nodes: Sequence[str] | None = None,
+        adapter: bool = True,
+    ) -> None:
+        """Join the process group and load the policy from disk; `nodes`: the node of each rank, None if all are on one;
+        `adapter`: train that of `model.lora`, if there is one, else all weights.
 
         Raises:
             UserError: this rank was given a GPU that PyTorch cannot use.
@@ -89,8 +96,10 @@ class TrainerRank:
         if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # as on a node that came later
             node = ray.util.get_node_ip_address()
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
+        model = self._config.model if adapter else self._config.model.model_copy(update={"lora": None, "adapter": None})
+        config = self._config.model_copy(update={"model": model})
         # before the process group, which an estimate must not find
-        checkpointing = checkpointing_on(self._device, self._config, Path(model_folder))
+        checkpointing = checkpointing_on(self._device, config, Path(model_folder))
         if checkpointing is not None:
             log.info("gradient_checkpointing: auto comes to %s", checkpointing)
         if self._world_size > 1:
@@ -107,8 +116,8 @@ class TrainerRank:
                 timeout=timedelta(seconds=self._config.trainer.collective_deadline),
             )
         where = Path(model_folder), self._device, self._rank, self._world_size
-        policy = Policy(self._config, *where, nodes=nodes, checkpointing=checkpointing)
-        self._learner = Learner(self._config, *where, policy)
+        policy = Policy(config, *where, nodes=nodes, checkpointing=checkpointing)
+        self._learner = Learner(config, *where, policy)
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Supervised steps on demonstrations; returns the last step's cross-entropy per token."""

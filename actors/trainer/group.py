@@ -38,8 +38,8 @@ class TrainerGroup:
         self._ranks = list(ranks)
         self._processes: list[int] = []
 
-    async def load(self, model_folder: Path) -> None:
-        """Form the process group and load the policy.
+    async def load(self, model_folder: Path, adapter: bool = True) -> None:
+        """Form the process group and load the policy; `adapter`: with that of `model.lora`, if there is one.
 
         Raises:
             Starved: the ranks did not start in time.
@@ -47,7 +47,7 @@ class TrainerGroup:
         self._processes = await self._call_all("process", within=self._start_deadline)
         meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
         nodes = await self._call_all("node", within=self._start_deadline)
-        await self._call_all("load", meeting_point, str(model_folder), nodes, within=self._start_deadline)
+        await self._call_all("load", meeting_point, str(model_folder), nodes, adapter, within=self._start_deadline)
 
     async def restart(self, model_folder: Path) -> None:
         """End every rank's process and form a new group.

@@ -16,7 +16,7 @@ from service.config.paths import near
 from service.errors import UserError
 from service.files import previous_folder
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, CONFIG, FINAL, initial_model, is_run_folder
+from service.run.folder import CHECKPOINTS, CONFIG, FINAL, initial_model, is_run_folder, warmed_model
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class EvalTarget:
         return Checkpoints((self.run or self.path) / CHECKPOINTS, keep=1)
 
     def begun_with(self, config: Config) -> Path:
-        """The folder of the run's initial model, whose shape and tokenizer its checkpoints share."""
+        """The folder of the model whose shape and tokenizer the run's checkpoints share, and that an adapter is for."""
         if self.run is None:
             raise ValueError(f"{self.path} belongs to no run")
-        return initial_model(config, self.run)
+        return warmed_model(config, self.run) or initial_model(config, self.run)
 
     def weights(self, manifest: Manifest | None) -> Path:
         """The folder of the weights: that of the manifest's checkpoint, or the Hugging Face folder."""

@@ -9,6 +9,7 @@ evaluations.jsonl   one JSON object per evaluation and set
 address.json        where the run's metrics service listens
 journal/            the buffer's journal
 checkpoints/        `step_<n>/`, each with a manifest
+warm_start/         with `model.lora`, the model that the warm start made and the adapter is added to
 final/              the final weights, a Hugging Face folder
 logs/               what each part of the run prints: `driver.log`, `generator-0.log`, ...
 summary.json        how the run ended
@@ -40,6 +41,7 @@ ADDRESS = "address.json"
 SUMMARY = "summary.json"
 JOURNAL = "journal"
 CHECKPOINTS = "checkpoints"
+WARM_START = "warm_start"
 FINAL = "final"
 LOGS = "logs"
 TARGETS = ".prometheus"
@@ -127,6 +129,12 @@ def lock_run(folder: Path) -> Iterator[None]:
 def initial_model(config: Config, run: Path) -> Path:
     """The Hugging Face folder that a run began with: `model.path`, or the one that the run made itself."""
     return config.model.path or run / "model"
+
+
+def warmed_model(config: Config, run: Path) -> Path | None:
+    """The Hugging Face folder that the warm start of all weights leaves, where only an adapter is trained from then on:
+    trainer and engines add the adapter to it. None where the run needs no such folder."""
+    return run / WARM_START if config.model.lora is not None and config.model.warm_start is not None else None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

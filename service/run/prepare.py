@@ -33,7 +33,7 @@ from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
-from service.run.folder import initial_model
+from service.run.folder import initial_model, warmed_model
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
@@ -52,6 +52,13 @@ class Prepared:
     """The routed experts of the model, which the trainer can replay."""
     eval_files: Mapping[str, Path] = field(default_factory=dict)
     """Evaluation sets by name."""
+    warmed_model: Path | None = None
+    """Where the warm start leaves the model that the adapter is added to; None: it leaves none."""
+
+    @property
+    def base(self) -> Path:
+        """The Hugging Face folder from which the trainer begins to learn and with which engines start."""
+        return self.warmed_model or self.model_folder
 
 
 def prepare(config: Config, folder: Path) -> Prepared:
@@ -70,7 +77,8 @@ def prepare(config: Config, folder: Path) -> Prepared:
     check_bytes(config, routing.experts_per_token)
     check_engine(hf_config, config)
     refuse_too_large(config, model_folder)
-    return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing, evals)
+    warmed = warmed_model(config, folder)
+    return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing, evals, warmed)
 
 
 def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:

@@ -18,9 +18,10 @@ from actors.driver.cluster import Cluster
 from actors.driver.coordinator import TARGETS_SECONDS, Coordinator
 from service.config import load_config
 from service.errors import RunFailed
+from service.handoff.steps.validate import Routing
 from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
-from service.run.folder import TARGETS
+from service.run.folder import TARGETS, warmed_model
 from service.run.prepare import Prepared
 from service.run.writer import RunWriter
 from tests.pure.actors.fakes import Method
@@ -58,6 +59,54 @@ def drive(folder: Path, leases: list[Leased | Wait]) -> None:
             asyncio.run(Coordinator(config, cluster, run, prepared, lambda line: None, None).run())
     finally:
         run.close()
+
+
+class Trainer:
+    """Writes down what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def answer(*arguments: Any, **named: Any) -> float:
+            self.asked.append((method, *arguments, *named.items()))
+            if method == "weights":
+                raise RunFailed("far enough")
+            return 0.5
+
+        return answer
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    """Trainer and engines begin with it; without an adapter the warm start goes on with what the trainer has loaded."""
+    monkeypatch.setattr(coordinator, "demonstrations", lambda *_: [])
+    config = load_config(["configs/quickstart.yaml"], ["model.lora={}"] if lora else [])
+    run, trainer, hub = RunWriter(tmp_path / "run"), Trainer(), Method(answering("http://127.0.0.1:9400"))
+    warmed = warmed_model(config, run.path)
+    prepared = Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, Routing((), 0, 0), warmed_model=warmed)
+    cluster = Cluster(
+        hub=SimpleNamespace(start=hub, push=SimpleNamespace(remote=lambda *_: None)),
+        buffer=SimpleNamespace(**{name: Method(answering(1)) for name in ("ready", "join")}),
+        generators=(),
+        trainer=trainer,  # type: ignore[arg-type]
+    )
+    with pytest.raises(RunFailed, match="far enough"):
+        asyncio.run(Coordinator(config, cluster, run, prepared, lambda line: None, None).run())
+    run.close()
+    asked = [call for call in trainer.asked if call[0] != "weights"]
+    if lora:
+        assert warmed == run.path / "warm_start"
+        assert asked == [
+            ("load", tmp_path, ("adapter", False)),
+            ("warm_start", []),
+            ("export", warmed),
+            ("restart", warmed),
+        ]
+    else:
+        assert asked == [("load", tmp_path), ("warm_start", [])]
 
 
 def test_a_run_of_which_every_group_is_filtered_ends_with_what_the_buffer_says(tmp_path: Path) -> None:

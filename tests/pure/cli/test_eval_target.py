@@ -12,7 +12,7 @@ from service.errors import UserError
 from service.evaluation.target import eval_target
 from service.files import previous_folder
 from service.run.checkpoints import Manifest
-from service.run.folder import FINAL
+from service.run.folder import FINAL, WARM_START
 
 
 def run_folder(path: Path, final: bool) -> Path:
@@ -32,6 +32,8 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
     found = eval_target(stopped)
     assert (found.model, found.step, found.checkpoints.path(0).parent) == (None, None, stopped / "checkpoints")
     assert found.begun_with(load_config(found.settings)) == stopped / "model"
+    warmed = load_config(found.settings, ["model.lora={}", "model.warm_start={}"])
+    assert found.begun_with(warmed) == stopped / WARM_START, "the model that the adapter was added to"
     assert eval_target(whole).weights(None) == whole / "final"
     manifest = Manifest(step=40, incarnation=1, journal_position=0, issued=0, frontier=0, files={})
     assert found.weights(manifest) == stopped / "checkpoints" / "step_40"
