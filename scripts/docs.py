@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -88,9 +88,11 @@ def configuration_page() -> str:
 
 def _section(path: str, field: FieldInfo) -> str:
     section = section_of(field.annotation)
+    if section is None and get_origin(field.annotation) is dict:
+        path, section = f"{path}.<name>", section_of(get_args(field.annotation)[1])
     if section is None:
         raise TypeError(f"{path} is no section")
-    optional = " (optional)" if field.default is None else ""
+    optional = "" if field.default else " (optional)"
     text = f"\n## `{path}`{optional}\n\n{(section.__doc__ or '').strip().splitlines()[0]}\n\n{TABLE_HEAD}"
     schemas = section.model_json_schema()["properties"]
     inner: list[str] = []

@@ -169,6 +169,9 @@ class TrainedTokens:
     routed_experts_N: Annotated[
         Int16s | None, About("`[N, layers, topk]`, -1 where unknown", fill=ROUTE_NATIVELY, on_prompt=True, ndim=3)
     ] = None
+    teacher_logprobs_N: Annotated[
+        Float32s | None, About("log-probability under the teacher, from its scorer; NaN: none", fill=np.nan)
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -350,6 +353,7 @@ class RefusalReason(StrEnum):
     PREFIX = "prefix"
     LENGTH_LIMIT = "length_limit"
     ADVANTAGE = "advantage"
+    SCORER = "scorer"
     LEASE = "lease"
     MAX_ATTEMPTS = "max_attempts"
     MAX_LEASE_ATTEMPTS = "max_lease_attempts"

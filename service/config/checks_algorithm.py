@@ -1,4 +1,4 @@
-"""Checks of `algorithm`: estimator, credit, reduction and correction fit one another."""
+"""Checks of `algorithm`, whose parts have to fit one another, and of `scorers`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from service.config.problem import Problem
 from service.config.tree import Config
 from service.handoff.batches.credit import TURN_ESTIMATORS, not_by_turn
+from service.interop.user_functions import is_module_and_name
 
 GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
 TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
@@ -79,4 +80,59 @@ def _correction(config: Config) -> Iterator[Problem]:
             )
 
 
-RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (_estimator, _credit, _reduction, _correction)
+def _one_way(config: Config) -> Iterator[Problem]:
+    for name, scorer in config.scorers.items():
+        path, teaches = f"scorers.{name}", scorer.kind == "teacher"
+        given = [way for way in ("use", "url", "model") if getattr(scorer, way) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            yield Problem(path, f"set one of use, url and model, not {found}: it is open who scores")
+        if scorer.use is not None and not is_module_and_name(scorer.use):
+            yield Problem(f"{path}.use", f"{scorer.use!r} is no module:name, so nothing could be imported")
+        if scorer.model is not None and not teaches:
+            yield Problem(f"{path}.model", "an engine gives log-probabilities and no rewards; set kind=teacher, or use")
+        if teaches and scorer.url is not None and scorer.tokenizer is None:
+            yield Problem(
+                f"{path}.tokenizer",
+                "is not set, so nobody could see whether the teacher at the address reads the same token ids; give the "
+                "folder of its tokenizer",
+            )
+
+
+def _teacher(config: Config) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    teacher, teachers = algorithm.teacher, [name for name, s in config.scorers.items() if s.kind == "teacher"]
+    if teacher is None:
+        for name in teachers:
+            yield Problem(f"scorers.{name}.kind", "teacher, but without algorithm.teacher nothing is learned from it")
+        return
+    if not teachers:
+        yield Problem("algorithm.teacher", "there is no teacher to learn from; give a scorer with kind=teacher")
+    if len(teachers) > 1 and teacher.column is None:
+        yield Problem(
+            "algorithm.teacher.column",
+            f"is not set, so it is open which of {', '.join(teachers)} teaches a row; name a column of the dataset",
+        )
+    if config.generator.temperature != 1.0:
+        yield Problem(
+            "generator.temperature",
+            f"{config.generator.temperature:g}, but a teacher's log-probabilities are those at temperature 1, so the "
+            "two could not be compared; use 1 with a teacher",
+        )
+    if algorithm.filter_zero_variance:
+        yield Problem(
+            "algorithm.filter_zero_variance",
+            "removes groups whose returns are equal, from which a teacher would teach all the same; use false",
+        )
+    if teacher.mode == "advantage" and algorithm.loss == "cross_entropy":
+        yield Problem("algorithm.teacher.mode", "advantage has no effect on cross_entropy; use kl, or another loss")
+
+
+RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _estimator,
+    _credit,
+    _reduction,
+    _correction,
+    _one_way,
+    _teacher,
+)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from service.config.scoring import TeacherConfig
 from service.config.section import Decay, Fraction, NotNegative, Positive, Seconds, Section
 
 Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
@@ -94,6 +95,7 @@ class AlgorithmConfig(Section):
     """Weight of the KL term; 0: there is no reference policy."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig | None = None
 
 
 class TrainerConfig(Section):

@@ -11,6 +11,7 @@ from service.config.command import AGENT
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.lora import LoraConfig
 from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig
+from service.config.scoring import ScorerConfig, ScorerName
 from service.config.section import Fraction, MergeMode, NotNegative, Positive, Seconds, Section
 
 
@@ -156,6 +157,8 @@ class Config(Section):
     agents: AgentsConfig | None = None
     """The endpoint for agents; None: there is one, with the defaults, only where `env.name` is agent."""
     generator: GeneratorConfig = GeneratorConfig()
+    scorers: dict[ScorerName, ScorerConfig] = {}
+    """Reward models, judges and teachers by name."""
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from service.config.tree import Config
 from service.errors import ConfigError
-from service.handoff.group_bytes import EVENT_BYTES, worst_trajectory_bytes
+from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES, scores_bytes, worst_trajectory_bytes
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.ledger import Ledger
@@ -35,6 +35,7 @@ class Admission:
         self._max_bytes = config.buffer.max_bytes
         self._max_journal_bytes = config.buffer.max_journal_bytes
         self._worst_bytes = worst_trajectory_bytes(config, experts_per_token)
+        self._score_bytes = scores_bytes(config)
         if self._mini_batch_size * self._n_samples * self._worst_bytes > self._max_bytes:
             raise ConfigError(
                 f"buffer.max_bytes is {self._max_bytes}, but one mini-batch may need {self._mini_batch_size} groups of "
@@ -92,11 +93,14 @@ class Admission:
         return None
 
     def _to_come(self, ledger: Ledger) -> int:
-        """Bytes that unfinished trajectories may still bring at worst, beside what was accepted of them."""
+        """Bytes that unfinished trajectories may still bring at worst, beside what was accepted of them, and answers of
+        scorers."""
         groups, waiting = ledger.state.groups, ledger.unassigned.items()
         unfinished = [*ledger.held, *((group_id, sample) for group_id, samples in waiting for sample in samples)]
         accepted = sum(groups[group_id].trajectories[sample].n_bytes for group_id, sample in unfinished)
-        return max(len(unfinished) * self._worst_bytes - accepted, 0)
+        scoring = [groups[group_id] for group_id in ledger.scoring]
+        answers = sum(len(group.trajectories) * self._score_bytes + group.tokens * TEACHER_BYTES for group in scoring)
+        return max(len(unfinished) * self._worst_bytes - accepted, 0) + answers
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:

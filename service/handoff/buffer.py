@@ -32,6 +32,7 @@ from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.lookahead import Lookahead
 from service.handoff.prefixes.branches import Rule
 from service.handoff.prompts import Prompts, opening
+from service.handoff.scoring import Scoring
 from service.handoff.status import BufferStatus
 from service.handoff.steps.validate import Limits, Routing, refusal
 from service.handoff.steps.wire import decode, encode
@@ -53,10 +54,13 @@ class Buffer:
         seed: int,
         routing: Routing | None = None,
         rows_digest: str = "",
+        teacher_of_row: Sequence[str] | None = None,
     ) -> None:
         """`routing`: which routed experts the model can replay; None: not known.
 
         `rows_digest`: changes when the rows behind the prompts change; their uids count in any case.
+
+        `teacher_of_row`: see `service.handoff.scoring.teachers_of`; None: every row has the same.
 
         Raises:
             ConfigError: a bound cannot hold one mini-batch, or there is no such estimator.
@@ -80,7 +84,9 @@ class Buffer:
         self._batches = BatchFormer(config, self._record)
         self._waits = Waits(config, self._record)
         self._curriculum = Curriculum(config.data.curriculum, prompts)
-        self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits)
+        self.scoring = Scoring(config, self._record, teacher_of_row)
+        """Takes the answers of scorers; groups wait there between the last submit and the lease."""
+        self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
@@ -355,6 +361,7 @@ class Buffer:
             draining=state.draining,
             prompts=self._curriculum.counts(state),
             passed_over=state.next_place - state.next_group_id,
+            scorers=self.scoring.status(),
         )
 
     # -- decisions ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from service.handoff.curriculum import Curriculum
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record
 from service.handoff.prompts import Prompts
+from service.handoff.scoring import Scoring
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import concat_steps, ends_table
 from service.handoff.steps.wire import encode
@@ -21,13 +22,20 @@ class Claims:
     """Gives out work; every assignment is an event of the record."""
 
     def __init__(
-        self, record: Record, prompts: Prompts, curriculum: Curriculum, admission: Admission, waits: Waits
+        self,
+        record: Record,
+        prompts: Prompts,
+        curriculum: Curriculum,
+        admission: Admission,
+        waits: Waits,
+        scoring: Scoring,
     ) -> None:
         self._record = record
         self._prompts = prompts
         self._curriculum = curriculum
         self._admission = admission
         self._waits = waits
+        self._scoring = scoring
 
     def answer(self, claim: Claim) -> Assignment | Wait:
         """The work of a claim, or what it waits for; a repeated claim gets what is left of the same work."""
@@ -85,8 +93,8 @@ class Claims:
         place = self._curriculum.next_place(state)
         row = self._prompts.row(place)
         who = (claim.generator, claim.incarnation)
-        uid = self._prompts.uid(row)
-        self._record.add(events.Issued(group_id, row, uid, *who, claim.serving, claim.request_id, place))
+        uid, scorers = self._prompts.uid(row), self._scoring.of_row(row)
+        self._record.add(events.Issued(group_id, row, uid, *who, claim.serving, claim.request_id, place, scorers))
         return self._assignment(group_id, tuple(range(state.n_samples)))
 
     def unfinished(self, sender: Sender) -> Iterator[Unfinished]:

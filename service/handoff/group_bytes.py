@@ -24,8 +24,18 @@ NAME_BYTES = 5 << 10
 """UTF-8 bytes of a generator's name, a prompt's uid, a stop reason and a note together, at most."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
 """A step or an end beside its tokens: its other columns, and what a message of its own adds (frame, header, names)."""
-TOKEN_BYTES = sum(column.dtype.itemsize for column in columns_of(Steps).tokens if column.about.ndim == 1)
-"""A token in all columns but the routed experts: id, log-probability, mask, version, reward."""
+TOKEN_BYTES = sum(
+    column.dtype.itemsize
+    for column in columns_of(Steps).tokens
+    if column.about.ndim == 1 and column.name != "teacher_logprobs_N"
+)
+"""A token in all columns of a generator but the routed experts: id, log-probability, mask, version, reward."""
+TEACHER_BYTES = 4
+"""The log-probability of a token under the teacher."""
+SCORE_BYTES = 1 << 9
+"""A scorer's answer beside its rewards, what it says about trajectories, and log-probabilities: the journal's frame."""
+INFO_BYTES = 1 << 11
+"""UTF-8 bytes of what a scorer says about one trajectory, at most."""
 EXPERT_BYTES = 2
 """One routed expert of one token."""
 TRANSCRIPT_BYTES = 1 << 16
@@ -41,13 +51,27 @@ def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
     return n_tokens * token_bytes + n_items * ITEM_BYTES
 
 
+def score_bytes(n_rewards: int, teacher_bytes: int) -> int:
+    """Bytes of a scorer's answer, without what it says about trajectories."""
+    return SCORE_BYTES + 9 * n_rewards + teacher_bytes
+
+
+def scores_bytes(config: Config) -> int:
+    """Bytes of the answers of all scorers about one trajectory at worst, without a teacher's log-probabilities."""
+    return len(config.scorers) * (score_bytes(1, 0) + INFO_BYTES)
+
+
 def worst_step_bytes(config: Config, experts_per_token: int = 0) -> int:
     """Bytes of one step at worst: the longest prompt and the longest response.
 
     `experts_per_token`: routed experts that the model records for each token, over all layers.
     """
     longest = config.generator.max_input_length + config.generator.max_generate_length
-    return item_bytes(longest, TOKEN_BYTES + EXPERT_BYTES * experts_per_token, 1)
+    return item_bytes(longest, _token_bytes(config, experts_per_token), 1)
+
+
+def _token_bytes(config: Config, experts_per_token: int) -> int:
+    return TOKEN_BYTES + EXPERT_BYTES * experts_per_token + (TEACHER_BYTES if config.algorithm.teacher else 0)
 
 
 def worst_trajectory_bytes(config: Config, experts_per_token: int = 0) -> int:
@@ -58,9 +82,9 @@ def worst_trajectory_bytes(config: Config, experts_per_token: int = 0) -> int:
     """
     everything = config.env.max_turns * worst_step_bytes(config, experts_per_token) + ITEM_BYTES
     if (agents := config.endpoint) is not None:
-        token_bytes = TOKEN_BYTES + EXPERT_BYTES * experts_per_token
-        session = item_bytes(agents.max_tokens, token_bytes, agents.max_calls + 1)
+        session = item_bytes(agents.max_tokens, _token_bytes(config, experts_per_token), agents.max_calls + 1)
         everything = max(everything, session + agents.max_calls + TRANSCRIPT_BYTES)
+    everything += scores_bytes(config)
     return min(everything, config.buffer.max_group_bytes // config.algorithm.n_samples_per_prompt)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from service.types import PolicyVersion
@@ -15,6 +16,23 @@ class Waiting(NamedTuple):
     reason: str
     detail: str
     seconds: float
+
+
+@dataclass
+class ScorerStatus:
+    """A scorer's groups, counted since the buffer's process started."""
+
+    waiting: int = 0
+    """Groups that wait for it now."""
+    scored: int = 0
+    """Groups of which it gave a good answer."""
+    fallbacks: int = 0
+    """Groups that went on without an answer (`fallback: environment_reward`)."""
+    refused: int = 0
+    """Groups that were refused because there was no good answer."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Times that it was asked and gave no good answer, by reason."""
+    last_failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,10 +88,12 @@ class BufferStatus:
     """With a curriculum: prompts that are `untried`, or whose success is `below` the band, `inside` or `above`."""
     passed_over: int
     """Places of the dataset's order that the curriculum passed over."""
+    scorers: dict[str, ScorerStatus]
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values for JSON."""
         values = dict(vars(self))
         values["policy_version"] = str(self.policy_version)
         values["waits"] = [wait._asdict() for wait in self.waits]
+        values["scorers"] = {name: asdict(scorer) for name, scorer in self.scorers.items()}
         return values

@@ -55,7 +55,7 @@ class Waits:
         """Why no mini-batch can be leased; None when one can."""
         ledger, size = self._record.ledger, self._config.trainer.mini_batch_size
         complete = len(ledger.finished)
-        growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN]
+        growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN] + len(ledger.scoring)
         if ledger.state.draining is not None and complete + growing < size:
             return WaitReason.DRAINED, f"{complete + growing} groups are left, a mini-batch takes {size}"
         filtered = describe_filtered(ledger.state.filtered)
@@ -64,7 +64,7 @@ class Waits:
         if self._config.buffer.order == "strict":
             return self._slot_wait(size)
         if complete < size:
-            detail = f"{complete} of {size} groups are complete{f'; {filtered}' if filtered else ''}"
+            detail = f"{complete} of {size} groups are complete{self._unscored()}{f'; {filtered}' if filtered else ''}"
             return WaitReason.GROUPS, f"{detail}{self._longest_silent()}"
         return None
 
@@ -72,12 +72,20 @@ class Waits:
         ledger = self._record.ledger
         for place, group_id in zip(range(size), [*ledger.slots][:size], strict=False):
             group = ledger.state.groups[group_id]
+            if group.state is GroupState.SCORING:
+                return WaitReason.SLOT, f"slot {place} of {size}: group={group_id} waits for {', '.join(group.awaited)}"
             if group.state in UNFINISHED:
                 sample = next(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
                 return WaitReason.SLOT, f"slot {place} of {size}: {self._silence(group_id, sample)}"
         if len(ledger.slots) < size:
             return WaitReason.SLOT, f"{len(ledger.slots)} of {size} slots are issued"
         return None
+
+    def _unscored(self) -> str:
+        """`, 3 wait for a scorer (judge)`; empty if none does."""
+        ledger = self._record.ledger
+        awaited = sorted({name for group_id in ledger.scoring for name in ledger.state.groups[group_id].awaited})
+        return f", {len(ledger.scoring)} wait for a scorer ({', '.join(awaited)})" if awaited else ""
 
     def _longest_silent(self) -> str:
         for group_id, sample in self._record.ledger.held:

@@ -20,7 +20,7 @@ from service.handoff.batches.pack import Layout, Placement, in_packing_order, mi
 from service.handoff.batches.score import ReturnRule, advantages, group_stats, returns
 from service.handoff.batches.share import placed
 from service.handoff.batches.untrained import without_untrained
-from service.handoff.ledger.events import GroupStats
+from service.handoff.ledger.events import GroupStats, Scored
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.ledger.versions import VersionHistory, version_of
 from service.handoff.prefixes.branches import Drift, Mode
@@ -40,6 +40,8 @@ class CompleteGroup(NamedTuple):
     prompt_uid: str
     steps: Steps
     ends: Ends
+    scores: tuple[Scored, ...] = ()
+    """What scorers said; `steps` and `ends` hold its rewards and log-probabilities already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from service.handoff.journal.disk import LocalDisk
 from service.handoff.journal.frames import Frame, Segment, frames
 from service.handoff.journal.journal import KEPT, Journal
 from service.handoff.ledger import events
-from service.handoff.ledger.ledger import attempts_of
 from service.handoff.ledger.record import Record, Store
-from service.handoff.ledger.replaying import apply_frame, fetch
+from service.handoff.ledger.replaying import Wanted, apply_frame, fetch
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.validate import Limits
 from service.types import MiniBatch
@@ -31,8 +30,8 @@ class _Leased(NamedTuple):
 
     lease: int
     uids: dict[int, str]
-    """By group_id; so are the attempts."""
-    attempts: dict[int, tuple[int, ...]]
+    """By group_id; so is what to fetch."""
+    wanted: dict[int, Wanted]
     filtered: events.GroupStats
     history: VersionHistory
 
@@ -70,7 +69,7 @@ def recorded(config: Config, folder: Path, step: int) -> Recorded:
     if leased is None:
         raise UserError(f"{folder} holds no optimizer step {step}")
     store = Store()
-    fetch(store, leased.attempts, _recorded(folder), limits)
+    fetch(store, leased.wanted, _recorded(folder), limits)
     groups = [CompleteGroup(group_id, uid, *store.whole(group_id)) for group_id, uid in leased.uids.items()]
     return Recorded(leased.lease, groups, leased.history, leased.filtered)
 
@@ -94,7 +93,7 @@ def _leased(record: Record, event: events.Leased) -> _Leased:
     return _Leased(
         event.lease,
         {group_id: state.groups[group_id].uid for group_id in event.group_ids},
-        {group_id: attempts_of(state.groups[group_id]) for group_id in event.group_ids},
+        {group_id: Wanted.of(state.groups[group_id]) for group_id in event.group_ids},
         state.filtered,
         copy.deepcopy(record.ledger.history),
     )

@@ -34,7 +34,7 @@ def make_room(record: Record, wanted: int) -> None:
     if journal.reclaims:
         return
     cutoff, needed_from, gained = journal.start, record.needed_from(), 0
-    copies: list[Buffer] = []
+    copies: list[tuple[int, Buffer]] = []
     for end in journal.ends:
         if end == record.snapshot_end:  # the segment holds the newest snapshot and nothing else
             break
@@ -42,22 +42,24 @@ def make_room(record: Record, wanted: int) -> None:
             if copies or gained >= wanted:
                 break
             copies = list(_needed(record, cutoff, end))
-        gained += end - cutoff - sum(map(len, copies))
+        gained += end - cutoff - sum(len(payload) for _, payload in copies)
         cutoff = end
     if cutoff == journal.start:
         return
-    for payload in copies:
-        journal.append(events.COPIED, payload)
+    for kind, payload in copies:
+        journal.append(kind, payload)
     for group in record.ledger.state.groups.values():
         if group.first_position is not None:
             group.first_position = max(group.first_position, cutoff)
     record.begin_segment()
 
 
-def _needed(record: Record, start: int, stop: int) -> Iterator[Buffer]:
-    """The step groups between two positions of the journal, without the steps and ends that no group needs."""
+def _needed(record: Record, start: int, stop: int) -> Iterator[tuple[int, Buffer]]:
+    """The step groups and scores between two positions of the journal, without what no group needs."""
     groups = record.ledger.state.groups
     for frame in record.journal.read(start, stop):
+        if frame.kind == events.SCORES and events.scored_from(frame.payload).group_id in groups:
+            yield events.SCORES, frame.payload
         if frame.kind not in (events.STEPS, events.COPIED):
             continue
         message, kept, ends = message_of(frame, record.limits), list[int](), list[TrajectoryEnd]()
@@ -67,7 +69,7 @@ def _needed(record: Record, start: int, stop: int) -> Iterator[Buffer]:
                 kept += items
                 ends += ends_of
         if len(kept) == len(message.steps) and len(ends) == len(message.ends):
-            yield frame.payload
+            yield events.COPIED, frame.payload
         elif kept or ends:
             steps = select(message.steps, np.array(sorted(kept), np.int64))
-            yield encode(StepGroup(message.sender, steps, ends_table(ends)))
+            yield events.COPIED, encode(StepGroup(message.sender, steps, ends_table(ends)))

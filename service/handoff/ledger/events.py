@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from service.handoff.group_bytes import score_bytes
 from service.handoff.ledger.lifecycle import Fate, GroupState
 from service.handoff.prefixes.sharing import Chain
 from service.types import PolicyVersion, TrajectoryEnd
@@ -23,6 +24,8 @@ STEPS = 2
 """Journal kind of a step group's wire bytes."""
 COPIED = 4
 """Journal kind of a step group's wire bytes that lay further ahead in the journal before."""
+SCORES = 5
+"""Journal kind of an encoded `Scored`; it may lie in the journal twice, because it is copied as steps are."""
 SNAPSHOT = 3
 """Journal kind of the ledger's whole state; frames before it are needed only for the steps of its groups."""
 
@@ -73,6 +76,30 @@ class Issued(Event, frozen=True):
     """The id of the claim that it answers; 0: the claim had none."""
     place: int | None = None
     """The row's place in the order of issue; None: the group_id."""
+    scorers: tuple[str, ...] = ()
+    """Who has to score the group before it may be leased."""
+
+
+class Scored(Event, frozen=True):
+    """The answer of a scorer about a group; the first one counts."""
+
+    group_id: int
+    scorer: str
+    rewards: tuple[float, ...] | None = None
+    """[G] what joins the reward of each trajectory, by sample; None: nothing."""
+    replaces: bool = False
+    """Whether the rewards take the place of the environment's."""
+    info: tuple[str, ...] = ()
+    """[G] what the scorer said about each trajectory; empty: nothing."""
+    teacher: bytes = b""
+    """The log-probability of each sampled token as little-endian float32, by sample, step and place; empty: none."""
+    fallback: str = ""
+    """Why the group goes on without an answer; empty where there is one."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that the answer is counted with."""
+        return score_bytes(len(self.rewards or ()), len(self.teacher)) + sum(len(text.encode()) for text in self.info)
 
 
 class Tried(Event, frozen=True):
@@ -206,12 +233,22 @@ class Addition(NamedTuple):
 
 
 _encoder = msgspec.msgpack.Encoder()
+_scored_decoder = msgspec.msgpack.Decoder(Scored)
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(reduce(or_, Event.__subclasses__()))
 
 
 def encode(event: Event) -> bytes:
     """The bytes of an event in the journal."""
     return _encoder.encode(event)
+
+
+def scored_from(payload: bytes) -> Scored:
+    """The scorer's answer of these bytes.
+
+    Raises:
+        msgspec.ValidationError: they are none.
+    """
+    return _scored_decoder.decode(payload)
 
 
 def decode(payload: bytes) -> Event:

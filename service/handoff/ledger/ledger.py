@@ -38,6 +38,8 @@ class Ledger:
         """When each unfinished (group_id, sample) that a generator plays last made progress, longest ago first."""
         self.issued_at: OrderedDict[int, float] = OrderedDict()
         """When each unfinished group was claimed, longest ago first; ended ones too until somebody looks."""
+        self.scoring: dict[int, None] = {}
+        """Groups that wait for a scorer, in the order in which they were finished."""
         self.leased_at: dict[int, float] = {}
         self.steps: dict[int, list[int]] = {}
         """Groups that each optimizer step used."""
@@ -46,6 +48,7 @@ class Ledger:
             events.Joined: self._joined,
             events.Issued: self._issued,
             events.Tried: self._tried,
+            events.Scored: self._scored,
             events.Assigned: self._assigned,
             events.Restarted: self._restarted,
             events.Truncated: self._truncated,
@@ -155,7 +158,8 @@ class Ledger:
 
     def _issued(self, event: events.Issued) -> None:
         trajectories = [Trajectory(event.generator, event.incarnation) for _ in range(self.state.n_samples)]
-        self.state.groups[event.group_id] = Group(event.uid, event.row, event.admitted, trajectories)
+        group = Group(event.uid, event.row, event.admitted, trajectories, scorers=event.scorers)
+        self.state.groups[event.group_id] = group
         self.state.next_group_id = event.group_id + 1
         self.state.next_place = (event.group_id if event.place is None else event.place) + 1
         self.in_state[GroupState.ISSUED] += 1
@@ -180,10 +184,27 @@ class Ledger:
         if group_id not in self.unassigned and not any((group_id, sample) in self.held for sample in samples):
             group.attempts = attempts_of(group)
             group.lengths = tuple(t.tokens for t in group.trajectories if not t.given_up)
-            group.finished = self.state.next_finished
-            self.state.next_finished += 1
-            self._enter(group, GroupState.COMPLETE)
-            self.finished.append((group.finished, group_id))
+            if group.scorers:
+                self._enter(group, GroupState.SCORING)
+                self.scoring[group_id] = None
+            else:
+                self._finish(group_id, group)
+
+    def _finish(self, group_id: int, group: Group) -> None:
+        group.finished = self.state.next_finished
+        self.state.next_finished += 1
+        self._enter(group, GroupState.COMPLETE)
+        self.finished.append((group.finished, group_id))
+
+    def _scored(self, event: events.Scored) -> None:
+        group = self.state.groups[event.group_id]
+        if event.scorer not in group.awaited:  # a copy that was made for room
+            return
+        group.scored = (*group.scored, event.scorer)
+        group.n_bytes += event.n_bytes
+        if not group.awaited:
+            del self.scoring[event.group_id]
+            self._finish(event.group_id, group)
 
     def _tried(self, event: events.Tried) -> None:
         group = self.state.groups[event.group_id]
@@ -229,6 +250,7 @@ class Ledger:
         for sample in range(self.state.n_samples):
             self.held.pop((event.group_id, sample), None)
         self.unassigned.pop(event.group_id, None)
+        self.scoring.pop(event.group_id, None)
         self.state.vacated += 1
         self._count_end(event.state, event.reason)
         if event.filtered is not None:

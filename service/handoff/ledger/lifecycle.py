@@ -1,10 +1,12 @@
 """The states of a group, and the fates of its tokens.
 
-ISSUED -> OPEN -> COMPLETE -> LEASED -> STEPPED -> TRAINED
-                     ^  |        |         |          |
-                     |  |        +-> release          |
-                     +--|-----------  rollback  ------+
-                        +-> FILTERED          and from ISSUED, OPEN, COMPLETE: REFUSED, EXPIRED
+ISSUED -> OPEN -> SCORING -> COMPLETE -> LEASED -> STEPPED -> TRAINED
+                                ^  |        |         |          |
+                                |  |        +-> release          |
+                                +--|-----------  rollback  ------+
+                                   +-> FILTERED          and from ISSUED to COMPLETE: REFUSED, EXPIRED
+
+Groups that no scorer scores (`service.scorers`) go from OPEN to COMPLETE.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ class GroupState(StrEnum):
     """Claimed; no step has come yet."""
     OPEN = "open"
     """Steps arrive."""
+    SCORING = "scoring"
+    """All its trajectories ended and all their steps are here; a scorer has not answered yet."""
     COMPLETE = "complete"
-    """All its trajectories ended and all their steps are here."""
+    """It may be leased."""
     LEASED = "leased"
     STEPPED = "stepped"
     """An optimizer step used it; no durable checkpoint covers that step yet."""
@@ -32,8 +36,9 @@ class GroupState(StrEnum):
 
 _ENDS = (GroupState.REFUSED, GroupState.EXPIRED)
 NEXT_STATES: dict[GroupState, tuple[GroupState, ...]] = {
-    GroupState.ISSUED: (GroupState.OPEN, GroupState.COMPLETE, *_ENDS),
-    GroupState.OPEN: (GroupState.COMPLETE, *_ENDS),
+    GroupState.ISSUED: (GroupState.OPEN, GroupState.SCORING, GroupState.COMPLETE, *_ENDS),
+    GroupState.OPEN: (GroupState.SCORING, GroupState.COMPLETE, *_ENDS),
+    GroupState.SCORING: (GroupState.COMPLETE, *_ENDS),
     GroupState.COMPLETE: (GroupState.LEASED, GroupState.FILTERED, *_ENDS),
     GroupState.LEASED: (GroupState.COMPLETE, GroupState.STEPPED),
     GroupState.STEPPED: (GroupState.TRAINED, GroupState.COMPLETE),

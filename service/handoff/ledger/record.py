@@ -24,6 +24,7 @@ from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.scores import with_scores
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain
 from service.handoff.steps.builder import steps_table
@@ -45,6 +46,8 @@ class Held:
     """By sample and step index: a step's table and its position there; made when first needed."""
     indices: dict[int, PrefixIndex] = field(default_factory=dict)
     """By sample, once a full prompt had to be looked up."""
+    scores: dict[str, events.Scored] = field(default_factory=dict)
+    """By scorer."""
     n_bytes: int = 0
 
     def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
@@ -139,6 +142,14 @@ class Store:
                 if new.chain is not None:
                     chains[new.sample] = new.chain
 
+    def add_score(self, event: events.Scored) -> None:
+        """Add a scorer's answer to its group."""
+        held = self._held.setdefault(event.group_id, Held())
+        if event.scorer not in held.scores:
+            held.scores[event.scorer] = event
+            held.n_bytes += event.n_bytes
+            self.n_bytes += event.n_bytes
+
     def completed(self, group_id: int, sample: int) -> None:
         """Forget what is kept only to accept more steps of a sample."""
         held = self.of(group_id)
@@ -164,8 +175,14 @@ class Store:
         held.n_bytes = sum(map(self.table_bytes, held.steps)) + sum(map(end_bytes, held.ends.values()))
         self.n_bytes += held.n_bytes
 
-    def whole(self, group_id: int) -> tuple[Steps, Ends]:
-        """All steps and ends of a complete group; its steps become one table."""
+    def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
+        """All steps and ends of a complete group, with what its scorers said."""
+        scores = self._held[group_id].scores
+        by_name = tuple(scores[name] for name in sorted(scores))
+        return *with_scores(*self.unscored(group_id), by_name), by_name
+
+    def unscored(self, group_id: int) -> tuple[Steps, Ends]:
+        """All steps and ends of a complete group as they came; its steps become one table."""
         held = self._held[group_id]
         if len(held.steps) > 1:
             held.rearrange([concat_steps(held.steps)])
@@ -215,7 +232,8 @@ class Record:
         if self.on_end is not None and isinstance(event, events.Ended):
             uid = self.ledger.state.groups[event.group_id].uid
             self.on_end(event, uid, self.store, self.ledger.history.current)
-        self.journal.append(events.EVENT, events.encode(event))
+        kind = events.SCORES if isinstance(event, events.Scored) else events.EVENT
+        self.journal.append(kind, events.encode(event))
         self.apply(event)
         self._rotate()
 
@@ -233,6 +251,8 @@ class Record:
         """Apply an event to ledger and store."""
         leases = self.ledger.state.leases
         leased = leases[event.lease].group_ids if isinstance(event, events.Committed) else ()
+        if isinstance(event, events.Scored) and event.scorer in self.ledger.state.groups[event.group_id].awaited:
+            self.store.add_score(event)
         self.ledger.apply(event, self.clock.monotonic())
         self.revision += 1
         if isinstance(event, events.Restarted | events.Truncated):

@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +21,7 @@ from service.handoff.ledger.accept import items_by_trajectory, new_content
 from service.handoff.ledger.ledger import Ledger, attempts_of
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import Record, Store, cut, end_bytes, expert_bytes
-from service.handoff.ledger.state import State
+from service.handoff.ledger.state import Group, State
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode
@@ -97,7 +98,7 @@ def apply_frame(record: Record, frame: Frame) -> None:
     Raises:
         JournalError: its step group was accepted, but is refused now.
     """
-    if frame.kind == events.EVENT:
+    if frame.kind in (events.EVENT, events.SCORES):
         record.apply(events.decode(frame.payload))
     elif frame.kind == events.STEPS:
         message = message_of(frame, record.limits)
@@ -132,16 +133,36 @@ def read_back(record: Record, group_ids: Sequence[int]) -> None:
             raise JournalError(f"{record.journal.folder} no longer holds group {group_id}, which waits to be trained")
 
 
-def fetch(store: Store, attempts: Mapping[int, Sequence[int]], frames: Iterable[Frame], limits: Limits) -> None:
-    """Add the steps and ends of some groups to a store, each once; frames behind the last of them are not read.
+class Wanted(NamedTuple):
+    """What to fetch of a group."""
 
-    `attempts`: by group_id, the attempt of each sample that counts.
-    """
+    attempts: Sequence[int]
+    """The attempt of each sample that counts."""
+    scored: Sequence[str]
+    """The scorers that answered."""
+
+    @staticmethod
+    def of(group: Group) -> Wanted:
+        """All that was accepted of a group."""
+        return Wanted(attempts_of(group), group.scored)
+
+
+def fetch(store: Store, wanted: Mapping[int, Wanted], frames: Iterable[Frame], limits: Limits) -> None:
+    """Add steps, ends and scores of groups to a store, each once; frames behind the last of them are not read."""
     seen: set[tuple[int, int, int]] = set()
-    unfinished = {(o, sample) for o, of_group in attempts.items() for sample, at in enumerate(of_group) if at >= 0}
+    attempts = {group_id: of_group.attempts for group_id, of_group in wanted.items()}
+    unfinished: set[tuple[int, int | str]] = {
+        (o, sample) for o, of_group in attempts.items() for sample, at in enumerate(of_group) if at >= 0
+    }
+    unfinished |= {(o, scorer) for o, of_group in wanted.items() for scorer in of_group.scored}
     for frame in frames:
         if not unfinished:
             break
+        if frame.kind == events.SCORES:
+            score = events.scored_from(frame.payload)
+            if (score.group_id, score.scorer) in unfinished:
+                unfinished.discard((score.group_id, score.scorer))
+                store.add_score(score)
         if frame.kind in (events.STEPS, events.COPIED):
             message = message_of(frame, limits)
             index = message.steps.index_K.tolist()
@@ -173,6 +194,8 @@ def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
         ledger.issued_at[group_id] = now
         if group.state is GroupState.COMPLETE:
             insort(ledger.finished, (group.finished, group_id))
+        if group.state is GroupState.SCORING:
+            ledger.scoring[group_id] = None
         if group.state in USED:
             ledger.steps.setdefault(group.step, []).append(group_id)
         else:
@@ -200,8 +223,7 @@ def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:
     groups = {group_id: record.ledger.state.groups[group_id] for group_id in group_ids}
     starts = [group.first_position for group in groups.values() if group.first_position is not None]
     frames = record.journal.read(min(starts, default=stop), stop)
-    attempts = {group_id: attempts_of(group) for group_id, group in groups.items()}
-    fetch(record.store, attempts, frames, record.limits)
+    fetch(record.store, {group_id: Wanted.of(group) for group_id, group in groups.items()}, frames, record.limits)
 
 
 def message_of(frame: Frame, limits: Limits) -> StepGroup:

@@ -88,6 +88,15 @@ class Group:
     """Tokens whose steps have roles that are not trained, by fate."""
     tried: bool = False
     """Whether it counts in its prompt's success."""
+    scorers: tuple[str, ...] = ()
+    """Those that have to answer before it may be leased."""
+    scored: tuple[str, ...] = ()
+    """Those that have answered, or that are not waited for any more."""
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """The scorers that have not answered yet."""
+        return tuple(name for name in self.scorers if name not in self.scored)
 
     @property
     def waiting_fate(self) -> Fate:

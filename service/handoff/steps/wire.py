@@ -102,6 +102,8 @@ def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
         head, arrays = _opened(data, STEP_GROUP, GroupHead)
         step_columns, end_columns = _taken(arrays, Steps), _taken(arrays, Ends)
+        if step_columns["teacher_logprobs_N"] is not None:  # they come from a scorer
+            raise _Damaged(RefusalReason.SCHEMA, "teacher_logprobs_N")
         if arrays:
             raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
     except _Damaged as damaged:

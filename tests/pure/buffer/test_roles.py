@@ -131,7 +131,7 @@ def test_an_end_comes_back_as_it_was_sent_and_counts_with_its_text(tmp_path: Pat
     assert world.buffer.status().n_bytes == 2 * plain + 2 * 500
     world.crash()
     assert world.buffer.status().n_bytes == 2 * plain + 2 * 500
-    _, ends = world.buffer._record.store.whole(1)
+    _, ends = world.buffer._record.store.unscored(1)
     assert [(end.roles, end.transcript) for end in end_objects(ends)] == [
         (packed_roles(ROLES_OF_STEPS), "ähm\n".encode() * 100)
     ] * 2

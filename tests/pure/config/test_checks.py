@@ -63,6 +63,36 @@ TOKENS = "trainer.max_tokens_per_micro_batch"
             "generator.quantization",
             "token_band",
         ),
+        (["scorers.judge.weight=2"], "scorers.judge", "it is open who scores"),
+        (["scorers.judge.use=judge"], "scorers.judge.use", "no module:name"),
+        (["scorers.judge.model=/m"], "scorers.judge.model", "no rewards"),
+        (
+            ["algorithm.teacher={}", "scorers.t={kind: teacher, url: 'http://t'}"],
+            "scorers.t.tokenizer",
+            "the same token ids",
+        ),
+        (["scorers.t={kind: teacher, model: /m}"], "scorers.t.kind", "nothing is learned from it"),
+        (["algorithm.teacher={}"], "algorithm.teacher", "no teacher to learn from"),
+        (
+            ["algorithm.teacher={}", "scorers={a: {kind: teacher, model: /m}, b: {kind: teacher, model: /m}}"],
+            "algorithm.teacher.column",
+            "which of a, b teaches",
+        ),
+        (
+            ["algorithm.teacher={}", "scorers.t={kind: teacher, model: /m}", "generator.temperature=0.9"],
+            "generator.temperature",
+            "at temperature 1",
+        ),
+        (
+            ["algorithm.teacher={}", "scorers.t={kind: teacher, model: /m}", "algorithm.filter_zero_variance=true"],
+            "algorithm.filter_zero_variance",
+            "a teacher would teach",
+        ),
+        (
+            ["algorithm.teacher={}", "scorers.t={kind: teacher, model: /m}", "algorithm.loss=cross_entropy"],
+            "algorithm.teacher.mode",
+            "no effect",
+        ),
         (["algorithm.step_wise=false"], "buffer.merge", "no steps to merge"),
         (
             ["data.eval_make_rows=8", "data.eval_every=5", "weights.sync_every=2"],

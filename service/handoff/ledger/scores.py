@@ -1,0 +1,62 @@
+"""What the answers of scorers change in a group: rewards, and the teacher's log-probabilities.
+
+    rewards of the environment 1 0; a judge that replaces them says 0.2 0.8; another scorer adds 0.1 0     ->   0.3 0.8
+
+A trajectory's reward stands at its end and at its last step, so that `returns: last` and `returns: sum` count the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from service.columns import lengths_of
+from service.handoff.ledger.events import Scored
+from service.handoff.steps.tables import end_of_items
+from service.types import Ends, Float64s, Int64s, Steps
+
+LOGPROBS = np.dtype("<f4")
+"""Type of log-probabilities in a `Scored`."""
+
+
+def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Steps, Ends]:
+    """The steps and ends (by sample) of a group, with what its scorers said; themselves if none said anything."""
+    rewards = [score.rewards for score in scores if score.rewards is not None]
+    if rewards:
+        added_E = np.array(rewards, np.float64).sum(axis=0)
+        steps, ends = _with_rewards(steps, ends, added_E, any(score.replaces for score in scores))
+    for score in scores:
+        if score.teacher:
+            logprobs_N = np.full(len(steps.token_ids_N), np.nan, np.float32)
+            logprobs_N[sampled_tokens(steps)] = np.frombuffer(score.teacher, LOGPROBS)
+            steps = replace(steps, teacher_logprobs_N=logprobs_N)
+    return steps, ends
+
+
+def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -> tuple[Steps, Ends]:
+    end_K = end_of_items(steps, ends)
+    last = np.flatnonzero(steps.index_K == ends.n_steps_E[end_K] - 1)
+    reward_K = np.zeros(len(steps)) if replaces else steps.reward_K.copy()
+    reward_K[last] += added_E[end_K[last]]
+    rewards_N = steps.token_rewards_N
+    if rewards_N is not None:
+        rewards_N = np.zeros_like(rewards_N) if replaces else rewards_N.copy()
+        answered = last[lengths_of(steps.offsets_K)[last] > steps.prompt_length_K[last]]
+        rewards_N[steps.offsets_K[1:][answered] - 1] += added_E[end_K[answered]].astype(np.float32)
+    reward_E = added_E if replaces else ends.reward_E + added_E
+    return replace(steps, reward_K=reward_K, token_rewards_N=rewards_N), replace(ends, reward_E=reward_E)
+
+
+def sampled_tokens(steps: Steps) -> Int64s:
+    """Where the sampled tokens of a group lie on the token axis, by sample, then step, then place in the step.
+
+    The order depends neither on the order in which steps arrived nor on how they share prefixes.
+    """
+    order_K = np.lexsort((steps.index_K, steps.sample_K))
+    rank_K = np.empty(len(steps), np.int64)
+    rank_K[order_K] = np.arange(len(steps))
+    sampled = np.flatnonzero(steps.loss_mask_N)
+    item = np.searchsorted(steps.offsets_K, sampled, "right") - 1
+    return sampled[np.argsort(rank_K[item], kind="stable")]

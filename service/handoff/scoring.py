@@ -1,0 +1,176 @@
+"""Which groups wait for which scorers, and what becomes of their answers.
+
+    claim -> Issued(7, scorers=("judge",)) ; .. ; the last end -> SCORING ; accept(7, "judge", ..) -> Scored -> COMPLETE
+
+The scorers of a group are journalled when it is issued, and the first answer of each is journalled before the group can
+be leased. So a scorer may be asked again after a crash, and what it says then counts only if nothing was journalled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from service.config.tree import Config
+from service.errors import UserError
+from service.handoff.batches.filters import examine
+from service.handoff.group_bytes import INFO_BYTES
+from service.handoff.ledger import events
+from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.record import Record
+from service.handoff.ledger.scores import LOGPROBS
+from service.handoff.status import ScorerStatus
+from service.handoff.steps.validate import LEAST_LOGPROB, LOGPROB_TOLERANCE, MAX_REWARD
+from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
+
+REMOVED = "removed"
+"""Why a group goes on without a scorer: the configuration of a resumed run does not have it any more."""
+
+
+class Answer(NamedTuple):
+    """What a scorer said about a group."""
+
+    rewards: Sequence[float] | None = None
+    """[G] by sample; None of a teacher."""
+    info: Sequence[str] = ()
+    """[G] a text about each trajectory, which its record shows; empty: none."""
+    logprobs: Float32s | None = None
+    """Of each sampled token of the group, in the order of `service.handoff.ledger.scores.sampled_tokens`."""
+
+
+def teachers_of(
+    config: Config, columns: Sequence[Mapping[str, Any]], temperatures: Sequence[float | None]
+) -> list[str]:
+    """The teacher of each row of the dataset, by the row's columns; empty where it has none.
+
+    Raises:
+        UserError: a row names something that is no teacher, or has a temperature of its own.
+    """
+    known = [name for name, scorer in config.scorers.items() if scorer.kind == "teacher"]
+    teacher, found = config.algorithm.teacher, list[str]()
+    if teacher is None:
+        return [""] * len(columns)
+    for row, (of_row, temperature) in enumerate(zip(columns, temperatures, strict=True)):
+        name = known[0] if teacher.column is None else of_row.get(teacher.column) or ""
+        if name and name not in known:
+            raise UserError(
+                f"dataset, row {row}, column {teacher.column}: {name!r:.80} is no teacher among scorers "
+                f"({', '.join(known)}); name one of them, or none"
+            )
+        if name and temperature not in (None, 1.0):
+            raise UserError(
+                f"dataset, row {row}, column temperature: {temperature:g}, but the teacher's log-probabilities are "
+                "those at temperature 1, so the two could not be compared; leave it out"
+            )
+        found.append(name)
+    return found
+
+
+class Scoring:
+    """Takes the answers of scorers; every decision is an event of the record."""
+
+    def __init__(self, config: Config, record: Record, teacher_of_row: Sequence[str] | None) -> None:
+        """`teacher_of_row`: see `teachers_of`; None: every row has the same."""
+        self._config = config
+        self._record = record
+        self._always = tuple(name for name, scorer in config.scorers.items() if scorer.kind == "rewards")
+        self._teacher_of_row = teacher_of_row
+        self._only_teacher = tuple(name for name, scorer in config.scorers.items() if scorer.kind == "teacher")[:1]
+        self._status = {name: ScorerStatus() for name in config.scorers}
+        for group_id in list(record.ledger.scoring):
+            for name in record.ledger.state.groups[group_id].awaited:
+                if name not in config.scorers:
+                    self._go_on(group_id, name, REMOVED)
+
+    def of_row(self, row: int) -> tuple[str, ...]:
+        """The scorers of a group of this row."""
+        teacher = self._only_teacher if self._teacher_of_row is None else (self._teacher_of_row[row],)
+        return (*self._always, *filter(None, teacher))
+
+    def pending(self, scorer: str) -> list[int]:
+        """The groups that wait for a scorer, those that were finished first in front."""
+        groups = self._record.ledger.state.groups
+        return [group_id for group_id in self._record.ledger.scoring if scorer in groups[group_id].awaited]
+
+    def group(self, group_id: int) -> tuple[int, StepGroup]:
+        """The row of a group that waits for scorers, and its steps and ends (by sample) without any scores."""
+        sender = Sender("", 0, group_id)
+        return self._record.ledger.state.groups[group_id].row, StepGroup(sender, *self._record.store.unscored(group_id))
+
+    def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
+        """Journal a scorer's answer about a group; None also where an answer is not needed any more."""
+        if not self.awaits(group_id, scorer):
+            return None
+        if (wrong := self._wrong(group_id, scorer, answer)) is not None:
+            return wrong
+        settings = self._config.scorers[scorer]
+        rewards = None if answer.rewards is None else tuple(settings.weight * float(r) for r in answer.rewards)
+        teacher = b"" if answer.logprobs is None else np.ascontiguousarray(answer.logprobs, LOGPROBS).tobytes()
+        info = tuple(_cut(text) for text in answer.info)
+        replaces = rewards is not None and settings.combine == "replace"
+        self._status[scorer].scored += 1
+        self._add(events.Scored(group_id, scorer, rewards, replaces, info, teacher))
+        return None
+
+    def failed(self, scorer: str, reason: str, detail: str) -> None:
+        """A scorer was asked about a group and gave no good answer; it is asked again, or given up."""
+        self._status[scorer].failures[reason] += 1
+        self._status[scorer].last_failure = f"{reason}: {detail}" if detail else reason
+
+    def give_up(self, group_id: int, scorer: str, reason: str) -> None:
+        """A scorer will not answer about a group: the group is refused, or goes on without."""
+        if not self.awaits(group_id, scorer):
+            return
+        if self._config.scorers[scorer].fallback == "refuse":
+            self._status[scorer].refused += 1
+            self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.SCORER))
+        else:
+            self._status[scorer].fallbacks += 1
+            self._go_on(group_id, scorer, reason)
+
+    def awaits(self, group_id: int, scorer: str) -> bool:
+        """Whether a group still waits for a scorer."""
+        ledger = self._record.ledger
+        return group_id in ledger.scoring and scorer in ledger.state.groups[group_id].awaited
+
+    def status(self) -> dict[str, ScorerStatus]:
+        """Each scorer's counts since this process started."""
+        for name, status in self._status.items():
+            status.waiting = len(self.pending(name))
+        return self._status
+
+    def _go_on(self, group_id: int, scorer: str, reason: str) -> None:
+        self._add(events.Scored(group_id, scorer, fallback=reason))
+
+    def _add(self, event: events.Scored) -> None:
+        self._record.add(event)
+        examine(self._record, self._config, [event.group_id])
+
+    def _wrong(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
+        """Why an answer cannot be used."""
+        trajectories = [t for t in self._record.ledger.state.groups[group_id].trajectories if not t.given_up]
+        path = f"scorers.{scorer}"
+        if self._config.scorers[scorer].kind == "teacher":
+            logprobs, n_sampled = answer.logprobs, sum(trajectory.tokens for trajectory in trajectories)
+            if logprobs is None or logprobs.shape != (n_sampled,):
+                n_given = 0 if logprobs is None else logprobs.size
+                return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {n_sampled} sampled tokens", n_given)
+            fine = (logprobs <= LOGPROB_TOLERANCE) & (logprobs >= LEAST_LOGPROB)
+            return None if fine.all() else Refusal(RefusalReason.LOGPROB, path, float(logprobs[fine.argmin()]))
+        if answer.rewards is None or len(answer.rewards) != len(trajectories):
+            n_given = 0 if answer.rewards is None else len(answer.rewards)
+            return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {len(trajectories)} trajectories", n_given)
+        if answer.info and len(answer.info) != len(trajectories):
+            return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: info of {len(trajectories)}", len(answer.info))
+        weight = self._config.scorers[scorer].weight
+        for reward in answer.rewards:
+            if not (math.isfinite(reward) and abs(weight * reward) <= MAX_REWARD):
+                return Refusal(RefusalReason.REWARD, path, reward)
+        return None
+
+
+def _cut(text: str) -> str:
+    return text.encode(errors="replace")[:INFO_BYTES].decode(errors="ignore")

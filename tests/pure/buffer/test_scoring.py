@@ -1,0 +1,212 @@
+"""Groups wait for their scorers between the last submit and the lease; the first answer is journalled and used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.handoff.journal.replay import replayed
+from service.handoff.ledger.compaction import make_room
+from service.handoff.ledger.invariant import violations
+from service.handoff.scoring import Answer, teachers_of
+from service.handoff.steps import wire
+from service.handoff.verbs import Wait
+from service.types import MiniBatch, Refusal, RefusalReason
+from tests.pure.buffer.world import World, config
+
+JUDGE = {"use": "mine:judge"}
+TEACHER = {"use": "mine:Teacher", "kind": "teacher"}
+
+
+def opened(folder: Path, scorers: dict[str, Any], **sections: Any) -> World:
+    """A world with scorers; its groups are of two samples of two turns, of two sampled tokens each."""
+    return World(folder, config(**sections).model_copy(update={"scorers": config(scorers=scorers).scorers}))
+
+
+def played(world: World, groups: int = 2, rewards: tuple[float, ...] = (1.0, 0.0)) -> None:
+    for _ in range(groups):
+        world.generator.finish(world.generator.claimed(), rewards=rewards)
+
+
+def waits(world: World) -> Wait:
+    answer = world.buffer.lease(world.trainer_incarnation)
+    assert isinstance(answer, Wait)
+    return answer
+
+
+def scored(world: World, scorer: str, *answers: tuple[float, ...]) -> None:
+    for group_id, rewards in enumerate(answers):
+        assert world.buffer.scoring.accept(group_id, scorer, Answer(rewards)) is None
+
+
+def test_a_group_is_leased_with_the_rewards_of_its_judge_and_not_before(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE})
+    played(world)
+    assert "2 wait for a scorer (judge)" in waits(world).detail
+    assert world.buffer.scoring.pending("judge") == [0, 1]
+    scored(world, "judge", (0.25, 0.75))
+    assert "1 wait for a scorer" in waits(world).detail
+    scored(world, "judge", (0.25, 0.75), (0.5, 0.0))
+    assert world.train().return_G.tolist() == [0.25, 0.75, 0.5, 0.0]
+    assert violations(world.buffer.ledger) == [] and world.closes()
+
+
+@pytest.mark.parametrize("returns", ["last", "sum"])
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({}, {"combine": "add", "weight": 2.0}, [0.25 + 2.0, 0.5 + 4.0]),
+        ({"combine": "add"}, {"combine": "add"}, [1 + 0.25 + 1.0, 0 + 0.5 + 2.0]),
+    ],
+)
+def test_rewards_replace_the_environments_or_join_them(
+    tmp_path: Path, returns: str, first: dict[str, Any], second: dict[str, Any], expected: list[float]
+) -> None:
+    scorers = {"a": JUDGE | first, "b": JUDGE | second}
+    world = opened(tmp_path, scorers, algorithm={"returns": returns}, trainer={"mini_batch_size": 1})
+    played(world, 1)
+    if returns == "sum":
+        expected = expected if not first else [0.25 + 1.0, 0.5 + 2.0]  # the world's steps have no rewards of their own
+    scored(world, "b", (1.0, 2.0))
+    scored(world, "a", (0.25, 0.5))
+    assert world.batch().return_G.tolist() == expected
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_after_a_crash_the_journalled_answer_counts_and_another_one_does_not(tmp_path: Path, synced: bool) -> None:
+    world = opened(tmp_path, {"judge": JUDGE})
+    played(world)
+    world.journal.sync()
+    scored(world, "judge", (0.25, 0.75))
+    world.crash(synced)
+    scored(world, "judge", (9.0, 9.0), (0.5, 0.0))
+    first = [0.25, 0.75] if synced else [9.0, 9.0]
+    assert world.batch().return_G.tolist() == [*first, 0.5, 0.0]
+    world.crash()
+    assert world.batch().return_G.tolist() == [*first, 0.5, 0.0]
+
+
+def test_scores_survive_a_rollback_snapshots_and_the_copies_that_make_room(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE}, trainer={"checkpoint_every": 1}, buffer={"record": True})
+    played(world, 4)
+    scored(world, "judge", (0.25, 0.75), (0.5, 0.0), (0.125, 0.0), (0.0, 0.375))
+    first = world.train()
+    world.buffer._record.begin_segment()
+    world.journal.sync()
+    make_room(world.buffer._record, 1)
+    world.crash()
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", 0)
+    again = [world.train() for _ in range(2)]
+    assert again[0].return_G.tolist() == first.return_G.tolist() == [0.25, 0.75, 0.5, 0.0]
+    assert again[1].return_G.tolist() == [0.125, 0.0, 0.0, 0.375]
+    world.journal.sync()
+    assert replayed(world.settings, tmp_path, 2).return_G.tolist() == again[1].return_G.tolist()
+    assert violations(world.buffer.ledger) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer((1.0,)), RefusalReason.LENGTH_MISMATCH),
+        (Answer((1.0, 2.0, 3.0)), RefusalReason.LENGTH_MISMATCH),
+        (Answer((1.0, float("nan"))), RefusalReason.REWARD),
+        (Answer((1.0, float("-inf"))), RefusalReason.REWARD),
+        (Answer((1.0, 1e300)), RefusalReason.REWARD),
+        (Answer(), RefusalReason.LENGTH_MISMATCH),
+        (Answer((1.0, 2.0), ("why",)), RefusalReason.LENGTH_MISMATCH),
+    ],
+)
+def test_a_bad_answer_is_refused_with_a_reason_and_nothing_is_journalled(
+    tmp_path: Path, answer: Answer, reason: RefusalReason
+) -> None:
+    world = opened(tmp_path, {"judge": JUDGE})
+    played(world)
+    revision = world.buffer.revision
+    refused = world.buffer.scoring.accept(0, "judge", answer)
+    assert isinstance(refused, Refusal) and refused.reason is reason and world.buffer.revision == revision
+
+
+def test_without_an_answer_only_the_groups_own_fate_is_refused(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE})
+    played(world, 3)
+    world.buffer.scoring.failed("judge", "deadline", "60 s")
+    world.buffer.scoring.give_up(1, "judge", "deadline")
+    scored(world, "judge", (0.25, 0.75))
+    assert world.buffer.scoring.accept(2, "judge", Answer((0.0, 1.0))) is None
+    status = world.buffer.status()
+    assert status.ended == {"refused/scorer": 1} and status.tokens["refused"] == 8
+    assert status.scorers["judge"].failures == {"deadline": 1} and status.scorers["judge"].refused == 1
+    assert world.train().groups == (0, 2) and world.closes()
+
+
+def test_with_the_fallback_the_environments_rewards_count(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE | {"fallback": "environment_reward"}})
+    played(world)
+    world.buffer.scoring.give_up(0, "judge", "died")
+    assert world.buffer.scoring.accept(1, "judge", Answer((0.5, 0.25), ("good", "x" * 99999))) is None
+    assert world.batch().return_G.tolist() == [1.0, 0.0, 0.5, 0.25]
+    [fell_back], [said] = (world.buffer.complete_group(group_id).scores for group_id in range(2))
+    assert fell_back.fallback == "died" and fell_back.rewards is None
+    assert said.info[0] == "good" and len(said.info[1]) < 4096
+
+
+def test_filters_and_the_curriculum_count_the_scored_rewards(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE}, algorithm={"filter_zero_variance": True}, data={"curriculum": {}})
+    played(world, 2)
+    assert world.buffer.status().prompts["untried"] == world.n_prompts
+    scored(world, "judge", (1.0, 1.0), (0.0, 0.5))
+    status = world.buffer.status()
+    assert status.ended == {"filtered/zero_variance": 1} and status.prompts["untried"] == world.n_prompts - 2
+
+
+def test_a_scorer_that_was_removed_from_the_configuration_is_not_waited_for(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE})
+    played(world)
+    world.settings = world.settings.model_copy(update={"scorers": {}})
+    world.crash()
+    assert world.batch().return_G.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def teacher_N(batch: MiniBatch) -> list[float]:
+    [[micro]] = batch.ranks
+    assert micro.teacher_logprobs_N is not None
+    assert np.isnan(micro.teacher_logprobs_N[~micro.loss_mask_N]).all()
+    return [round(float(value), 3) for value in micro.teacher_logprobs_N[micro.loss_mask_N]]
+
+
+@pytest.mark.parametrize("merge", ["linear", "off"])
+def test_a_teachers_log_probabilities_stand_at_their_tokens_however_steps_are_merged(
+    tmp_path: Path, merge: str
+) -> None:
+    world = opened(
+        tmp_path, {"t": TEACHER}, algorithm={"teacher": {}}, trainer={"mini_batch_size": 1}, buffer={"merge": merge}
+    )
+    played(world, 1)
+    values = -np.arange(8, dtype=np.float32) / 8
+    for wrong in (values[:7], np.append(values[:7], np.nan), values + 0.5):
+        assert isinstance(world.buffer.scoring.accept(0, "t", Answer(logprobs=np.float32(wrong))), Refusal)
+    assert world.buffer.scoring.accept(0, "t", Answer(logprobs=values)) is None
+    world.crash()
+    batch = world.batch()
+    assert sorted(teacher_N(batch)) == sorted(values.round(3).tolist())
+    [[micro]] = wire.decode_mini_batch(wire.encode_mini_batch(batch)).ranks
+    assert micro.teacher_logprobs_N is not None and micro.teacher_logprobs_N.tobytes() == (
+        batch.ranks[0][0].teacher_logprobs_N.tobytes()
+    )
+
+
+def test_rows_have_the_teachers_that_their_column_names(tmp_path: Path) -> None:
+    settings = config(
+        algorithm={"teacher": {"column": "who"}},
+        scorers={"maths": TEACHER, "code": TEACHER, "judge": JUDGE},
+    )
+    rows: list[dict[str, Any]] = [{"who": "maths"}, {}, {"who": "code"}]
+    teachers = teachers_of(settings, rows, [None, 0.5, 1.0])
+    assert teachers == ["maths", "", "code"]
+    with pytest.raises(Exception, match="row 0, column who: 'judge' is no teacher"):
+        teachers_of(settings, [{"who": "judge"}], [None])
+    with pytest.raises(Exception, match=r"row 0, column temperature: 0\.5"):
+        teachers_of(settings, [{"who": "code"}], [0.5])
