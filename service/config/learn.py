@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.config.scoring import TeacherConfig
 from service.config.section import Decay, Fraction, NotNegative, Positive, Seconds, Section
 
 Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
@@ -46,6 +45,18 @@ class ReferenceConfig(Section):
     """Optimizer steps between two renewals of the copy; 0: it is never renewed."""
     on_cpu: bool = False
     """Keep each rank's shard of the copy in CPU memory, except during its forward pass."""
+
+
+class TeacherConfig(Section):
+    """On-policy distillation: a term that draws the policy towards a teacher; see docs/scorers.md."""
+
+    coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the term."""
+    mode: Literal["advantage", "kl"] = "advantage"
+    """`advantage`: each token's advantage grows by the weighted log-ratio of teacher to rollout; `kl`: the loss grows
+    by the weighted KL term (`kl_estimator`) against the teacher."""
+    column: str | None = None
+    """Column of the dataset that names each row's teacher, if any; None: the only teacher teaches every row."""
 
 
 class AlgorithmConfig(Section):

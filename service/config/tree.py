@@ -10,8 +10,7 @@ from pydantic import Field
 from service.config.command import AGENT
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.lora import LoraConfig
-from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig
-from service.config.scoring import ScorerConfig, ScorerName
+from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig, ScorerConfig, ScorerName
 from service.config.section import Fraction, MergeMode, NotNegative, Positive, Seconds, Section
 
 
