@@ -1,0 +1,186 @@
+"""Who waits for whom: what each part of a run needs for a step, which part binds, and what one more of it would bring.
+
+    generation: ENGINES, ENVIRONMENT, JOURNAL, WEIGHTS (engines pause)    of the seconds in which the slots play a
+                                                                          mini-batch's worth of groups
+    training:   TRAINER, WEIGHTS (sent), EVALUATION, CHECKPOINT, JOURNAL  of the seconds from a mini-batch to the next
+                                                                          lease
+
+The two sides run beside each other, and within a side the parts follow one another. The side that needs more time is
+waited for, and its largest part binds; where both sides wait for each other, the lookahead does. The seconds are
+predicted by `baton plan`, or measured: those of a step, without the time for which the side waited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Part(StrEnum):
+    """A part of a run that can bind."""
+
+    ENGINES = "engines"
+    TRAINER = "trainer"
+    ENVIRONMENT = "environment"
+    WEIGHTS = "weights"
+    JOURNAL = "journal"
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
+    LOOKAHEAD = "lookahead"
+
+
+class Side(StrEnum):
+    """The two sides that run beside each other."""
+
+    GENERATION = "generation"
+    TRAINING = "training"
+
+
+SHARPNESS = 17.0
+"""Two sides that need the same time lose 1 - 2 ** (-1 / 17), 4 %, of it to chance: what `baton simulate` finds with a
+lookahead of 4 and lengths of moderate tails."""
+
+BOTH_WAIT = 0.15
+"""The lookahead binds where each side waits for more than this fraction of the time."""
+
+BALANCED = 0.1
+"""The sides are in balance if one needs at most this fraction less than the other."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Seconds of each step that the parts need where nobody lets them wait."""
+
+    generation: Mapping[Part, float]
+    training: Mapping[Part, float]
+    engines: int = 1
+    ranks: int = 1
+    lookahead: float = 2.0
+    """Mini-batches that may be generated ahead; 0: one side after the other."""
+    concurrency: float = 1.0
+    """Groups that are generated at once where admission lets them, in mini-batches."""
+    seconds_of_step: float | None = None
+    """Seconds of a step as measured or simulated; None: by the arithmetic of `arithmetic_seconds`."""
+
+    def of(self, side: Side) -> Mapping[Part, float]:
+        """The parts of a side."""
+        return self.generation if side is Side.GENERATION else self.training
+
+    def seconds(self, side: Side) -> float:
+        """Seconds that a side needs for a step."""
+        return sum(self.of(side).values())
+
+    @property
+    def longer(self) -> Side:
+        """The side that needs more time."""
+        return max(Side, key=self.seconds)
+
+    @property
+    def arithmetic_seconds(self) -> float:
+        """Seconds of a step: what the longer side needs, and what admission lets happen.
+
+        Of a group that is admitted, `lookahead` + 1 mini-batches later the successor is: in between lie its generation
+        beside `concurrency` mini-batches of others, and its training.
+
+        >>> Demand({Part.ENGINES: 3.0}, {Part.TRAINER: 1.0}, lookahead=0).arithmetic_seconds
+        4.0
+        """
+        generation, training = (self.seconds(side) for side in Side)
+        longer, shorter = max(generation, training), min(generation, training)
+        if not longer:
+            return 0.0
+        beside = longer * (1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)
+        ahead = self.lookahead + 1
+        return max(beside, (min(self.concurrency, ahead) * generation + training) / ahead)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step, the waiting of both sides included."""
+        return self.arithmetic_seconds if self.seconds_of_step is None else self.seconds_of_step
+
+    def waits(self, side: Side) -> float:
+        """Fraction of the time for which a side waits for the other one."""
+        return max(0.0, 1 - self.seconds(side) / self.step_seconds) if self.step_seconds else 0.0
+
+    def with_more(self, part: Part) -> Demand:
+        """The demand with one more engine or rank, or lookahead; the groups at once grow with the engines."""
+        if part is Part.LOOKAHEAD:
+            return replace(self, lookahead=self.lookahead + 1)
+        if part is Part.ENGINES:
+            parts = {**self.generation, part: self.generation.get(part, 0.0) * self.engines / (self.engines + 1)}
+            return replace(self, generation=parts, engines=self.engines + 1)
+        parts = {**self.training, part: self.training.get(part, 0.0) * self.ranks / (self.ranks + 1)}
+        return replace(self, training=parts, ranks=self.ranks + 1)
+
+    def without(self, side: Side, part: Part) -> Demand:
+        """The demand if a part of a side took no time."""
+        parts = {**self.of(side), part: 0.0}
+        return replace(self, generation=parts) if side is Side.GENERATION else replace(self, training=parts)
+
+    def gain(self, other: Demand) -> float:
+        """How many times as fast another demand is, by the arithmetic."""
+        seconds = other.arithmetic_seconds
+        return self.arithmetic_seconds / seconds if seconds else 1.0
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a run waits for."""
+
+    side: Side
+    """The side that the other one waits for."""
+    part: Part
+    share: float
+    """Fraction of the side's time that the part takes; of the lookahead, the fraction for which the side waits too."""
+    waits: float
+    """Fraction of the time for which the other side waits."""
+    balanced: bool
+    """Neither side waits long for the other."""
+    gain: float
+    """Speed with one more of it, or of what needs no more of it with none of its time, over that of now."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether engines or trainer bind, or nothing does: the run spends its time on what it is for."""
+        return self.balanced or self.part in (Part.ENGINES, Part.TRAINER)
+
+    def sentence(self) -> str:
+        """One line for people."""
+        waiting = Side.TRAINING if self.side is Side.GENERATION else Side.GENERATION
+        begin = f"{self.side}: {waiting} waits {self.waits:.0%} of the time"
+        change = {
+            Part.ENGINES: "one more engine would give",
+            Part.TRAINER: "one more rank would give",
+            Part.LOOKAHEAD: "a buffer.lookahead of one more would give",
+        }.get(self.part, "without that a run would be at")
+        if self.part is Part.LOOKAHEAD:
+            begin = f"lookahead: {begin.partition(': ')[2]}, {self.side} {self.share:.0%}, both for each other"
+        else:
+            begin += f"; {self.part} {'take' if self.part.endswith('s') else 'takes'} {self.share:.0%} of {self.side}"
+        return f"{begin}; {change} {self.gain:.2f}x" + (" (in balance)" if self.balanced else "")
+
+
+def binding(demand: Demand) -> Binding:
+    """The part that the run waits for.
+
+    >>> found = binding(Demand({Part.ENGINES: 8.0, Part.ENVIRONMENT: 1.0}, {Part.TRAINER: 3.0}, engines=2))
+    >>> print(found.sentence())
+    generation: training waits 67% of the time; engines take 89% of generation; one more engine would give 1.42x
+    """
+    longer = demand.longer
+    shorter = Side.TRAINING if longer is Side.GENERATION else Side.GENERATION
+    parts, total = demand.of(longer), demand.seconds(longer)
+    part = max(parts, key=lambda each: parts[each])
+    share = parts[part] / total if total else 0.0
+    if demand.waits(longer) > BOTH_WAIT:
+        part, share = Part.LOOKAHEAD, demand.waits(longer)
+    countable = part in (Part.ENGINES, Part.TRAINER, Part.LOOKAHEAD)
+    return Binding(
+        side=longer,
+        part=part,
+        share=share,
+        waits=demand.waits(shorter),
+        balanced=demand.seconds(shorter) >= (1 - BALANCED) * total and part is not Part.LOOKAHEAD,
+        gain=demand.gain(demand.with_more(part) if countable else demand.without(longer, part)),
+    )
