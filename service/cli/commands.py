@@ -119,6 +119,16 @@ def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return simulation.run(config, arguments)
 
 
+def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Predict memory, speed and waiting of a configuration."""
+    from service.cli.configuration import checked_config
+    from service.plan import command
+
+    config, source = checked_config(arguments, overrides)
+    with source.named_in_errors(), phase("planning", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
+        return command.run(config, arguments)
+
+
 def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a run is doing now, or how it ended."""
     from service.observe.status_client import run_status

@@ -16,6 +16,7 @@ examples:
   baton submit --config configs/quickstart.yaml          # the same as a job on a Ray cluster
   baton eval runs/quickstart data.eval_make_rows=200     # evaluates a run, a checkpoint or a model
   baton config validate --config mine.yaml               # reports mistakes, starts nothing
+  baton plan --config mine.yaml --gpu h100 --gpus 8      # whether it fits, how fast it would be, what would bind
   baton config show --config mine.yaml buffer.lookahead=0
   baton config schema > config.schema.json               # for completion in an editor
   baton status runs/quickstart                           # what a run is doing now

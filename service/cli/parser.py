@@ -83,7 +83,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser(typed: str) -> argparse.ArgumentParser:
-    """The parser; the modules of `simulate` and `replay` are imported only when that command was typed."""
+    """The parser; the modules of `plan`, `simulate` and `replay` are imported only when that command was typed."""
     parser = argparse.ArgumentParser(
         "baton", description=help_texts.ABOUT, epilog=help_texts.EXAMPLES, formatter_class=RAW
     )
@@ -95,6 +95,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     _add_submit(added)
     _add_config(added)
     _add_status(added)
+    _add_plan(added, typed == "plan")
     _add_simulate(added, typed == "simulate")
     _add_replay(added, typed == "replay")
     _add_logs(added)
@@ -169,6 +170,17 @@ def _add_status(added: Any) -> None:
 def _add_logs(added: Any) -> None:
     summary = "what the parts of a run print"
     logs.add_arguments(_command(added, "logs", logs.run, summary, logs.ABOUT, logs.EXAMPLES), RUN_HELP)
+
+
+def _add_plan(added: Any, whole: bool) -> None:
+    summary = "whether a configuration fits its GPUs, how fast it is, what binds, and the best split"
+    parser = _command(added, "plan", commands.plan, summary)
+    if whole:
+        from service.plan import command as plan
+
+        parser.description, parser.epilog = plan.ABOUT, plan.EXAMPLES
+        _add_settings(parser)
+        plan.add_arguments(parser)
 
 
 def _add_simulate(added: Any, whole: bool) -> None:

@@ -12,6 +12,7 @@ predicted by `baton plan`, or measured: those of a step, without the time for wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -90,7 +91,7 @@ class Demand:
         longer, shorter = max(generation, training), min(generation, training)
         if not longer:
             return 0.0
-        beside = longer * (1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)
+        beside = longer * math.pow(1 + math.pow(shorter / longer, SHARPNESS), 1 / SHARPNESS)
         ahead = self.lookahead + 1
         return max(beside, (min(self.concurrency, ahead) * generation + training) / ahead)
 

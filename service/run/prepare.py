@@ -71,7 +71,7 @@ def prepare(config: Config, folder: Path) -> Prepared:
     tasks = load_tasks(tasks_file)
     check_environments(config.env, tasks, tasks_file)
     evals = prepare_evaluation(config, folder)
-    model_folder = config.model.path or _make_policy(config, initial_model(config, folder))
+    model_folder = config.model.path or make_policy(config, initial_model(config, folder))
     hf_config, tokenizer = _checked_model(model_folder)
     routing = routing_of_model(hf_config)
     check_bytes(config, routing.experts_per_token)
@@ -134,7 +134,7 @@ def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
     return demonstration_rows(load_chat(model_folder, config.generator), config.generator.conversation, conversations)
 
 
-def _make_policy(config: Config, folder: Path) -> Path:
+def make_policy(config: Config, folder: Path) -> Path:
     """Write a small random model, with a tokenizer for the environment's words, unless a resumed run has it already."""
     if is_model_folder(folder):
         return folder

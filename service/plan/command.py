@@ -1,0 +1,105 @@
+"""`baton plan`: does a configuration fit, how fast is it, what binds, and which split of the GPUs is best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from service.config import Config
+from service.config.model_folder import MODEL_CONFIG, is_model_folder
+from service.errors import UserError
+from service.learn.estimate.kv_cache import check_engine
+from service.learn.model.hf_config import read_config
+from service.plan.device import DATA_SHEETS, Device, profile
+from service.plan.forecast import forecast
+from service.plan.page import as_dict, lines
+from service.plan.work import OPTIONS, work_of
+from service.run.folder import run_folder
+
+MODEL = "model"
+"""The folder in a run folder of the model that the run made."""
+
+DOES_NOT_FIT = 3
+"""Exit code where the answer is that the configuration does not fit."""
+
+ABOUT = """\
+Say what a configuration takes before anything is rented: memory of a rank and of an engine, tokens a second, seconds a
+step, who waits for whom, what binds, and the best split of the GPUs. Starts nothing; the model's config.json is enough.
+"""
+
+EXAMPLES = f"""\
+examples:
+  baton plan --config configs/gsm8k.yaml --gpu h100 --gpus 8
+  baton plan --config mine.yaml --gpu a100 --gpus 16 --turns 12 --response-tokens 400 --environment-seconds 1.5
+  baton plan --config mine.yaml --gpu h200 --lengths runs/pilot        # lengths and turns of a run
+  baton plan --config configs/quickstart.yaml --gpu measured           # this machine, measured in under 30 s
+  baton plan --config mine.yaml --gpu h100 --json --plot plan.png
+
+Every figure that nothing says is assumed, and printed with its source.
+
+exit code: 0 it fits, {DOES_NOT_FIT} it does not fit (the page says by how much, and which setting helps), 2 the input
+is wrong (one line says what).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments, beside configuration files and settings."""
+    names = ", ".join((*DATA_SHEETS, "cpu", "measured"))
+    parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{names} (default h100)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: as many as are configured)")
+    parser.add_argument("--lengths", metavar="RUN", help="take turns and lengths from a run's files")
+    for name, option in OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=option.metadata["help"])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the plan as a picture (.png, .svg, .pdf)")
+
+
+def run(config: Config, arguments: argparse.Namespace) -> int:
+    """Print the plan; returns the exit code."""
+    if arguments.gpus is not None and arguments.gpus < 1:
+        raise UserError(f"--gpus {arguments.gpus}: give a positive number")
+    device = named(arguments.gpu)
+    work = work_of(config, arguments.lengths, {name: getattr(arguments, name) for name in OPTIONS})
+    with model_of(config, arguments.lengths) as folder:
+        check_engine(read_config(folder), config)
+        plan = forecast(config, folder, device, work, arguments.gpus)
+    if arguments.plot is not None:
+        from service.plan.picture import draw
+
+        draw(plan, arguments.plot)
+    print(json.dumps(as_dict(plan), indent=2) if arguments.json else "\n".join(lines(plan)))
+    return 0 if plan.problem is None else DOES_NOT_FIT
+
+
+@contextmanager
+def model_of(config: Config, run: str | None = None) -> Iterator[Path]:
+    """A folder with the model's config.json: `model.path`, that of a run, or one made for `model.make`.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = config.model.path
+    if path is None and run is not None and is_model_folder(run_folder(run) / MODEL):
+        path = run_folder(run) / MODEL
+    if path is not None:
+        if not is_model_folder(path):
+            raise UserError(f"model.path: {path} has no {MODEL_CONFIG}; that file alone is enough for a plan")
+        yield path
+        return
+    from service.run.prepare import make_policy
+
+    with tempfile.TemporaryDirectory() as made:
+        yield make_policy(config, Path(made))
+
+
+def named(name: str) -> Device:
+    """The device of that name, measured where that is asked for."""
+    if name in ("cpu", "measured"):
+        from service.plan.measure import measured
+
+        return measured(cpu=name == "cpu")
+    return profile(name)

@@ -1,0 +1,45 @@
+"""What the processes of a run cost the CPU beside their model: per turn, per token, per step.
+
+Measured on 2 x86-64 cores with the quick start: of each step with 300 turns of together 1100 sampled tokens, in CPU
+milliseconds, vLLM's core 443, the generator's process 354, two ranks 354, the buffer 146, the driver 35, the rest 60.
+"""
+
+from __future__ import annotations
+
+from service.plan.device import Device
+
+TURNS = 300
+"""Turns of a step of the quick start."""
+CORE_REQUEST, CORE_TURN = 0.20e-3, 0.70e-3
+"""CPU seconds of vLLM's core for a sampled token and for a turn; both together are its 443 ms, the parts assumed."""
+CORE_ITERATION = 1.0e-3
+GENERATOR_TURN = 0.354 / TURNS
+FORMING_TURN = 0.020 / TURNS
+"""Of the buffer's time, what lies between a mini-batch's last step and its lease, for a turn; the part is assumed."""
+RANK_STEP, AFTER_STEP = 0.040, 0.160
+"""CPU seconds of a rank for a step, beside its model's operations, until the commit; and of ranks and driver after it,
+until the next lease is asked for: publication, metrics, messages. Set so that the quick start's waiting is met."""
+PROCESSES_OF_ENGINE = 1.3
+"""Cores that a busy generator takes: its core and its own process, which mostly wait for each other."""
+
+ENGINE_BYTES, RANK_BYTES = 1.35e9, 0.75e9
+"""Resident memory of a CPU engine's two processes and of a CPU rank before any model: libraries; see
+`python -m benchmarks.plan`."""
+
+
+def crowding(device: Device, engines: int, ranks: int, share_of_training: float) -> tuple[float, float]:
+    """Factors by which generation and training take longer, because processes share the cores of a CPU machine.
+
+    `share_of_training`: fraction of the time in which ranks compute.
+
+    >>> from service.plan.device import profile
+    >>> crowding(profile("h100"), 4, 4, 0.5)
+    (1.0, 1.0)
+    """
+    if device.cores is None:
+        return 1.0, 1.0
+    busy = PROCESSES_OF_ENGINE * engines
+    return (
+        max(1.0, (busy + ranks * share_of_training) / device.cores),
+        max(1.0, (busy + ranks) / device.cores),
+    )

@@ -1,0 +1,114 @@
+"""The rates of this machine, measured in a few seconds: products, copies, attention, and the pace of Python."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from service.plan.device import Device, profile
+
+BUDGET_SECONDS = 3.0
+"""Seconds that each measurement may take at most, but for its first round."""
+
+REFERENCE_SECONDS = 0.0024
+"""Seconds of `_pythons_work` on the machine on which the costs of the host in `service.plan.host` were measured."""
+
+COPIES, ROWS, CONTEXT = {"cpu": 1 << 24, "cuda": 1 << 30}, {"cpu": 768, "cuda": 8192}, {"cpu": 512, "cuda": 8192}
+"""Bytes of a copy, rows of a square matrix, tokens of an attention's row."""
+
+
+def measured(cpu: bool = False) -> Device:
+    """This machine's first GPU; or its CPU, where there is no GPU or with `cpu`, one core for each process of a run."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks and engines on a CPU
+    try:
+        rows, context = ROWS[device.type], CONTEXT[device.type]
+        matrix = torch.randn(rows, rows, device=device, dtype=dtype)
+        bandwidth = _copied_bytes(device)
+        heads = torch.randn(3, 1, 8, context, 64, device=device, dtype=dtype)
+        forward, both = _attention(heads)
+        flops = 2 * 8 * 64 * context * context
+        return Device(
+            name="cpu" if cpu else "measured",
+            source=f"measured here: {_device_name(device)}",
+            memory=_memory(device),
+            products=2 * rows**3 / fastest(lambda: matrix @ matrix, device),
+            bandwidth=2 * bandwidth,  # read and written
+            attention=flops / forward,
+            attention_backward=2.5 * flops / max(both - forward, forward),
+            **_links(device, bandwidth),
+            cores=None if device.type == "cuda" else len(os.sched_getaffinity(0)),
+            pace=fastest(_pythons_work, torch.device("cpu")) / REFERENCE_SECONDS,
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fastest(work: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
+    """Seconds of the fastest round: others are slowed down by what else runs here."""
+    seconds = list[float]()
+    until = time.perf_counter() + BUDGET_SECONDS
+    while len(seconds) < rounds and (not seconds or time.perf_counter() < until):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def _attention(heads: Tensor) -> tuple[float, float]:
+    """Seconds of causal attention forward, and forward and backward."""
+    query, key, value = heads.unbind()
+
+    def both() -> None:
+        q, k, v = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+        scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+
+    forward = fastest(lambda: scaled_dot_product_attention(query, key, value, is_causal=True), heads.device)
+    return forward, fastest(both, heads.device)
+
+
+def _pythons_work() -> None:
+    """Work like that of the host's processes: small objects, dictionaries, calls."""
+    kept: dict[str, list[int]] = {}
+    for number in range(20_000):
+        kept.setdefault(str(number % 97), []).append(number)
+    sum(len(each) for each in kept.values())
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{len(os.sched_getaffinity(0))} CPU cores"
+
+
+def _memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(psutil.virtual_memory().total)
+
+
+def _copied_bytes(device: torch.device) -> float:
+    """Bytes copied in a second, within the device's memory."""
+    source, target = torch.ones(2, COPIES[device.type], device=device, dtype=torch.uint8).unbind()
+    return COPIES[device.type] / fastest(lambda: target.copy_(source), device)
+
+
+def _links(device: torch.device, copied: float) -> dict[str, float]:
+    """Links: a GPU's to the host is measured, those to other GPUs are an H100's; on a CPU all are copies."""
+    if device.type == "cpu":
+        return {"link": copied, "network": copied, "host_link": copied}
+    host = torch.empty(COPIES["cuda"], dtype=torch.uint8, pin_memory=True)
+    block, like = torch.empty(COPIES["cuda"], device=device, dtype=torch.uint8), profile("h100")
+    to_host = COPIES["cuda"] / fastest(lambda: host.copy_(block), device)
+    return {"link": like.link, "network": like.network, "host_link": to_host}

@@ -1,0 +1,123 @@
+"""A plan as a page for the terminal, and as a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from service.learn.estimate.fit import MARGIN
+from service.plan.binding import Part, Side
+from service.plan.forecast import Forecast, Split
+from service.plan.work import lines_of
+
+MODEL = (
+    "Times are arithmetic: the operations of a step at the device's rates, a roofline for each iteration of an engine, "
+    "and groups played event by event."
+)
+
+
+def lines(plan: Forecast) -> Iterator[str]:
+    """The page."""
+    split, config = plan.chosen, plan.config
+    unit = "processes" if plan.device.cores is not None else "GPUs"
+    yield (
+        f"{config.run.name} on {plan.gpus} {unit} ({plan.device.name}): {split.engines} engines of "
+        f"{config.generator.tensor_parallel_size}, {split.ranks} ranks"
+    )
+    yield ""
+    yield from _memory(plan)
+    yield ""
+    yield from _speed(plan)
+    yield ""
+    yield f"{'engines':>8} {'ranks':>6} {'s/step':>8} {'training waits':>15} {'slots idle':>11}  fits  binds"
+    for each in plan.splits:
+        mark = "*" if each is plan.best else " "
+        yield (
+            f"{each.engines:>7}{mark} {each.ranks:>6} {each.step_seconds:>8.2f} {each.flow.trainer_waits:>15.0%} "
+            f"{each.flow.generators_wait:>11.0%}  {'yes ' if each.fits else 'no  '}  {each.binding.part}"
+        )
+    best = plan.best
+    yield (
+        f"best split: {best.engines} engines and {best.ranks} ranks, {best.step_seconds:.2f} s a step, "
+        f"{split.step_seconds / best.step_seconds:.2f} times as fast as the configuration's"
+    )
+    yield ""
+    yield "assumptions"
+    for line in (f"rates: {plan.device.source}", *lines_of(plan.work), MODEL):
+        yield f"  {line}"
+
+
+def _memory(plan: Forecast) -> Iterator[str]:
+    room = plan.device.memory * (1 - MARGIN)
+    for name, parts in (("a rank", plan.chosen.rank_bytes), ("a GPU of an engine", plan.engine_bytes)):
+        held = sum(parts.values())
+        listed = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in sorted(parts.items(), key=lambda p: -p[1]))
+        yield f"memory of {name}: {held / 1e9:.1f} GB of {room / 1e9:.1f} that can be used ({listed})"
+    yield "it fits" if plan.problem is None else f"it does not fit: {plan.problem}"
+
+
+def _speed(plan: Forecast) -> Iterator[str]:
+    split, flow = plan.chosen, plan.chosen.flow
+    yield f"engines: {split.sampled_tokens:,.0f} sampled and {split.prefilled_tokens:,.0f} prefilled tokens a second"
+    yield f"trainer: {split.trained_tokens:,.0f} tokens of rows a second"
+    for side in Side:
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in split.demand.of(side).items() if seconds)
+        yield f"{side}: {split.demand.seconds(side):.2f} s of a step ({parts})"
+    yield (
+        f"a step: {flow.step_seconds:.2f} s, {plan.on_policy.step_seconds / flow.step_seconds:.2f} times as fast as "
+        f"on-policy; staleness {flow.staleness:.1f} versions; {flow.running:.0f} requests run in an engine"
+    )
+    yield f"what binds: {split.binding.sentence()}"
+    for transport, update in plan.updates.items():
+        used = " (configured)" if transport == plan.config.weights.transport else ""
+        yield (
+            f"weights by {transport}{used}: the trainer waits {update.trainer:.2f} s, an engine pauses "
+            f"{update.pause:.2f} s, served after {update.arrival:.2f} s"
+        )
+    steps = plan.config.run.max_steps
+    yield f"the run: {steps} steps, {steps * flow.step_seconds / 3600:.2f} hours, {plan.gpu_hours:.2f} GPU-hours"
+
+
+def as_dict(plan: Forecast) -> dict[str, Any]:
+    """The same figures, for other programs; lengths in tokens, times in seconds, memory in bytes."""
+    work = asdict(plan.work)
+    sources = work.pop("sources")
+    return {
+        "schema": 1,
+        "name": plan.config.run.name,
+        "fits": plan.problem is None,
+        "problem": plan.problem,
+        "gpus": plan.gpus,
+        "device": asdict(plan.device),
+        "engine_bytes": dict(plan.engine_bytes),
+        "chosen": _split(plan.chosen),
+        "best": {"engines": plan.best.engines, "ranks": plan.best.ranks},
+        "splits": [_split(split) for split in plan.splits],
+        "speed_over_on_policy": plan.on_policy.step_seconds / plan.chosen.step_seconds,
+        "weights": {transport: asdict(update) for transport, update in plan.updates.items()},
+        "gpu_hours": plan.gpu_hours,
+        "work": work,
+        "sources": sources,
+    }
+
+
+def _split(split: Split) -> dict[str, Any]:
+    found = split.binding
+
+    def named(parts: Mapping[Part, float]) -> dict[str, float]:
+        return {str(part): seconds for part, seconds in parts.items()}
+
+    return {
+        "engines": split.engines,
+        "ranks": split.ranks,
+        "fits": split.fits,
+        **asdict(split.flow),
+        "generation": named(split.demand.generation),
+        "training": named(split.demand.training),
+        "sampled_tokens_per_second": split.sampled_tokens,
+        "prefilled_tokens_per_second": split.prefilled_tokens,
+        "trained_tokens_per_second": split.trained_tokens,
+        "rank_bytes": dict(split.rank_bytes),
+        "binding": {"part": str(found.part), "gain": found.gain, "sentence": found.sentence()},
+    }

@@ -1,0 +1,76 @@
+"""The numbers of a model that decide how fast an engine is: parameters, experts, bytes of the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of one of the text families, dense or with experts."""
+
+    layers: int
+    hidden: int
+    attention: float
+    """Parameters of the attention of a layer."""
+    shared: float
+    """Parameters of the MLPs of a layer that every token passes through."""
+    expert: float
+    """Parameters of one routed expert; 0: the layers are dense."""
+    experts: int
+    experts_of_token: int
+    embedding: float
+    """Parameters of the embedding, and of the head where both are not one."""
+    head: float
+    query_width: int
+    """Query heads times their dimension."""
+    kv_heads: int
+    head_dim: int
+    width: float = 2.0
+    """Bytes of a parameter, and of a number in the KV cache."""
+
+    @classmethod
+    def of(cls, model: Any, width: float = 2.0) -> Shape:
+        """From a `config.json` that transformers has read."""
+        hidden, heads = model.hidden_size, model.num_attention_heads
+        head_dim = getattr(model, "head_dim", None) or hidden // heads
+        experts = getattr(model, "num_experts", 0) or 0
+        mlp = 3 * hidden * model.intermediate_size
+        shared = 3 * hidden * (getattr(model, "shared_expert_intermediate_size", 0) or 0)
+        head = float(model.vocab_size * hidden)
+        return cls(
+            layers=model.num_hidden_layers,
+            hidden=hidden,
+            attention=2.0 * hidden * head_dim * (heads + model.num_key_value_heads),
+            shared=shared if experts else mlp,
+            expert=3.0 * hidden * model.moe_intermediate_size if experts else 0.0,
+            experts=experts,
+            experts_of_token=getattr(model, "num_experts_per_tok", 0) or 0,
+            embedding=head if model.tie_word_embeddings else 2 * head,
+            head=head,
+            query_width=heads * head_dim,
+            kv_heads=model.num_key_value_heads,
+            head_dim=head_dim,
+            width=width,
+        )
+
+    @property
+    def parameters(self) -> float:
+        """All parameters, without norms."""
+        return self.layers * (self.attention + self.shared + self.experts * self.expert) + self.embedding
+
+    @property
+    def of_token(self) -> float:
+        """Parameters that a token is multiplied with, the head included."""
+        return self.layers * (self.attention + self.shared + self.experts_of_token * self.expert) + self.head
+
+    def read_parameters(self, tokens: float) -> float:
+        """Parameters that a forward pass over so many tokens reads: of the experts those that any token chose."""
+        chosen = 1 - (1 - self.experts_of_token / self.experts) ** tokens if self.experts else 0.0
+        layer = self.attention + self.shared + chosen * self.experts * self.expert
+        return self.layers * layer + self.head
+
+    def kv_token_bytes(self, tensor_parallel: int = 1) -> float:
+        """Bytes of a token's keys and values on each GPU of an engine."""
+        return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_dim * self.width

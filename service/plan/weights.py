@@ -1,0 +1,37 @@
+"""How long new weights take to the engines, by transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.plan.device import Device
+
+GATHERED, TO_A_NODE, INTO_AN_ENGINE = 1.3e9, 1.1e9, 5e9
+"""Bytes/s of `weights.transport: memory`: gathered on rank 0, copied, hashed and stored, while the trainer waits; to a
+node and into its shared memory; into an engine while it pauses. Estimated from the code, not measured on a GPU."""
+CALLS = 0.3
+"""Seconds of the calls of an update, whatever the bytes; assumed."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Seconds of an update of the engines."""
+
+    trainer: float
+    """While which the trainer does nothing else."""
+    pause: float
+    """While which an engine generates nothing."""
+    arrival: float
+    """From the end of the step until the engines serve the weights."""
+
+
+def update(transport: str, weight_bytes: float, device: Device, nodes: int, engine_gpus: int) -> Update:
+    """An update by a transport; `engine_gpus` share the bytes that an engine copies."""
+    if transport == "memory":
+        fast = device.cores is not None  # one machine, and no copy to a GPU
+        gathered, pause = weight_bytes / GATHERED, weight_bytes / engine_gpus / INTO_AN_ENGINE
+        arrival = 0.0 if fast else weight_bytes / TO_A_NODE
+        return Update(gathered + CALLS * (not fast), pause, gathered + arrival + pause)
+    rate = device.link if transport == "ipc" or nodes == 1 else device.network
+    seconds = weight_bytes / rate + CALLS
+    return Update(seconds, seconds, seconds)

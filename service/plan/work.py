@@ -1,0 +1,154 @@
+"""What the trajectories of a run look like: turns, lengths, times of the environment; each figure with its source."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from service.config import Config
+from service.errors import UserError
+from service.observe.trajectories.records import find_recorded_run, load_records
+from service.run.folder import METRICS, read_lines, run_folder
+
+
+def _option(meaning: str) -> Any:
+    """A figure that is also an option of `baton plan`."""
+    return field(metadata={"help": meaning})
+
+
+@dataclass(frozen=True)
+class Work:
+    """Means over trajectories; lengths in tokens, times in seconds."""
+
+    turns: float = _option("turns of a trajectory")
+    prompt_tokens: float = _option("tokens of a trajectory's first prompt")
+    response_tokens: float = _option("sampled tokens of a turn")
+    observation_tokens: float = _option("tokens that the environment adds between two turns")
+    sigma: float = _option("spread of trajectories' lengths: of the logarithm (0.5 moderate, 1.0 long tails)")
+    environment_seconds: float = _option("seconds of one call of the environment")
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where each figure comes from, by its name."""
+
+    @property
+    def sampled(self) -> float:
+        """Sampled tokens of a trajectory."""
+        return self.turns * self.response_tokens
+
+    @property
+    def length(self) -> float:
+        """Tokens of a trajectory whose turns share a row."""
+        return self.prompt_tokens + self.sampled + max(0.0, self.turns - 1) * self.observation_tokens
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens in the KV cache of a request, over the time of its generation."""
+        return (self.prompt_tokens + self.length) / 2
+
+    def row_tokens(self, merged: bool) -> float:
+        """Tokens of the rows of a trajectory: one row where turns are merged, else one for each turn."""
+        return self.length if merged else self.turns * (self.prompt_tokens + self.length) / 2 + self.sampled / 2
+
+    def longest_of(self, count: float) -> float:
+        """Length of the longest of so many trajectories, over the mean: the quantile 1 - 1 / (count + 1).
+
+        >>> work = assumed(Config())
+        >>> work.longest_of(1) < 1 < work.longest_of(64) < work.longest_of(1024)
+        True
+        """
+        normal = statistics.NormalDist()
+        return math.exp(self.sigma * normal.inv_cdf(count / (count + 1)) - self.sigma**2 / 2)
+
+
+OPTIONS = {option.name: option for option in fields(Work) if "help" in option.metadata}
+ASSUMED = "assumed"
+SIGMA = 0.6
+"""Spread of lengths where nothing says it: between the moderate and the long tails of docs/staleness.md."""
+
+
+def assumed(config: Config) -> Work:
+    """The work where nothing is said: half of what the limits allow."""
+    turns = (config.env.max_turns + 1) / 2
+    generator = config.generator
+    response = generator.max_generate_length / 2
+    room = max(0.0, generator.max_input_length / 2 - (turns - 1) * response)
+    prompt = max(1.0, room / max(1.0, turns))
+    sources = {
+        "turns": f"{ASSUMED}: the mean of 1 and env.max_turns {config.env.max_turns}",
+        "prompt_tokens": f"{ASSUMED}: prompt and observations fill half of generator.max_input_length",
+        "response_tokens": f"{ASSUMED}: half of generator.max_generate_length {generator.max_generate_length}",
+        "observation_tokens": f"{ASSUMED}: as long as the prompt",
+        "sigma": f"{ASSUMED}: between moderate and long tails",
+        "environment_seconds": f"{ASSUMED}: the environment answers at once",
+    }
+    return Work(turns, prompt, response, prompt if turns > 1 else 0.0, SIGMA, 0.0, sources)
+
+
+def of_run(run: str) -> dict[str, tuple[float, str]]:
+    """The figures that the files of a run hold, each with its source, over the second half of its steps.
+
+    Raises:
+        UserError: there is no such run, or it has made no step.
+    """
+    folder = run_folder(run)
+    lines = list(read_lines(folder / METRICS))
+    lines = lines[len(lines) // 2 :]
+    if not lines:
+        raise UserError(f"--lengths {run}: {folder} has no optimizer step in {METRICS}; name a run that has trained")
+
+    def mean(key: str) -> float:
+        return statistics.fmean(float(line[key]) for line in lines if key in line)
+
+    turns, sampled = mean("generate/avg_num_turns"), mean("generate/avg_assistant_tokens")
+    after_prompt = mean("generate/avg_num_tokens")
+    where = f"{METRICS} of {folder.name}, mean of the last {len(lines)} steps"
+    found = {
+        "turns": (turns, where),
+        "response_tokens": (sampled / turns, where),
+        "observation_tokens": ((after_prompt - sampled) / max(turns - 1, 1.0), where),
+    }
+    prompts, lengths = _kept(folder)
+    kept = f"trajectories.jsonl of {folder.name}, {len(lengths)} kept trajectories"
+    if lengths:
+        logs = [math.log(length) for length in lengths]
+        found["prompt_tokens"] = (statistics.fmean(prompts), kept)
+        found["sigma"] = (statistics.stdev(logs) if len(logs) > 1 else SIGMA, kept)
+    return found
+
+
+def _kept(folder: Path) -> tuple[Sequence[int], Sequence[int]]:
+    """Tokens of first prompts and sampled tokens of the trajectories that a run kept."""
+    try:
+        records = load_records(find_recorded_run(str(folder)))
+    except UserError:  # the run kept none: then its metrics have to do
+        return [], []
+    full = [record for record in records if record["steps"] and record["sampled_tokens"]]
+    return [len(each["steps"][0]["prompt_ids"]) for each in full], [each["sampled_tokens"] for each in full]
+
+
+def work_of(config: Config, run: str | None, given: Mapping[str, float | None]) -> Work:
+    """The work of a configuration: figures that are given, else those of a run, else assumed ones.
+
+    Raises:
+        UserError: a figure is not a possible one, or there is no such run.
+    """
+    work = assumed(config)
+    figures = of_run(run) if run is not None else {}
+    for name, value in given.items():
+        if value is not None:
+            lowest = 1.0 if name in ("turns", "prompt_tokens", "response_tokens") else 0.0
+            if not lowest <= value < math.inf:
+                raise UserError(f"--{name.replace('_', '-')} {value:g}: give a number of at least {lowest:g}")
+            figures[name] = (value, "given")
+    values: dict[str, Any] = {name: value for name, (value, _) in figures.items()}
+    sources = {**work.sources, **{name: source for name, (_, source) in figures.items()}}
+    return replace(work, **values, sources=sources)
+
+
+def lines_of(work: Work) -> Iterator[str]:
+    """Every figure with its source."""
+    for name in OPTIONS:
+        yield f"{name.replace('_', ' ')} {getattr(work, name):.4g}: {work.sources[name]}"
