@@ -1,0 +1,70 @@
+"""An engine's roofline: decoding waits for the memory, prefill for the products."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.estimates import SHAPES, model_folder
+from benchmarks.plan_field import MODELS
+from service.errors import UserError
+from service.learn.model.hf_config import read_config
+from service.plan.device import DATA_SHEETS, profile
+from service.plan.engine import Engine
+from service.plan.shape import Shape
+
+H100 = profile("h100")
+
+
+def shape(name: str, parent: Path) -> Shape:
+    if name in SHAPES:
+        return Shape.of(read_config(model_folder(name, parent)))
+    (parent / "config.json").write_text(json.dumps(MODELS[name]))
+    return Shape.of(read_config(parent))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "of_a_token"),
+    [("Qwen2.5-7B", 7.6, 7.1), ("Qwen3-4B", 4.0, 4.0), ("Qwen3-30B-A3B", 30.5, 3.0), ("Llama-3.1-8B", 8.0, 7.5)],
+)
+def test_the_parameters_of_a_model_are_those_of_its_card(
+    name: str, billions: float, of_a_token: float, tmp_path: Path
+) -> None:
+    found = shape(name, tmp_path)
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=0.02)
+    assert found.of_token / 1e9 == pytest.approx(of_a_token, rel=0.05)
+
+
+def test_decoding_is_bound_by_the_memory_and_prefill_by_the_products(tmp_path: Path) -> None:
+    engine = Engine(shape("Qwen3-8B", tmp_path), H100, 1, 40e9)
+    weights = engine.shape.read_parameters(1) * 2 / H100.bandwidth
+    assert engine.iteration(1, 0) - engine.host_seconds(1) == pytest.approx(weights)
+    assert engine.iteration(8, 1024) < 1.2 * engine.iteration(1, 1024)
+    products = 2 * engine.shape.of_token * 8192 / H100.products
+    assert engine.prefill_seconds(8192, 0) == pytest.approx(products)
+
+
+def test_two_gpus_decode_faster_than_one_but_not_twice_as_fast(tmp_path: Path) -> None:
+    dense = shape("Qwen3-8B", tmp_path)
+    one, two = (Engine(dense, H100, gpus, 40e9).iteration(32, 2048) for gpus in (1, 2))
+    assert one / 2 < two < one
+
+
+def test_few_tokens_read_few_experts_and_many_tokens_read_all(tmp_path: Path) -> None:
+    model = shape("Qwen3-30B-A3B", tmp_path)
+    assert model.read_parameters(1) == pytest.approx(model.of_token)
+    assert model.read_parameters(1000) == pytest.approx(model.parameters - model.embedding + model.head)
+
+
+def test_a_faster_gpu_is_no_slower() -> None:
+    assert profile("h200").bandwidth > profile("h100").bandwidth > profile("a100").bandwidth > profile("l40s").bandwidth
+    assert profile("h20").products < profile("a100").products
+    assert all(profile(name).memory == DATA_SHEETS[name][2] for name in DATA_SHEETS)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("H100", "h100"), ("h10", "h100"), ("l40", "l40s"), ("mesured", "measured")]
+)
+def test_a_wrong_name_of_a_gpu_is_answered_with_the_nearest(typed: str, meant: str) -> None:
+    with pytest.raises(UserError, match=f"did you mean {meant}"):
+        profile(typed)

@@ -1,0 +1,63 @@
+"""The flow of groups is that of the simulator, which plays the buffer's own code."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from service.config import load
+from service.plan.flow import Setting, played
+from service.simulate.command import PRESET
+from service.simulate.report import simulated
+from service.simulate.scenario import Scenario
+
+SIZE = ("trainer.mini_batch_size=8", "generator.concurrent_groups=16", "algorithm.n_samples_per_prompt=4")
+SCENARIO = Scenario(generators=1, median_tokens=24, steps=36)
+
+
+def setting(scenario: Scenario, lookahead: int) -> Setting:
+    """What the simulator is given, as the flow takes it."""
+    config = load([], [*PRESET, *SIZE]).config
+    return Setting(
+        mini_batch_size=8,
+        samples=4,
+        lookahead=lookahead,
+        slots=16,
+        engines=1,
+        iteration=lambda running: scenario.token_seconds,
+        tokens=scenario.median_tokens * np.exp(scenario.sigma**2 / 2),
+        sigma=scenario.sigma,
+        most_tokens=config.generator.max_generate_length,
+        environment_seconds=0.0,
+        train_seconds=scenario.step_seconds(config),
+    )
+
+
+@pytest.mark.parametrize(("sigma", "lookahead"), [(0.5, 0), (0.5, 1), (0.5, 4), (1.0, 1)])
+def test_speed_waiting_and_staleness_are_those_of_the_simulator(sigma: float, lookahead: int) -> None:
+    scenario = replace(SCENARIO, sigma=sigma)
+    config = load([], [*PRESET, *SIZE, f"buffer.lookahead={lookahead}"]).config
+    simulator = simulated(config, scenario, seed=0)
+    flow = played(setting(scenario, lookahead))
+    assert flow.step_seconds == pytest.approx(1 / simulator.steps_per_second, rel=0.15)
+    assert flow.trainer_waits == pytest.approx(simulator.trainer_wait, abs=0.08)
+    assert flow.generators_wait == pytest.approx(simulator.generator_wait, abs=0.08)
+    assert flow.staleness == pytest.approx(simulator.staleness_mean, abs=0.4)
+
+
+def test_more_lookahead_makes_no_step_slower_and_all_work_staler() -> None:
+    found = [played(setting(SCENARIO, lookahead)) for lookahead in (0, 1, 2, 4)]
+    seconds, staleness = [flow.step_seconds for flow in found], [flow.staleness for flow in found]
+    assert seconds == sorted(seconds, reverse=True) and staleness == sorted(staleness)
+    assert staleness[0] == 0
+
+
+def test_a_slow_environment_lengthens_every_trajectory_and_leaves_the_engines_free() -> None:
+    fast, slow = played(setting(SCENARIO, 1)), played(replace(setting(SCENARIO, 1), environment_seconds=5.0))
+    assert slow.step_seconds > fast.step_seconds + 2 and slow.running < fast.running
+
+
+def test_a_large_mini_batch_is_played_in_part_and_takes_as_long() -> None:
+    small = setting(SCENARIO, 4)
+    large = replace(small, mini_batch_size=512, slots=1024, engines=64, train_seconds=small.train_seconds)
+    assert played(large).step_seconds == pytest.approx(played(small).step_seconds, rel=0.15)

@@ -1,0 +1,115 @@
+"""`baton plan`: whether it fits, how fast it is, what binds, and which split is best."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.estimates import SHAPES
+from service.cli.parser import main
+from service.plan.command import DOES_NOT_FIT
+from service.plan.work import OPTIONS
+from service.run.folder import METRICS
+
+QUICKSTART = str(Path(__file__).parents[3] / "configs/quickstart.yaml")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The arguments for a small model on eight GPUs, without weights or data."""
+    parent = tmp_path_factory.mktemp("plan")
+    folder = parent / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPES["Qwen2.5-0.5B"] | {"num_hidden_layers": 2}))
+    file = parent / "mine.yaml"
+    file.write_text(
+        f"model: {{path: {folder}}}\n"
+        "env: {name: gsm8k, max_turns: 1}\n"
+        "data: {make_rows: 64}\n"
+        "generator: {engines: 4, concurrent_groups: 128, max_input_length: 512, max_generate_length: 512}\n"
+        "trainer: {ranks: 4, mini_batch_size: 64, max_tokens_per_micro_batch: 8192, gradient_checkpointing: true}\n"
+    )
+    return ["--config", str(file)]
+
+
+def planned(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, object]:
+    assert main(["plan", *words, "--json"]) == code
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_page_says_memory_speed_binding_splits_and_every_assumption(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "plan.png"
+    assert main(["plan", *recipe, "--gpus", "8", "--plot", str(picture)]) == 0
+    page = capsys.readouterr().out
+    for said in ("memory of a rank", "it fits", "sampled", "what binds", "weights by nccl", "GPU-hours", "best split"):
+        assert said in page, said
+    assumptions = page.partition("assumptions")[2]
+    assert [name for name in OPTIONS if f"{name.replace('_', ' ')} " not in assumptions] == []
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_more_turns_and_a_slow_tool_make_the_environment_bind(
+    recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*recipe, "env.max_turns=8", "--turns", "8", "--response-tokens", "50", "--environment-seconds", "20"]
+    slow = planned(words, capsys)
+    assert slow["chosen"]["binding"]["part"] == "environment"  # type: ignore[index]
+    assert slow["sources"]["turns"] == "given"  # type: ignore[index]
+
+
+def test_the_best_split_is_the_fastest_that_fits(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned([*recipe, "--gpus", "8"], capsys)
+    splits: list[dict[str, float]] = found["splits"]  # type: ignore[assignment]
+    assert [(split["engines"], split["ranks"]) for split in splits] == [(n, 8 - n) for n in range(1, 8)]
+    fastest = min(splits, key=lambda split: split["step_seconds"])
+    assert found["best"] == {"engines": fastest["engines"], "ranks": fastest["ranks"]}
+    assert found["speed_over_on_policy"] > 1  # type: ignore[operator]
+
+
+def test_what_does_not_fit_is_an_answer_with_an_exit_code_of_its_own(
+    recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*recipe, "trainer.max_tokens_per_micro_batch=8388608", "trainer.gradient_checkpointing=false"]
+    found = planned(words, capsys, DOES_NOT_FIT)
+    assert not found["fits"] and "trainer." in str(found["problem"])
+    found = planned([*recipe, "--gpus", "4"], capsys, DOES_NOT_FIT)
+    assert "4 more than --gpus 4" in str(found["problem"])
+
+
+def test_lengths_come_from_a_run(recipe: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    line = {"generate/avg_num_turns": 3.0, "generate/avg_assistant_tokens": 60.0, "generate/avg_num_tokens": 100.0}
+    (tmp_path / METRICS).write_text(json.dumps(line) + "\n")
+    work: dict[str, float] = planned([*recipe, "--lengths", str(tmp_path), "--sigma", "0.9"], capsys)["work"]  # type: ignore[assignment]
+    assert (work["turns"], work["response_tokens"], work["observation_tokens"], work["sigma"]) == (3, 20, 20, 0.9)
+
+
+def test_a_model_that_the_run_would_make_is_planned_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(["--config", QUICKSTART, "--gpu", "cpu"], capsys)
+    assert found["fits"] and found["device"]["cores"] >= 1  # type: ignore[index]
+    assert 0 < found["chosen"]["step_seconds"] < 60  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "h1000"], "did you mean h100"),
+        (["--gpus", "0"], "--gpus 0: give a positive number"),
+        (["--gpus", "1"], "--gpus 1: an engine takes 1"),
+        (["--turns", "0"], "--turns 0: give a number of at least 1"),
+        (["--response-tokens", "nan"], "--response-tokens nan: give a number"),
+        (["--sigma", "-1"], "--sigma -1: give a number of at least 0"),
+        (["--lengths", "no-such-run"], "no-such-run"),
+        (["model.path=/nowhere"], "/nowhere has no config.json"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    recipe: list[str], words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *recipe, *words]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and len(re.findall("^baton: ", printed.err, re.MULTILINE)) == 1 and not printed.out
