@@ -8,7 +8,8 @@ from pydantic import Field
 
 from service.config.section import Positive, Section
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 """The linear layers inside of a decoder layer."""
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

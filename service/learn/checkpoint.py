@@ -26,6 +26,7 @@ from torch import Tensor
 
 from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
+from service.learn.adapter_folder import Base
 from service.learn.host_copy import begin_host_copy, finish_host_copies
 from service.learn.model.sharding import shard_bounds
 from service.learn.optimizer import MOMENTS
@@ -44,8 +45,14 @@ class CheckpointMetadata(BaseModel):
     """Optimizer steps of the policy when each kind of frozen weights was copied."""
     shapes: dict[str, tuple[int, ...]]
     """Shape of each whole weight, by name."""
+    base: Base | None = None
+    """The model that the weights are an adapter of; None: they are all weights of a model."""
     world_size: int = Field(ge=1)
     """Ranks that wrote the checkpoint: those of one copy of the policy."""
+
+    def text(self) -> str:
+        """As it is written; without a base, as it was before there were adapters."""
+        return self.model_dump_json(exclude_none=True)
 
     @property
     def parts(self) -> list[str]:
@@ -67,7 +74,7 @@ class CheckpointWriter:
         self.finish()
         copies = {name: begin_host_copy(tensor) for name, tensor in tensors.items()}
         finish_host_copies()
-        self._writing = self._pool.submit(self._write, folder, copies, metadata.model_dump_json())
+        self._writing = self._pool.submit(self._write, folder, copies, metadata.text())
 
     def finish(self) -> None:
         """Wait until the started checkpoint is on disk; raises the error of a failed write."""
@@ -103,12 +110,23 @@ def read_metadata(folder: Path) -> CheckpointMetadata:
     return metadata
 
 
-def check_parts(folder: Path, metadata: CheckpointMetadata, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the headers of all parts with the shapes that a learner needs; reads no weights.
+def check_parts(
+    folder: Path, metadata: CheckpointMetadata, shapes: Mapping[str, tuple[int, ...]], base: Base | None
+) -> None:
+    """Compare the headers of all parts with the shapes, and the base of an adapter, that a learner needs; reads no
+    weights.
 
     Raises:
         UserError: the checkpoint is another model's, or a part is damaged or of another save.
     """
+    if (metadata.base is None) != (base is None):
+        held, trained = ("all weights", "an adapter") if metadata.base is None else ("an adapter", "all weights")
+        raise UserError(
+            f"the checkpoint {folder} holds {held}, but the configuration trains {trained} (model.lora); resume with "
+            "the setting that it was written with"
+        )
+    if metadata.base is not None and base is not None:
+        base.refuse_other(metadata.base.fingerprint, f"the checkpoint {folder}")
     for name in sorted(shapes.keys() | metadata.shapes.keys()):
         there, here = metadata.shapes.get(name), shapes.get(name)
         if there != here:
@@ -119,7 +137,7 @@ def check_parts(folder: Path, metadata: CheckpointMetadata, shapes: Mapping[str,
     for writer, name in enumerate(metadata.parts):
         with ExitStack() as stack:
             part = _opened(folder / name, stack)
-            if (part.metadata() or {}).get(METADATA_FILE) != metadata.model_dump_json():
+            if (part.metadata() or {}).get(METADATA_FILE) != metadata.text():
                 raise UserError(f"the checkpoint {folder} is not whole: {name} is of another save than {METADATA_FILE}")
             found = {tensor: tuple(part.get_slice(tensor).get_shape()) for tensor in part.keys()}  # noqa: SIM118
         wanted = _shapes_of_part(metadata, writer)

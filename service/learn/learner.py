@@ -132,6 +132,7 @@ class Learner:
                 "steps": self.steps,
                 "frozen": self._frozen.taken_at,
                 "shapes": self._shapes(),
+                "base": self.policy.base,
                 "world_size": self.policy.n_shards,
             }
         )
@@ -152,7 +153,7 @@ class Learner:
             UserError: the checkpoint is damaged, not whole or another model's; the learner is as it was.
         """
         metadata = read_metadata(folder)
-        check_parts(folder, metadata, self._shapes())
+        check_parts(folder, metadata, self._shapes(), self.policy.base)
         for kind, taken_at in metadata.frozen.items():
             self._frozen.take(kind, taken_at)
         read_parts(folder, self._state(), metadata, self.policy.shard, self.policy.n_shards)
@@ -172,9 +173,9 @@ class Learner:
         return state
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of all weights, on rank 0 or `everywhere`; see `Policy.weights`."""
+        """Copies of what is trained, on rank 0 or `everywhere`; see `Policy.weights`."""
         return self.policy.weights(everywhere)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the weights, whole or not at all; every rank must call."""
+        """Write the final weights, see `Policy.export`; every rank must call."""
         self.policy.export(folder)

@@ -22,7 +22,7 @@ from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.experts import routing_of_model
 from service.learn.model.hf_checkpoint import check_weights
 from service.learn.model.hf_config import code_of_the_model, read_config
-from service.learn.model.policy_model import weight_shapes
+from service.learn.model.policy_model import trained_shapes
 from service.learn.model.tiny_model import count_parameters, make_model
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
@@ -87,7 +87,7 @@ def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerB
     tokenizer = load_tokenizer(folder)
     check_vocabulary(folder, len(tokenizer), hf_config.vocab_size)
     with code_of_the_model(folder):
-        shapes = weight_shapes(hf_config)
+        shapes = trained_shapes(hf_config)
     check_weights(folder, shapes)
     return hf_config, tokenizer
 
@@ -107,7 +107,7 @@ def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
     manifest = target.manifest()
     hf_config, _ = _checked_model(target.begun_with(config))
     folder = target.weights(manifest) / TRAINER
-    check_parts(folder, read_metadata(folder), weight_shapes(hf_config))
+    check_parts(folder, read_metadata(folder), trained_shapes(hf_config), None)
     return manifest
 
 

@@ -123,8 +123,8 @@ def fit(config: Config, folder: Path, gpu_bytes: float, device: torch.device | N
         return engine, generator.kv_cache_bytes or gpu_bytes * generator.gpu_memory_utilization - engine
 
     def shared(step: StepEstimate) -> float:
-        # the engine loads from a whole copy of the weights beside the rank's
-        return sum(engine_and_kv(step)) + step.parameters * width if config.weights.transport == "ipc" else 0.0
+        # the engine loads from a whole copy of what is trained, beside the rank's
+        return sum(engine_and_kv(step)) + step.trained * width if config.weights.transport == "ipc" else 0.0
 
     if setting == "auto":
         compiled = compiles_layers(hf_config, config.trainer, device, dtype)

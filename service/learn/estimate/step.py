@@ -45,7 +45,9 @@ class StepEstimate:
     """What a step takes on one rank; all but `peak` and `optimizer_seconds` is of one micro-batch."""
 
     parameters: int
-    """Parameters of the whole model."""
+    """Parameters of the whole model, with its adapter."""
+    trained: int
+    """Those that are trained and published: all, or the adapter's."""
     peak: Mapping[str, int]
     """Bytes of the device's memory, when it holds most: weights, gradients, optimizer, activations, logits (with the
     gradient of the output head), gathered (layers of all ranks)."""
@@ -119,7 +121,7 @@ def fake_policy(config: Config, folder: Path, checkpointing: Checkpointing | Non
 
 def _step(config: Config, learner: Learner, meter: Meter, batch: MiniBatch) -> StepEstimate:
     trainer, policy = config.trainer, learner.policy
-    parameters, masters = policy.master_weights.parameters, policy.master_weights.tensors
+    parameters, masters = dict(policy.model.named_parameters()), policy.master_weights.tensors
     optimizer = Optimizer(policy.master_weights, trainer.betas, trainer.weight_decay)
 
     def on_device(part: str) -> str:
@@ -147,6 +149,7 @@ def _step(config: Config, learner: Learner, meter: Meter, batch: MiniBatch) -> S
         optimizer.step(trainer.lr, 2 * trainer.max_grad_norm, trainer.max_grad_norm)
     return StepEstimate(
         parameters=sum(parameter.numel() for parameter in parameters.values()),
+        trained=sum(parameter.numel() for parameter in policy.master_weights.parameters.values()),
         peak=dict(meter.peak),
         flops=flops,
         model_flops=3 * forward_flops[0],

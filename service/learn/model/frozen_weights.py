@@ -1,7 +1,8 @@
 """Frozen weights: copies of the policy at an earlier step, for the KL reference and the proximal anchor.
 
 Each rank copies its shard of the master weights (float32, on the device or in CPU memory). For a forward pass the copy
-is exchanged with the trained weights and then exchanged back, so that no second model is needed.
+is exchanged with the trained weights and then exchanged back, so that no second model is needed. The reference of an
+adapter is its base, with the adapter switched off, unless it is to be renewed; copies are of the adapter alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class FrozenWeights:
         """Optimizer steps by kind; 0: never. A proximal anchor of every step is the current policy, without a copy."""
         if algorithm.anchor == "proximal" and algorithm.anchor_every > 1:
             self._refresh_every["proximal"] = algorithm.anchor_every
+        self._reference_is_base = policy.lora is not None and not algorithm.reference.refresh_every
         if algorithm.kl_coef > 0:
             self._refresh_every["reference"] = algorithm.reference.refresh_every
         self.copies: dict[str, dict[str, Tensor]] = {}
@@ -38,6 +40,8 @@ class FrozenWeights:
         """[M] log-probabilities per micro-batch under the frozen weights; None if there is no such copy."""
         if kind not in self._refresh_every:
             return [None] * len(micros)
+        if kind == "reference" and self._reference_is_base:
+            return self._policy.base_logprobs(micros)
         every = self._refresh_every[kind]
         if kind not in self.copies or (every and step - self.taken_at[kind] >= every):
             self.take(kind, step)

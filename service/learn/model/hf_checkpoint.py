@@ -14,7 +14,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from service.config.model_folder import EMBEDDING, INDEX, SINGLE, open_weights, weight_index
+from service.config.model_folder import EMBEDDING, INDEX, MODEL_CONFIG, SINGLE, open_weights, weight_index
 from service.errors import UserError
 from service.files import atomic_folder, sync
 from service.learn.model.experts import names_on_disk
@@ -141,22 +141,19 @@ def _files_of(folder: Path) -> dict[str, Path]:
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
     """Write a Hugging Face folder, whole or not at all: the weights, and all files of `source` but its weights."""
     with atomic_folder(folder) as partial:
-        for file in sorted(source.iterdir()):
-            if _is_beside_weights(file):
-                shutil.copy2(file, partial / file.name)
         save_torch_state_dict(weights, partial, metadata={"format": "pt"})
-        _write_dtype(partial / "config.json", next(iter(weights.values())).dtype)
-        for file in partial.iterdir():
-            # safetensors creates files that only their owner may read
-            shutil.copymode(partial / "config.json", file)
-            sync(file)
+        write_beside_weights(source, partial, next(iter(weights.values())).dtype)
 
 
-def _is_beside_weights(file: Path) -> bool:
-    return file.is_file() and not file.name.startswith("model") and file.suffix not in (".bin", ".safetensors", ".pt")
-
-
-def _write_dtype(file: Path, dtype: torch.dtype) -> None:
-    config = json.loads(file.read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+def write_beside_weights(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy all files of a Hugging Face folder but its weights beside weights of this type; then sync all files."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.startswith("model") and file.suffix not in (".bin", ".safetensors", ".pt"):
+            shutil.copy2(file, folder / file.name)
+    settings = folder / MODEL_CONFIG
+    config = json.loads(settings.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for file in folder.iterdir():
+        # safetensors creates files that only their owner may read
+        shutil.copymode(settings, file)
+        sync(file)

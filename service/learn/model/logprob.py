@@ -130,14 +130,16 @@ class _ChunkedLogprob(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, head, *of_tokens = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
-        of_head = torch.zeros_like(head, dtype=accumulation_dtype(head.dtype))
+        is_trained = ctx.needs_input_grad[1]
+        of_head = torch.zeros_like(head, dtype=accumulation_dtype(head.dtype)) if is_trained else None
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
             logits = _product(hidden[part], head.t())
             of_logits = logit_gradient(logits, hidden.dtype, *(value[part] for value in (*of_tokens, *gradients)))
             of_hidden[part] = of_logits @ head
-            _add_product(of_head, of_logits.t(), hidden[part])
-        return of_hidden, of_head.to(head.dtype), None, None, None
+            if of_head is not None:
+                _add_product(of_head, of_logits.t(), hidden[part])
+        return of_hidden, None if of_head is None else of_head.to(head.dtype), None, None, None

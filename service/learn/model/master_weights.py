@@ -1,4 +1,4 @@
-"""Master weights: the tensors that the optimizer updates.
+"""Master weights: the tensors that the optimizer updates, one for each parameter that is trained.
 
 The optimizer works on the local shards as plain tensors: the same arithmetic as on distributed tensors, without the
 cost of dispatching each operation.
@@ -12,7 +12,7 @@ cost of dispatching each operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +27,9 @@ class MasterWeights:
     """The float32 (float64 in tests) weights, one plain local tensor a parameter."""
 
     def __init__(self, model: nn.Module, compute: torch.dtype, world_size: int, cpu_offload: bool) -> None:
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        named = model.named_parameters()
+        self.parameters: dict[str, nn.Parameter] = {name: p for name, p in named if p.requires_grad}
+        """Those that are trained: all, or the adapter's."""
         self._copied = world_size == 1 and (cpu_offload or compute == torch.bfloat16)
         self._on_cpu = cpu_offload
         self.tensors: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
@@ -78,14 +80,14 @@ class MasterWeights:
             raise
 
     @torch.no_grad()
-    def randomize(self) -> None:
-        """Random weights: ones in vectors (norms, biases), the customary small deviation in matrices."""
-        for master in self.tensors.values():
-            master.fill_(1.0) if master.ndim == 1 else master.normal_(std=0.02)
-
-    @torch.no_grad()
     def write_back(self) -> None:
         """Copy changed master weights into the parameters."""
         if self._copied:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.tensors[name])
+
+
+def randomize(weights: Iterable[Tensor]) -> None:
+    """Random weights: ones in vectors (norms, biases), the customary small deviation in matrices."""
+    for weight in weights:
+        weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from service.config.tree import Config
+from service.learn.adapter_folder import Base, peft_names, read_adapter, write_adapter
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.attention import use_fastest_attention
 from service.learn.model.compile import compiles_layers, on_gpu
@@ -17,10 +19,11 @@ from service.learn.model.experts import split_experts
 from service.learn.model.hf_checkpoint import load_weights, write_folder
 from service.learn.model.hf_config import read_config
 from service.learn.model.logprob import accumulation_dtype
-from service.learn.model.master_weights import MasterWeights
+from service.learn.model.lora import adapter_off, add_adapter, begin_adapter
+from service.learn.model.master_weights import MasterWeights, randomize
 from service.learn.model.policy_model import Checkpointing, allocate, empty_model
 from service.learn.model.sequence_parallel import Slice
-from service.learn.model.sharding import full_state_dict, ranks_by_node, reshard, shard
+from service.learn.model.sharding import full_state_dict, local_shard, ranks_by_node, reshard, shard
 from service.types import MicroBatch
 
 
@@ -46,6 +49,7 @@ class Policy:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.accumulation_dtype = accumulation_dtype(self.dtype)
         self._folder = folder
+        self.lora = config.model.lora
         trainer = config.trainer
         copies = [list(range(world_size))] if nodes is None or trainer.shard_within == "all" else ranks_by_node(nodes)
         self.n_copies, self.n_shards = len(copies), len(copies[0])
@@ -72,16 +76,37 @@ class Policy:
         dtype = self.dtype if world_size == 1 else self.accumulation_dtype
         # a model without memory needs no fake tensors, and a mesh of ranks cannot be made of them
         with unset_fake_temporarily():
-            self.model = empty_model(hf_config, dtype, trainer, checkpointing)
+            # a frozen base is stored as it is computed with
+            self.model = empty_model(hf_config, dtype if self.lora is None else self.dtype, trainer, checkpointing)
+            if self.lora is not None:
+                add_adapter(self.model, self.model.layers, self.lora, dtype)
             if world_size > 1:
                 shard(self.model, self.model.layers, device, copies, self.dtype, trainer.cpu_offload)
         allocate(self.model, hf_config, device, trainer.cpu_offload and world_size > 1)
         self.master_weights = MasterWeights(self.model, self.dtype, world_size, trainer.cpu_offload)
+        self._fill(config, random_weights)
+
+    @torch.no_grad()
+    def _fill(self, config: Config, random_weights: bool) -> None:
+        """Fill all weights: random ones, or those on disk; without one on disk, the adapter begins as nothing."""
+        masters, trained = self.master_weights.tensors, self.master_weights.parameters
+        whole = dict(self.model.named_parameters())
+        base = {name: parameter for name, parameter in whole.items() if self.lora is None or name not in trained}
+        shards = {name: masters.get(name, local_shard(parameter.detach())) for name, parameter in base.items()}
         if random_weights:
-            self.master_weights.randomize()
+            randomize(shards.values())
         else:
-            load_weights(folder, self.master_weights.tensors, self.master_weights.parameters)
+            load_weights(self._folder, shards, base)
+        if config.model.adapter is not None and self.base is not None and not random_weights:
+            read_adapter(config.model.adapter, self.base, masters, trained)
+        elif self.lora is not None:
+            begin_adapter(masters, trained, config.run.seed)
         self.master_weights.write_back()
+
+    @cached_property
+    def base(self) -> Base | None:
+        """The model that the adapter belongs to; None where all weights are trained."""
+        return None if self.lora is None else Base.of(self._folder)
 
     def to_device(self, micro: MicroBatch) -> DeviceBatch:
         """Copy a micro-batch to the policy's device."""
@@ -94,21 +119,36 @@ class Policy:
         reshard(self.model)
         return logprobs
 
+    def base_logprobs(self, micros: Sequence[DeviceBatch]) -> list[Tensor]:
+        """As `logprobs`, of the model without its adapter."""
+        with adapter_off(self.model):
+            return self.logprobs(micros)
+
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of all weights under their Hugging Face names, in the model's type; every rank must call.
+        """Copies of what is trained, in the model's type: all weights under their Hugging Face names, or the adapter
+        under PEFT's, B without its factor; every rank must call.
 
         Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
         """
         parameters = self.master_weights.parameters
         whole = full_state_dict(parameters, self.dtype, self.device, self.rank, everywhere)
-        return None if whole is None else split_experts(whole)
+        if whole is None:
+            return None
+        return split_experts(whole) if self.lora is None else peft_names(whole)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the weights, whole or not at all; every rank must call.
+        """Write a Hugging Face folder with the weights, or the float32 adapter in PEFT's form, whole or not at all;
+        every rank must call.
 
         Rank 0 writes. The other ranks return at once: a collective operation that waited for the disk would run into
         the deadline of collectives.
         """
-        whole = self.weights()
-        if whole is not None:
-            write_folder(folder, self._folder, whole)
+        if self.lora is None:
+            whole = self.weights()
+            if whole is not None:
+                write_folder(folder, self._folder, whole)
+        elif self.base is not None:
+            masters = self.master_weights.tensors if self.world_size == 1 else self.master_weights.parameters
+            adapter = full_state_dict(masters, self.accumulation_dtype, self.device, self.rank)
+            if adapter is not None:
+                write_adapter(folder, self.base, self.lora, adapter)

@@ -13,11 +13,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from service.config.learn import TrainerConfig
+from service.config.lora import LoraConfig
 from service.learn.device_batch import DeviceBatch
 from service.learn.model import attention
 from service.learn.model.compile import compile_layers
 from service.learn.model.experts import RouterReplay
 from service.learn.model.logprob import TokenLogprobs, token_logprobs
+from service.learn.model.lora import add_adapter
 
 
 class Checkpointing(NamedTuple):
@@ -89,10 +91,12 @@ def empty_model(
     return model
 
 
-def weight_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of the model, by name; takes no memory."""
+def trained_shapes(config: PretrainedConfig, lora: LoraConfig | None = None) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight that is trained, by name: of all, or of an adapter; takes no memory."""
     model = empty_model(config, torch.float32, TrainerConfig())
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if lora is not None:
+        add_adapter(model, model.layers, lora, torch.float32)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def allocate(model: PolicyModel, config: PretrainedConfig, device: torch.device, on_cpu: bool = False) -> None:

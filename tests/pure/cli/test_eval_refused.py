@@ -17,7 +17,7 @@ from service.cli.parser import main
 from service.config import load_config
 from service.learn.checkpoint import CheckpointMetadata, CheckpointWriter
 from service.learn.model.hf_config import read_config
-from service.learn.model.policy_model import weight_shapes
+from service.learn.model.policy_model import trained_shapes
 from service.learn.optimizer import MOMENTS
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints
 from service.run.prepare import prepare
@@ -35,7 +35,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
     config = load_config([QUICKSTART], ["data.eval_make_rows=4"])
     RunWriter(folder).begin(config)
-    shapes = weight_shapes(read_config(prepare(config, folder).model_folder))
+    shapes = trained_shapes(read_config(prepare(config, folder).model_folder))
     tensors = {f"{kind}/{name}": torch.zeros(shape) for kind in ("weights", *MOMENTS) for name, shape in shapes.items()}
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     for step in (20, 40):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
+from service.config.lora import LoraConfig
 from service.config.tree import Config
 from service.learn.estimate.step import estimate_step, full_mini_batch
 from service.learn.learner import Learner
@@ -30,6 +31,7 @@ COMMON: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": COMMON | {"model_type": "qwen3", "tie_word_embeddings": False},
     "tied": COMMON | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "adapter": COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
     "mixture": COMMON
     | {"model_type": "qwen3_moe", "tie_word_embeddings": False}
     | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
@@ -46,6 +48,7 @@ def configured(shape: str, ranks: int, **trainer: Any) -> Config:
     return settings(
         trainer={"ranks": ranks, "max_tokens_per_micro_batch": MICRO_BATCH_TOKENS} | trainer,
         dtype="bfloat16" if ranks > 1 or shape == "mixture" else "float32",
+        lora=LoraConfig(rank=8) if shape == "adapter" else None,
     )
 
 

@@ -22,7 +22,7 @@ from service.learn.estimate.fit import GPU_BYTES, MARGIN, fit
 from service.learn.estimate.kv_cache import check_engine, kv_token_bytes, request_bytes
 from service.learn.estimate.step import StepEstimate
 from service.learn.model.hf_config import MOST, read_config
-from service.learn.model.policy_model import Checkpointing, weight_shapes
+from service.learn.model.policy_model import Checkpointing, trained_shapes
 from service.run.prepare import prepare
 from tests.pure.learn.test_estimate import MICRO_BATCH_TOKENS, configured, folder_of
 
@@ -104,9 +104,9 @@ def test_an_engine_of_32_billion_parameters_needs_two_gpus_or_more_for_longer_re
     gpus_an_engine: int, tokens: int, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = model_folder("Qwen3-32B", tmp_path)
-    parameters = sum(map(prod, weight_shapes(read_config(folder)).values()))
+    parameters = sum(map(prod, trained_shapes(read_config(folder)).values()))
     assert 32.7e9 < parameters < 32.8e9
-    a_step = StepEstimate(parameters, {}, 0.0, 0.0, 0.0, 0.0, {}, 0.0)
+    a_step = StepEstimate(parameters, parameters, {}, 0.0, 0.0, 0.0, 0.0, {}, 0.0)
     monkeypatch.setattr(estimate.fit, "estimate_step", lambda *_: a_step)
     lengths = {"max_input_length": tokens // 2, "max_generate_length": tokens // 2}
     generator = GeneratorConfig(tensor_parallel_size=gpus_an_engine, **lengths)

@@ -16,7 +16,7 @@ from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
 from service.learn.model.hf_checkpoint import check_weights
 from service.learn.model.hf_config import read_config
-from service.learn.model.policy_model import weight_shapes
+from service.learn.model.policy_model import trained_shapes
 from tests.pure.learn.builders import CPU, made_rows, micro_batch, settings, small_model
 from tests.pure.learn.test_families import FAMILIES
 
@@ -126,7 +126,7 @@ def test_weights_that_config_json_does_not_describe_are_refused(
     change(weights)
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(UserError, match=rf"^model\.path: .*{reason}"):
-        check_weights(folder, weight_shapes(read_config(folder)))
+        check_weights(folder, trained_shapes(read_config(folder)))
     with pytest.raises(UserError, match=reason):
         Learner(settings(), folder, CPU, 0, 1)
 
@@ -137,4 +137,4 @@ def test_a_tied_head_that_is_stored_once_more_and_frequencies_of_old_folders_are
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(weights, folder / "model.safetensors")
-    check_weights(folder, weight_shapes(read_config(folder)))
+    check_weights(folder, trained_shapes(read_config(folder)))

@@ -1,0 +1,203 @@
+"""Adapters on disk in PEFT's form, the base that an adapter belongs to, and the weights of both together.
+
+adapter_config.json          rank, alpha, targets, the base's path
+adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
+                             and in the header's metadata the base's fingerprint
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from service.config.lora import LoraConfig
+from service.config.model_folder import INDEX, MODEL_CONFIG, SINGLE, weight_index
+from service.errors import UserError
+from service.files import atomic_folder, sync
+from service.learn.model.hf_checkpoint import write_beside_weights
+from service.learn.model.lora import A, B, merged
+from service.learn.model.sharding import shard_rows
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's parameters."""
+
+FINGERPRINT = "base_fingerprint"
+
+PIECES, PIECE_BYTES = 64, 1 << 16
+"""What a fingerprint reads of a file of weights: all bytes would take minutes."""
+
+REFUSED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+"""Settings of PEFT that change what an adapter computes, in a way that is not trained here."""
+
+
+class Base(BaseModel):
+    """The model that an adapter belongs to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    """Where it lay when the adapter was trained."""
+    fingerprint: str
+    """Hash of its configuration and of pieces of its weights."""
+
+    @staticmethod
+    def of(folder: Path) -> Base:
+        """The base in a Hugging Face folder."""
+        hasher = xxhash.xxh3_128((folder / MODEL_CONFIG).read_bytes())
+        for file in _weight_files(folder):
+            size = file.stat().st_size
+            hasher.update(f"{file.name} {size}".encode())
+            with file.open("rb") as opened:
+                for piece in range(PIECES):
+                    opened.seek(piece * max(0, size - PIECE_BYTES) // (PIECES - 1))
+                    hasher.update(opened.read(PIECE_BYTES))
+        return Base(path=str(folder.absolute()), fingerprint=hasher.hexdigest())
+
+    def refuse_other(self, fingerprint: str, where: str) -> None:
+        """Raises `UserError` where an adapter, found `where`, belongs to a base of another fingerprint."""
+        if fingerprint != self.fingerprint:
+            raise UserError(
+                f"{where} is of an adapter for another model than {self.path}; use the model it was made for"
+            )
+
+
+def peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's tensors under PEFT's names."""
+    return {PREFIX + name: tensor for name, tensor in tensors.items()}
+
+
+def write_adapter(folder: Path, base: Base, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Write an adapter, whole or not at all."""
+    settings: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.path,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "target_modules": sorted(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), False),
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    with atomic_folder(folder) as partial:
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        named = {name: tensor.contiguous() for name, tensor in peft_names(tensors).items()}
+        save_file(named, partial / ADAPTER_WEIGHTS, {"format": "pt", FINGERPRINT: base.fingerprint})
+        # safetensors creates files that only their owner may read
+        shutil.copymode(partial / ADAPTER_CONFIG, partial / ADAPTER_WEIGHTS)
+        for file in partial.iterdir():
+            sync(file)
+
+
+def adapter_settings(folder: Path) -> LoraConfig:
+    """The settings in an adapter's folder.
+
+    Raises:
+        UserError: the file is missing or malformed, or describes another kind of adapter.
+    """
+    file = folder / ADAPTER_CONFIG
+    try:
+        settings: Any = json.loads(file.read_text(encoding="utf-8"))
+        found = LoraConfig(rank=settings["r"], alpha=settings["lora_alpha"], targets=tuple(settings["target_modules"]))
+    except OSError as error:
+        raise UserError(f"model.adapter: {file} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        first = str(error).partition("\n")[0]
+        raise UserError(f"model.adapter: {file} describes no LoRA adapter of named layers: {first:.200}") from error
+    if settings.get("peft_type") != "LORA" or (settings.get("bias") or "none") != "none":
+        raise UserError(f"model.adapter: {file} is no LoRA adapter without biases (peft_type, bias)")
+    if refused := [name for name in REFUSED if settings.get(name)]:
+        raise UserError(f"model.adapter: {file} sets {refused[0]}, which is not trained; merge that adapter instead")
+    return found
+
+
+def check_adapter(folder: Path, lora: LoraConfig) -> None:
+    """Raises `UserError` where the settings of an adapter's folder are not those that a run trains."""
+    found = adapter_settings(folder)
+    for name in ("rank", "alpha", "targets"):
+        there, here = (getattr(settings, name) for settings in (found, lora))
+        if set(there) != set(here) if name == "targets" else there != here:
+            shown = f"[{','.join(sorted(there))}]" if name == "targets" else f"{there:g}"
+            raise UserError(f"model.lora.{name}: the adapter {folder} has {shown}; set that, or begin without it")
+
+
+@torch.no_grad()
+def read_adapter(
+    folder: Path, base: Base, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Fill this rank's shards with an adapter's tensors.
+
+    Raises:
+        UserError: it is of another base, or its tensors are not those of the parameters.
+    """
+    tensors = _tensors(folder, base)
+    for name in sorted(tensors.keys() | parameters.keys()):
+        there = tuple(tensors[name].shape) if name in tensors else None
+        here = tuple(parameters[name].shape) if name in parameters else None
+        if there != here:
+            raise UserError(
+                f"model.adapter: {folder} is of another model: {name} has shape {there or 'none'} there, "
+                f"{here or 'none'} here"
+            )
+    for name, parameter in parameters.items():
+        masters[name].copy_(tensors[name][shard_rows(parameter)])
+
+
+def _tensors(folder: Path, base: Base) -> dict[str, Tensor]:
+    """An adapter's tensors by the names of the model's parameters."""
+    file = folder / ADAPTER_WEIGHTS
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"model.adapter: {file} cannot be read: {error}") from error
+    base.refuse_other(metadata.get(FINGERPRINT, base.fingerprint), str(folder))  # PEFT's own writes none
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def merge(adapter: Path, base: Path, folder: Path) -> None:
+    """Write the base with an adapter's update as a float32 Hugging Face folder, whole or not at all.
+
+    Each weight is merged anew from the base: merging in place drifts, and merging in bfloat16 loses small updates.
+
+    Raises:
+        UserError: the adapter is malformed or of another base.
+    """
+    settings, tensors = adapter_settings(adapter), _tensors(adapter, Base.of(base))
+    with atomic_folder(folder) as partial:
+        for file in _weight_files(base):
+            weights = {name: weight.float() for name, weight in load_file(file).items()}
+            for name, weight in weights.items():
+                pair = [name.removesuffix(".weight") + end for end in (A, B)]
+                if all(half in tensors for half in pair):
+                    a, b = (tensors.pop(half) for half in pair)
+                    weights[name] = merged(weight, a, b, settings.alpha / settings.rank)
+            save_file(weights, partial / file.name, {"format": "pt"})
+        if tensors:
+            raise UserError(
+                f"{adapter} has {min(tensors)} without its counterpart in {base}; they do not belong together"
+            )
+        if (base / INDEX).is_file():
+            shutil.copy2(base / INDEX, partial / INDEX)
+        write_beside_weights(base, partial, torch.float32)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted({*weight_index(folder).values()} or {folder / SINGLE})

@@ -1,0 +1,103 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in a model's linear layers: the base is frozen, A and B are trained.
+
+    y = x W^T + bias + alpha / rank (x A^T) B^T        W [out, in]      A [rank, in]      B [out, rank]
+
+A target keeps its place and the names of its parameters, and gets two more, which PEFT names alike:
+
+    model.layers.0.self_attn.q_proj.weight             frozen
+    model.layers.0.self_attn.q_proj.lora_A.weight      trained
+    model.layers.0.self_attn.q_proj.lora_B.weight      trained; 0 at first, so that the adapter begins as nothing
+
+The adapter goes into the model before the model is sharded. Sharded A and B are float32 and are gathered in the compute
+type, as an engine holds them; one rank computes with copies of float32 master weights.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from service.config.lora import ATTENTION, LoraConfig
+from service.errors import UserError
+from service.learn.model.sharding import shard_rows
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of an adapter's parameters."""
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer with a trained low-rank update."""
+
+    def __init__(self, base: nn.Linear, lora: LoraConfig, dtype: torch.dtype) -> None:
+        """`dtype`: of A and B. The layer takes over the parameters of `base`."""
+        device = base.weight.device
+        super().__init__(base.in_features, base.out_features, bias=False, device="meta", dtype=base.weight.dtype)
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_A = nn.Linear(base.in_features, lora.rank, bias=False, device=device, dtype=dtype)
+        self.lora_B = nn.Linear(lora.rank, base.out_features, bias=False, device=device, dtype=dtype)
+        self.scale = lora.alpha / lora.rank
+        self.is_on = True
+        """Whether the update is added; without it the layer computes exactly what its base does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        y = super().forward(x)
+        return y + self.scale * self.lora_B(self.lora_A(x)) if self.is_on else y
+
+
+def add_adapter(model: nn.Module, layers: nn.ModuleList, lora: LoraConfig, dtype: torch.dtype) -> None:
+    """Freeze the model, and give the targets in its layers an adapter with parameters of this type.
+
+    Raises:
+        UserError: the model lacks a target, or has experts, whose weights lie in no linear layers.
+    """
+    model.requires_grad_(False)
+    missing = set(lora.targets)
+    for layer in layers:
+        for parent in list(layer.modules()):
+            for name, child in list(parent.named_children()):
+                if name in lora.targets and isinstance(child, nn.Linear):
+                    setattr(parent, name, LoraLinear(child, lora, dtype))
+                    missing.discard(name)
+    if any(hasattr(layer.mlp, "experts") for layer in layers) and not set(lora.targets) <= set(ATTENTION):
+        raise UserError(
+            "model.lora.targets: the model has experts, which get no adapter; choose of the layers of the attention, "
+            f"[{','.join(ATTENTION)}]"
+        )
+    if missing:
+        raise UserError(f"model.lora.targets: the model has no linear layer {min(missing)}; leave it out")
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """While the block runs, the model computes what its base does."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for module in adapted:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_on = True
+
+
+@torch.no_grad()
+def begin_adapter(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], seed: int) -> None:
+    """Fill this rank's shards with an adapter that changes nothing: B is 0, A random, for any number of ranks alike."""
+    for name, parameter in parameters.items():
+        if name.endswith(B):
+            masters[name].zero_()
+        else:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            bound = parameter.shape[1] ** -0.5  # that of PEFT's: Kaiming's with a = sqrt(5)
+            whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            masters[name].copy_(whole[shard_rows(parameter)])
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """[out, in] the weight of a layer with its update, W + scale B A, computed and returned in float32."""
+    return weight.float() + scale * (b.float() @ a.float())
