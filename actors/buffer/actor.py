@@ -161,6 +161,7 @@ class BufferActor:
         The mini-batch is formed and encoded in a thread, while the actor goes on to accept steps.
         """
         answer = await self._poll(lambda: self._buffer.begin_lease(trainer_incarnation), wait_seconds)
+        began = time.monotonic()
         if isinstance(answer, BatchJob):
             made = await asyncio.to_thread(answer.run)
             answer = self._buffer.finish_lease(answer, made)
@@ -168,7 +169,9 @@ class BufferActor:
         if not isinstance(answer, MiniBatch):
             return answer
         groups = [self._buffer.complete_group(group_id) for group_id in answer.groups]
-        return await asyncio.to_thread(self._encode, answer, groups, self._buffer.version)
+        leased = await asyncio.to_thread(self._encode, answer, groups, self._buffer.version)
+        self._telemetry.leased(leased.lease, answer.groups, began)
+        return leased
 
     def _encode(self, batch: MiniBatch, groups: Sequence[CompleteGroup], version: PolicyVersion) -> Leased:
         self._telemetry.batches.leased(batch)
@@ -178,10 +181,12 @@ class BufferActor:
 
     async def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
         """The optimizer step on a leased mini-batch was applied; its weights are `version`."""
+        began = time.monotonic()
         answer = self._buffer.commit(trainer_incarnation, lease, version)
+        await self._settled()
         if answer is None:
             self._telemetry.batches.committed(lease)
-        await self._settled()
+            self._telemetry.committed(lease, version.step, began)
         return answer
 
     async def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
@@ -263,7 +268,9 @@ class BufferActor:
             await self._queued.wait()
             self._queued.clear()
             next_sync = time.monotonic() + self._config.buffer.sync_interval
+            began = time.monotonic()
             await asyncio.to_thread(self._journal.sync)
+            self._telemetry.synced(began)
             async with self._flushed:
                 self._flushed.notify_all()
             await asyncio.sleep(next_sync - time.monotonic())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,14 +22,24 @@ class _Begun(NamedTuple):
     version: PolicyVersion
     status: dict[str, Any]
     """The buffer's status when the checkpoint was begun."""
+    at: float
+    """When it was begun, in seconds of the monotonic clock."""
 
 
 class Checkpointer:
     """Writes checkpoints while training goes on; one is complete when every rank has written its files."""
 
-    def __init__(self, config: Config, run_folder: Path, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_folder: Path,
+        cluster: Cluster,
+        checkpointed: Callable[[int, float], None] = lambda step, began: None,
+    ) -> None:
+        """`checkpointed`: is given the step of each durable checkpoint, and when it was begun."""
         self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
+        self._checkpointed = checkpointed
         self._begun: _Begun | None = None
 
     def path(self, step: int) -> Path:
@@ -41,10 +53,11 @@ class Checkpointer:
     async def begin(self, version: PolicyVersion) -> None:
         """Copy the trainer's state, and start to write the copy."""
         await self.settle()
+        at = time.monotonic()
         status = await call(self._buffer.status, who="the buffer")
         folder = await asyncio.to_thread(self._checkpoints.begin, version.step)
         await self._trainer.save(folder / TRAINER)
-        self._begun = _Begun(version, status)
+        self._begun = _Begun(version, status, at)
 
     async def settle(self) -> None:
         """Wait for the files of the begun checkpoint, write its manifest, and notify the buffer."""
@@ -56,6 +69,7 @@ class Checkpointer:
             self._checkpoints.finish, step, incarnation, status["journal_synced"], status["issued"], status["frontier"]
         )
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
+        self._checkpointed(step, self._begun.at)
         self._begun = None
 
     def abandon(self) -> None:

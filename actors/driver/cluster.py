@@ -167,7 +167,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     hub = (
         ray.remote(MetricsHub)
         .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
-        .remote(with_free_port(config).model_dump_json())
+        .remote(with_free_port(config).model_dump_json(), str(journal.parent))
     )
     buffer = (
         ray.remote(BufferActor)

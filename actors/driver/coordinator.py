@@ -65,7 +65,7 @@ class Coordinator:
         self._progress = Progress(config, folder, say)
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
         self._generator_pool = GeneratorPool(config, cluster.generators, cluster.trainer, self._telemetry, say)
-        self._checkpoints = Checkpointer(config, folder.path, cluster)
+        self._checkpoints = Checkpointer(config, folder.path, cluster, self._telemetry.checkpointed)
         self._evaluations = Evaluations(
             config, self._generator_pool, folder, prepared.eval_files, say, lambda: self._stopping
         )
@@ -220,6 +220,7 @@ class Coordinator:
         if settings is None:
             return
         self._telemetry.state("warm_start")
+        self._telemetry.doing("warm_start")
         with phase(f"warm start: {settings.steps} supervised steps on demonstrations", self._say):
             loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
         self._say(f"warm start: cross-entropy {loss:.3f} per token")
@@ -255,6 +256,7 @@ class Coordinator:
                 return
             self._folder.append_trajectories(leased.lost)
             self._waits_for = "the trainer"
+            self._telemetry.doing("step")
             report = await self._trainer.step(leased.parts)
         if not report.applied:
             await self._release(leased, report.reason or "not applied")
@@ -262,18 +264,22 @@ class Coordinator:
         if (why := self._logprobs.mismatch(self._version.step + 1, report.metrics)) is not None:
             raise RunFailed(why)
         self._version = PolicyVersion(self._version.incarnation, self._version.step + 1)
+        self._telemetry.doing("commit")
         _accepted(await ask_buffer(self._buffer.commit, self._version.incarnation, leased.lease, self._version))
         self._bad_steps = self._trainer_failures = 0
         self._generator_pool.progressed()
         self._failures.progressed()
         if self._version.step % self._config.weights.sync_every == 0:
+            self._telemetry.doing("weights")
             self._progress.synced(await self._generator_pool.published())
             await self._generator_pool.publish(self._version, await self._trainer.weights(self._version))
+        self._telemetry.doing("checkpoint")
         await self._checkpoints.settle()
         every = self._config.trainer.checkpoint_every
         if every and self._version.step % every == 0:
             await self._checkpoints.begin(self._version)
         evaluated = await self._evaluate()
+        self._telemetry.doing("bookkeeping")
         generators = await self._generator_pool.statuses()
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
         line = self._progress.stepped(self._version, leased.metrics, {**report.metrics, **evaluated}, generators)
@@ -284,6 +290,7 @@ class Coordinator:
         """Evaluate the weights where that is due, while training waits; returns the metrics."""
         if not self._evaluations.are_due(self._version.step):
             return {}
+        self._telemetry.doing("evaluating")
         self._progress.synced(await self._generator_pool.published())
         return await self._evaluations.at(self._version.step)
 
@@ -291,6 +298,7 @@ class Coordinator:
         """Wait for the next mini-batch; None if the run was stopped meanwhile."""
         start = time.monotonic()
         self._waits_for = "a mini-batch"
+        self._telemetry.doing("waiting")
         while not self._stopping:
             answer = await ask_buffer(self._buffer.lease, self._version.incarnation, POLL_SECONDS)
             if isinstance(answer, Leased):
@@ -298,6 +306,7 @@ class Coordinator:
                 return answer
             _accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
+            self._telemetry.doing("waiting", reason=answer.reason, detail=answer.detail)
             self._failures.check(await self._generator_pool.statuses())
             if answer.reason is WaitReason.FILTERED:
                 raise RunFailed(f"{answer.detail}; nothing is left to learn from")
@@ -337,6 +346,7 @@ class Coordinator:
     async def _finish(self) -> None:
         """Write the final weights, then stop the generators; a stopped run keeps its open groups for a resumption."""
         self._telemetry.state("stopping")
+        self._telemetry.doing("stopping")
         with phase("writing the final weights", self._say):
             await self._trainer.export(self._folder.path / FINAL)
         await self._checkpoints.settle()

@@ -20,7 +20,8 @@ import ray
 import ray.exceptions
 
 from actors.calls import resolve_actor
-from actors.generator.claims import Claimer, IdleTime
+from actors.generator.activity import Activity
+from actors.generator.claims import Claimer
 from actors.generator.engine import VllmEngine
 from actors.generator.group_limit import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
@@ -38,7 +39,7 @@ from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_steps
 from service.handoff.verbs import Assignment
 from service.interop.user_functions import enter_user_folder
-from service.observe.measure import measure_ended, measure_steps
+from service.observe.measure import measure_ended, measure_states, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.player import Player
@@ -97,7 +98,6 @@ class Generator:
         """What an earlier process left, until `run` goes on with it."""
         self._room = asyncio.Event()
         self._joined: Joined | None = None
-        self._idle = IdleTime()
         self._main: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
@@ -108,6 +108,7 @@ class Generator:
         """Path -> file descriptor of weights that this process keeps for the engines of its node."""
         self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
         self._metrics = self._reporter.metrics
+        self._activity = Activity(self._reporter.trace, self._engine.times)
 
     def __repr__(self) -> str:
         state = "not joined" if self._joined is None else f"policy {self._engine.serving}, {self._groups} groups"
@@ -174,7 +175,7 @@ class Generator:
             raise self._failed(_first(group)) from group
 
     async def _claim_and_play(self, claimer: Claimer, outbox: Outbox) -> None:
-        self._idle.begin()
+        self._activity.begin()
         async with asyncio.TaskGroup() as helpers:
             background = [helpers.create_task(outbox.run()), helpers.create_task(self._watch_engine())]
             if self._player.agents is not None:
@@ -190,8 +191,8 @@ class Generator:
                         await self._room.wait()
                     if (assignment := await claimer.next()) is None:
                         break
-                    if (idle_seconds := self._idle.busy()) is not None:
-                        reason = claimer.waited_for
+                    reason = claimer.waited_for
+                    if (idle_seconds := self._activity.busy(reason)) is not None:
                         self._metrics.observe("baton_generator_wait_seconds", idle_seconds, reason=reason)
                     self._begin(groups, outbox, assignment)
             await outbox.flush()
@@ -235,7 +236,7 @@ class Generator:
             self._groups -= 1
             self._room.set()
             if self._groups == 0:
-                self._idle.idle()
+                self._activity.idle()
 
     async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task) -> None:
         end = await self._player.play(trajectory, task, outbox)
@@ -302,13 +303,14 @@ class Generator:
     async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
         """Sample trajectories of one shard of an evaluation set; they are not submitted to the buffer."""
         concurrency = self._limit.groups * self._config.algorithm.n_samples_per_prompt
-        return await self._player.evaluate(name, Path(tasks_file), n_samples, shard, concurrency)
+        with self._activity.evaluating():
+            return await self._player.evaluate(name, Path(tasks_file), n_samples, shard, concurrency)
 
     async def status(self) -> dict[str, Any]:
         """The generator's state and its counts since the start."""
         joined = self._joined
         waiting = joined.claimer.waiting if joined is not None else None
-        elapsed = self._idle.elapsed
+        elapsed = self._activity.elapsed
         engine = self._engine.counts
         return {
             "name": self._name,
@@ -319,7 +321,7 @@ class Generator:
             "group_limit": self._limit.groups,
             "trajectories": len(self._playing),
             "elapsed_seconds": elapsed,
-            "wait_seconds": self._idle.seconds,
+            "wait_seconds": self._activity.seconds,
             "waiting": f"{waiting.reason}: {waiting.detail}" if waiting is not None else None,
             "paused_seconds": self._paused_seconds,
             "tokens_per_second": engine["generated_tokens"] / elapsed if elapsed else 0.0,
@@ -346,6 +348,9 @@ class Generator:
         steps = self._unmeasured.copy()
         self._unmeasured.clear()
         measure_steps(metrics, steps)
+        measure_states(metrics, self._activity.by_state())
+        self._player.timelines.measure(metrics)
+        self._player.timelines.record(self._reporter.trace)
         metrics.set("baton_generator_running_requests", self._engine.running)
         metrics.set("baton_generator_policy_version", self._engine.serving.step)
         metrics.set("baton_generator_group_limit", self._limit.groups)

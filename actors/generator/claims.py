@@ -1,4 +1,4 @@
-"""How a generator claims groups from the buffer, and how long it had none.
+"""How a generator claims groups from the buffer.
 
 claim(wait 0 s) -> Wait(lookahead)    why there is no group now
 claim(wait 2 s) -> Wait(lookahead)    long poll
@@ -110,39 +110,3 @@ class Claimer:
         if isinstance(answer, Assignment):
             self._arrived.append(answer)
             self._look.set()
-
-
-class IdleTime:
-    """Seconds that a generator had no group to play."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._since: float | None = None
-        self._seconds = 0.0
-
-    def begin(self) -> None:
-        """Start measuring, idle."""
-        self._began = self._since = time.monotonic()
-
-    def idle(self) -> None:
-        """The last open group ended."""
-        self._since = time.monotonic()
-
-    def busy(self) -> float | None:
-        """A group begins; the idle seconds before it, None where another group was open."""
-        if self._since is None:
-            return None
-        seconds = time.monotonic() - self._since
-        self._seconds += seconds
-        self._since = None
-        return seconds
-
-    @property
-    def seconds(self) -> float:
-        """Idle seconds so far."""
-        return self._seconds + (time.monotonic() - self._since if self._since is not None else 0.0)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since `begin`."""
-        return time.monotonic() - self._began if self._began is not None else 0.0

@@ -27,6 +27,7 @@ import pydantic
 
 from actors.generator.engine_arguments import OWNER_PID, can_overflow, engine_arguments
 from actors.generator.engine_arguments import engine_env as engine_env
+from actors.generator.engine_times import EngineTimes
 from actors.generator.engine_update import load, start_adapter
 from actors.generator.group_limit import EngineLoad
 from actors.weights.checksum import PolicySize, WeightBytes
@@ -73,8 +74,7 @@ class VllmEngine:
 
     def __init__(self, config: Config, model_folder: Path) -> None:
         self.serving = PolicyVersion(0, 0)
-        self.running = 0
-        """Requests in the engine, waiting ones included."""
+        self.times = EngineTimes()
         self.counts: Counter[str] = Counter()
         self._config = config
         self._model_folder = Path(model_folder)
@@ -128,6 +128,11 @@ class VllmEngine:
         # The engine's processes are there; a program that an environment starts may have modules beside it.
         os.environ.pop(SAFE_PATH, None)
 
+    @property
+    def running(self) -> int:
+        """Requests in the engine, waiting ones included."""
+        return self.times.running
+
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
         """Sample one turn.
 
@@ -137,15 +142,14 @@ class VllmEngine:
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt_ids.tolist()}
         if self._salt is not None:
             prompt["cache_salt"] = self._salt
-        self.running += 1
-        try:
-            llm = self._running()
-            outputs = llm.generate(prompt, _sampling_params(sampling), request_id, lora_request=self._adapter)
-            output = [output async for output in outputs][-1]
-        except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
-            raise self._death() or error from None
-        finally:
-            self.running -= 1
+        with self.times.request() as seconds_of:
+            try:
+                llm = self._running()
+                outputs = llm.generate(prompt, _sampling_params(sampling), request_id, lora_request=self._adapter)
+                output = [output async for output in outputs][-1]
+            except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
+                raise self._death() or error from None
+            seconds = seconds_of(output.metrics)
         completion = output.outputs[0]
         token_ids, experts = np.asarray(completion.token_ids, np.int32), completion.routed_experts
         self.counts["requests"] += 1
@@ -159,6 +163,7 @@ class VllmEngine:
             stop_reason=completion.finish_reason,
             sampled_end=completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str),
             routed_experts=None if experts is None else np.asarray(experts, np.int16),
+            seconds=seconds,
         )
 
     def hold(self, data: WeightBytes, checksum: int) -> int:
@@ -238,14 +243,14 @@ class VllmEngine:
         # `pause_generation` would sleep 20 ms more, only to order the outputs.
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-        paused = time.monotonic()
+        self.times.pause()
         tried = await load(llm, info, version, tries, self._adapter is not None)
         if clear_cache and self._recorder is not None:
             self._recorder.preempted_by_update()  # now, because every step before the pause is recorded by now
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         await llm.resume_generation()
-        return time.monotonic() - paused, tried
+        return self.times.resume(), tried
 
     def _serve(self, version: PolicyVersion) -> None:
         self.serving = version

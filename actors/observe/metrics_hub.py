@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.observe.hub import Hub
+from service.observe.trace.files import TraceFiles
+from service.run.folder import TIMELINE
 from service.run.metrics_port import DEFAULT_PORT, bind_message
 
 RETRY_SECONDS = 0.5
@@ -56,12 +59,14 @@ async def serving(hub: Any, max_restarts: int) -> str:
 class MetricsHub:
     """Shell around `service.observe.hub.Hub`: an HTTP server in the actor's event loop."""
 
-    def __init__(self, config_json: str) -> None:
+    def __init__(self, config_json: str, run_folder: str | None = None) -> None:
+        """`run_folder`: where the timeline is kept, if it is."""
         keep_log("metrics-hub")
         config = Config.model_validate_json(config_json)
         self._host = config.metrics.host
         self._port = DEFAULT_PORT if config.metrics.port is None else config.metrics.port
         self._hub = Hub(SystemClock())
+        self._timeline = None if run_folder is None else TraceFiles(Path(run_folder) / TIMELINE)
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._url = ""
@@ -97,16 +102,27 @@ class MetricsHub:
         host = "127.0.0.1" if self._host in ("0.0.0.0", "::", "localhost") else self._host
         self._url = f"http://{host}:{self._listener.sockets[0].getsockname()[1]}"
 
-    async def push(self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
-        """Store the metrics of `role/ident`, and its reports for the status; a restarted hub starts to serve again."""
+    async def push(
+        self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = (), timeline: bytes = b""
+    ) -> float:
+        """Store the metrics of `role/ident`, its reports for the status, and its lines of the timeline.
+
+        Returns the time of this host's monotonic clock when the push came. A restarted hub starts to serve again.
+        """
+        came = time.monotonic()
         self._hub.push(source, snapshot)
         for part, report in reports:
             self._hub.put_status(part, report)
+        if timeline and self._timeline is not None:
+            self._timeline.append(timeline)
         if self._runner is None and not self._refused:
             await self.start()
+        return came
 
     async def stop(self) -> None:
-        """Close the port."""
+        """Close the port and the timeline."""
+        if self._timeline is not None:
+            self._timeline.close()
         if self._runner is not None and self._listener is not None:
             self._listener.close()
             await self._runner.cleanup()

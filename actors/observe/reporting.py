@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
@@ -15,10 +17,14 @@ from ray.util.metrics import Gauge
 from service.config import Config
 from service.observe.measure import measure_process
 from service.observe.metrics import Metrics
+from service.observe.trace.recorder import Trace
 
 log = logging.getLogger(__name__)
 
 PUSH_SECONDS = 1.0
+
+CLOCK_SECONDS = 10.0
+"""Seconds between two comparisons of this host's clock with the hub's."""
 
 THREAD_PUSH_SECONDS = 4.0
 """Push interval of an actor that reports only its process; shorter than the time after which it counts as silent."""
@@ -35,6 +41,7 @@ class Reporter:
     ) -> None:
         self.metrics = Metrics(role, ident, config)
         self._source = f"{role}/{ident}"
+        self.trace = Trace(self._source)
         self._hub = hub
         self._refresh = refresh
         self._reports: list[tuple[str, dict[str, Any]]] = []
@@ -43,6 +50,8 @@ class Reporter:
         self._run = config.run.name
         self._ray_gauges: dict[str, Gauge] = {}
         self._is_in_ray = ray.is_initialized()
+        self._clock_at = -CLOCK_SECONDS
+        """When the hub's clock was asked for last."""
 
     def start(self) -> None:
         """Start to push, in the running event loop."""
@@ -65,8 +74,19 @@ class Reporter:
         if self._is_in_ray:
             self._copy_to_ray()
         reports, self._reports = self._reports, []
-        self._hub.push.remote(self._source, self.metrics.snapshot(), reports)
+        sent, answer = (
+            time.monotonic(),
+            self._hub.push.remote(self._source, self.metrics.snapshot(), reports, self.trace.take()),
+        )
+        if self._is_in_ray and sent - self._clock_at >= CLOCK_SECONDS:
+            self._clock_at = sent
+            answer.future().add_done_callback(partial(self._answered, sent))
         self.metrics.count("baton_metrics_seconds_total", time.thread_time() - began)
+
+    def _answered(self, sent: float, answer: Future[float]) -> None:
+        """Compare the clocks, where the hub lives."""
+        if answer.exception() is None:
+            self.trace.clock(sent, time.monotonic(), answer.result())
 
     def stop(self) -> None:
         """Push for the last time."""

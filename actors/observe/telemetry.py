@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.observe.reporting import Reporter
 from service.cli.version import installed_version
 from service.config import Config
 from service.handoff.buffer import Buffer
-from service.observe.measure import LeasedBatches, measure_buffer, measure_run, measure_state, measure_step
+from service.observe.measure import (
+    LeasedBatches,
+    measure_buffer,
+    measure_run,
+    measure_state,
+    measure_states,
+    measure_step,
+)
 from service.observe.metrics import Metrics
 from service.observe.status import buffer_report, run_report
+from service.observe.trace.recorder import States
 from service.types import PolicyVersion
+
+SLOW_SYNC_SECONDS = 0.02
+"""The timeline has the syncs of the journal that took so long."""
 
 
 class RunTelemetry:
     """Reports the run's state and its steps, for the driver."""
 
     def __init__(self, config: Config, hub: Any, folder: str) -> None:
-        self._reporter = Reporter("driver", "driver", config, hub)
+        self._reporter = Reporter("driver", "driver", config, hub, self._measure_now)
+        self._states = States(self._reporter.trace, "trainer", "starting")
         self._run = run_report(config, folder, time.time())
         measure_run(self._reporter.metrics, config, self._run["name"], installed_version())
 
     def start(self) -> None:
         """Start to push, in the running event loop."""
         self._reporter.start()
+
+    def doing(self, state: str, **detail: Any) -> None:
+        """What the trainer as a whole does now: waiting, step, commit, weights, checkpoint, evaluating, ..."""
+        self._states.enter(state, **detail)
+
+    def checkpointed(self, step: int, began: float) -> None:
+        """The checkpoint of a step is durable; it was begun then."""
+        self._reporter.trace.span("checkpoints", f"step {step}", began, time.monotonic())
 
     def state(self, state: str) -> None:
         """The run entered a state: starting, warm_start, training, stopping, finished or stopped."""
@@ -40,6 +60,8 @@ class RunTelemetry:
         measure_step(self._reporter.metrics, line, now)
         self._report_run(policy_version={"incarnation": policy.incarnation, "step": policy.step}, stepped=now)
         self._reporter.report("step", line)
+        staleness = {key: line[f"async/staleness_{key}"] for key in ("mean", "max") if f"async/staleness_{key}" in line}
+        self._reporter.trace.counter("staleness", staleness)
 
     def aborted(self) -> None:
         """An optimizer step was not applied."""
@@ -54,6 +76,9 @@ class RunTelemetry:
         self.state(state)
         self._reporter.stop()
 
+    def _measure_now(self, metrics: Metrics) -> None:
+        measure_states(metrics, self._states.seconds())
+
     def _report_run(self, **changes: Any) -> None:
         self._run.update(changes)
         self._reporter.report("run", self._run)
@@ -67,6 +92,8 @@ class BufferTelemetry:
         self._buffer = buffer
         self._reporter = Reporter("buffer", "buffer", config, hub, self._refresh)
         self.batches = LeasedBatches(self._reporter.metrics)
+        self._began = time.monotonic()
+        self._syncing = 0.0
 
     def start(self) -> None:
         """Start to push, in the running event loop."""
@@ -76,7 +103,26 @@ class BufferTelemetry:
         """Push for the last time."""
         self._reporter.stop()
 
+    def leased(self, lease: int, groups: Sequence[int], began: float) -> None:
+        """A mini-batch was formed and encoded; that began then."""
+        self._reporter.trace.span("leases", f"lease {lease}", began, time.monotonic(), lease=lease, groups=list(groups))
+
+    def committed(self, lease: int, step: int, began: float) -> None:
+        """The commit of a lease is on the disk; that began then."""
+        self._reporter.trace.span("commits", f"step {step}", began, time.monotonic(), lease=lease)
+
+    def synced(self, began: float) -> None:
+        """The journal was written to the disk; that began then."""
+        now = time.monotonic()
+        self._syncing += now - began
+        if now - began >= SLOW_SYNC_SECONDS:
+            self._reporter.trace.span("journal", "sync", began, now)
+
     def _refresh(self, metrics: Metrics) -> None:
         status = self._buffer.status()
+        growing = {state: status.groups.get(state, 0) for state in ("issued", "open", "complete", "leased")}
+        self._reporter.trace.counter("groups", growing)
+        idle = time.monotonic() - self._began - self._syncing
+        measure_states(metrics, {"syncing": self._syncing, "idle": idle})
         measure_buffer(metrics, status, self._config)
         self._reporter.report("buffer", buffer_report(status, time.time()))

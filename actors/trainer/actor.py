@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from service.learn.estimate.fit import checkpointing_on
 from service.learn.learner import Learner, StepReport
 from service.learn.model.policy import Policy
 from service.learn.supervised import SupervisedSteps
+from service.observe.measure import measure_states
+from service.observe.metrics import Metrics
+from service.observe.trace.recorder import States, Trace
 from service.types import SupervisedRow
 
 log = logging.getLogger(__name__)
@@ -58,8 +62,25 @@ class TrainerRank:
         """Version and whole weights, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
         self._steps = 0
+        trace = Trace()
         if hub is not None:
-            Reporter("trainer", f"trainer-{rank}", self._config, resolve_actor(hub)).start_thread()
+            reporter = Reporter("trainer", f"trainer-{rank}", self._config, resolve_actor(hub), self._measure_now)
+            trace = reporter.trace
+        self._states = States(trace, "rank", "starting")
+        if hub is not None:
+            reporter.start_thread()
+
+    def _measure_now(self, metrics: Metrics) -> None:
+        measure_states(metrics, self._states.seconds())
+
+    @contextmanager
+    def _busy(self, state: str) -> Iterator[None]:
+        """A call of the driver; between two calls this rank waits."""
+        self._states.enter(state)
+        try:
+            yield
+        finally:
+            self._states.enter("waiting")
 
     def __repr__(self) -> str:
         state = "not loaded" if self._learner is None else f"{self._steps} steps"
@@ -118,14 +139,18 @@ class TrainerRank:
         where = Path(model_folder), self._device, self._rank, self._world_size
         policy = Policy(config, *where, nodes=nodes, checkpointing=checkpointing)
         self._learner = Learner(config, *where, policy)
+        self._learner.began = self._states.enter
+        self._states.enter("waiting")
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Supervised steps on demonstrations; returns the last step's cross-entropy per token."""
-        return SupervisedSteps(self._config, self.learner.policy).warm_start(demonstrations)
+        with self._busy("warm_start"):
+            return SupervisedSteps(self._config, self.learner.policy).warm_start(demonstrations)
 
     def step(self, batch: bytes) -> StepReport:
         """One optimizer step on this rank's micro-batches."""
-        report = self.learner.step(decode_mini_batch(batch))
+        with self._busy("forward_backward"):
+            report = self.learner.step(decode_mini_batch(batch))
         self._steps += 1
         return report
 
@@ -136,16 +161,17 @@ class TrainerRank:
         `memory` publishes a safetensors file, `nccl` the announcement of what `begin_send` will send, `ipc` nothing
         until `ipc_handles` is called. Ranks other than 0 publish nothing.
         """
-        if self._config.weights.transport == "ipc":
-            self._gather_on_device(version)
-            return _with_checksum(b"")
-        weights = self.learner.weights()
-        if weights is None:
-            return _with_checksum(b"")
-        if self._config.weights.transport == "nccl":
-            self._gathered = version, weights
-            return _with_checksum(encode_announcement(weights))
-        return _with_checksum(save(weights))
+        with self._busy("weights"):
+            if self._config.weights.transport == "ipc":
+                self._gather_on_device(version)
+                return _with_checksum(b"")
+            weights = self.learner.weights()
+            if weights is None:
+                return _with_checksum(b"")
+            if self._config.weights.transport == "nccl":
+                self._gathered = version, weights
+                return _with_checksum(encode_announcement(weights))
+            return _with_checksum(save(weights))
 
     def _gather_on_device(self, version: int) -> None:
         """Gather the policy on this rank's GPU, in place of the version before."""
@@ -177,19 +203,23 @@ class TrainerRank:
 
     def save(self, folder: str) -> None:
         """Copy this rank's part of a checkpoint and begin to write it."""
-        self.learner.save(Path(folder), background=True)
+        with self._busy("checkpoint"):
+            self.learner.save(Path(folder), background=True)
 
     def finish_save(self) -> None:
         """Wait until this rank's part of the last checkpoint is on disk."""
-        self.learner.finish_save()
+        with self._busy("checkpoint"):
+            self.learner.finish_save()
 
     def restore(self, folder: str) -> None:
         """Resume from a checkpoint, which another number of ranks may have written."""
-        self.learner.load(Path(folder))
+        with self._busy("checkpoint"):
+            self.learner.load(Path(folder))
 
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder; every rank must call."""
-        self.learner.export(Path(folder))
+        with self._busy("checkpoint"):
+            self.learner.export(Path(folder))
 
     @property
     def learner(self) -> Learner:

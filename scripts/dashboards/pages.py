@@ -185,11 +185,17 @@ def total(metric: str, *matchers: str, by: str = "instance") -> str:
     return f"sum by ({by}) ({chosen(metric, *matchers)})"
 
 
+def states(role: str, by: str) -> str:
+    """Fractions of time by state of the actors of a role."""
+    series = chosen("baton_state_seconds_total", f'role="{role}"')
+    return f"sum by (instance, {by}) (rate({series}[$__rate_interval]))"
+
+
 GENERATORS = dashboard(
     "baton-generators",
     "Baton: generators",
     "The work of the engines, their waits, how new weights reach them, and what agents call.",
-    (2, 2, 3, 3, 4),
+    (2, 2, 3, 3, 4, 3),
     graph(
         "Tokens a second",
         "Sampled tokens of each engine.",
@@ -268,13 +274,32 @@ GENERATORS = dashboard(
         "Episodes whose environment did not return after it was cancelled; beyond a bound the generator is renewed.",
         Query(chosen("baton_environment_leaked_tasks"), "{{ident}}"),
     ),
+    graph(
+        "What engines do",
+        "Fraction of time: `environment` waits for environments or agents, `waiting` for groups, `paused` for weights.",
+        Query(states("generator", "ident, state"), "{{ident}} {{state}}"),
+        unit="percentunit",
+        stacked=True,
+    ),
+    graph(
+        "Where trajectories spend their time",
+        "Trajectories at work on each part, on average; `baton trajectories slow` names the slowest ones.",
+        Query(rate("baton_trajectory_seconds_sum", "env, part"), "{{env}} {{part}}"),
+        stacked=True,
+    ),
+    graph(
+        "Calls of environments",
+        "Mean seconds of a call, by tool.",
+        Query(rate_ratio("baton_tool_seconds_sum", "baton_tool_seconds_count", "env, tool"), "{{env}} {{tool}}"),
+        unit="s",
+    ),
 )
 
 TRAINER = dashboard(
     "baton-trainer",
     "Baton: trainer",
     "Does the optimization behave.",
-    (2, 3, 3, 2),
+    (2, 3, 3, 3),
     graph("Reward", "Mean reward of the mini-batch.", Query(last("baton_reward"), "reward")),
     graph("Loss", "Near zero by construction.", Query(last("baton_policy_loss"), "loss")),
     graph(
@@ -314,6 +339,13 @@ TRAINER = dashboard(
         Query(last("baton_groups_all_zero"), "all zero"),
         Query(last("baton_groups_all_one"), "all one"),
         unit="percentunit",
+    ),
+    graph(
+        "What the trainer does",
+        "Fraction of time: `waiting` for a mini-batch, `step`, `commit` to the journal, `weights`, `checkpoint`.",
+        Query(states("driver", "state"), "{{state}}"),
+        unit="percentunit",
+        stacked=True,
     ),
 )
 

@@ -9,7 +9,7 @@ Every rank calls the same methods in the same order; every branch depends on val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,8 @@ class Learner:
         self._frozen = FrozenWeights(config.algorithm, self.policy)
         self._optimizer = Optimizer(self.policy.master_weights, config.trainer.betas, config.trainer.weight_decay)
         self._writer = CheckpointWriter(self.policy.shard, self.policy.n_shards)
+        self.began: Callable[[str], None] = lambda part: None
+        """Called when a part of a step begins after the gradient: `optimizer`."""
         self.steps = 0
         """Optimizer steps applied so far."""
 
@@ -118,6 +120,7 @@ class Learner:
         if reason:
             master_weights.drop_gradients()
             return StepReport(False, reason, metrics)
+        self.began("optimizer")
         self._optimizer.step(lr, metrics["policy/grad_norm"], trainer.max_grad_norm)
         self.steps += 1
         return StepReport(True, None, metrics)

@@ -65,6 +65,12 @@ def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
     metrics.count("baton_generated_tokens_total", sum(int(np.count_nonzero(steps.loss_mask_N)) for steps in tables))
 
 
+def measure_states(metrics: Metrics, seconds: Mapping[str, float]) -> None:
+    """The seconds that an actor spent in each of its states so far."""
+    for state, total in seconds.items():
+        metrics.count_to("baton_state_seconds_total", total, state=state)
+
+
 def measure_ended(metrics: Metrics, end: TrajectoryEnd) -> None:
     """A generator finished a trajectory."""
     metrics.observe("baton_trajectory_turns", end.n_steps)

@@ -199,6 +199,14 @@ GENERATORS_AND_WEIGHTS = (
     counter("baton_prefix_cached_tokens_total", "Prompt tokens that an engine found in its KV cache."),
     gauge("baton_generator_policy_version", "Optimizer steps of the policy that an engine serves."),
     gauge("baton_generators_expected", "Generators that the configuration asks for."),
+    histogram(
+        "baton_trajectory_seconds",
+        "Seconds of a trajectory by part: waiting in the engine (`queue`), `prefill`, `decode`, its requests paused "
+        "for weights (`pause`), the `environment`, and all `other`, such as an agent's own work.",
+        ("env", "part"),
+        buckets=SECONDS,
+    ),
+    histogram("baton_tool_seconds", "Seconds of a call of an environment, by tool.", ("env", "tool"), buckets=SECONDS),
     counter("baton_environment_errors_total", "Trajectories that ended because their environment failed.", ("env",)),
     gauge(
         "baton_environment_leaked_tasks",
@@ -244,6 +252,11 @@ SERVICE = (
     gauge("baton_run_state", "1 for the run's current state.", ("state",)),
     gauge("baton_actor_up", "1 while the actor pushes metrics, 0 when it is silent."),
     gauge("baton_actor_age_seconds", "Seconds since the actor last pushed metrics."),
+    counter(
+        "baton_state_seconds_total",
+        "Seconds that the actor spent in each state; the driver's are what the trainer as a whole does.",
+        ("state",),
+    ),
     counter("baton_process_cpu_seconds_total", "CPU seconds of the actor's process."),
     gauge("baton_process_resident_memory_bytes", "Resident memory of the actor's process."),
     counter("baton_metrics_seconds_total", "CPU seconds spent on measuring and pushing metrics."),

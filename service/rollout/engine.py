@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from service.config.rollout import GeneratorConfig
@@ -28,7 +29,8 @@ class Sampling:
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
         """The configured parameters; `max_generate_length` leaves one token for an appended end."""
-        same = {field.name: getattr(config, field.name) for field in fields(Sampling) if hasattr(config, field.name)}
+        names = [each.name for each in fields(Sampling)]
+        same = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return Sampling(max_tokens=config.max_generate_length - 1, stop_token_ids=stop_token_ids, **same)
 
 
@@ -48,6 +50,8 @@ class Generation:
     """True where the last token is a sampled end token."""
     routed_experts: Int16s | None = None
     """[at most P + T, layers, topk] from the first prompt token on; None where the engine records none."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds in the engine's `queue`, of `prefill`, and of the `pause` for new weights, as far as it reports them."""
 
 
 class Engine(Protocol):

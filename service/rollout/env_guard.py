@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +34,7 @@ RETURN_SECONDS = 5.0
 """Seconds in which a cancelled call has to return and the environment to close, before its task is left to itself."""
 MAX_LEAKED_TASKS = 100
 """Most tasks of environments left to themselves in a process; then the process has to be renewed."""
+_TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
 MESSAGE_KEYS = ("role", "content")
 NUMBER_CHARACTERS = 1 << 10
 """Most characters of a reward."""
@@ -91,12 +94,19 @@ class EnvGuard:
     """One trajectory's environment: `make` makes it, `name` names it in messages."""
 
     def __init__(
-        self, name: str, make: Callable[[], Environment | Agent], limits: AgentLimits, leaked: LeakedTasks | None = None
+        self,
+        name: str,
+        make: Callable[[], Environment | Agent],
+        limits: AgentLimits,
+        leaked: LeakedTasks | None = None,
+        answered: Callable[[str, float], None] | None = None,
     ) -> None:
+        """`answered`: is given the name of each call of `reset` and `step`, and when it began."""
         self._name = name
         self._make = make
         self._limits = limits
         self._leaked = LeakedTasks() if leaked is None else leaked
+        self._answered = answered
         self._calls: asyncio.Queue[_Call | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
@@ -148,11 +158,14 @@ class EnvGuard:
         if self._task is None:
             self._task = asyncio.create_task(self._serve(), name=self._name)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        began = time.monotonic()
         self._calls.put_nowait(_Call(method, arguments, read, answer))
         try:
             deadline = self._limits.step_deadline
             await asyncio.wait({answer, self._task}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also when the trajectory is cancelled
+            if self._answered is not None and method != "play":  # which lasts as long as the trajectory
+                self._answered(tool_named(arguments[0]) if method == "step" else method, began)
             if not answer.done():
                 self._gave_up = True
                 self._task.cancel()
@@ -199,6 +212,12 @@ class EnvGuard:
 
     def _failed(self, reason: StopReason, method: str, detail: str) -> TrajectoryFailed:
         return TrajectoryFailed(reason, f"{self._name}.{method}: {detail}")
+
+
+def tool_named(text: str) -> str:
+    """The tool that a response calls first, as in `<tool_call>{"name": "search", ..}`; `step` where it calls none."""
+    found = _TOOL.search(text) if "<tool_call>" in text else None
+    return "step" if found is None else found[1]
 
 
 async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:

@@ -16,6 +16,7 @@ from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import StepColumns, StepSink
 from service.handoff.steps.tables import is_truncated_K
+from service.observe.trace.trajectories import TimedEngine, Timelines
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Engine
@@ -36,13 +37,14 @@ class Player:
     ) -> None:
         """`keys`, `number`: those of `Agents`."""
         self._config = config
-        self._engine = engine
+        self.timelines = Timelines(config.generator.engines)
+        self._engine: Engine = TimedEngine(engine, self.timelines)
         self._chat = load_chat(model_folder, config.generator)
         self._limits = AgentLimits.of(config, self._chat)
         self._environments = Environments(config.env)
         self.agents: Agents | None = None
         if config.endpoint is not None:
-            self.agents = Agents(config.endpoint, self._chat, engine, self._limits, keys, number)
+            self.agents = Agents(config.endpoint, self._chat, self._engine, self._limits, keys, number)
         self.last_failure = ""
         """Why the most recent lost trajectory was lost."""
         self.leaked = LeakedTasks()
@@ -56,7 +58,9 @@ class Player:
             RunFailed: too many environments did not return after they were cancelled; this process has to be renewed.
         """
         # All samples of a group share the environment's seed, so that only the policy differs.
-        played = await self._play(trajectory, task, sink, f"{self._config.run.seed}/{trajectory.group_id}")
+        with self.timelines.playing(trajectory, task.env_class or self._config.env.name) as line:
+            played = await self._play(trajectory, task, sink, f"{self._config.run.seed}/{trajectory.group_id}")
+            self.timelines.ended(trajectory, line, played.end.stop_reason)
         if not played.failure:
             self.env_metrics.add(task.env_class or self._config.env.name, played.info)
         return played.end
@@ -107,7 +111,7 @@ class Player:
             agents = self.agents if self.agents is not None and self._environments.is_agent(task) else None
             limits = self._limits if agents is None else agents.limits
             name, make = task.env_class or self._config.env.name, partial(self._environments.make, task)
-            guard = EnvGuard(name, make, limits, self.leaked)
+            guard = EnvGuard(name, make, limits, self.leaked, partial(self.timelines.answered, trajectory))
             if agents is not None:
                 here = None if self._environments.is_outside(task) else guard
                 played = await agents.play(trajectory, own, here, number, sink)

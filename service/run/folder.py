@@ -6,6 +6,7 @@ tensorboard/        the same numbers
 learning_curve.png  reward, staleness, padded length over the steps
 trajectories.jsonl  a bounded sample of trajectories
 evaluations.jsonl   one JSON object per evaluation and set
+timeline/           what every process did when; `baton trace` reads it
 address.json        where the run's metrics service listens
 journal/            the buffer's journal
 checkpoints/        `step_<n>/`, each with a manifest
@@ -37,6 +38,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+TIMELINE = "timeline"
 ADDRESS = "address.json"
 SUMMARY = "summary.json"
 JOURNAL = "journal"

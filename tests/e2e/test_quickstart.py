@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.observe.trace.chrome import chrome_trace
+from service.observe.trace.files import read_trace
+from service.observe.trace.timeline import Timeline
 from service.run.folder import LOGS
+from tests.pure.timeline.schema import check_trace, seconds_named
 from tests.step_keys import without_meaning
 from tests.waiting import until
 
@@ -65,7 +69,18 @@ def test_a_short_run_trains_and_leaves_its_folder(drive: Drive, left_over: LeftO
     assert "EngineCore" in logs["generator-0"]
     assert next(line for line in run.said if line.startswith("finished after 12")).strip() in logs["driver"]
     assert_final_weights_load_and_differ(run.folder)
+    assert_the_timeline_agrees_with_the_metrics(
+        run.folder, sum(line["timing/wait_for_generation_buffer"] for line in lines)
+    )
     assert left_over(MARK, run.mark, END_SECONDS) == {}
+
+
+def assert_the_timeline_agrees_with_the_metrics(folder: Path, waited: float) -> None:
+    trace = chrome_trace(Timeline(read_trace(folder)))
+    check_trace(trace)
+    assert seconds_named(trace, "trainer", "waiting") == pytest.approx(waited, rel=0.02, abs=0.05)
+    rows = {event["cat"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert {"engine", "rank", "trainer", "trajectories", "leases", "commits"} <= rows
 
 
 def assert_the_readme_shows_what_is_said(said: list[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors.generator import claims
-from actors.generator.claims import ClaimAnswer, Claimer, IdleTime
+from actors.generator.claims import ClaimAnswer, Claimer
 from actors.generator.outbox import Unreachable
 from service.errors import RunFailed, Starved
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
@@ -118,18 +118,3 @@ def test_a_refused_claim_fails_with_the_reason() -> None:
             await source(FakeBuffer(Refusal(RefusalReason.FENCED, "incarnation", 3))).next()
 
     run(main())
-
-
-def test_idle_time_counts_only_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
-    idle = IdleTime()
-    assert idle.elapsed == idle.seconds == 0.0
-    idle.begin()
-    now[0] += 2
-    assert idle.seconds == 2.0
-    assert idle.busy() == 2.0 and idle.busy() is None
-    now[0] += 5
-    idle.idle()
-    now[0] += 1
-    assert (idle.seconds, idle.elapsed) == (3.0, 8.0)

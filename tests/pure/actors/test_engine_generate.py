@@ -56,7 +56,7 @@ class FakeVllm:
         await self.released.wait()
         if isinstance(self.completion, Exception):
             raise self.completion
-        yield SimpleNamespace(outputs=[self.completion], num_cached_tokens=4)
+        yield SimpleNamespace(outputs=[self.completion], num_cached_tokens=4, metrics=None)
 
     async def update_weight_version(self, version: str) -> None:
         pass

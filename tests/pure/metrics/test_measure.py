@@ -213,7 +213,7 @@ class FakeHub:
         self.reports: list[list[tuple[str, dict[str, Any]]]] = []
         self.push = self
 
-    def remote(self, source: str, snapshot: bytes, reports: list[tuple[str, dict[str, Any]]]) -> None:
+    def remote(self, source: str, snapshot: bytes, reports: list[tuple[str, dict[str, Any]]], timeline: bytes) -> None:
         self.pushed.append((source, snapshot))
         self.reports.append(reports)
 

@@ -1,0 +1,84 @@
+"""What a generator does at any time, and how long it had no group to play."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from actors.generator.engine_times import EngineTimes
+from service.observe.trace.recorder import States, Trace
+
+STARTING, WAITING, PAUSED, GENERATING = "starting", "waiting", "paused", "generating"
+EVALUATING = "evaluating"
+ENVIRONMENT = "environment"
+"""Groups are open, but the engine has no request: their environments or agents are at work."""
+
+
+class Activity:
+    """The state of a generator and of its engine: spans of the timeline, and seconds by state."""
+
+    def __init__(self, trace: Trace, engine: EngineTimes) -> None:
+        self._engine = engine
+        engine.changed = self._look
+        self._states = States(trace, "engine", STARTING)
+        self._began: float | None = None
+        self._has_work = False
+        self._waited = 0.0
+        """Seconds of all waits before the newest group that ended one."""
+        self._evaluations = 0
+
+    def begin(self) -> None:
+        """The engine is up, and waits for the first group."""
+        self._began = time.monotonic()
+        self._look()
+
+    def idle(self) -> None:
+        """The last open group ended."""
+        self._has_work = False
+        self._look()
+
+    def busy(self, reason: str) -> float | None:
+        """A group begins; the seconds waited before it for this reason, None where another group was open."""
+        if self._has_work:
+            return None
+        self._states.enter(WAITING, reason=reason)
+        seconds, self._waited = self.seconds - self._waited, self.seconds
+        self._has_work = True
+        self._look()
+        return seconds
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The engine samples for an evaluation."""
+        self._evaluations += 1
+        self._look()
+        try:
+            yield
+        finally:
+            self._evaluations -= 1
+            self._look()
+
+    def by_state(self) -> dict[str, float]:
+        """Seconds by state so far."""
+        return self._states.seconds()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds without a group so far; an evaluation is no wait."""
+        return self._states.seconds().get(WAITING, 0.0)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since `begin`."""
+        return time.monotonic() - self._began if self._began is not None else 0.0
+
+    def _look(self) -> None:
+        self._states.enter(self._now())
+
+    def _now(self) -> str:
+        if not self._has_work:
+            return EVALUATING if self._evaluations else WAITING if self._began is not None else STARTING
+        if self._engine.is_paused:
+            return PAUSED
+        return GENERATING if self._engine.running else ENVIRONMENT

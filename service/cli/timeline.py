@@ -1,0 +1,73 @@
+"""`baton trace`: a run's timeline as a file that ui.perfetto.dev and chrome://tracing open."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from service.errors import UserError
+from service.files import atomic_file
+
+if TYPE_CHECKING:
+    from service.observe.trace.timeline import Timeline
+
+ABOUT = """\
+Write the timeline of a run that goes on, has ended or was killed: what every engine and every rank did when, and for
+what it waited; the buffer's groups; checkpoints and evaluations; a sample of trajectories with their turns and tool
+calls. Open the file in https://ui.perfetto.dev or chrome://tracing. It contains no text of prompts or responses.
+"""
+EXAMPLES = """\
+examples:
+  baton trace                                            # the newest run in runs/: trace.json in its folder
+  baton trace quickstart --output quickstart.json
+  baton trace runs/long --last 10                        # its last ten minutes
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:
+    """Add the arguments of `baton trace`."""
+    parser.add_argument("run", metavar="RUN", nargs="?", help=f"{run_help} (default: the newest run in runs/)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run folder")
+    parser.add_argument("--last", type=minutes, metavar="MINUTES", help="leave out what ended earlier")
+
+
+def minutes(text: str) -> float:
+    """Minutes above 0, as an argument."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Write the file, an event a line."""
+    from service.observe.trace.chrome import chrome_trace, trace_lines
+
+    folder, timeline = recorded(arguments.run)
+    if arguments.last is not None:
+        timeline.since(timeline.ended - 60 * arguments.last)
+    output = arguments.output or folder / "trace.json"
+    found = chrome_trace(timeline)
+    with atomic_file(output) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(trace_lines(found))
+    print(f"{len(found['traceEvents'])} events written to {output} ({output.stat().st_size / 1e6:.1f} MB)")
+    print(f"trajectories: {found['otherData']['trajectories']}")
+    return 0
+
+
+def recorded(run: str | None) -> tuple[Path, Timeline]:
+    """The folder and the timeline of a run; without a name of the newest.
+
+    Raises:
+        UserError: there is no such run, or it kept no timeline.
+    """
+    from service.observe.trace.files import read_trace
+    from service.observe.trace.timeline import Timeline
+    from service.run.folder import newest_run, run_folder
+
+    folder = newest_run() if run is None else run_folder(run)
+    try:
+        return folder, Timeline(read_trace(folder))
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{folder}: its timeline is not one of this version of Baton ({error!r:.200})") from None

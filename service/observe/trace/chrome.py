@@ -1,0 +1,173 @@
+"""A run's timeline as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
+
+driver        trainer         what the trainer as a whole does
+trainer-0     rank            forward and backward, optimizer, and for what it waits: what the driver did meanwhile
+generator-0   engine          generating, paused, environment, waiting, starting
+              trajectories    the sample, each with its turns and tool calls, on as many rows as overlap
+buffer        leases, commits, journal, and counters of its groups
+
+A sampled trajectory is a flow: claim -> turns and tool calls -> lease -> commit. Times are microseconds from the first
+event on. Format: the Trace Event Format of Chromium, as a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from time import gmtime, strftime
+from typing import Any, NamedTuple
+
+from service.observe.trace.timeline import Row, Span, Timeline
+
+Event = dict[str, Any]
+ORDER = ("driver", "trainer", "generator", "buffer")
+"""Roles from top to bottom."""
+LEASES, COMMITS = ("buffer/buffer", "leases"), ("buffer/buffer", "commits")
+TRAINER = ("driver/driver", "trainer")
+WAITING = "waiting"
+
+
+class Drawn(NamedTuple):
+    """A slice on a row; the slices of a trajectory have its number."""
+
+    row: Row
+    span: Span
+    flow: int | None = None
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The whole file, as JSON values."""
+    drawn = [*_states(timeline), *_trajectories(timeline)]
+    flows = _with_leases(timeline, drawn)
+    start = min([one.span.began for one in drawn] + [counter.at for counter in timeline.counters], default=0.0)
+
+    def us(at: float) -> float:
+        return round((at - start) * 1e6, 1)
+
+    sources = sorted(timeline.sources, key=lambda source: (_place(source), source))
+    pids = {source: number for number, source in enumerate(sources, 1)}
+    tids = {row: number for number, row in enumerate(dict.fromkeys(one.row for one in drawn), 1)}
+    events = [*_names(timeline, pids, tids)]
+    for row, (began, ended, name, detail), _ in drawn:
+        at = {"ts": us(began), "dur": round(us(ended) - us(began), 1), "pid": pids[row[0]], "tid": tids[row]}
+        category = row[1].partition(" ")[0]
+        events.append({"ph": "X", "name": name, "cat": category, **at, "args": detail})
+    for owner, when, name, values in timeline.counters:
+        events.append({"ph": "C", "name": name, "ts": us(when), "pid": pids[owner], "args": values})
+    for number, points in flows.items():
+        phases = ["s", *"t" * (len(points) - 2), "f"]
+        for phase, (row, span, _) in zip(phases, points, strict=True):
+            at = {"ts": us(span.began), "pid": pids[row[0]], "tid": tids[row]}
+            events.append({"ph": phase, "bp": "e", "name": "trajectory", "cat": "flow", "id": number, **at})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _about(timeline, start)}
+
+
+def trace_lines(trace: dict[str, Any]) -> Iterator[str]:
+    """The file's text, an event a line."""
+    yield f'{{"otherData":{json.dumps(trace["otherData"])},"displayTimeUnit":"ms","traceEvents":[\n'
+    for number, event in enumerate(trace["traceEvents"]):
+        yield f"{',' if number else ''}{json.dumps(event, separators=(',', ':'))}\n"
+    yield "]}\n"
+
+
+def _states(timeline: Timeline) -> Iterator[Drawn]:
+    for row, spans in timeline.rows.items():
+        for span in _explained(spans, timeline.rows.get(TRAINER, [])) if row[1] == "rank" else spans:
+            shown = {key: len(value) if isinstance(value, list) else value for key, value in span.detail.items()}
+            yield Drawn(row, span._replace(detail=shown))
+
+
+def _explained(spans: Iterable[Span], doing: Sequence[Span]) -> Iterator[Span]:
+    """A rank's spans; a wait is cut into what the driver, whose spans are in order, did meanwhile."""
+    first = 0
+    for span in spans:
+        if span.name != WAITING:
+            yield span
+            continue
+        while first < len(doing) and doing[first].ended <= span.began:
+            first += 1
+        at = span.began
+        for other in doing[first:]:
+            if other.began >= span.ended:
+                break
+            began, ended = max(at, other.began), min(span.ended, other.ended)
+            if began > at:
+                yield Span(at, began, WAITING, {})
+            yield Span(began, ended, f"{WAITING}: {other.name}", other.detail)
+            at = ended
+        if at < span.ended:
+            yield Span(at, span.ended, WAITING, {})
+
+
+def _trajectories(timeline: Timeline) -> Iterator[Drawn]:
+    """The sampled trajectories, each on the first row of its generator that is free; calls at once need more rows."""
+    free: dict[str, list[float]] = {}
+
+    def lane(owner: str, began: float, ended: float) -> Row:
+        ends = free.setdefault(owner, [])
+        number = next((n for n, end in enumerate(ends) if end <= began), len(ends))
+        ends[number : number + 1] = [ended]
+        return owner, f"trajectories {number + 1}"
+
+    for number, one in enumerate(timeline.trajectories):
+        row = lane(one.owner, one.span.began, one.span.ended)
+        yield Drawn(row, one.span)
+        first = one.calls[0].began if one.calls else one.span.ended
+        yield Drawn(row, Span(one.span.began, first, "claim", {}), number)
+        at = one.span.began
+        for call in one.calls:
+            if call.began >= at:
+                yield Drawn(row, call, number)
+                at = call.ended
+            else:
+                yield Drawn(lane(one.owner, call.began, call.ended), call, number)
+
+
+def _with_leases(timeline: Timeline, drawn: Iterable[Drawn]) -> dict[int, list[Drawn]]:
+    """The slices of each trajectory's flow in the order of time, with the last lease of its group and that commit."""
+    flows: dict[int, list[Drawn]] = {}
+    for one in drawn:
+        if one.flow is not None:
+            flows.setdefault(one.flow, []).append(one)
+    leases = {group: span for span in timeline.rows.get(LEASES, []) for group in span.detail["groups"]}
+    commits = {span.detail["lease"]: span for span in timeline.rows.get(COMMITS, [])}
+    for number, points in flows.items():
+        trajectory = timeline.trajectories[number]
+        points.sort(key=lambda point: point.span.began)
+        if (lease := leases.get(trajectory.of.group_id)) is not None and lease.ended >= trajectory.span.ended:
+            points.append(Drawn(LEASES, lease))
+            if (commit := commits.get(lease.detail["lease"])) is not None:
+                points.append(Drawn(COMMITS, commit))
+    return {number: points for number, points in flows.items() if len(points) > 1}
+
+
+def _names(timeline: Timeline, pids: dict[str, int], tids: dict[Row, int]) -> Iterator[Event]:
+    for source, pid in pids.items():
+        about = timeline.sources[source]
+        name = f"{source.partition('/')[2]} on {about['host']}, process {about['pid']}"
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    for (source, row), tid in tids.items():
+        at = {"pid": pids[source], "tid": tid}
+        yield {"ph": "M", "name": "thread_name", **at, "args": {"name": row}}
+        yield {"ph": "M", "name": "thread_sort_index", **at, "args": {"sort_index": tid}}
+
+
+def _place(source: str) -> int:
+    role = source.partition("/")[0]
+    return ORDER.index(role) if role in ORDER else len(ORDER)
+
+
+def _about(timeline: Timeline, start: float) -> dict[str, Any]:
+    """What a reader has to know of the sample and of the clocks."""
+    kept, played = len(timeline.trajectories), sum(played for played, _, _ in timeline.totals.values())
+    every = max((every for _, every, _ in timeline.totals.values()), default=1)
+    errors = [about["error"] for about in timeline.sources.values()]
+    return {
+        "begins": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(start)),
+        "trajectories": f"{kept} kept of {max(played, kept)}: at the end every {every}th of a generator, and the "
+        "slowest of each ten seconds",
+        "clocks": "one clock a host; another host's is aligned to the metrics hub's by the round trip of its pushes, "
+        f"to within {max(errors, default=0.0) * 1e3:.1f} ms",
+        "dropped events": sum(about["dropped"] for about in timeline.sources.values()),
+    }

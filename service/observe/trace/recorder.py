@@ -1,0 +1,115 @@
+"""What one process records for the timeline: spans on rows, counters, trajectories; and in which state it was how long.
+
+    states = States(trace, "engine", "starting")
+    states.enter("generating")                    # the span of `starting` is recorded
+    states.seconds()                              # {"starting": 31.2, "generating": 0.1}
+    trace.take()                                  # the lines since the last call, as JSON
+
+Times are seconds of the process's monotonic clock, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+MOST_EVENTS = 10_000
+"""Events that a process keeps between two pushes; further ones are counted as dropped."""
+SHORTEST_SECONDS = 0.001
+"""A state that was left sooner is counted, but has no span."""
+LONG_SECONDS = 5.0
+"""A stay is recorded in parts of this length, so that a killed process leaves most of it."""
+MEASUREMENTS = 6
+"""The newest measurements of the distance to the hub's clock; the one with the shortest round trip holds."""
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+SPAN, COUNTER, TRAJECTORY, TOTALS = "span", "counter", "trajectory", "totals"
+"""The kinds of lines; `docs/formats.md` says what each holds."""
+
+
+def boot() -> str:
+    """Names the running kernel, whose monotonic clock all its processes share."""
+    return BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+
+
+class Trace:
+    """The recorder of one process; bounded, and safe to use from several threads."""
+
+    def __init__(self, source: str = "") -> None:
+        self._events: deque[tuple[Any, ...]] = deque()
+        self._dropped = 0
+        self._header = {"from": source, "host": socket.gethostname(), "pid": os.getpid(), "boot": boot()}
+        self._clocks: deque[tuple[float, float]] = deque(maxlen=MEASUREMENTS)
+        """(half of the round trip, the hub's clock minus this one), in seconds."""
+
+    def span(self, row: str, name: str, began: float, ended: float, **detail: Any) -> None:
+        """Something took this long; spans of one row do not overlap."""
+        self.add(SPAN, row, name, round(began, 6), round(ended, 6), detail)
+
+    def counter(self, name: str, values: Mapping[str, float]) -> None:
+        """Numbers that hold from now on."""
+        self.add(COUNTER, name, round(time.monotonic(), 6), dict(values))
+
+    def add(self, *event: Any) -> None:
+        """Record a line."""
+        if len(self._events) < MOST_EVENTS:
+            self._events.append(event)
+        else:
+            self._dropped += 1
+
+    def clock(self, sent: float, answered: float, hub: float) -> None:
+        """The hub's clock said `hub` between `sent` and `answered` of this one."""
+        self._clocks.append(((answered - sent) / 2, hub - (sent + answered) / 2))
+
+    def take(self) -> bytes:
+        """The lines since the last call, after one that says whose they are; empty without any."""
+        lines = [self._events.popleft() for _ in range(len(self._events))]
+        if not lines:
+            return b""
+        error, offset = min(self._clocks, default=(0.0, None))
+        header = {**self._header, "offset": offset, "error": error, "dropped": self._dropped}
+        return b"".join(msgspec.json.encode(line) + b"\n" for line in (header, *lines))
+
+
+class States:
+    """In which state something is: a span for each stay, and the seconds by state; safe to use from several threads."""
+
+    def __init__(self, trace: Trace, row: str, state: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._trace, self._row, self._now = trace, row, now
+        self._lock = Lock()
+        self._seconds: dict[str, float] = {}
+        self._since = self._recorded = now()
+        self._detail: dict[str, Any] = {}
+        self.state = state
+
+    def enter(self, state: str, **detail: Any) -> None:
+        """The state changes, or goes on; `detail` says more about it."""
+        with self._lock:
+            if state == self.state:
+                self._detail |= detail
+                return
+            now = self._now()
+            self._seconds[self.state] = self._seconds.get(self.state, 0.0) + now - self._since
+            self._record(now, SHORTEST_SECONDS)
+            self.state, self._since, self._recorded, self._detail = state, now, now, detail
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by state so far, the current stay included; a long one is recorded so far."""
+        with self._lock:
+            now = self._now()
+            self._record(now, LONG_SECONDS)
+            return {**self._seconds, self.state: self._seconds.get(self.state, 0.0) + now - self._since}
+
+    def _record(self, now: float, least: float) -> None:
+        if now - self._recorded >= least:
+            self._trace.span(self._row, self.state, self._recorded, now, **self._detail)
+            self._recorded = now

@@ -1,0 +1,63 @@
+"""What a generator does at any time."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.generator import activity, engine_times
+from actors.generator.activity import Activity
+from actors.generator.engine_times import EngineTimes
+from service.observe.trace import recorder
+from service.observe.trace.recorder import Trace
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (activity, engine_times):
+        monkeypatch.setattr(module.time, "monotonic", made.monotonic)
+    monkeypatch.setattr(recorder.States.__init__, "__defaults__", (made.monotonic,))
+    return made
+
+
+def test_a_generator_waits_only_while_it_has_no_group_and_evaluates_nothing(clock: Clock) -> None:
+    doing = Activity(Trace(), EngineTimes())
+    assert doing.elapsed == doing.seconds == 0.0
+    doing.begin()
+    clock.now += 2
+    assert doing.seconds == 2.0
+    assert doing.busy("lookahead") == 2.0 and doing.busy("claim") is None
+    clock.now += 5
+    doing.idle()
+    clock.now += 1
+    assert (doing.seconds, doing.elapsed) == (3.0, 8.0)
+    with doing.evaluating():
+        clock.now += 4
+    assert doing.busy("claim") == 1.0
+    assert doing.by_state()["evaluating"] == 4.0
+
+
+def test_the_states_of_a_generator_follow_its_engine(clock: Clock) -> None:
+    engine = EngineTimes()
+    doing = Activity(Trace(), engine)
+    doing.begin()
+    doing.busy("claim")
+    clock.now += 1  # the environment prepares
+    with engine.request() as seconds_of:
+        clock.now += 2
+        engine.pause()
+        engine.pause()  # an update that failed is tried again
+        clock.now += 3
+        assert engine.resume() == 3.0
+        clock.now += 4
+        assert seconds_of(None) == {"pause": 3.0}
+    clock.now += 5
+    assert doing.by_state() == {"starting": 0.0, "waiting": 0.0, "environment": 6.0, "generating": 6.0, "paused": 3.0}
