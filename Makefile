@@ -72,7 +72,7 @@ format: dev ## format and fix with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-.PHONY: bench-handoff bench-learn bench-padded bench-shared-prefix gpu
+.PHONY: bench-handoff bench-learn bench-padded bench-sequence-parallel bench-shared-prefix gpu
 bench-handoff: dev ## merging and batching against other systems, in one run
 	@$(BIN)/python -m benchmarks.handoff
 bench-padded: dev ## padded lengths of mini-batches, for three ways to form rows
@@ -81,6 +81,8 @@ gpu: dev ## what only a GPU can show: tests, speed, weights, agreement; under 25
 	@$(BIN)/python -m benchmarks.gpu
 bench-learn: dev ## packed against padded learning, in one run
 	@$(BIN)/python -m benchmarks.learn
+bench-sequence-parallel: dev ## memory of ranks that share tokens, and a row that no rank could train alone
+	@$(BIN)/python -m benchmarks.sequence_parallel
 bench-shared-prefix: dev ## learning with shared prefixes against packed rows, in one run
 	@$(BIN)/python -m benchmarks.shared_prefix
 

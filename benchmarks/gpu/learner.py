@@ -7,6 +7,9 @@ parameter of the layers' matrices, 6 per *loss* token and parameter of the outpu
 half: 6 * layers * heads * head_dim * length^2 a row. Neither recomputation nor padding counts. A step is all from the
 micro-batches in host memory to the new weights.
 
+`samples` and `shared_prefix` train the same rows, eight of each prompt, packed and with the prompts computed once. Both
+count all tokens of the rows, so that what sharing saves shows as more tokens a second and a higher utilisation.
+
 A shape that does not fit is tried again with gradient checkpointing, and then with half of its layers, whose
 utilisation is nearly that of all.
 """
@@ -29,10 +32,11 @@ from benchmarks.gpu.parts import Figures, Give
 from benchmarks.learn import made_row, micro_batch_of
 from service.config.learn import TrainerConfig
 from service.config.tree import Config, ModelConfig
+from service.handoff.prefixes.distinct import LEAST_SHARED
 from service.learn.learner import Learner
 from service.learn.model.attention import use_fastest_attention
 from service.learn.model.policy import Policy
-from service.types import MicroBatch, MiniBatch
+from service.types import MicroBatch, MiniBatch, SupervisedRow
 
 SHAPES = {
     "cuda": {
@@ -53,10 +57,19 @@ TOKENS = {"cuda": 16384, "cpu": 64}
 MICRO_BATCHES = 4
 REPEATS = {"cuda": 3, "cpu": 1}
 """Steps that are timed, after as many that warm up."""
-VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "eager": {"compile": False}, "padded": {"layout": "padded"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {"layout": "packed"},
+    "eager": {"layout": "packed", "compile": False},
+    "padded": {"layout": "padded"},
+    "samples": {"layout": "packed"},
+    "shared_prefix": {"layout": "shared_prefix"},
+}
 """Settings of the trainer that are compared."""
-PADDED = ("0.6B", "tiny")
-"""Shapes whose padded layout is measured too."""
+OF_PROMPTS = ("samples", "shared_prefix")
+"""Variants whose rows are samples of prompts."""
+SAMPLES = 8
+EVERY_VARIANT = ("0.6B", "tiny")
+"""Shapes that are measured with every variant; the others with the first two."""
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bfloat16 FLOP/s by the vendor's data sheets (SXM)."""
 
@@ -64,19 +77,19 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 def measure(device: str, give: Give) -> None:
     """Every shape with every variant."""
     for name, shape in SHAPES[device].items():
-        for variant, settings in VARIANTS.items():
-            if variant != "padded" or name in PADDED:
-                named: Figures = {"shape": name, "variant": variant}
-                give(named | _what_fits(torch.device(device), shape, settings))
+        for variant in VARIANTS if name in EVERY_VARIANT else list(VARIANTS)[:2]:
+            named: Figures = {"shape": name, "variant": variant}
+            give(named | _what_fits(torch.device(device), shape, variant))
 
 
-def _what_fits(device: torch.device, shape: dict[str, int], settings: dict[str, Any]) -> Figures:
+def _what_fits(device: torch.device, shape: dict[str, int], variant: str) -> Figures:
     """The figures of the first of these that fits: the whole, with checkpointing, half of the layers with it."""
     half = shape | {"num_hidden_layers": shape["num_hidden_layers"] // 2}
     for tried, checkpointing in ((shape, False), (shape, True), (half, True)):
         found: Figures = {"layers": tried["num_hidden_layers"], "checkpointing": str(checkpointing)}
         try:
-            return found | _steps(device, tried, TrainerConfig(gradient_checkpointing=checkpointing, **settings))
+            trainer = TrainerConfig(gradient_checkpointing=checkpointing, **VARIANTS[variant])
+            return found | _steps(device, tried, trainer, variant in OF_PROMPTS)
         except torch.OutOfMemoryError:
             continue
         finally:
@@ -86,9 +99,9 @@ def _what_fits(device: torch.device, shape: dict[str, int], settings: dict[str, 
     return found | {"milliseconds": "out of memory"}
 
 
-def _steps(device: torch.device, shape: dict[str, int], trainer: TrainerConfig) -> Figures:
+def _steps(device: torch.device, shape: dict[str, int], trainer: TrainerConfig, of_prompts: bool) -> Figures:
     """Median time of warmed-up steps and peak memory."""
-    batch, repeats = mini_batch(device.type), REPEATS[device.type]
+    batch, repeats = mini_batch(device.type, of_prompts), REPEATS[device.type]
     seconds = []
     with learner(device, shape, trainer) as trained:
         for number in range(2 * repeats):
@@ -130,14 +143,25 @@ def row_lengths(tokens: int, seed: int) -> np.ndarray:
     return rng.permutation(lengths)
 
 
-def mini_batch(device: str) -> MiniBatch:
-    """Micro-batches of random tokens; two thirds of each row carry loss."""
+def samples(tokens: int, vocabulary: int, rng: np.random.Generator) -> list[SupervisedRow]:
+    """Rows of one prompt, an eleventh of the budget long but worth sharing, with responses of a fifth of it."""
+    prompt = rng.integers(0, vocabulary, max(2 * LEAST_SHARED, tokens // 11))
+    lengths = rng.integers(len(prompt) // 7, len(prompt) // 4, SAMPLES)
+    return [made_row(np.concatenate([prompt, rng.integers(0, vocabulary, length)]), len(prompt)) for length in lengths]
+
+
+def mini_batch(device: str, of_prompts: bool = False) -> MiniBatch:
+    """Micro-batches of random tokens; two thirds of each row carry loss, or of samples of a prompt the responses."""
     micros: list[MicroBatch] = []
     n_rows = 0
     for seed in range(MICRO_BATCHES):
         rng = np.random.default_rng(seed)
         lengths = row_lengths(TOKENS[device], seed)
-        rows = [made_row(rng.integers(0, VOCABULARY[device], length), length // 3) for length in lengths]
+        rows = (
+            samples(TOKENS[device], VOCABULARY[device], rng)
+            if of_prompts
+            else [made_row(rng.integers(0, VOCABULARY[device], length), length // 3) for length in lengths]
+        )
         micros.append(micro_batch_of(rows, list(range(n_rows, n_rows + len(rows)))))
         n_rows += len(rows)
     loss_tokens = [np.add.reduceat(micro.loss_mask_N, micro.offsets_R[:-1], dtype=np.int64) for micro in micros]

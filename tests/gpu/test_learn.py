@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from service.config.tree import MakeModelConfig
 from service.learn.device_batch import DeviceBatch, DeviceSettings
@@ -19,6 +20,7 @@ from service.learn.model.attention import packed_attention
 from service.learn.model.tiny_model import make_model
 from service.learn.packing import Packing
 from tests.pure.learn.builders import CPU, VOCABULARY, made_row, made_rows, mini_batch, settings, split_row
+from tests.pure.learn.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -131,6 +133,34 @@ def test_loss_and_gradient_are_those_on_cpu(
     expected_loss, expected = outcome(folder, CPU, "float32")
     assert loss == pytest.approx(expected_loss, abs=tolerance)
     assert (gradient - expected).norm() <= tolerance * expected.norm()
+
+
+def outcome_of_rank(rank: int, world_size: int, folder: Path, layout: str) -> tuple[float, np.ndarray]:
+    """Loss and gradient of the rows of `outcome`, of which each rank has a part of the tokens."""
+    torch.cuda.set_device(rank)
+    config = settings(
+        trainer={"ranks": world_size, "sequence_parallel": world_size, "layout": layout}, dtype="bfloat16"
+    )
+    learner = Learner(config, folder, torch.device("cuda", rank), rank, world_size)
+    forked = split_row(made_row(5, 40, np.random.default_rng(1)), [20, 30])
+    totals = learner.accumulate(mini_batch([[[*made_rows(5, seed=1), *forked]]], trajectories=6)).totals()
+    gradients = [parameter.grad for parameter in learner.policy.model.parameters()]
+    whole = [each.full_tensor().flatten().float().cpu() for each in gradients if isinstance(each, DTensor)]
+    return totals["loss"], torch.cat(whole).numpy()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+def test_gpus_that_share_tokens_have_the_loss_and_gradient_of_a_cpu(folder: Path, layout: str) -> None:
+    expected_loss, expected = outcome(folder, CPU, "float32")
+    ranks = Ranks(most=2, backend="cuda:nccl")
+    try:
+        results = ranks(2, outcome_of_rank, folder, layout)
+    finally:
+        ranks.close()
+    for loss, gradient in results:
+        assert loss == pytest.approx(expected_loss, abs=5e-2)
+        assert np.linalg.norm(gradient - expected.numpy()) <= 5e-2 * float(expected.norm())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -110,7 +110,8 @@ def test_learner_advantages_and_suite_are_rehearsed_on_a_machine_without_ray_and
     document = json.loads(file.read_text())
     assert done.returncode == 0, [part["reason"] for part in document["parts"]]
     learner, advantage, suite = document["parts"]
-    assert {line["variant"] for line in learner["figures"]} == {"default", "eager", "padded"}
+    variants = {"default", "eager", "padded", "samples", "shared_prefix"}
+    assert {line["variant"] for line in learner["figures"]} == variants
     assert all(line["tokens_a_second"] > 0 for line in learner["figures"])
     assert advantage["figures"][0]["copy_gb_s"] > 0
     assert {line["outcome"] for line in suite["figures"]} == {"skipped"}

@@ -1,4 +1,4 @@
-"""Runs a function on every rank of a gloo process group, each rank in a process of its own."""
+"""Runs a function on every rank of a process group, each rank in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import torch.distributed as dist
 class Ranks:
     """Processes that become the ranks of one process group after another; importing torch takes them seconds, once."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, backend: str = "gloo") -> None:
+        self._backend = backend
         self._pool = ProcessPoolExecutor(most, mp_context=multiprocessing.get_context("spawn"))
 
     def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -27,7 +28,8 @@ class Ranks:
             store = str(Path(folder) / "store")
             # each call waits for the others to join the group, so each has a process of its own
             calls = [
-                self._pool.submit(_rank, store, rank, world_size, function, arguments) for rank in range(world_size)
+                self._pool.submit(_rank, self._backend, store, rank, world_size, function, arguments)
+                for rank in range(world_size)
             ]
             return [call.result(timeout=500) for call in calls]
 
@@ -38,10 +40,12 @@ class Ranks:
         resource_tracker._resource_tracker._stop()
 
 
-def _rank(store: str, rank: int, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _rank(
+    backend: str, store: str, rank: int, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=240)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     try:
         return function(rank, world_size, *arguments)
     finally:

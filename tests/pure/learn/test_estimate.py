@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.sequence_parallel import peak_of_tensors
 from service.config.lora import LoraConfig
 from service.config.tree import Config
 from service.learn.estimate.step import estimate_step, full_mini_batch
@@ -54,19 +54,15 @@ def configured(shape: str, ranks: int, **trainer: Any) -> Config:
 
 def measured_peak(rank: int, world_size: int, folder: Path, config: Config) -> int:
     """Most bytes that tensors of a rank hold at once during a step after the first, by the profiler's memory events."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def two_steps() -> None:
         policy = Policy(config, folder, CPU, rank, world_size, random_weights=True)
         learner = Learner(config, folder, CPU, rank, world_size, policy)
         batch = full_mini_batch(config, SHAPES["dense"]["vocab_size"], ROW_TOKENS)
         for _ in range(2):
             assert learner.step(batch).applied
-    events = profiler.profiler.kineto_results.events()
-    allocations = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    held = peak = 0
-    for _, size in allocations:
-        held += size
-        peak = max(peak, held)
-    return peak
+
+    return peak_of_tensors(two_steps)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -75,12 +71,14 @@ def test_estimated_peak_bytes_are_within_a_tenth_of_the_measured_ones(
     shape: str, checkpointing: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
     folder = folder_of(shape, tmp_path)
-    for world_size in (1, 2):
-        config = configured(shape, world_size, gradient_checkpointing=checkpointing)
+    for world_size, sharing in ((1, 1), (2, 1), (2, 2)) if shape == "dense" else ((1, 1), (2, 1)):
+        config = configured(shape, world_size, gradient_checkpointing=checkpointing, sequence_parallel=sharing)
         estimated = estimate_step(config, folder, ROW_TOKENS, on_gpu=False).peak_bytes
         # the least: a thread of gloo may let go of a buffer late
         measured = min(ranks(world_size, measured_peak, folder, config))
-        print(f"{shape}, {checkpointing=}, {world_size} ranks: {estimated:,} estimated, {measured:,} measured")
+        print(
+            f"{shape}, {checkpointing=}, {world_size} ranks, {sharing=}: {estimated:,} estimated, {measured:,} measured"
+        )
         assert estimated == pytest.approx(measured, rel=0.1)
 
 

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.sequence_parallel import LEAST, SHAPE, VOCABULARY, long_row, train
 from service.config.tree import Config
 from service.errors import UserError
 from service.handoff.batches.batch import BatchSettings
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
+from service.learn.model.tiny_model import make_model
 from service.learn.supervised import SupervisedSteps
 from service.types import MiniBatch, SupervisedRow
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
@@ -164,3 +166,22 @@ def test_ranks_or_heads_that_do_not_divide_are_refused_before_anything_is_loaded
     for groups, heads in ranks(3, refusals, model_folder):
         assert groups == "trainer.sequence_parallel: 3 ranks do not divide into groups of 2"
         assert heads.startswith("trainer.sequence_parallel: 3 ranks cannot divide the model's 4 heads and 2 key heads")
+
+
+ROW = 2400
+
+
+def bytes_of_rank(rank: int, world_size: int, folder: Path) -> float:
+    return float(train(folder, rank, world_size, (ROW,), None)["bytes"])
+
+
+def test_a_rank_of_two_holds_1_7_times_less_than_one_alone(ranks: Ranks, tmp_path: Path) -> None:
+    make_model(tmp_path, SHAPE, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=0)
+    alone, of_two = (max(ranks(world_size, bytes_of_rank, tmp_path)) for world_size in (1, 2))
+    assert alone >= LEAST[2] * of_two
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_four_ranks_train_a_row_with_memory_of_which_one_alone_runs_out(tmp_path: Path) -> None:
+    assert long_row(str(tmp_path)) == 0
