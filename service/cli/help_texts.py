@@ -97,5 +97,6 @@ TRAJECTORIES_EXAMPLES = """\
 examples:
   baton trajectories list                                # of the newest run
   baton trajectories show runs/quickstart                # the newest trained one; or give an id
+  baton trajectories slow runs/quickstart                # queue, prefill, decode, tools: where the time goes
   baton trajectories export-html runs/quickstart --last 20
 """

@@ -223,11 +223,14 @@ def _add_trajectories(added: Any) -> None:
     listed = _command(actions, "list", commands.trajectories_list, "print a line for each kept trajectory")
     shown = _command(actions, "show", commands.trajectories_show, "print a trajectory; tokens with loss are coloured")
     exported = _command(actions, "export-html", commands.trajectories_export, "write trajectories as an HTML page")
-    for action in (listed, shown, exported):
+    slow = _command(actions, "slow", timeline.slow, "where the time of trajectories goes, and the slowest ones")
+    for action in (listed, shown, exported, slow):
         action.add_argument("run", metavar="RUN", nargs="?", help=f"{RUN_HELP} (default: the newest run in runs/)")
     named = "such as group=812/sample=3/attempt=0, or 812 (default: the newest trained trajectory)"
     shown.add_argument("id", metavar="ID", nargs="?", help=named)
+    slow.add_argument("id", metavar="ID", nargs="?", help="the calls of this one, of those that the timeline keeps")
     exported.add_argument("--output", type=Path, metavar="FILE", help="default: trajectories.html in the run folder")
+    slow.add_argument("--last", type=logs.count, default=10, metavar="N", help="the N slowest (default 10)")
     for action in (listed, exported):
         action.add_argument(
             "--last", type=logs.count, default=50, metavar="N", help="the last N kept ones (default 50)"

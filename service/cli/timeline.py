@@ -1,11 +1,13 @@
-"""`baton trace`: a run's timeline as a file that ui.perfetto.dev and chrome://tracing open."""
+"""`baton trace` writes the timeline of a run for ui.perfetto.dev and chrome://tracing; `slow` names slow trajectories."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from service.cli.commands import PIPED_WIDTH
 from service.errors import UserError
 from service.files import atomic_file
 
@@ -53,6 +55,21 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         file.writelines(trace_lines(found))
     print(f"{len(found['traceEvents'])} events written to {output} ({output.stat().st_size / 1e6:.1f} MB)")
     print(f"trajectories: {found['otherData']['trajectories']}")
+    return 0
+
+
+def slow(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print where the time of trajectories went."""
+    from rich.console import Console
+
+    from service.observe.trace.slow import print_calls, print_slow
+
+    _, timeline = recorded(arguments.run)
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    if arguments.id is None:
+        print_slow(console, timeline, arguments.last)
+    else:
+        print_calls(console, timeline, arguments.id)
     return 0
 
 

@@ -236,3 +236,22 @@ def test_a_run_without_a_timeline_is_one_line(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / CONFIG).touch()
     assert main(["trace", str(tmp_path)]) == 2
     assert "kept no timeline" in capsys.readouterr().err
+
+
+def test_slow_trajectories_are_named_with_the_part_and_the_tool_that_took_longest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectories, "WINDOW_SECONDS", 1e-9)
+    a_run(tmp_path)
+    assert main(["trajectories", "slow", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    shares = [int(line.split()[2].removesuffix("%")) for line in said if line.startswith("search") and "%" in line]
+    assert 97 <= sum(shares[:6]) <= 103 and any(line.split()[:2] == ["search", "lookup"] for line in said)
+    worst = [line for line in said if line.startswith("group=")]
+    assert len(worst) == 4 and "of all 4" in said[-1]
+    name = worst[0].split()[0]
+    assert main(["trajectories", "slow", str(tmp_path), name.split("/")[0].removeprefix("group=")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(name) and any("turn 2" in line and "queue 0.001 s" in line for line in said)
+    assert main(["trajectories", "slow", str(tmp_path), "77"]) == 2
+    assert "77: not among the 4" in capsys.readouterr().err
