@@ -1,4 +1,4 @@
-"""`baton trace` writes the timeline of a run for ui.perfetto.dev and chrome://tracing; `slow` names slow trajectories."""
+"""`baton trace` writes a run's timeline for ui.perfetto.dev; `baton trajectories slow` says where its time went."""
 
 from __future__ import annotations
 
