@@ -156,6 +156,8 @@ class TrajectoryEnd(NamedTuple):
     """The role of each step, see `service.handoff.steps.roles`; empty: all are `main`."""
     transcript: bytes = b""
     """What an agent's run wrote, in UTF-8; empty where nobody kept it."""
+    rewards: tuple[float, ...] = ()
+    """For each step the rewards that it was given after it was sent, on top of its own; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -226,7 +228,9 @@ class Ends(Table):
     has_roles_E: Bools
     offsets_E: Int64s
     text_N: Uint8s
-    """Of each end: a byte for the role of each step, where it has roles; then the transcript."""
+    """Of each end: where it has roles, a byte for that of each step; where it has rewards of steps, a little-endian
+    float64 for each step; then the transcript."""
+    has_rewards_E: Bools | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
+from urllib.parse import urlsplit
 
 from service.config.checks_algorithm import GROUP_ESTIMATORS, TEMPORAL_ESTIMATORS
 from service.config.checks_algorithm import RULES as ALGORITHM_RULES
@@ -16,6 +17,7 @@ from service.config.source import Source
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.group_bytes import ITEM_BYTES, worst_group_bytes, worst_journal_bytes, worst_step_bytes
+from service.handoff.steps.roles import ROLES
 from service.interop.user_functions import malformed_name
 
 LOSSES = (
@@ -176,12 +178,35 @@ def _agents(config: Config) -> Iterator[Problem]:
             "agents.train",
             "without main the agents' own conversations would not be trained; add it",
         )
-    if config.algorithm.returns == "sum":
+
+
+def _roles(config: Config) -> Iterator[Problem]:
+    if config.roles and not config.algorithm.step_wise:
         yield Problem(
-            "algorithm.returns",
-            "sum adds the rewards of the steps, but an agent's reward comes at the end: every return would be 0; use "
-            "last",
+            "algorithm.step_wise",
+            "false makes one sequence of each trajectory, but every role has a conversation of its own; use true",
         )
+    for name, role in config.roles.items():
+        if name in ROLES:
+            yield Problem(f"roles.{name}", f"{', '.join(ROLES)} are there in every run; give another name")
+        if role.mode != "frozen" and (role.url or role.model or role.key_file):
+            yield Problem(
+                f"roles.{name}",
+                f"url, model and key_file name another model, but with mode={role.mode} the policy plays the role, so "
+                "that model would never be asked; use mode=frozen, or leave them out",
+            )
+        if role.mode == "frozen" and (role.url is None or role.model is None):
+            yield Problem(f"roles.{name}", "is frozen, but nothing says who plays it; give url and model")
+        elif role.url is not None and not _is_address(role.url):
+            yield Problem(f"roles.{name}.url", f"{role.url!r} is no address; give http://HOST:PORT/v1")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an address, or a port beyond the last one
+        return False
 
 
 def _retrieval(config: Config) -> Iterator[Problem]:
@@ -316,6 +341,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _curriculum,
     _evaluation,
     _agents,
+    _roles,
     _retrieval,
     check_command,
     _sampling,

@@ -55,6 +55,10 @@ def with_absolute_paths(config: Config) -> Config:
                 update={"path": _absolute(config.model.path), "adapter": _absolute(config.model.adapter)}
             ),
             "data": data.model_copy(update=update),
+            "roles": {
+                name: role.model_copy(update={"key_file": _absolute(role.key_file)})
+                for name, role in config.roles.items()
+            },
             "agents": agents and agents.model_copy(update={"worker_key_file": _absolute(agents.worker_key_file)}),
             "env": config.env.model_copy(update={"retrieval": retrieval, "workdir": _absolute(config.env.workdir)}),
         }
@@ -94,6 +98,8 @@ def _problems(config: Config) -> Iterator[_PathProblem]:
     yield from _command_problems(config)
     key_file = config.agents.worker_key_file if config.agents is not None else None
     yield from _path_problems("agents.worker_key_file", key_file, "worker key", "file", "give a text file")
+    for name, role in config.roles.items():
+        yield from _path_problems(f"roles.{name}.key_file", role.key_file, "key", "file", "give a text file")
     yield from _module_problems(config)
     if _kind("run.dir", config.run.dir) == "file":
         yield _PathProblem(f"run.dir: {config.run.dir} is a file; give a folder", False)

@@ -150,6 +150,20 @@ class AgentsConfig(Section):
     by name, such as `hermes` or, with one for the thinking, `hermes+deepseek_r1`."""
 
 
+class RoleConfig(Section):
+    """A role that an environment, or an agent, names in its turns besides `main`; see docs/roles.md."""
+
+    mode: Literal["trained", "frozen", "judge"] = "trained"
+    """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays it and is not; `frozen`:
+    another model plays it."""
+    url: str | None = None
+    """Of a frozen role: address of an OpenAI-compatible endpoint, up to and with `/v1`."""
+    model: str | None = None
+    """Of a frozen role: the model's name at `url`."""
+    key_file: Path | None = None
+    """Of a frozen role: file with the key for `url`; None: none is sent."""
+
+
 class GeneratorConfig(Section):
     """vLLM engines and their agent loops."""
 

@@ -10,8 +10,19 @@ from pydantic import Field
 from service.config.command import AGENT
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.lora import LoraConfig
-from service.config.rollout import AgentsConfig, DataConfig, EnvConfig, GeneratorConfig, ScorerConfig, ScorerName
+from service.config.rollout import (
+    AgentsConfig,
+    DataConfig,
+    EnvConfig,
+    GeneratorConfig,
+    RoleConfig,
+    ScorerConfig,
+    ScorerName,
+)
 from service.config.section import Fraction, MergeMode, NotNegative, Positive, Seconds, Section
+from service.handoff.steps.roles import MAX_NAMED, TRAINED
+
+RoleName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 
 
 class RunConfig(Section):
@@ -155,6 +166,8 @@ class Config(Section):
     env: EnvConfig = EnvConfig()
     agents: AgentsConfig | None = None
     """The endpoint for agents; None: there is one, with the defaults, only where `env.name` is agent."""
+    roles: Annotated[dict[RoleName, RoleConfig], Field(max_length=MAX_NAMED)] = {}
+    """Roles besides `main`, by name, each with rewards and a baseline of its own."""
     generator: GeneratorConfig = GeneratorConfig()
     scorers: dict[ScorerName, ScorerConfig] = {}
     """Reward models, judges and teachers by name."""
@@ -173,6 +186,12 @@ class Config(Section):
     def endpoint(self) -> AgentsConfig | None:
         """The settings of the endpoint for agents; None where there is none."""
         return AgentsConfig() if self.agents is None and self.env.name == AGENT else self.agents
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """Roles whose steps carry loss."""
+        kinds: tuple[str, ...] = self.endpoint.train if self.endpoint is not None else TRAINED
+        return (*kinds, *(name for name, role in self.roles.items() if role.mode == "trained"))
 
     @property
     def most_steps(self) -> int:

@@ -38,6 +38,8 @@ INFO_BYTES = 1 << 11
 """UTF-8 bytes of what a scorer says about one trajectory, at most."""
 EXPERT_BYTES = 2
 """One routed expert of one token."""
+SAID_BYTES = 9
+"""What an end says about a step at most: a role and a reward."""
 TRANSCRIPT_BYTES = 1 << 16
 """UTF-8 bytes of the transcript that an end carries, at most."""
 EVENT_BYTES = 1 << 20
@@ -78,13 +80,20 @@ def worst_trajectory_bytes(config: Config, experts_per_token: int = 0) -> int:
     """Bytes of one trajectory at worst, or its part of `buffer.max_group_bytes`.
 
     In an environment every turn has full length; an agent's calls have `agents.max_tokens` tokens together, and its end
-    has their roles and a transcript.
+    has a transcript. An end has a role and a reward of each step.
     """
-    everything = config.env.max_turns * worst_step_bytes(config, experts_per_token) + ITEM_BYTES
+    of_step = worst_step_bytes(config, experts_per_token) + SAID_BYTES
+    everything = config.env.max_turns * of_step + ITEM_BYTES
     if (agents := config.endpoint) is not None:
+<<<<<<< HEAD
         session = item_bytes(agents.max_tokens, _token_bytes(config, experts_per_token), agents.max_calls + 1)
         everything = max(everything, session + agents.max_calls + TRANSCRIPT_BYTES)
     everything += scores_bytes(config)
+=======
+        token_bytes = TOKEN_BYTES + EXPERT_BYTES * experts_per_token
+        session = item_bytes(agents.max_tokens, token_bytes, agents.max_calls + 1)
+        everything = max(everything, session + SAID_BYTES * agents.max_calls + TRANSCRIPT_BYTES)
+>>>>>>> cb55232 (Roles in a trajectory: each has its own conversation, rewards, groups and baseline; frozen ones are played by another model)
     return min(everything, config.buffer.max_group_bytes // config.algorithm.n_samples_per_prompt)
 
 

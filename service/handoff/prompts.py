@@ -9,6 +9,7 @@ import xxhash
 
 from service.config.tree import Config
 from service.handoff.ledger.events import Opened
+from service.handoff.steps.roles import ROLES
 from service.types import Int64s
 
 
@@ -59,5 +60,6 @@ def opening(config: Config, vocab_size: int, seed: int, uids: Sequence[str], row
         "algorithm.n_samples_per_prompt": config.algorithm.n_samples_per_prompt,
         "trainer.mini_batch_size": config.trainer.mini_batch_size,
         "the model's vocabulary": vocab_size,
+        **{f"roles.{name}": number for number, name in enumerate(config.roles, len(ROLES))},
     }
     return Opened(xxhash.xxh3_64_hexdigest("\n".join(uids).encode()) + rows_digest, settings)

@@ -2,7 +2,8 @@
 
     reset -> prompt -> [length?] -> generate -> step of the environment -> append the step -> next prompt -> ...
 
-The trajectory's end with its reason comes last. An unfinished turn appends no step.
+Each role has a conversation of its own, and the environment says whose turn is next. The trajectory's end with its
+reason comes last. An unfinished turn appends no step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -18,13 +19,15 @@ from typing import NamedTuple
 from service.errors import in_one_line
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.chat.chat import Chat
-from service.rollout.chat.conversation import Prompt, conversation
+from service.rollout.chat.chat import Chat, Tool
+from service.rollout.chat.conversation import Conversation, Prompt, conversation
 from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.end_token import without_loss
 from service.rollout.engine import Engine, Generation
 from service.rollout.env_guard import EnvGuard, TrajectoryFailed
-from service.rollout.environment import Task
+from service.rollout.environment import MAIN, Message, StepResult, Task
 from service.rollout.episode import Episode
+from service.rollout.frozen import FrozenModels, generation_of
 from service.rollout.limits import AgentLimits
 from service.rollout.validate_generation import validate_generation
 from service.types import Int32s, TrajectoryEnd, TrajectoryId
@@ -42,6 +45,26 @@ class Played(NamedTuple):
     """Why the trajectory is lost; empty where it is not."""
 
 
+class _Side:
+    """One role's side of a trajectory: its conversation."""
+
+    def __init__(self, turns: Conversation) -> None:
+        self.turns = turns
+        self.messages: list[Message] = []
+        """All of it, but for what the role said last."""
+        self.said: tuple[str, Int32s] | None = None
+        """What the role said last, and the tokens of that response."""
+
+    def prompt(self, messages: Sequence[Message], history: Sequence[Message] | None, tools: Sequence[Tool]) -> Prompt:
+        """The role's next prompt: `messages` follow, or `history` replaces everything."""
+        if history is not None or self.said is None:
+            self.messages = list(messages if history is None else history)
+            return self.turns.begin(self.messages, tools)
+        text, token_ids = self.said
+        self.messages += [Message(role="assistant", content=text), *messages]
+        return self.turns.follow(text, token_ids, messages)
+
+
 async def run_trajectory(
     trajectory: TrajectoryId,
     task: Task,
@@ -51,29 +74,40 @@ async def run_trajectory(
     limits: AgentLimits,
     seed: int,
     sink: StepSink,
+    frozen: FrozenModels | None = None,
 ) -> Played:
-    """Play one episode; `sink` gets a step for each finished turn, then the trajectory's end."""
+    """Play one episode; `sink` gets a step for each finished turn, then the trajectory's end.
+
+    `frozen`: the models that play frozen roles; None: there are none.
+    """
     if task.temperature is not None:
         limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
-    turns = conversation(limits.conversation, chat)
+    sides = {role: _Side(conversation(limits.conversation, chat)) for role in limits.roles}
     try:
-        messages = await environment.reset(task, seed)
-        prompt = _rendered(partial(turns.begin, messages, task.tools))
-        while (prompt_ids := episode.next_prompt(prompt)) is not None:
-            request_id = f"{trajectory}/turn={episode.n_steps}"
-            generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
-            text = _cut_at_stop(chat.text(generation.token_ids), limits.sampling.stop)
-            result = await environment.step(text)
-            response = turns.close(generation, episode.is_last(result.done))
-            episode.finish_turn(response, generation, result.reward, result.score)
-            info.update(result.info)
-            if result.done:
+        result = StepResult(await environment.reset(task, seed), 0.0, False)
+        while not result.done:
+            role, side = result.role, sides[result.role]
+            tools = task.tools if role == MAIN else ()
+            prompt = _rendered(partial(side.prompt, result.messages, result.history, tools))
+            if (prompt_ids := episode.next_prompt(prompt, role)) is None:
                 break
-            if result.history is not None:
-                prompt = _rendered(partial(turns.begin, result.history, task.tools))
+            if is_frozen := frozen is not None and role in frozen:
+                text = await frozen.answer(role, side.messages, limits.sampling, limits.request_deadline)
+                generation = generation_of(text, chat, limits.sampling.max_tokens)
             else:
-                prompt = _rendered(partial(turns.follow, text, response.token_ids, result.messages))
+                request_id = f"{trajectory}/turn={episode.n_steps}"
+                generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
+                text = _cut_at_stop(chat.text(generation.token_ids), limits.sampling.stop)
+            result = await environment.step(text)
+            response = side.turns.close(generation, episode.is_last(result.done))
+            side.said = text, response.token_ids
+            response = without_loss(response) if is_frozen else response
+            episode.finish_turn(response, generation, result.reward, result.score, role)
+            info.update(result.info)
+            if silent := episode.give(result.rewards):
+                why = f"rewards[{silent[0]!r}]: the role has had no turn that could get it"
+                raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, why)
     except TrajectoryFailed as failed:
         log.warning("%s of prompt %s is lost: %s", trajectory, in_one_line(task.uid), failed)
         episode.stop_reason, failure = failed.reason, str(failed)

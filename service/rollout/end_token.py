@@ -33,6 +33,11 @@ def as_sampled(generation: Generation) -> Response:
     return Response(generation.token_ids, generation.logprobs, mask, generation.versions)
 
 
+def without_loss(response: Response) -> Response:
+    """The response as one that the policy did not sample."""
+    return response._replace(loss_mask=np.zeros_like(response.loss_mask))
+
+
 def with_end(generation: Generation, end_id: int) -> Response:
     """The response, with `end_id` appended unless the policy sampled an end itself."""
     response = as_sampled(generation)

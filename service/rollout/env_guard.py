@@ -22,7 +22,16 @@ from typing import Any, NamedTuple
 from service.errors import RunFailed, in_one_line
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.contain_exits import contain_exits
-from service.rollout.environment import Agent, AgentSession, Environment, Message, OversizedOutput, StepResult, Task
+from service.rollout.environment import (
+    MAIN,
+    Agent,
+    AgentSession,
+    Environment,
+    Message,
+    OversizedOutput,
+    StepResult,
+    Task,
+)
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import Copier, NotPlain
 from service.rollout.traceback import describe_error, type_name
@@ -231,11 +240,12 @@ async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
 def _step_result(limits: AgentLimits, result: Any) -> StepResult:
     if not issubclass(type(result), StepResult):
         raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"returned a {type_name(result)}; a StepResult is needed")
-    messages, reward, done, info, history, score = tuple.__iter__(result)
+    messages, reward, done, info, history, score, role, rewards = tuple.__iter__(result)
     ends = _plain("done", done, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
     if not isinstance(ends, int):
         raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"done is {ends!r:.80}; true or false is needed")
     number = plain_reward(reward)
+    given = plain_info(rewards, "rewards")
     return StepResult(
         () if ends else _messages("messages", limits, messages),
         number,
@@ -243,7 +253,17 @@ def _step_result(limits: AgentLimits, result: Any) -> StepResult:
         plain_info(info),
         None if ends or history is None else _messages("history", limits, history),
         None if score is None else plain_reward(score, "score"),
+        MAIN if ends else _role("role", limits, role),
+        {_role("rewards", limits, of): plain_reward(of_role, f"rewards[{of!r:.80}]") for of, of_role in given.items()},
     )
+
+
+def _role(field: str, limits: AgentLimits, value: Any) -> str:
+    name = _plain(field, value, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
+    if name not in limits.roles:
+        known = ", ".join(limits.roles)
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"{field}: {name!r:.80} is no role of the run ({known})")
+    return str(name)
 
 
 def _messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
@@ -270,20 +290,22 @@ def plain_reward(value: Any, name: str = "reward") -> float:
     return float(number)
 
 
-def plain_info(value: Any) -> dict[str, float]:
-    """The `info` as numbers by name; empty for None.
+def plain_info(value: Any, field: str = "info") -> dict[str, float]:
+    """The `info`, or what else is so named, as numbers by name; empty for None.
 
     Raises:
         NotAllowed: it is something else, or too large.
     """
     if value is None:
         return {}
-    info = _plain("info", value, INFO_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
+    info = _plain(field, value, INFO_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
     if not isinstance(info, dict):
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"info is a {type_name(value)}; numbers by name are needed")
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"{field} is a {type_name(value)}; numbers by name are needed")
     for name, number in info.items():
         if not isinstance(number, int | float):
-            raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"info[{name!r:.80}] is {number!r:.80}; a number is needed")
+            raise NotAllowed(
+                StopReason.ENVIRONMENT_ERROR, f"{field}[{name!r:.80}] is {number!r:.80}; a number is needed"
+            )
     return {name: float_or_nan(number) for name, number in info.items()}
 
 

@@ -13,6 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
+from service.handoff.steps.roles import Role
+
+MAIN = str(Role.MAIN)
+"""The role that has the first turn."""
+
 
 def is_text(value: Any) -> bool:
     """True for a text that can be encoded as UTF-8, which half of a surrogate pair cannot."""
@@ -63,6 +68,12 @@ class StepResult(NamedTuple):
     score: float | None = None
     """How good the state after this turn is, in units of the reward still to come; for `algorithm.credit: potential`.
     None: unknown."""
+    role: str = MAIN
+    """Who has the next turn: `main`, or a role of the configuration (`roles`). Each role has a conversation of its own;
+    `messages` are appended to that one, or begin it."""
+    rewards: Mapping[str, float] = {}
+    """Rewards for roles by name, besides `reward`, which is that of the role whose turn this was. The newest turn of
+    each role gets its reward."""
 
 
 class OversizedOutput(Exception):

@@ -1,68 +1,116 @@
-"""The token history of one trajectory; each finished turn becomes a step.
+"""The token histories of one trajectory, one for each role; each finished turn becomes a step.
 
 turn 0:  whole prompt                -> response      step 0 carries the whole prompt
 turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0
-turn 2:  a prompt that forks         -> response      step 2 carries its whole prompt
+turn 2:  another role's first prompt -> response      step 2 carries its whole prompt
+turn 3:  history of turn 1 + tokens  -> response      step 3 carries the new tokens and extends step 1
+turn 4:  a prompt that forks         -> response      step 4 carries its whole prompt
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
 from service.columns import digest
 from service.handoff.steps.builder import StepSink
+from service.handoff.steps.roles import ROLES, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.conversation import Prompt
 from service.rollout.end_token import Response
 from service.rollout.engine import Generation
-from service.rollout.environment import Task
+from service.rollout.environment import MAIN, Task
 from service.rollout.limits import AgentLimits
 from service.types import ROUTE_NATIVELY, Extension, Int16s, Int32s, TrajectoryEnd, TrajectoryId
 
 
+class History:
+    """The tokens of one role so far, prompts and responses, and the step of its newest turn."""
+
+    def __init__(self, max_length: int) -> None:
+        self.carried = np.empty(0, dtype=np.int32)
+        """Prompt tokens of the current turn that no earlier step carries."""
+        self.extends: Extension | None = None
+        self._tokens = np.empty(max_length, dtype=np.int32)
+        self._length = 0
+
+    @property
+    def token_ids(self) -> Int32s:
+        """All tokens."""
+        return self._tokens[: self._length]
+
+    def begin(self, prompt: Prompt) -> None:
+        """Take the prompt of the current turn."""
+        self.carried = self._new_tokens(prompt)
+        self.append(self.carried)
+
+    def append(self, token_ids: Int32s) -> None:
+        """Take tokens."""
+        stop = self._length + len(token_ids)
+        self._tokens[self._length : stop] = token_ids
+        self._length = stop
+
+    def _new_tokens(self, prompt: Prompt) -> Int32s:
+        """The prompt's tokens after the history; a whole prompt with another beginning starts a new history."""
+        if not prompt.whole:
+            return prompt.token_ids
+        if np.array_equal(prompt.token_ids[: self._length], self.token_ids):
+            return prompt.token_ids[self._length :]
+        self._length, self.extends = 0, None
+        return prompt.token_ids
+
+
 class Episode:
-    """The tokens of one trajectory so far, prompts and responses; its steps and its end go to `sink`."""
+    """One trajectory so far; its steps and its end go to `sink`."""
 
     def __init__(self, trajectory: TrajectoryId, task: Task, limits: AgentLimits, sink: StepSink) -> None:
         self._trajectory = trajectory
         self._uid = task.uid
         self._limits = limits
         self._sink = sink
-        self._history = np.empty(limits.max_length, dtype=np.int32)
-        self._length = 0
-        self._carried = np.empty(0, dtype=np.int32)
-        """Prompt tokens of the current turn that no earlier step carries."""
-        self._extends: Extension | None = None
+        self._histories: defaultdict[str, History] = defaultdict(lambda: History(limits.max_length))
+        self._roles: list[str] = []
+        """The role of each step."""
+        self._given: dict[int, float] = {}
+        """Rewards that steps were given after they were sent, by the step."""
         self._reward = 0.0
+        """Of the newest turn of `main`, with what it was given later."""
         self._truncated = False
         """True where the newest response was cut at `max_generate_length`."""
-        self.n_steps = 0
         self.stop_reason = StopReason.STOP
 
-    def next_prompt(self, prompt: Prompt) -> Int32s | None:
-        """[P] ids of this turn's whole prompt; None where the trajectory ends before this turn."""
+    @property
+    def n_steps(self) -> int:
+        """Turns so far."""
+        return len(self._roles)
+
+    def next_prompt(self, prompt: Prompt, role: str = MAIN) -> Int32s | None:
+        """[P] ids of the whole prompt of this turn of a role; None where the trajectory ends before this turn."""
         if self.n_steps == self._limits.max_turns:
             self.stop_reason = StopReason.MAX_TURNS
             return None
-        length = len(prompt.token_ids) + (0 if prompt.whole else self._length)
+        history = self._histories[role]
+        length = len(prompt.token_ids) + (0 if prompt.whole else len(history.token_ids))
         if length > self._limits.max_input_length:
             self.stop_reason = StopReason.LENGTH
             return None
-        self._carried = self._new_tokens(prompt)
-        self._append(self._carried)
-        return self._history[: self._length]
+        history.begin(prompt)
+        return history.token_ids
 
     def finish_turn(
-        self, response: Response, generation: Generation, reward: float, score: float | None = None
+        self, response: Response, generation: Generation, reward: float, score: float | None = None, role: str = MAIN
     ) -> None:
-        """Append the current turn as a step, which the next step may extend."""
-        self._append(response.token_ids)
-        n_carried = len(self._carried) + len(response.token_ids)
+        """Append the current turn of a role as a step, which the role's next step may extend."""
+        history, index = self._histories[role], self.n_steps
+        history.append(response.token_ids)
+        n_carried, n_total = len(history.carried) + len(response.token_ids), len(history.token_ids)
         self._sink.append(
             self._trajectory,
             self._uid,
-            self.n_steps,
-            self._carried,
+            index,
+            history.carried,
             response.token_ids,
             logprobs=response.logprobs,
             loss_mask=response.loss_mask,
@@ -71,39 +119,44 @@ class Episode:
             reward=reward,
             score=score,
             stop_reason=generation.stop_reason,
-            extends=self._extends,
-            routed_experts=experts_of(generation.routed_experts, self._length, n_carried),
+            extends=history.extends,
+            routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
         )
-        self._extends = Extension(self.n_steps, self._length, digest(self._history[: self._length]))
-        self._reward = reward
+        history.extends = Extension(index, n_total, digest(history.token_ids))
+        self._roles.append(role)
+        if role == MAIN:
+            self._reward = reward
         self._truncated = generation.stop_reason == StopReason.LENGTH
-        self.n_steps += 1
+
+    def give(self, rewards: Mapping[str, float]) -> list[str]:
+        """Give the newest turns of roles these rewards, too; returns the roles that have had no turn."""
+        for role, reward in rewards.items():
+            if role in self._roles:
+                newest = self.n_steps - 1 - self._roles[::-1].index(role)
+                self._given[newest] = self._given.get(newest, 0.0) + reward
+                self._reward += reward if role == MAIN else 0.0
+        return [role for role in rewards if role not in self._roles]
 
     def finish(self) -> TrajectoryEnd:
         """Append the trajectory's end, and return it."""
         if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
             self.stop_reason = StopReason.TRUNCATED
-        end = TrajectoryEnd(self._trajectory, self._uid, self.n_steps, str(self.stop_reason), self._reward)
+        named = [role for role in self._limits.roles if role not in ROLES]
+        end = TrajectoryEnd(
+            self._trajectory,
+            self._uid,
+            self.n_steps,
+            str(self.stop_reason),
+            self._reward,
+            packed_roles(self._roles, named),
+            rewards=tuple(self._given.get(index, 0.0) for index in range(self.n_steps)) if self._given else (),
+        )
         self._sink.end(end)
         return end
 
     def is_last(self, done: bool) -> bool:
         """True where no turn follows the current one."""
         return done or self.n_steps + 1 == self._limits.max_turns
-
-    def _new_tokens(self, prompt: Prompt) -> Int32s:
-        """The prompt's tokens after the history; a whole prompt with another beginning starts a new history."""
-        if not prompt.whole:
-            return prompt.token_ids
-        if np.array_equal(prompt.token_ids[: self._length], self._history[: self._length]):
-            return prompt.token_ids[self._length :]
-        self._length, self._extends = 0, None
-        return prompt.token_ids
-
-    def _append(self, token_ids: Int32s) -> None:
-        stop = self._length + len(token_ids)
-        self._history[self._length : stop] = token_ids
-        self._length = stop
 
 
 def experts_of(experts: Int16s | None, total: int, carried: int) -> Int16s | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from service.config.rollout import RoleConfig
 from service.config.tree import Config
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Sampling
+from service.rollout.environment import MAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class AgentLimits:
     max_observation_characters: int = 1 << 20
     """Most characters of one observation, over all texts and names of its messages."""
     conversation: Mode = "append"
+    roles: Mapping[str, RoleConfig | None] = field(default_factory=lambda: {MAIN: None})
+    """The roles that turns may have; `main` has no settings."""
 
     @property
     def max_length(self) -> int:
@@ -42,4 +47,5 @@ class AgentLimits:
             sampling=Sampling.of(config.generator, chat.end_ids),
             max_observation_characters=config.env.max_observation_characters,
             conversation=config.generator.conversation,
+            roles={MAIN: None, **config.roles},
         )

@@ -24,6 +24,7 @@ from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.environments.factory import Environments
+from service.rollout.frozen import FrozenModels
 from service.rollout.limits import AgentLimits
 from service.rollout.prompts.dataset import load_tasks
 from service.types import Steps, TrajectoryEnd, TrajectoryId
@@ -41,6 +42,7 @@ class Player:
         self._engine: Engine = TimedEngine(engine, self.timelines)
         self._chat = load_chat(model_folder, config.generator)
         self._limits = AgentLimits.of(config, self._chat)
+        self._frozen = FrozenModels(config.roles)
         self._environments = Environments(config.env)
         self.agents: Agents | None = None
         if config.endpoint is not None:
@@ -101,6 +103,7 @@ class Player:
     async def close(self) -> None:
         """End the processes of the environments."""
         await self._environments.close()
+        await self._frozen.close()
         if self.agents is not None:
             await self.agents.close()
 
@@ -116,6 +119,7 @@ class Player:
                 here = None if self._environments.is_outside(task) else guard
                 played = await agents.play(trajectory, own, here, number, sink)
             else:
-                played = await run_trajectory(trajectory, own, guard, self._engine, self._chat, limits, number, sink)
+                speakers = self._engine, self._chat, limits, number, sink, self._frozen
+                played = await run_trajectory(trajectory, own, guard, *speakers)
         self.last_failure = played.failure or self.last_failure
         return played

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from service.columns import concat, lengths_of, select
-from service.handoff.batches.credit import Credit, credited, turn_rewards
+from service.handoff.batches.credit import Credit
 from service.handoff.batches.pack import Layout, Placement, in_packing_order, micro_batches, place
-from service.handoff.batches.score import ReturnRule, advantages, group_stats, returns
+from service.handoff.batches.score import ReturnRule, group_stats, returns
+from service.handoff.batches.scored import Rule, scored
 from service.handoff.batches.share import placed
 from service.handoff.batches.untrained import without_untrained
 from service.handoff.ledger.events import GroupStats, Scored
@@ -27,7 +28,7 @@ from service.handoff.prefixes.branches import Drift, Mode
 from service.handoff.prefixes.merge import check_choice, merge
 from service.handoff.steps.roles import TRAINED, Role
 from service.handoff.steps.tables import by_turn, concat_steps, end_of_items, is_truncated_K, name_of
-from service.types import NO_VERSION, Ends, Float32s, Float64s, Int32s, Int64s, MicroBatch, MiniBatch, Row, Rows, Steps
+from service.types import NO_VERSION, Ends, Int32s, Int64s, MicroBatch, MiniBatch, Row, Rows, Steps
 
 if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
     from service.config.tree import Config
@@ -62,6 +63,8 @@ class BatchSettings:
     max_drift_tokens: int = 16
     train: tuple[str, ...] = TRAINED
     """Roles whose steps carry loss."""
+    named_roles: tuple[str, ...] = ()
+    """Roles that have rewards and baselines of their own, in the order of their numbers (`steps.roles`)."""
     max_staleness: int | None = None
     """Versions after which a token carries no loss; None: no bound."""
     layout: Layout = "packed"
@@ -76,6 +79,11 @@ class BatchSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: there must be at least 1")
 
+    @property
+    def rule(self) -> Rule:
+        """How advantages are made of rewards."""
+        return Rule(self.estimator, self.returns, self.credit, self.gamma, self.named_roles)
+
     @staticmethod
     def of(config: Config) -> BatchSettings:
         """The settings that a configuration implies."""
@@ -89,7 +97,8 @@ class BatchSettings:
             mode=config.merge_mode,
             drift=config.buffer.drift,
             max_drift_tokens=config.buffer.max_drift_tokens,
-            train=config.endpoint.train if config.endpoint is not None else TRAINED,
+            train=config.trained_roles,
+            named_roles=tuple(config.roles),
             max_staleness=config.buffer.max_staleness,
             layout=config.trainer.layout,
         )
@@ -152,9 +161,8 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     steps = concat_steps([group.steps for group in groups])
     ends, prompt_G = _ends_in_order(groups)
     _refuse_untrainable(steps, history)
-    trained, untrained_P = without_untrained(steps, ends, prompt_G, settings.train)
-    by_turn = settings.credit != "trajectory"
-    merged = merge(trained, settings.mode, settings.drift, settings.max_drift_tokens, by_turn)
+    trained, untrained_P = without_untrained(steps, ends, prompt_G, settings.train, settings.named_roles)
+    merged = merge(trained, settings.mode, settings.drift, settings.max_drift_tokens, settings.rule.by_turn)
     length_R, trajectory_R = lengths_of(merged.rows.offsets_R), end_of_items(merged.rows, ends)
     sharing: dict[str, float] = {}
     ranks, budget, layout = settings.ranks, settings.token_budget, settings.layout
@@ -168,9 +176,9 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     staleness_N, stale_G = _masked(packed, trajectory_R, len(ends), history, settings.max_staleness)
     loss_tokens_G = _per_trajectory(packed, trajectory_R, len(ends))
     return_G = returns(steps, ends, settings.returns)
-    scored = _scored(steps, ends, return_G, prompt_G, settings)
+    scores = scored(steps, ends, prompt_G, settings.rule)
     if packed.turn_N is not None:  # from a turn of a trajectory to one of the mini-batch
-        np.add(packed.turn_N, scored.first_turn_G[trajectory_R].repeat(lengths_of(packed.offsets_R)), out=packed.turn_N)
+        np.add(packed.turn_N, scores.first_turn_G[trajectory_R].repeat(lengths_of(packed.offsets_R)), out=packed.turn_N)
     micros = micro_batches(packed, staleness_N, trajectory_R, placement)
     metrics = (
         _merge_metrics(merged.counts)
@@ -179,49 +187,23 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
         | reward_metrics(group_stats(return_G, prompt_G))
         | {"reward/mean_positive_reward": float(np.maximum(return_G, 0).sum() / max(len(return_G), 1))}
         | _turn_metrics(packed, steps, len(ends))
-        | scored.metrics
+        | scores.metrics
         | _staleness_metrics(staleness_N, sampled_G, stale_G)
         | _token_metrics(steps, loss_tokens_G, stale_G, untrained_P)
     )
     batch = MiniBatch(
         lease=lease,
         groups=tuple(group.group_id for group in groups),
-        advantage_G=scored.advantage_G.astype(np.float32),
+        advantage_G=scores.advantage_G.astype(np.float32),
         return_G=return_G,
         loss_tokens_G=loss_tokens_G,
         rows_G=np.bincount(trajectory_R, minlength=len(ends)).astype(np.int32),
         prompt_of_trajectory_G=prompt_G,
         ranks=micros,
         metrics=metrics,
-        turn_advantage_X=scored.turn_advantage_X,
+        turn_advantage_X=scores.turn_advantage_X,
     )
     return Formed(batch, stale_G, untrained_P)
-
-
-class _Scored(NamedTuple):
-    advantage_G: Float64s
-    turn_advantage_X: Float32s | None
-    first_turn_G: Int32s
-    """Where each trajectory's turns begin on the axis X; empty without credit by turn."""
-    metrics: dict[str, float]
-
-
-def _scored(steps: Steps, ends: Ends, return_G: Float64s, prompt_G: Int32s, settings: BatchSettings) -> _Scored:
-    """Advantages per trajectory or, with credit by turn, per turn."""
-    if settings.credit == "trajectory":
-        return _Scored(advantages(settings.estimator, return_G, prompt_G), None, np.zeros(0, np.int32), {})
-    turns = turn_rewards(steps, ends)
-    advantage_X = credited(turns, prompt_G.astype(np.int64), settings.credit, settings.gamma, settings.estimator)
-    n_turns_G = lengths_of(turns.first_G)
-    of_turn_X = np.repeat(np.arange(len(ends)), n_turns_G)
-    sum_G = np.bincount(of_turn_X, advantage_X, minlength=len(ends))
-    moved_P = np.bincount(prompt_G[of_turn_X], advantage_X != 0, minlength=int(prompt_G.max()) + 1)
-    metrics = {
-        "reward/scored_turns": float(1 - np.isnan(turns.score_X).mean()) if len(advantage_X) else 0.0,
-        "reward/groups_without_credit": float((moved_P == 0).mean()),
-    }
-    mean_G = sum_G / np.maximum(n_turns_G, 1)
-    return _Scored(mean_G, advantage_X.astype(np.float32), turns.first_G[:-1].astype(np.int32), metrics)
 
 
 def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:

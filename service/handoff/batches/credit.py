@@ -36,8 +36,8 @@ from service.columns import lengths_of, offsets_of
 from service.errors import UserError
 from service.handoff.batches.score import EPSILON, FINITE, NotScored, advantages, deviation, grpo_no_std, numbered, rloo
 from service.handoff.prefixes.step_equality import in_order
-from service.handoff.steps.tables import end_of_items
-from service.types import Bools, Ends, Float64s, Int64s, Steps
+from service.handoff.steps.tables import end_of_items, reward_of_steps
+from service.types import Bools, Ends, Float64s, Int32s, Int64s, Steps
 
 Credit = Literal["trajectory", "return_to_go", "potential"]
 
@@ -94,12 +94,17 @@ def turn_advantages(
 
 def turn_rewards(steps: Steps, ends: Ends) -> TurnRewards:
     """The rewards and scores of trajectories in the order of their ends; a turn's number is its step's index."""
-    steps, _ = in_order(steps)
-    number_K = end_of_items(steps, ends)
-    order = np.argsort(number_K, kind="stable")
+    steps, number_K, order = in_order_of_ends(steps, ends)
     score_K = np.full(len(steps), np.nan) if steps.score_K is None else steps.score_K
     first_G = offsets_of(np.bincount(number_K, minlength=len(ends)))
-    return TurnRewards(first_G, steps.reward_K[order], score_K[order])
+    return TurnRewards(first_G, reward_of_steps(steps, ends)[order], score_K[order])
+
+
+def in_order_of_ends(steps: Steps, ends: Ends) -> tuple[Steps, Int32s, Int64s]:
+    """The steps in order, the end of each one's trajectory, and the order of the axis X."""
+    steps, _ = in_order(steps)
+    number_K = end_of_items(steps, ends)
+    return steps, number_K, np.argsort(number_K, kind="stable")
 
 
 def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, estimator: str) -> Float64s:

@@ -10,28 +10,34 @@ A trajectory is over-long where its next prompt had no room, or its last respons
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from service.config.learn import AlgorithmConfig
 from service.config.tree import Config
 from service.handoff.batches.batch import CompleteGroup
-from service.handoff.batches.credit import credited, turn_rewards
 from service.handoff.batches.score import group_stats, returns
+from service.handoff.batches.scored import Rule, teaches
 from service.handoff.ledger.events import Ended, Tried
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import complete_group
+from service.handoff.steps.roles import TRAINED
 from service.handoff.steps.stop_reason import OVER_LONG
-from service.types import Float64s
 
 
-def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Ended | None:
-    """The event that ends a complete group untrained; None if no filter removes it."""
+def filtered(
+    group: CompleteGroup, settings: AlgorithmConfig, named: tuple[str, ...] = (), train: Sequence[str] = TRAINED
+) -> Ended | None:
+    """The event that ends a complete group untrained; None if no filter removes it.
+
+    `named`: the roles that the configuration names; `train`: those that are trained.
+    """
     return_G = returns(group.steps, group.ends, settings.returns)
+    rule = Rule(settings.estimator, settings.returns, settings.credit, settings.gamma, named)
     reason = None
-    if settings.filter_zero_variance and _without_advantages(group, return_G, settings):
+    if settings.filter_zero_variance and not teaches(group.steps, group.ends, rule, train):
         reason = "zero_variance"
     elif settings.filter_over_long is not None and over_long_fraction(group) > settings.filter_over_long:
         reason = "over_long"
@@ -40,13 +46,6 @@ def filtered(group: CompleteGroup, settings: AlgorithmConfig) -> Ended | None:
     stats = group_stats(return_G, np.zeros(len(return_G), np.int64))
     stats.tokens = int(np.count_nonzero(group.steps.loss_mask_N))
     return Ended(group.group_id, GroupState.FILTERED, reason, stats)
-
-
-def _without_advantages(group: CompleteGroup, return_G: Float64s, settings: AlgorithmConfig) -> bool:
-    if settings.credit == "trajectory":
-        return bool((return_G == return_G[:1]).all())
-    turns, group_G = turn_rewards(group.steps, group.ends), np.zeros(len(return_G), np.int64)
-    return not credited(turns, group_G, settings.credit, settings.gamma, settings.estimator).any()
 
 
 def over_long_fraction(group: CompleteGroup) -> float:
@@ -75,5 +74,5 @@ def examine(record: Record, config: Config, group_ids: Iterable[int]) -> None:
             return_G = returns(group.steps, group.ends, algorithm.returns)
             successes = int(np.count_nonzero(return_G > curriculum.success_above))
             record.add(Tried(group_id, successes, len(return_G)))
-        if (ended := filtered(group, algorithm)) is not None:
+        if (ended := filtered(group, algorithm, tuple(config.roles), config.trained_roles)) is not None:
             record.add(ended)

@@ -29,7 +29,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from service.errors import UserError
 from service.handoff.ledger.events import GroupStats
-from service.handoff.steps.tables import end_of_items
+from service.handoff.steps.roles import ROLES
+from service.handoff.steps.tables import end_of_items, reward_of_steps, role_of_steps
 from service.interop.user_functions import registered
 from service.types import Ends, Float64s, Int64s, Steps
 
@@ -111,10 +112,14 @@ def estimator_named(setting: str) -> Estimator:
 
 
 def returns(steps: Steps, ends: Ends, rule: ReturnRule) -> Float64s:
-    """Per trajectory end its return: `last`, the end's reward, or `sum`, the rewards of its steps."""
+    """Per trajectory end its return: `last`, the end's reward, or `sum`, the rewards of its steps.
+
+    Steps of roles that the configuration names count for those roles only.
+    """
     if rule == "last" or not len(ends):
         return ends.reward_E
-    return np.bincount(end_of_items(steps, ends), steps.reward_K, minlength=len(ends)).astype(np.float64)
+    own_K = np.where(role_of_steps(steps, ends) < len(ROLES), reward_of_steps(steps, ends), 0.0)
+    return np.bincount(end_of_items(steps, ends), own_K, minlength=len(ends)).astype(np.float64)
 
 
 def group_stats(returns_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:

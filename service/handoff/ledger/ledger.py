@@ -355,7 +355,7 @@ class Ledger:
 
     def _move_tokens(self, source: Fate, target: Fate, tokens: int) -> None:
         self.state.fates[source] -= tokens
-        self.state.fates[target] += tokens
+        self.state.fates[target] = self.state.fates.get(target, 0) + tokens  # an older journal lacks newer fates
 
     def _no_longer_unassigned(self, group_id: int, samples: Iterable[int]) -> None:
         waiting = self.unassigned[group_id]

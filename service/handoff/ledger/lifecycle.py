@@ -74,6 +74,8 @@ class Fate(StrEnum):
     """Of a response that a later one to the same request replaced."""
     UNDELIVERED = "undelivered"
     """Of a response that no client received."""
+    JUDGE = "judge"
+    """Of a role that the policy plays without being trained on it (`roles`)."""
     FILTERED = "filtered"
     REFUSED = "refused"
     EXPIRED = "expired"

@@ -28,7 +28,7 @@ from service.handoff.ledger.scores import with_scores
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import concat_steps, ends_table
+from service.handoff.steps.tables import concat_steps, ends_table, said_bytes
 from service.handoff.steps.validate import Limits
 from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
@@ -192,7 +192,7 @@ class Store:
 
 def end_bytes(end: TrajectoryEnd) -> int:
     """Bytes that a trajectory's end is counted with."""
-    return ITEM_BYTES + len(end.roles) + len(end.transcript)
+    return ITEM_BYTES + said_bytes(end)
 
 
 def cut(steps: Steps, items: Sequence[int]) -> Steps | None:

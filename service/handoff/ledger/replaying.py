@@ -85,8 +85,8 @@ def check_begun(folder: Path, opened: events.Opened) -> None:
 def _check_opening(begun: events.Opened, opened: events.Opened, folder: Path) -> None:
     """UserError unless a run goes on with the rows and settings with which it began."""
     remedy = f"set it back, or begin a new run under another run.name ({folder} goes on as it began)"
-    for name, now in opened.settings.items():
-        if (then := begun.settings.get(name)) != now:
+    for name in begun.settings | opened.settings:
+        if (then := begun.settings.get(name)) != (now := opened.settings.get(name)):
             raise UserError(f"{name}: it is {now}, but was {then} when this run began, and cannot change: {remedy}")
     if begun.rows != opened.rows:
         raise UserError(f"data.train: the dataset has other rows than when this run began: {remedy}")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from service.columns import Column, codes_of, columns_of, filled, offsets_of
-from service.handoff.steps.tables import NO_EXTENSION, ends_table
+from service.handoff.steps.tables import NO_EXTENSION, ends_table, said_bytes
 from service.types import (
     Extension,
     Float32s,
@@ -139,7 +139,7 @@ class StepColumns:
     def end(self, end: TrajectoryEnd) -> None:
         """Append a trajectory's end."""
         self.ends.append(end)
-        self.n_bytes += len(end.roles) + len(end.transcript)
+        self.n_bytes += said_bytes(end)
         self._count_names(end.prompt_uid, end.stop_reason)
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:

@@ -1,19 +1,22 @@
-"""The roles of an agent's steps, which decide what of a trajectory is trained.
+"""The roles of a trajectory's steps, which decide what of it is trained, and what is compared with what.
 
-    steps   0 title   1 question   2 its continuation   3 another answer to 1's request, which nobody continued
-    roles   aux       main         main                 retry
+    steps   0 title   1 question   2 its continuation   3 another answer to 1's request   4 a verdict on 2
+    roles   aux       main         main                 retry                             verifier
 
-A trajectory's end carries one byte for each step: the place of the step's role in `ROLES`. Without any, all are `main`.
+A trajectory's end carries one byte for each step: the place of the step's role among the names of the run. The kinds
+of calls that `Role` lists come first, then the roles that the configuration names. Without any, all are `main`.
+
+Kinds share the rewards and the baseline of `main`; a named role has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a call of an agent is for."""
+    """What a call of an agent is for; in an environment, the role that has no other name is `main`."""
 
     MAIN = "main"
     """The agent's own conversation, however often it was cut or summarised."""
@@ -27,22 +30,26 @@ class Role(StrEnum):
     """A response that no client received."""
 
 
-ROLES = tuple(Role)
-"""By number on the wire."""
+ROLES: tuple[str, ...] = tuple(Role)
+"""By number on the wire; the roles that a configuration names follow."""
+MAX_NAMED = 16
+"""Most roles that a configuration may name."""
 TRAINED = (Role.MAIN, Role.SUB)
-"""Whose steps carry loss, unless `agents.train` says otherwise."""
+"""Whose steps carry loss, unless `agents.train` and `roles` say otherwise."""
 
 
-def packed_roles(roles: Iterable[Role]) -> bytes:
-    """One byte for each step; none where all are `main`.
+def packed_roles(roles: Iterable[str], named: Sequence[str] = ()) -> bytes:
+    """One byte for each step; none where all are `main`. `named`: the roles that the configuration names.
 
-    >>> packed_roles([Role.AUX, Role.MAIN, Role.MAIN]), packed_roles([Role.MAIN])
-    (b'\\x02\\x00\\x00', b'')
+    >>> packed_roles([Role.AUX, Role.MAIN, "verifier"], ["verifier"]), packed_roles([Role.MAIN])
+    (b'\\x02\\x00\\x05', b'')
     """
-    packed = bytes(ROLES.index(role) for role in roles)
+    names = (*ROLES, *named)
+    packed = bytes(names.index(role) for role in roles)
     return packed if any(packed) else b""
 
 
-def roles_from(packed: bytes, n_steps: int) -> list[Role]:
+def roles_from(packed: bytes, n_steps: int, named: Sequence[str] = ()) -> list[str]:
     """The roles of so many steps, which `packed_roles` packed."""
-    return [ROLES[code] for code in packed[:n_steps] or bytes(n_steps)]
+    names = (*ROLES, *named)
+    return [names[code] for code in packed[:n_steps] or bytes(n_steps)]

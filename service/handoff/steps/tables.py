@@ -15,6 +15,7 @@ from service.types import (
     Bools,
     Ends,
     Extension,
+    Float64s,
     Int32s,
     Int64s,
     Row,
@@ -23,7 +24,12 @@ from service.types import (
     Steps,
     TrajectoryEnd,
     TrajectoryId,
+    Uint8s,
 )
+
+REWARD = np.dtype("<f8")
+"""How an end holds the rewards that it gives its steps."""
+REWARD_BYTES = REWARD.itemsize
 
 NO_EXTENSION = Extension(-1, 0, 0)
 """The reference of a step that carries its whole prompt."""
@@ -49,9 +55,46 @@ def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
         stop_reason_E=stop_reason_E,
         reward_E=np.array([end.reward for end in ends], np.float64),
         has_roles_E=np.array([bool(end.roles) for end in ends], np.bool_),
-        offsets_E=offsets_of(np.array([len(end.roles) + len(end.transcript) for end in ends], np.int64)),
-        text_N=np.frombuffer(b"".join(end.roles + end.transcript for end in ends), np.uint8),
+        offsets_E=offsets_of(np.array([said_bytes(end) for end in ends], np.int64)),
+        text_N=np.frombuffer(b"".join(map(_said, ends)), np.uint8),
+        has_rewards_E=np.array([bool(end.rewards) for end in ends]) if any(end.rewards for end in ends) else None,
     )
+
+
+def said_bytes(end: TrajectoryEnd) -> int:
+    """Bytes of what an end says about its steps, and of its transcript."""
+    return len(end.roles) + REWARD_BYTES * len(end.rewards) + len(end.transcript)
+
+
+def _said(end: TrajectoryEnd) -> bytes:
+    return end.roles + np.array(end.rewards, REWARD).tobytes() + end.transcript
+
+
+def rewards_start_E(ends: Ends) -> Int64s:
+    """[E] where on the token axis the rewards that the end gives its steps begin; without any, the transcript."""
+    return np.asarray(ends.offsets_E[:-1] + np.where(ends.has_roles_E, ends.n_steps_E, 0))
+
+
+def role_of_steps(steps: Steps, ends: Ends) -> Uint8s:
+    """[K] the role of each step, as its number on the wire."""
+    role_K = np.zeros(len(steps), np.uint8)
+    if ends.has_roles_E.any():
+        end_K = end_of_items(steps, ends)
+        k = np.flatnonzero(ends.has_roles_E[end_K])
+        role_K[k] = ends.text_N[ends.offsets_E[end_K[k]] + steps.index_K[k]]
+    return role_K
+
+
+def reward_of_steps(steps: Steps, ends: Ends) -> Float64s:
+    """[K] the reward of each step, with what it was given later."""
+    if ends.has_rewards_E is None or not ends.has_rewards_E.any():
+        return steps.reward_K
+    end_K, reward_K = end_of_items(steps, ends), steps.reward_K.copy()
+    k = np.flatnonzero(ends.has_rewards_E[end_K])
+    start_K = rewards_start_E(ends)[end_K[k]] + REWARD_BYTES * steps.index_K[k].astype(np.int64)
+    bytes_KB = np.ascontiguousarray(ends.text_N[start_K[:, None] + np.arange(REWARD_BYTES)])
+    reward_K[k] += bytes_KB.view(REWARD)[:, 0]
+    return reward_K
 
 
 def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
@@ -194,11 +237,16 @@ def _fields_of_both(table: Steps | Rows) -> Iterator[tuple[slice, dict[str, Any]
 
 def end_objects(ends: Ends) -> list[TrajectoryEnd]:
     """The ends of a table as objects."""
-    columns = (ends.uid_E, ends.n_steps_E, ends.stop_reason_E, ends.reward_E, ends.has_roles_E)
+    has_rewards_E = np.zeros(len(ends), np.bool_) if ends.has_rewards_E is None else ends.has_rewards_E
+    columns = (ends.uid_E, ends.n_steps_E, ends.stop_reason_E, ends.reward_E, ends.has_roles_E, has_rewards_E)
     items = zip(trajectory_ids(ends), *(column_E.tolist() for column_E in columns), strict=True)
     made, text, bounds = list[TrajectoryEnd](), ends.text_N.tobytes(), pairwise(ends.offsets_E.tolist())
-    for (of, uid, n_steps, stop_reason, reward, has_roles), (start, stop) in zip(items, bounds, strict=True):
-        said, n_roles = text[start:stop], n_steps if has_roles else 0
+    for (of, uid, n_steps, stop_reason, reward, has_roles, has_rewards), (start, stop) in zip(
+        items, bounds, strict=True
+    ):
+        first = start + (n_steps if has_roles else 0)
+        last = first + (REWARD_BYTES * n_steps if has_rewards else 0)
+        rewards = tuple(np.frombuffer(text[first:last], REWARD).tolist())
         names = ends.uids[uid], n_steps, ends.stop_reasons[stop_reason]
-        made.append(TrajectoryEnd(of, *names, reward, said[:n_roles], said[n_roles:]))
+        made.append(TrajectoryEnd(of, *names, reward, text[start:first], text[last:stop], rewards))
     return made

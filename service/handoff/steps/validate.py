@@ -28,7 +28,7 @@ from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import check_references
 from service.handoff.prefixes.step_equality import contradiction, in_order
 from service.handoff.steps.roles import ROLES
-from service.handoff.steps.tables import end_objects
+from service.handoff.steps.tables import REWARD, REWARD_BYTES, end_objects, rewards_start_E
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
@@ -90,6 +90,8 @@ class Limits:
     max_attempts: int
     max_group_bytes: int
     needs_logprobs: bool = True
+    n_named_roles: int = 0
+    """Roles that the configuration names."""
     routing: Routing | None = None
     """What routed experts the model can replay; None: that is not known, so they are not compared with it."""
 
@@ -104,6 +106,7 @@ class Limits:
             n_samples_per_prompt=config.algorithm.n_samples_per_prompt,
             max_attempts=config.buffer.max_attempts,
             max_group_bytes=config.buffer.max_group_bytes,
+            n_named_roles=len(config.roles),
             routing=routing,
         )
 
@@ -215,18 +218,23 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _texts(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Roles that do not exist or are missing, and long transcripts."""
+    """Roles that do not exist, rewards that are no numbers, either of them missing, and long transcripts."""
     ends = group.ends
-    roles_E = np.where(ends.has_roles_E, ends.n_steps_E, 0)
-    transcript_E = lengths_of(ends.offsets_E) - roles_E
+    roles_E, rewards_E = np.where(ends.has_roles_E, ends.n_steps_E, 0), rewards_start_E(ends)
+    n_rewards_E = np.zeros(len(ends), np.int32) if ends.has_rewards_E is None else ends.n_steps_E * ends.has_rewards_E
+    transcript_E = lengths_of(ends.offsets_E) - roles_E - REWARD_BYTES * n_rewards_E
     found = _first_outside(RefusalReason.LENGTH_MISMATCH, ("offsets_E", transcript_E, 0, MAX_GROUP_ID))
     if found is not None:
         return found
     if (transcript_E > TRANSCRIPT_BYTES).any():
         return Refusal(RefusalReason.TOO_LARGE, "text_N", int(transcript_E.max()))
     for start, n_roles in zip(ends.offsets_E.tolist(), roles_E.tolist(), strict=False):
-        if ends.text_N[start : start + n_roles].max(initial=0) >= len(ROLES):
+        if ends.text_N[start : start + n_roles].max(initial=0) >= len(ROLES) + limits.n_named_roles:
             return Refusal(RefusalReason.MALFORMED, "text_N: no role")
+    for start, n_rewards in zip(rewards_E.tolist(), n_rewards_E.tolist(), strict=True):
+        reward_K = ends.text_N[start : start + REWARD_BYTES * n_rewards].view(REWARD)
+        if not (fine_K := np.abs(reward_K) <= MAX_REWARD).all():
+            return Refusal(RefusalReason.REWARD, "text_N", float(reward_K[fine_K.argmin()]))
     return None
 
 

@@ -35,7 +35,7 @@ from service.handoff.ledger.events import Ended
 from service.handoff.ledger.record import Held, Store
 from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import merge_steps
-from service.handoff.steps.roles import TRAINED, roles_from
+from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import end_objects, step_objects
 from service.run.folder import RUNS, TRAJECTORIES, newest_run, read_lines, run_folder
 from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
@@ -183,8 +183,9 @@ def _record(
     config: Config,
 ) -> Record:
     """What a record holds whatever the fate of its trajectory."""
-    train = config.endpoint.train if config.endpoint is not None else TRAINED
-    roles = roles_from(end.roles if end is not None else b"", len(steps))
+    train = config.trained_roles
+    roles = roles_from(end.roles if end is not None else b"", len(steps), tuple(config.roles))
+    given = end.rewards[: len(steps)] if end is not None and end.rewards else (0.0,) * len(steps)
     parents = _parents(steps)
     rows = merge_steps(steps, config.merge_mode, config.buffer.drift)
     row_of_step = {index: r for r, row in enumerate(rows) for index in range(row.first_step, row.last_step + 1)}
@@ -195,8 +196,9 @@ def _record(
         "sampled_tokens": sum(int(np.count_nonzero(step.loss_mask)) for step in steps),
         "rows": len(rows),
         "steps": [
-            {**_step_record(step, row_of_step.get(step.index)), "parent": parent, "role": role, "trains": role in train}
-            for step, parent, role in zip(steps, parents, roles, strict=True)
+            {**_step_record(step, row_of_step.get(step.index), later), "parent": parent}
+            | {"role": role, "trains": role in train}
+            for step, parent, role, later in zip(steps, parents, roles, given, strict=True)
         ],
         "transcript": (end.transcript if end is not None else b"").decode(errors="replace"),
     }
@@ -211,7 +213,10 @@ def _parents(steps: Sequence[Step]) -> Iterator[int | None]:
         yield extends.step if lengths.get(extends.step) == extends.length else None
 
 
-def _step_record(step: Step, row: int | None) -> Record:
+def _step_record(step: Step, row: int | None, later: float) -> Record:
+    """`later`: the reward that the step was given after it was sent, on top of its own."""
+    rewards = np.atleast_1d(np.array(step.reward, np.float64))
+    rewards[-1:] += later
     return {
         "index": step.index,
         "prompt_ids": step.prompt_ids.tolist(),
@@ -221,7 +226,7 @@ def _step_record(step: Step, row: int | None) -> Record:
         "loss_mask": step.loss_mask.astype(int).tolist(),
         "versions": _runs(step.versions),
         "temperature": step.temperature,
-        "reward": step.reward if isinstance(step.reward, float) else [float(r) for r in step.reward],
+        "reward": rewards.tolist() if isinstance(step.reward, np.ndarray) else float(rewards[0]),
         "stop_reason": step.stop_reason,
         "row": row,
     }

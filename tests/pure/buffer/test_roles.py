@@ -91,6 +91,24 @@ def test_sub_agents_that_are_not_trained_have_a_fate_of_their_own(tmp_path: Path
     assert fates(world)[Fate.SUB] == 8 and fates(world)[Fate.STEPPED] == 16
 
 
+def test_what_a_judge_said_has_a_fate_of_its_own_and_no_loss(tmp_path: Path) -> None:
+    world = World(tmp_path, config(roles={"verifier": {}, "judge": {"mode": "judge"}}))
+    for _ in range(2):
+        work = world.generator.claimed()
+        for sample in work.samples:
+            of = TrajectoryId(work.group_id, sample)
+            roles = packed_roles(["main", "judge", "verifier"], list(world.settings.roles))
+            end = TrajectoryEnd(of, work.prompt_uid, 3, "stop", 1.0, roles, rewards=(1.0, 0.0, 0.5))
+            steps = [step(of, work.prompt_uid, index) for index in range(3)]
+            assert isinstance(world.generator.send(steps, [end]), Receipt)
+    before = world.train()
+    assert fates(world) == {Fate.STEPPED: 16, Fate.JUDGE: 8}
+    world.crash()
+    assert fates(world) == {Fate.STEPPED: 16, Fate.JUDGE: 8}
+    world.journal.sync()
+    assert before.metrics["role/verifier/reward"] == 0.5 and before.metrics["role/judge/turns"] == 1.0
+
+
 def test_fates_are_the_same_after_repetitions_a_crash_a_rollback_and_a_replay(tmp_path: Path) -> None:
     world = World(tmp_path, config(**SETTINGS))
     messages = played(world, transcript=b"what it wrote")

@@ -1,0 +1,137 @@
+"""Rewards, groups and baselines by prompt and role."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from service.config.learn import AlgorithmConfig
+from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_batch, turn_advantages
+from service.handoff.batches.credit import Credit
+from service.handoff.batches.filters import filtered
+from service.handoff.batches.score import ReturnRule, returns
+from service.handoff.ledger.versions import VersionHistory
+from service.handoff.steps.builder import step_group, steps_table
+from service.handoff.steps.roles import TRAINED, packed_roles
+from service.handoff.steps.tables import end_objects, ends_table, reward_of_steps
+from service.handoff.steps.validate import MAX_REWARD, refusal
+from service.handoff.steps.wire import decode, encode
+from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
+from tests.pure.handoff.worlds import LIMITS, SENDER, episode
+
+NAMED = ("verifier", "critic")
+TRAIN = (*TRAINED, "verifier")
+LIMITS_OF_ROLES = replace(LIMITS, n_named_roles=len(NAMED))
+
+# of each trajectory: its turns as (role, reward, reward that was given later)
+GROUP = [
+    [("main", 0.0, 1.0), ("verifier", 1.0, 0.0), ("main", 0.5, 0.0), ("verifier", 0.0, 0.25)],
+    [("main", 0.0, 0.0), ("verifier", 0.0, 0.0)],
+    [("main", 1.0, 0.0)],
+]
+Turns = list[tuple[str, float, float]]
+
+
+def group_of(played: list[Turns], group_id: int = 0) -> CompleteGroup:
+    rng, steps, ends = np.random.default_rng(group_id), list[Step](), list[TrajectoryEnd]()
+    for sample, turns in enumerate(played):
+        of = TrajectoryId(group_id, sample)
+        made = [replace(step, versions=np.zeros_like(step.versions)) for step in episode(rng, len(turns), of, "p")]
+        steps += [replace(step, reward=reward) for step, (_, reward, _) in zip(made, turns, strict=True)]
+        final = [reward + later for role, reward, later in turns if role == "main"][-1]
+        roles = packed_roles([role for role, _, _ in turns], NAMED)
+        later = tuple(later for _, _, later in turns)
+        ends.append(TrajectoryEnd(of, "p", len(turns), "stop", final, roles, b"said", later if any(later) else ()))
+    order = rng.permutation(len(steps))
+    return CompleteGroup(group_id, "p", steps_table([steps[k] for k in order]), ends_table(ends))
+
+
+def of_role(role: str) -> list[list[float]]:
+    """The rewards of a role's turns in each trajectory in which it had one."""
+    found = [[reward + later for of, reward, later in turns if of == role] for turns in GROUP]
+    return [rewards for rewards in found if rewards]
+
+
+@pytest.mark.parametrize("rule", ["last", "sum"])
+def test_every_role_is_compared_with_the_same_role_of_the_other_trajectories(rule: ReturnRule) -> None:
+    settings = BatchSettings(1, 256, "rloo", rule, train=TRAIN, named_roles=NAMED)
+    batch = form_mini_batch(1, [group_of(GROUP)], VersionHistory(), settings)
+    returned = {
+        role: [sum(rewards) if rule == "sum" else rewards[-1] for rewards in of_role(role)]
+        for role in ("main", "verifier")
+    }
+    main = advantages("rloo", returned["main"], ["p"] * 3).tolist()
+    verifier = advantages("rloo", returned["verifier"], ["p"] * 2).tolist()
+    expected = [main[0], verifier[0], main[0], verifier[0], main[1], verifier[1], main[2]]
+    assert batch.turn_advantage_X is not None and batch.turn_advantage_X.tolist() == pytest.approx(expected)
+    assert batch.return_G.tolist() == pytest.approx(returned["main"])
+    assert batch.metrics["role/verifier/reward"] == pytest.approx(np.mean(returned["verifier"]))
+    assert batch.metrics["role/verifier/turns"] == 1.5 and batch.metrics["role/main/turns"] == pytest.approx(4 / 3)
+    assert not any(key.startswith("role/critic") for key in batch.metrics)
+
+
+@pytest.mark.parametrize("credit", ["return_to_go"])
+def test_with_credit_by_turn_the_turns_of_a_role_are_counted_among_themselves(credit: Credit) -> None:
+    settings = BatchSettings(1, 256, "rloo", "sum", credit, 0.9, train=TRAIN, named_roles=NAMED)
+    batch = form_mini_batch(1, [group_of(GROUP)], VersionHistory(), settings)
+    main, verifier = (
+        turn_advantages(of_role(role), ["p"] * len(of_role(role)), credit, 0.9) for role in ("main", "verifier")
+    )
+    expected = [main[0][0], verifier[0][0], main[0][1], verifier[0][1], main[1][0], verifier[1][0], main[2][0]]
+    assert batch.turn_advantage_X is not None and batch.turn_advantage_X.tolist() == pytest.approx(expected)
+
+
+def test_a_group_teaches_where_the_returns_of_a_trained_role_differ() -> None:
+    settings = AlgorithmConfig(filter_zero_variance=True, estimator="rloo")
+    alike = [[("main", 1.0, 0.0), ("verifier", float(sample), 0.0), ("critic", 0.0, 0.0)] for sample in (0, 1)]
+    assert filtered(group_of(alike), settings, NAMED, TRAIN) is None
+    ended = filtered(group_of(alike), settings, NAMED, TRAINED)
+    assert ended is not None and ended.reason == "zero_variance"
+
+
+def test_rewards_given_later_travel_with_the_end_and_count_for_their_step() -> None:
+    group = group_of(GROUP)
+    message = decode(encode(StepGroup(SENDER, group.steps, group.ends)), LIMITS_OF_ROLES)
+    assert isinstance(message, StepGroup) and refusal(message, LIMITS_OF_ROLES) is None
+    assert end_objects(message.ends) == end_objects(group.ends)
+    found = {
+        (sample, index): reward
+        for sample, index, reward in zip(
+            message.steps.sample_K.tolist(),
+            message.steps.index_K.tolist(),
+            reward_of_steps(message.steps, message.ends).tolist(),
+            strict=True,
+        )
+    }
+    assert found == {(g, t): r + later for g, turns in enumerate(GROUP) for t, (_, r, later) in enumerate(turns)}
+    assert returns(message.steps, message.ends, "sum").tolist() == [1.5, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("roles", "rewards", "reason"),
+    [
+        (b"\6", (), None),
+        (b"\7", (), RefusalReason.MALFORMED),
+        (b"", (float("nan"),), RefusalReason.REWARD),
+        (b"\1", (2 * MAX_REWARD,), RefusalReason.REWARD),
+        (b"", (1.0, 1.0), None),
+    ],
+)
+def test_roles_and_rewards_that_cannot_be_are_refused(
+    roles: bytes, rewards: tuple[float, ...], reason: RefusalReason | None
+) -> None:
+    of = TrajectoryId(0, 0)
+    made = episode(np.random.default_rng(0), max(len(rewards), 1), of, "p")
+    sent = step_group(SENDER, made, [TrajectoryEnd(of, "p", len(made), "stop", 0.0, roles, b"", rewards)])
+    found = refusal(sent, LIMITS_OF_ROLES)
+    assert (found.reason if isinstance(found, Refusal) else None) == reason
+
+
+def test_rewards_that_are_missing_for_a_step_are_refused() -> None:
+    of = TrajectoryId(0, 0)
+    made = episode(np.random.default_rng(0), 2, of, "p")
+    sent = step_group(SENDER, made, [TrajectoryEnd(of, "p", 2, "stop", 0.0, rewards=(1.0,))])
+    found = refusal(sent, LIMITS_OF_ROLES)
+    assert isinstance(found, Refusal) and found.reason == RefusalReason.LENGTH_MISMATCH

@@ -1,0 +1,152 @@
+"""Several roles in one trajectory: conversations, rewards, frozen models, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from service.config.rollout import RoleConfig
+from service.errors import UserError
+from service.handoff.steps.builder import StepColumns
+from service.handoff.steps.roles import roles_from
+from service.handoff.steps.tables import step_objects
+from service.rollout import frozen
+from service.rollout.agent import run_trajectory
+from service.rollout.chat.chat import Chat
+from service.rollout.env_guard import EnvGuard
+from service.rollout.environment import Message, StepResult
+from service.rollout.frozen import FrozenModels
+from service.types import NO_VERSION, Step, TrajectoryEnd, TrajectoryId
+from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, limits, whole_prompts
+from tests.pure.rollout.test_retrieval import served
+
+CHECK = [Message(role="user", content="is the answer 17 ?")]
+NAMED = ["verifier"]
+
+
+def turn(words: str, reward: float = 0.0, role: str = "main", **more: Any) -> StepResult:
+    return StepResult([Message(role="user", content=words)], reward, False, role=role, **more)
+
+
+async def played(
+    chat: Chat, results: Sequence[StepResult], models: Mapping[str, RoleConfig] | None = None, says: str = "answer 17"
+) -> tuple[list[Step], TrajectoryEnd, str, ScriptedEngine]:
+    """A trajectory with the role `verifier`: its steps, its end, why it is lost, and the engine that was asked."""
+    roles = {"verifier": RoleConfig()} if models is None else models
+    allowed, columns, engine = (
+        limits(chat, roles={"main": None, **roles}),
+        StepColumns(),
+        ScriptedEngine(chat, lambda words: says),
+    )
+    environment, asked = ScriptedEnvironment(results), FrozenModels(roles)
+    guard = EnvGuard("scripted", lambda: environment, allowed)
+    found = await run_trajectory(TrajectoryId(0, 0), QUESTION, guard, engine, chat, allowed, 0, columns, asked)
+    await asked.close()
+    return step_objects(columns.steps()), found.end, found.failure, engine
+
+
+@pytest.mark.asyncio
+async def test_each_role_has_a_conversation_of_its_own_and_gets_rewards_also_later(chat: Chat) -> None:
+    results = [
+        turn("is it 17 ?", 0.5, "verifier"),
+        turn("no", 1.0, rewards={"main": -0.25}),
+        turn("is it owl ?", 0.0, "verifier"),
+        StepResult([], 2.0, True, rewards={"main": 0.125, "verifier": 0.5}),
+    ]
+    steps, end, failure, engine = await played(chat, results)
+    assert failure == "" and engine.prompts == whole_prompts(steps)
+    assert [step.extends and step.extends.step for step in steps] == [None, None, 0, 1]
+    assert engine.prompts[1] == chat.prompt([Message(role="user", content="is it 17 ?")]).tolist()
+    main = [*QUESTION.prompt, Message(role="assistant", content="answer 17"), Message(role="user", content="no")]
+    assert engine.prompts[2] == chat.prompt(main).tolist()
+    assert roles_from(end.roles, 4, NAMED) == ["main", "verifier", "main", "verifier"]
+    assert [step.reward for step in steps] == [0.5, 1.0, 0.0, 2.0]
+    assert end.rewards == (-0.25, 0.0, 0.125, 0.5) and end.reward == 0.125
+
+
+@pytest.mark.asyncio
+async def test_the_reward_of_a_trajectory_is_that_of_the_newest_turn_of_main(chat: Chat) -> None:
+    _, end, _, _ = await played(chat, [turn("?", 0.5, "verifier"), StepResult([], 7.0, True, rewards={"main": 1.0})])
+    assert end.reward == 1.5 and end.rewards == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("result", "why"),
+    [
+        (turn("?", role="judge"), "role: 'judge' is no role of the run (main, verifier)"),
+        (turn("?", role=3), "role: 3 is no role of the run"),  # type: ignore[arg-type]
+        (turn("?", rewards={"judge": 1.0}), "rewards: 'judge' is no role of the run"),
+        (turn("?", rewards={"main": float("nan")}), "rewards['main'] is nan"),
+        (turn("?", rewards={"verifier": 1.0}), "rewards['verifier']: the role has had no turn"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_roles_that_are_not_there_lose_the_trajectory_in_one_line(
+    chat: Chat, result: StepResult, why: str
+) -> None:
+    _, _, failure, _ = await played(chat, [result])
+    assert why in failure and "\n" not in failure
+
+
+def model_that(answers: Sequence[tuple[int, Any]], heard: list[Any]) -> web.Application:
+    left = list(answers)
+
+    async def answer(request: web.Request) -> web.Response:
+        heard.append((request.headers.get("Authorization"), await request.json()))
+        status, body = left.pop(0)
+        return web.json_response(body, status=status)
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", answer)])
+    return app
+
+
+def said(text: object) -> tuple[int, Any]:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+@pytest.mark.asyncio
+async def test_a_frozen_role_is_played_by_its_model_and_nothing_of_it_is_trained(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "FIRST_PAUSE", 0.01)
+    (tmp_path / "key").write_text("sesame\n")
+    heard: list[Any] = []
+    results = [turn("is it 17 ?", role="verifier"), turn("more ?", role="verifier"), StepResult([], 1.0, True)]
+    async with served(model_that([(503, {}), said("owl"), said("none")], heard)) as url:
+        role = RoleConfig(mode="frozen", url=f"{url}/v1", model="other", key_file=tmp_path / "key")
+        steps, end, failure, engine = await played(chat, results, {"verifier": role})
+    assert failure == "" and len(engine.prompts) == 1 and end.n_steps == 3
+    assert [chat.text(step.response_ids) for step in steps[1:]] == ["owl", "none"]
+    for step in steps[1:]:
+        assert not step.loss_mask.any() and (step.versions == NO_VERSION).all()
+    assert steps[0].loss_mask.all()
+    keys, asked = zip(*heard, strict=True)
+    assert set(keys) == {"Bearer sesame"} and [body["model"] for body in asked] == ["other"] * 3
+    assert asked[0] == asked[1] and asked[2]["messages"] == [
+        {"role": "user", "content": "is it 17 ?"},
+        {"role": "assistant", "content": "owl"},
+        {"role": "user", "content": "more ?"},
+    ]
+
+
+@pytest.mark.parametrize("answer", [(400, {"error": "no"}), (200, {"choices": []}), said(None)])
+@pytest.mark.asyncio
+async def test_a_frozen_model_that_answers_without_a_text_loses_the_trajectory_only(
+    chat: Chat, answer: tuple[int, Any]
+) -> None:
+    async with served(model_that([answer], [])) as url:
+        role = RoleConfig(mode="frozen", url=f"{url}/v1", model="other")
+        steps, end, failure, _ = await played(chat, [turn("?", role="verifier")], {"verifier": role})
+    assert "roles.verifier answered without a text, but with status" in failure and "\n" not in failure
+    assert len(steps) == 1 and end.stop_reason == "environment_output"
+
+
+def test_a_key_that_cannot_be_read_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    role = RoleConfig(mode="frozen", url="http://h/v1", model="m", key_file=tmp_path / "none")
+    with pytest.raises(UserError, match=r"^roles\.verifier\.key_file: .*none cannot be read"):
+        FrozenModels({"verifier": role})
