@@ -26,7 +26,7 @@ from service.agents.sessions import Sessions
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line
 from service.handoff.steps.builder import StepSink, append_step
-from service.handoff.steps.roles import Role, packed_roles
+from service.handoff.steps.roles import ROLES, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.observe.metrics import Metrics
 from service.rollout.agent import Played, generate_turn
@@ -64,10 +64,11 @@ class Agents:
         """Reads the responses of sessions that begin from now on."""
         self.sessions = Sessions()
         self.offers = Offers(config)
-        self.endpoint = Endpoint(self.sessions, chat, limits.max_length, self._keys, self.offers)
+        played = [name for name, role in limits.roles.items() if role is not None and role.mode != "frozen"]
+        self.endpoint = Endpoint(self.sessions, chat, limits.max_length, self._keys, self.offers, played)
         self._restored: dict[TrajectoryId, Session] = {}
         """Sessions of an earlier process that nobody plays yet."""
-        self._roles: Counter[Role] = Counter()
+        self._roles: Counter[str] = Counter()
         """Steps of trajectories that ended, by role."""
         self._roots: list[int] = []
         """Conversations of each trajectory that ended since the last measurement."""
@@ -126,15 +127,20 @@ class Agents:
             await asyncio.gather(playing, return_exceptions=True)
             if guard is not None:
                 await guard.close(trajectory)
-        roles = [] if failure else roles_of(session.tree.calls)
+        roles, rewards = [] if failure else roles_of(session.tree.calls), tuple[float, ...]()
+        try:
+            rewards = session.rewards_of_calls(outcome, roles)
+        except TrajectoryFailed as failed:
+            stop_reason, failure = failed.reason, str(failed)
         end = TrajectoryEnd(
             trajectory,
             task.uid,
             session.n_steps,
             str(stop_reason),
             outcome.reward or 0.0,
-            packed_roles(roles),
+            packed_roles(roles, [role for role in self.limits.roles if role not in ROLES]),
             kept_transcript(session.transcript.replace(session.key, "[key]")),
+            rewards,
         )
         self._roles.update(roles)
         if roles:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,8 +49,9 @@ MODEL = "policy"
 class Calls:
     """Answers the calls of all sessions."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, named_roles: Sequence[str]) -> None:
         self._requests = requests
+        self._named_roles = named_roles
         self.answered: Counter[tuple[str, str]] = Counter()
         """Answered calls by dialect and by how the prompt came about; `replayed`: an earlier call again."""
         self.ignored: Counter[str] = Counter()
@@ -86,7 +87,7 @@ class Calls:
 
         Requests of one session begin their calls one after the other.
         """
-        named = role_named(request)
+        named = role_named(request, self._named_roles)
         try:
             async with self._requests.body(request, session.most_body_bytes) as raw, session.opening:
 

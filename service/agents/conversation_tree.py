@@ -25,7 +25,6 @@ from service.agents.messages import digests, echoed_ids, extended, read_messages
 from service.agents.notes import How, Note, noted_steps
 from service.agents.parser import Reply, ReplyParser
 from service.columns import digest
-from service.handoff.steps.roles import Role
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Conversation
 from service.rollout.chat.special_tokens import MessagesRefused
@@ -67,7 +66,7 @@ class Call:
     """What identifies the conversation that ends with the reply; empty where the client brought tokens."""
     begun: Beginning | None = None
     """Of a root, unless its client brought tokens."""
-    named: Role | None = None
+    named: str | None = None
     """What the client says that the conversation is for."""
     delivered: bool = False
     """True where the client has the reply, as far as the server can tell."""
@@ -132,7 +131,7 @@ class Opened(NamedTuple):
     begun: Beginning | None = None
     received: Sequence[Call] = ()
     """Calls that count as not delivered, and whose replies the client sends back."""
-    named: Role | None = None
+    named: str | None = None
 
 
 class ConversationTree:

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.steps.roles import Role
 from service.handoff.steps.tables import step_objects
 from service.types import Int32s, Step, Steps
 
@@ -36,7 +35,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     """Digest, in hex, of the system messages with which a root begins; None of other calls."""
     has_tools: bool = False
     """Of a root: whether the client offered tools."""
-    named: Role | None = None
+    named: str | None = None
     """What the client says that the conversation is for."""
 
 

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -52,7 +52,7 @@ ENCODINGS, EITHER_HEADER = ("gzip", "deflate"), 32
 NO_WORKERS = "this run has no worker key, so no worker may claim"
 ROLE_HEADER = "X-Baton-Role"
 CONVERSATIONS = (Role.MAIN, Role.SUB, Role.AUX)
-"""Roles that a conversation can have."""
+"""Roles that a conversation can have in every run."""
 STREAM = web.RequestKey("stream", web.StreamResponse)
 """The stream that a request's answer has begun."""
 
@@ -231,17 +231,17 @@ def is_retry(request: web.Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 
 
-def role_named(request: web.Request) -> Role | None:
-    """The role that the client names for the conversation.
+def role_named(request: web.Request, named: Sequence[str]) -> str | None:
+    """The role that the client names for the conversation; `named`: those of the configuration that the policy plays.
 
     Raises:
         Refused: there is no such role, or it is none of a conversation.
     """
     if (name := request.headers.get(ROLE_HEADER)) is None:
         return None
-    if name not in CONVERSATIONS:
-        raise Refused(400, ROLE_HEADER, f"is one of {', '.join(CONVERSATIONS)}")
-    return Role(name)
+    if name not in (known := (*CONVERSATIONS, *named)):
+        raise Refused(400, ROLE_HEADER, f"is one of {', '.join(known)}")
+    return str(name)
 
 
 def is_connected(request: web.Request) -> bool:

@@ -6,8 +6,9 @@
     root 5   one call: "Sum up what was done"                                 main: root 6 begins with what it answered
     root 6   the system prompt of root 1; its last answer was lost            main; its last call undelivered
 
-A root and all that continues it are one conversation. A role that the client names (`X-Baton-Role`) is that of the
-whole conversation; the newest one counts. A client that brings tokens says nothing about its calls: they are `main`.
+A root and all that continues it are one conversation. A role that the client names (`X-Baton-Role`), one of these or
+of the configuration, is that of the whole conversation; the newest one counts. A client that brings tokens says nothing
+about its calls: they are `main`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Conversation(NamedTuple):
     calls: list[Call]
     longest: int
     """Calls of its longest chain."""
-    named: Role | None
+    named: str | None
     """What the client says that it is."""
 
     @property
@@ -58,12 +59,12 @@ class _Conversation(NamedTuple):
         return self.is_received, self.named == Role.MAIN, self.has_tools, self.longest, sampled
 
 
-def roles_of(calls: Sequence[Call]) -> list[Role]:
+def roles_of(calls: Sequence[Call]) -> list[str]:
     """The role of each call of a tree, in order."""
     conversations, continued = _conversations(calls), {call.parent for call in calls}
     received = {call for call in calls if call in continued or _is_delivered(call)}
     newest = {call.body: call for call in calls if call in received}
-    roles: dict[Call, Role] = {}
+    roles: dict[Call, str] = {}
     for conversation, role in zip(conversations, _of_conversations(conversations), strict=True):
         for call in conversation.calls:
             if call in continued:
@@ -101,16 +102,16 @@ def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
     ]
 
 
-def _of_conversations(conversations: Sequence[_Conversation]) -> list[Role]:
+def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
     """The role of each conversation; those of later ones are decided first, because compactions depend on them."""
     own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.size, default=None)
-    later: list[tuple[_Conversation, Role]] = []
+    later: list[tuple[_Conversation, str]] = []
     for conversation in reversed(conversations):
         later.append((conversation, _role(conversation, own, later)))
     return [role for _, role in reversed(later)]
 
 
-def _role(conversation: _Conversation, own: _Conversation | None, later: Sequence[tuple[_Conversation, Role]]) -> Role:
+def _role(conversation: _Conversation, own: _Conversation | None, later: Sequence[tuple[_Conversation, str]]) -> str:
     """The role of a conversation beside the agent's `own` one; `later` ones have theirs."""
     begun = conversation.root.begun
     if conversation.named is not None:
@@ -126,7 +127,7 @@ def _role(conversation: _Conversation, own: _Conversation | None, later: Sequenc
     return Role.MAIN if alike and (conversation.root.how == "rerendered" or own.is_single) else Role.AUX
 
 
-def _begun_by(call: Call, later: Sequence[tuple[_Conversation, Role]]) -> Role | None:
+def _begun_by(call: Call, later: Sequence[tuple[_Conversation, str]]) -> Role | None:
     """The role of the later conversation that begins with what a call answered; None where none does."""
     found = {
         role

@@ -78,7 +78,8 @@ class Routes:
             body = parse_body(raw)
         if not is_text(transcript := body.get("transcript", "")):
             raise Refused(400, "transcript", "is a text")
-        session.finish(*_end(body))
+        end = _end(body)
+        session.finish(end.reward, end.status, end.info, rewards=end.rewards)
         session.transcript = session.transcript or transcript
         if session.recorded is not None:
             await asyncio.wait({session.recorded})
@@ -142,6 +143,6 @@ def _end(body: Body) -> Outcome:
     if status not in get_args(Status):
         raise Refused(400, "status", f"is one of {', '.join(get_args(Status))}")
     try:
-        return Outcome(reward, status, plain_info(body.get("info")))
+        return Outcome(reward, status, plain_info(body.get("info")), plain_info(body.get("rewards"), "rewards"))
     except NotAllowed as refused:
-        raise Refused(400, "info", refused.detail) from refused
+        raise Refused(400, "rewards" if refused.detail.startswith("rewards") else "info", refused.detail) from refused

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -39,10 +40,18 @@ CLOSING = frozenset({401, 409})
 class Endpoint:
     """Serves the sessions of one generator."""
 
-    def __init__(self, sessions: Sessions, of_model: Chat, max_model_len: int, keys: Keys, offers: Offers) -> None:
-        """`max_model_len`: most tokens of a prompt and its response."""
+    def __init__(
+        self,
+        sessions: Sessions,
+        of_model: Chat,
+        max_model_len: int,
+        keys: Keys,
+        offers: Offers,
+        named_roles: Sequence[str] = (),
+    ) -> None:
+        """`max_model_len`: most tokens of a prompt and its response; `named_roles`: see `role_named`."""
         self.requests = Requests(sessions, keys)
-        self.calls = Calls(self.requests)
+        self.calls = Calls(self.requests, named_roles)
         self._routes = Routes(self.requests, of_model, max_model_len)
         self._claims = ClaimRoutes(self.requests, offers)
         self._silent: dict[Any, asyncio.TimerHandle] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -54,6 +54,8 @@ class Outcome(NamedTuple):
     """None: nobody gave one."""
     status: Status = "ok"
     info: Mapping[str, float] = {}
+    rewards: Mapping[str, float] = {}
+    """Further rewards, by the id of a call or the name of a role."""
 
 
 class Session:
@@ -138,6 +140,25 @@ class Session:
             return StopReason.STOP
         last = max(lengths, key=lambda call: (lengths[call], call.index))
         return StopReason.TRUNCATED if last.stop_reason == StopReason.LENGTH else StopReason.STOP
+
+    def rewards_of_calls(self, outcome: Outcome, roles: Sequence[str]) -> tuple[float, ...]:
+        """What each call got at the end; the trajectory's reward is that of the newest call of `main`'s conversations.
+
+        `roles`: of each call. Empty where nothing but 0 was given.
+
+        Raises:
+            TrajectoryFailed: a name is that of no call, and of no role that had one.
+        """
+        given = [0.0] * len(roles)
+        for role, reward in ((Role.MAIN, outcome.reward or 0.0), *outcome.rewards.items()):
+            named = [call.index for call in self.tree.calls if role.endswith(call.name)]
+            places = named or [index for index, of in enumerate(roles) if of == role]
+            if places:
+                given[places[-1]] += reward
+            elif role in outcome.rewards:
+                why = f"session.finish: rewards[{role!r:.80}] is for no call, and for no role that had one"
+                raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, why)
+        return tuple(given) if any(given) else ()
 
     @property
     def most_body_bytes(self) -> int:
@@ -232,11 +253,17 @@ class Session:
             raise Refused(409, None, f"the session is {self.state}")
 
     def finish(
-        self, reward: float | None, status: Status = "ok", info: Mapping[str, float] = {}, transcript: str = ""
+        self,
+        reward: float | None,
+        status: Status = "ok",
+        info: Mapping[str, float] = {},
+        transcript: str = "",
+        rewards: Mapping[str, float] = {},
     ) -> None:
         """End the session with the reward of its trajectory; a repetition changes nothing.
 
-        `transcript`: what the run wrote, for people; the middle of a long one is left out.
+        `transcript`: what the run wrote, for people; the middle of a long one is left out. `rewards`: further ones, by
+        the id of a call's reply or the name of a role, whose newest call gets it.
 
         A value that is not allowed loses the trajectory: it closes the session, for the value's reason.
 
@@ -244,7 +271,7 @@ class Session:
             Refused: the session was finished otherwise, or is closed.
         """
         try:
-            outcome = _plain_outcome(self.posted if reward is None else reward, status, info)
+            outcome = _plain_outcome(self.posted if reward is None else reward, status, info, rewards)
             self.transcript = _plain_text(transcript) or self.transcript
         except NotAllowed as refused:
             self.check_open()
@@ -324,7 +351,7 @@ class Session:
             task.exception()  # read here too: the client may have left
 
 
-def _plain_outcome(reward: Any, status: Any, info: Any) -> Outcome:
+def _plain_outcome(reward: Any, status: Any, info: Any, rewards: Any) -> Outcome:
     """What an agent's code gave, in plain values.
 
     Raises:
@@ -333,7 +360,8 @@ def _plain_outcome(reward: Any, status: Any, info: Any) -> Outcome:
     if type(status) is not str or status not in get_args(Status):
         allowed = ", ".join(get_args(Status))
         raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"status is a {type_name(status)}; allowed are {allowed}")
-    return Outcome(None if reward is None else plain_reward(reward), status, plain_info(info))  # type: ignore[arg-type]
+    given = {name: plain_reward(number, "rewards") for name, number in plain_info(rewards, "rewards").items()}
+    return Outcome(None if reward is None else plain_reward(reward), status, plain_info(info), given)  # type: ignore[arg-type]
 
 
 def _plain_text(transcript: Any) -> str:

@@ -85,15 +85,9 @@ def worst_trajectory_bytes(config: Config, experts_per_token: int = 0) -> int:
     of_step = worst_step_bytes(config, experts_per_token) + SAID_BYTES
     everything = config.env.max_turns * of_step + ITEM_BYTES
     if (agents := config.endpoint) is not None:
-<<<<<<< HEAD
         session = item_bytes(agents.max_tokens, _token_bytes(config, experts_per_token), agents.max_calls + 1)
-        everything = max(everything, session + agents.max_calls + TRANSCRIPT_BYTES)
-    everything += scores_bytes(config)
-=======
-        token_bytes = TOKEN_BYTES + EXPERT_BYTES * experts_per_token
-        session = item_bytes(agents.max_tokens, token_bytes, agents.max_calls + 1)
         everything = max(everything, session + SAID_BYTES * agents.max_calls + TRANSCRIPT_BYTES)
->>>>>>> cb55232 (Roles in a trajectory: each has its own conversation, rewards, groups and baseline; frozen ones are played by another model)
+    everything += scores_bytes(config)
     return min(everything, config.buffer.max_group_bytes // config.algorithm.n_samples_per_prompt)
 
 

@@ -23,6 +23,9 @@ STEP_KEYS: dict[str, str] = {
     "reward/avg_pass_at_<n>": "Fraction of groups, filtered ones too, in whose `<n>` samples a return is positive.",
     "reward/scored_turns": "With credit by turn: fraction of turns after which the environment scored the state.",
     "reward/groups_without_credit": "With credit by turn: fraction of groups in which every advantage is 0.",
+    "role/<role>/reward": "With `roles`: mean return of a role, over the trajectories in which it had a turn.",
+    "role/<role>/turns": "Mean turns of the role in those.",
+    "role/<role>/groups_without_credit": "Fraction of groups in which every advantage of the role is 0.",
     "generate/batch_num_seq": "Rows of the mini-batch.",
     "generate/batch_num_tokens": "Tokens of the mini-batch's rows.",
     "generate/merge_ratio": "Steps for each row: how many turns share a row on average.",
@@ -50,7 +53,7 @@ STEP_KEYS: dict[str, str] = {
         "The same, of the responses of some turns: `<turns>` is `1`, `2`, `3`, `4`, `5_8`, `9_16`, `17_32` or `33_up`."
     ),
     "tokens/loss": "Sampled tokens that carry loss.",
-    "tokens/untrained": "Sampled tokens that carry no loss because of the role of their step (`agents.train`).",
+    "tokens/untrained": "Sampled tokens that carry no loss because of the role of their step (`agents.train`, `roles`).",
     "tokens/masked": "Sampled tokens that carry no loss for another reason than their staleness or their step's role.",
     "async/staleness_max": "Largest staleness of a token of the mini-batch that a policy sampled.",
     "async/stale_tokens": "Tokens too stale to carry loss.",

@@ -106,11 +106,17 @@ class AgentSession(Protocol):
     """As `OPENAI_API_KEY`."""
 
     def finish(
-        self, reward: float | None, status: Status = "ok", info: Mapping[str, float] = {}, transcript: str = ""
+        self,
+        reward: float | None,
+        status: Status = "ok",
+        info: Mapping[str, float] = {},
+        transcript: str = "",
+        rewards: Mapping[str, float] = {},
     ) -> None:
         """End the trajectory with its reward; one that failed without a reward is tried again.
 
-        `transcript`: what the run wrote, kept for `baton trajectories show`.
+        `transcript`: what the run wrote, kept for `baton trajectories show`. `rewards`: for single calls, by the id of
+        the reply, and for roles of the configuration, by name; `reward` is that of `main`.
         """
 
 

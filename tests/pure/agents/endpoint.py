@@ -36,7 +36,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 class House:
     """The server's side: what the policy says, what the buffer accepts."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, named_roles: tuple[str, ...] = ()) -> None:
         self.chat = chat
         self.allowed: AgentLimits = limits(chat, max_turns=64, max_input_length=4000)
         self.allowed = replace(self.allowed, sampling=replace(self.allowed.sampling, max_tokens=200))
@@ -54,7 +54,9 @@ class House:
         self.accepts = True
         self.sessions = Sessions()
         self.offers = Offers(AgentsConfig())
-        self.endpoint = Endpoint(self.sessions, chat, 4200, Keys(b"secret of the run", WORKER), self.offers)
+        self.endpoint = Endpoint(
+            self.sessions, chat, 4200, Keys(b"secret of the run", WORKER), self.offers, named_roles
+        )
         self.address = ""
 
     def session(self, number: int = 0) -> Session:
@@ -90,9 +92,9 @@ class House:
 
 
 @asynccontextmanager
-async def opened(chat: Chat) -> AsyncIterator[House]:
+async def opened(chat: Chat, named_roles: tuple[str, ...] = ()) -> AsyncIterator[House]:
     """A house whose endpoint listens."""
-    house = House(chat)
+    house = House(chat, named_roles)
     house.address = await house.endpoint.start("127.0.0.1", 0)
     try:
         yield house

@@ -21,6 +21,7 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.rollout.chat.chat import Chat
 from service.rollout.end_token import Response
+from service.rollout.env_guard import TrajectoryFailed
 from tests.pure.agents.endpoint import CHAT, COMPLETIONS, Client, House, client_of, opened
 
 MAIN, SUB, AUX, RETRY, UNDELIVERED = ROLES
@@ -67,7 +68,7 @@ class Program:
         self.session.tree.calls[-1].delivered = False
 
     @property
-    def roles(self) -> list[Role]:
+    def roles(self) -> list[str]:
         return roles_of(self.session.tree.calls)
 
 
@@ -142,6 +143,25 @@ async def test_a_client_names_the_role_of_a_conversation(bytes_chat: Chat) -> No
             status, answer = await client.post(CHAT, {"messages": [user("x")]}, X_Baton_Role=wrong)
             assert status == 400 and "main, sub, aux" in answer["error"]["message"]
         assert len(house.steps) == 3
+
+
+@pytest.mark.asyncio
+async def test_calls_and_roles_of_the_configuration_get_rewards_of_their_own(bytes_chat: Chat) -> None:
+    async with opened(bytes_chat, named_roles=("verifier",)) as house:
+        session = house.session()
+        async with client_of(house, session) as client:
+            agent = Program(client, house, session)
+            first = await agent.call(user("solve this"))
+            await agent.call(user("solve this"), first, user("again"))
+            await agent.call(user("is it right ?"), tools=False, X_Baton_Role="verifier")
+            assert agent.roles == [MAIN, MAIN, "verifier"]
+            of_first = f"chatcmpl-{session.tree.calls[0].name}"
+            session.finish(1.0, rewards={of_first: 0.25, "verifier": -1.0})
+            outcome = session.ended.result()
+            assert session.rewards_of_calls(outcome, agent.roles) == (0.25, 1.0, -1.0)
+            assert session.rewards_of_calls(outcome._replace(reward=0.0, rewards={}), agent.roles) == ()
+            with pytest.raises(TrajectoryFailed, match="rewards\\['critic'\\] is for no call"):
+                session.rewards_of_calls(outcome._replace(rewards={"critic": 1.0}), agent.roles)
 
 
 @pytest.mark.asyncio
