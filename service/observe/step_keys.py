@@ -53,7 +53,7 @@ STEP_KEYS: dict[str, str] = {
         "The same, of the responses of some turns: `<turns>` is `1`, `2`, `3`, `4`, `5_8`, `9_16`, `17_32` or `33_up`."
     ),
     "tokens/loss": "Sampled tokens that carry loss.",
-    "tokens/untrained": "Sampled tokens that carry no loss because of the role of their step (`agents.train`, `roles`).",
+    "tokens/untrained": "Sampled tokens without loss because of the role of their step (`agents.train`, `roles`).",
     "tokens/masked": "Sampled tokens that carry no loss for another reason than their staleness or their step's role.",
     "async/staleness_max": "Largest staleness of a token of the mini-batch that a policy sampled.",
     "async/stale_tokens": "Tokens too stale to carry loss.",
