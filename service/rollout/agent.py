@@ -21,13 +21,13 @@ from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Conversation, Prompt, conversation
+from service.rollout.chat.frozen import FrozenModels, generation_of
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.end_token import without_loss
 from service.rollout.engine import Engine, Generation
 from service.rollout.env_guard import EnvGuard, TrajectoryFailed
 from service.rollout.environment import MAIN, Message, StepResult, Task
 from service.rollout.episode import Episode
-from service.rollout.frozen import FrozenModels, generation_of
 from service.rollout.limits import AgentLimits
 from service.rollout.validate_generation import validate_generation
 from service.types import Int32s, TrajectoryEnd, TrajectoryId

@@ -19,12 +19,12 @@ from service.handoff.steps.tables import is_truncated_K
 from service.observe.trace.trajectories import TimedEngine, Timelines
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import load_chat
+from service.rollout.chat.frozen import FrozenModels
 from service.rollout.engine import Engine
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.environments.factory import Environments
-from service.rollout.frozen import FrozenModels
 from service.rollout.limits import AgentLimits
 from service.rollout.prompts.dataset import load_tasks
 from service.types import Steps, TrajectoryEnd, TrajectoryId

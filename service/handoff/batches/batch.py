@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from service.columns import concat, lengths_of, select
+from service.handoff.batches.advantages import Rule, advantages_of
 from service.handoff.batches.credit import Credit
 from service.handoff.batches.pack import Layout, Placement, in_packing_order, micro_batches, place
 from service.handoff.batches.score import ReturnRule, group_stats, returns
-from service.handoff.batches.scored import Rule, scored
 from service.handoff.batches.share import placed
 from service.handoff.batches.untrained import without_untrained
 from service.handoff.ledger.events import GroupStats, Scored
@@ -176,7 +176,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     staleness_N, stale_G = _masked(packed, trajectory_R, len(ends), history, settings.max_staleness)
     loss_tokens_G = _per_trajectory(packed, trajectory_R, len(ends))
     return_G = returns(steps, ends, settings.returns)
-    scores = scored(steps, ends, prompt_G, settings.rule)
+    scores = advantages_of(steps, ends, prompt_G, settings.rule)
     if packed.turn_N is not None:  # from a turn of a trajectory to one of the mini-batch
         np.add(packed.turn_N, scores.first_turn_G[trajectory_R].repeat(lengths_of(packed.offsets_R)), out=packed.turn_N)
     micros = micro_batches(packed, staleness_N, trajectory_R, placement)

@@ -16,9 +16,9 @@ import numpy as np
 
 from service.config.learn import AlgorithmConfig
 from service.config.tree import Config
+from service.handoff.batches.advantages import Rule, teaches
 from service.handoff.batches.batch import CompleteGroup
 from service.handoff.batches.score import group_stats, returns
-from service.handoff.batches.scored import Rule, teaches
 from service.handoff.ledger.events import Ended, Tried
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record

@@ -3,6 +3,7 @@
     rewards of the environment 1 0; a judge that replaces them says 0.2 0.8; another scorer adds 0.1 0     ->   0.3 0.8
 
 A trajectory's reward stands at its end and at its last step, so that `returns: last` and `returns: sum` count the same.
+It is that of `main`: roles that the configuration names keep what the environment gave them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 
 from service.columns import lengths_of
 from service.handoff.ledger.events import Scored
-from service.handoff.steps.tables import end_of_items
+from service.handoff.steps.roles import ROLES
+from service.handoff.steps.tables import end_of_items, role_of_steps, without_later_rewards
 from service.types import Ends, Float64s, Int64s, Steps
 
 LOGPROBS = np.dtype("<f4")
@@ -36,13 +38,16 @@ def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Ste
 
 
 def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -> tuple[Steps, Ends]:
-    end_K = end_of_items(steps, ends)
-    last = np.flatnonzero(steps.index_K == ends.n_steps_E[end_K] - 1)
-    reward_K = np.zeros(len(steps)) if replaces else steps.reward_K.copy()
+    end_K, own_K = end_of_items(steps, ends), role_of_steps(steps, ends) < len(ROLES)
+    last_E = np.full(len(ends), -1)
+    np.maximum.at(last_E, end_K[own_K], steps.index_K[own_K])
+    last = np.flatnonzero(steps.index_K == last_E[end_K])
+    reward_K = np.where(own_K & replaces, 0.0, steps.reward_K)
     reward_K[last] += added_E[end_K[last]]
+    ends = without_later_rewards(steps, ends, own_K) if replaces else ends
     rewards_N = steps.token_rewards_N
     if rewards_N is not None:
-        rewards_N = np.zeros_like(rewards_N) if replaces else rewards_N.copy()
+        rewards_N = np.where(own_K.repeat(lengths_of(steps.offsets_K)) & replaces, np.float32(0), rewards_N)
         answered = last[lengths_of(steps.offsets_K)[last] > steps.prompt_length_K[last]]
         rewards_N[steps.offsets_K[1:][answered] - 1] += added_E[end_K[answered]].astype(np.float32)
     reward_E = added_E if replaces else ends.reward_E + added_E

@@ -87,14 +87,30 @@ def role_of_steps(steps: Steps, ends: Ends) -> Uint8s:
 
 def reward_of_steps(steps: Steps, ends: Ends) -> Float64s:
     """[K] the reward of each step, with what it was given later."""
-    if ends.has_rewards_E is None or not ends.has_rewards_E.any():
+    k, where_KB = _later_rewards(steps, ends)
+    if not len(k):
         return steps.reward_K
-    end_K, reward_K = end_of_items(steps, ends), steps.reward_K.copy()
+    reward_K = steps.reward_K.copy()
+    reward_K[k] += np.ascontiguousarray(ends.text_N[where_KB]).view(REWARD)[:, 0]
+    return reward_K
+
+
+def without_later_rewards(steps: Steps, ends: Ends, which_K: Bools) -> Ends:
+    """The ends, which give those steps 0."""
+    k, where_KB = _later_rewards(steps, ends)
+    text_N = ends.text_N.copy()
+    text_N[where_KB[which_K[k]]] = 0
+    return replace(ends, text_N=text_N)
+
+
+def _later_rewards(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
+    """The steps of ends that give rewards, and where on the token axis of the ends the bytes of each reward lie."""
+    if ends.has_rewards_E is None:
+        return np.zeros(0, np.int64), np.zeros((0, REWARD_BYTES), np.int64)
+    end_K = end_of_items(steps, ends)
     k = np.flatnonzero(ends.has_rewards_E[end_K])
     start_K = rewards_start_E(ends)[end_K[k]] + REWARD_BYTES * steps.index_K[k].astype(np.int64)
-    bytes_KB = np.ascontiguousarray(ends.text_N[start_K[:, None] + np.arange(REWARD_BYTES)])
-    reward_K[k] += bytes_KB.view(REWARD)[:, 0]
-    return reward_K
+    return k, start_K[:, None] + np.arange(REWARD_BYTES)
 
 
 def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:

@@ -12,6 +12,8 @@ from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_
 from service.handoff.batches.credit import Credit
 from service.handoff.batches.filters import filtered
 from service.handoff.batches.score import ReturnRule, returns
+from service.handoff.ledger.events import Scored
+from service.handoff.ledger.scores import with_scores
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.roles import TRAINED, packed_roles
@@ -135,3 +137,14 @@ def test_rewards_that_are_missing_for_a_step_are_refused() -> None:
     sent = step_group(SENDER, made, [TrajectoryEnd(of, "p", 2, "stop", 0.0, rewards=(1.0,))])
     found = refusal(sent, LIMITS_OF_ROLES)
     assert isinstance(found, Refusal) and found.reason == RefusalReason.LENGTH_MISMATCH
+
+
+def test_a_scorer_that_replaces_rewards_replaces_those_of_main_alone() -> None:
+    group = group_of(GROUP)
+    said = Scored(0, "judge", rewards=(0.25, 0.5, 0.75), replaces=True)
+    steps, ends = with_scores(group.steps, group.ends, [said])
+    assert returns(steps, ends, "sum").tolist() == returns(steps, ends, "last").tolist() == [0.25, 0.5, 0.75]
+    settings = BatchSettings(1, 256, "rloo", "sum", train=TRAIN, named_roles=NAMED)
+    batch = form_mini_batch(1, [group._replace(steps=steps, ends=ends)], VersionHistory(), settings)
+    assert batch.metrics["role/verifier/reward"] == pytest.approx(np.mean([sum(of) for of in of_role("verifier")]))
+    assert [end.transcript for end in end_objects(ends)] == [b"said"] * 3

@@ -14,12 +14,12 @@ from service.errors import UserError
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import step_objects
-from service.rollout import frozen
 from service.rollout.agent import run_trajectory
+from service.rollout.chat import frozen
 from service.rollout.chat.chat import Chat
+from service.rollout.chat.frozen import FrozenModels
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Message, StepResult
-from service.rollout.frozen import FrozenModels
 from service.types import NO_VERSION, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, limits, whole_prompts
 from tests.pure.rollout.test_retrieval import served

@@ -67,7 +67,7 @@ class Part(NamedTuple):
             raise NotScored(str(error), self.number_V[error.trajectories].tolist()) from error
 
 
-class Scored(NamedTuple):
+class Advantages(NamedTuple):
     """The advantages of a mini-batch."""
 
     advantage_G: Float64s
@@ -78,7 +78,7 @@ class Scored(NamedTuple):
     metrics: dict[str, float]
 
 
-def scored(steps: Steps, ends: Ends, prompt_G: Int32s, rule: Rule) -> Scored:
+def advantages_of(steps: Steps, ends: Ends, prompt_G: Int32s, rule: Rule) -> Advantages:
     """The advantages of these trajectories; `prompt_G`: the group of each.
 
     Raises:
@@ -86,7 +86,7 @@ def scored(steps: Steps, ends: Ends, prompt_G: Int32s, rule: Rule) -> Scored:
     """
     if not rule.by_turn:
         return_G = returns(steps, ends, rule.returns)
-        return Scored(advantages(rule.estimator, return_G, prompt_G), None, np.zeros(0, np.int32), {})
+        return Advantages(advantages(rule.estimator, return_G, prompt_G), None, np.zeros(0, np.int32), {})
     turns = turn_rewards(steps, ends)
     n_turns_G, advantage_X, metrics = lengths_of(turns.first_G), np.zeros(len(turns.reward_X)), dict[str, float]()
     of_turn_X = np.repeat(np.arange(len(ends)), n_turns_G)
@@ -99,7 +99,7 @@ def scored(steps: Steps, ends: Ends, prompt_G: Int32s, rule: Rule) -> Scored:
         moved_P = np.bincount(prompt_G[of_turn_X], advantage_X != 0, minlength=int(prompt_G.max()) + 1)
         metrics["reward/groups_without_credit"] = float((moved_P == 0).mean())
     mean_G = np.bincount(of_turn_X, advantage_X, minlength=len(ends)) / np.maximum(n_turns_G, 1)
-    return Scored(mean_G, advantage_X.astype(np.float32), turns.first_G[:-1].astype(np.int32), metrics)
+    return Advantages(mean_G, advantage_X.astype(np.float32), turns.first_G[:-1].astype(np.int32), metrics)
 
 
 def parts(steps: Steps, ends: Ends, rule: Rule) -> Iterator[Part]:
