@@ -17,38 +17,26 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import islice
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
-from transformers import AutoModelForCausalLM
 
+from benchmarks.in_process import rounds, warm_started
 from examples.lookup import RELATION, Lookup, demonstrations, puzzle, vocabulary
 from examples.lookup import rows as lookup_rows
 from service.config import Config, load
-from service.handoff import BatchSettings, CompleteGroup, VersionHistory, form_mini_batch
-from service.handoff.prompts import Prompts
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.stop_reason import StopReason
-from service.handoff.steps.tables import end_objects, ends_table
-from service.learn.learner import Learner
-from service.learn.supervised import SupervisedSteps
-from service.rollout.engine import Generation, Sampling
+from service.handoff.steps.tables import end_objects
 from service.rollout.environment import Message, StepResult, Task
-from service.rollout.player import Player
-from service.run.prepare import Prepared, prepare
-from service.run.prepare import demonstrations as demonstration_rows
-from service.types import Int32s, PolicyVersion, TrajectoryEnd, TrajectoryId
+from service.run.prepare import Prepared
+from service.types import TrajectoryEnd
 
 __all__ = ["RewardedLookup", "demonstrations", "rows", "vocabulary"]
 
 RECIPE = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 CREDITS = ("trajectory", "return_to_go")
-QUIET_SECONDS = 0.005
-"""A batch of requests is sampled once no request has come for so long."""
 WINDOW = 5
 """Mini-batches over which success is averaged."""
 
@@ -82,110 +70,17 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
     return [{**row, "env_class": ""} for row in lookup_rows(n, seed)]
 
 
-class BatchedEngine:
-    """Samples all requests that wait, together, with the learner's weights; every request has its own seed."""
-
-    def __init__(self, model_folder: Path, seed: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-        self._seed = seed
-        self._version = PolicyVersion(0, 0)
-        self._waiting: list[tuple[Int32s, Sampling, str, asyncio.Future[Generation]]] = []
-        self._timer: asyncio.TimerHandle | None = None
-
-    def update(self, learner: Learner) -> None:
-        """Take over the learner's weights."""
-        self._model.load_state_dict(learner.weights(), strict=False)
-        self._version = PolicyVersion(0, learner.steps)
-
-    async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """Sample one turn."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Generation] = loop.create_future()
-        self._waiting.append((prompt_ids.copy(), sampling, request_id, future))
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = loop.call_later(QUIET_SECONDS, self._sample)
-        return await future
-
-    def _sample(self) -> None:
-        requests, self._waiting = self._waiting, []
-        generations = self._generations([(ids, sampling, name) for ids, sampling, name, _ in requests])
-        for (*_, future), generation in zip(requests, generations, strict=True):
-            if not future.done():
-                future.set_result(generation)
-
-    @torch.no_grad()
-    def _generations(self, requests: Sequence[tuple[Int32s, Sampling, str]]) -> list[Generation]:
-        sampling, width = requests[0][1], max(len(ids) for ids, *_ in requests)
-        ids_BT = torch.zeros(len(requests), width, dtype=torch.int64)
-        attended_BT = torch.zeros(len(requests), width, dtype=torch.int64)
-        for b, (ids, *_) in enumerate(requests):
-            ids_BT[b, width - len(ids) :], attended_BT[b, width - len(ids) :] = torch.from_numpy(ids), 1
-        seeds = [xxhash.xxh3_64_intdigest(f"{self._seed}/{name}".encode()) for *_, name in requests]
-        shape = (sampling.max_tokens, self._model.config.vocab_size)
-        noise_BTV = torch.from_numpy(np.stack([np.random.default_rng(seed).gumbel(size=shape) for seed in seeds]))
-        ends, cache, done_B = torch.tensor(sampling.stop_token_ids), None, torch.zeros(len(requests), dtype=torch.bool)
-        sampled: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for t in range(sampling.max_tokens):
-            position_BT = (attended_BT.cumsum(1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
-            out = self._model(
-                input_ids=ids_BT, attention_mask=attended_BT, position_ids=position_BT, past_key_values=cache
-            )
-            logprob_BV = (out.logits[:, -1].double() / sampling.temperature).log_softmax(-1)
-            token_B = (logprob_BV + noise_BTV[:, t]).argmax(-1)
-            sampled.append((token_B, logprob_BV.gather(1, token_B[:, None])[:, 0], ~done_B))
-            done_B = done_B | torch.isin(token_B, ends)
-            if done_B.all():
-                break
-            cache, ids_BT = out.past_key_values, token_B[:, None]
-            attended_BT = torch.cat([attended_BT, torch.ones_like(ids_BT)], dim=1)
-        token_BT, logprob_BT, live_BT = (torch.stack(column, dim=1).numpy() for column in zip(*sampled, strict=True))
-        made = []
-        for b, length in enumerate(live_BT.sum(axis=1).tolist()):
-            token_ids, ended = token_BT[b, :length].astype(np.int32), bool(done_B[b])
-            versions = np.full(length, self._version.pack(), np.int64)
-            logprobs = logprob_BT[b, :length].astype(np.float32)
-            made.append(Generation(token_ids, logprobs, versions, "stop" if ended else "length", ended))
-        return made
-
-
-def warm_started(config: Config, folder: Path) -> tuple[Prepared, Path]:
-    """The prompts, and the model after its warm start."""
-    prepared, started = prepare(config, folder), folder / "started"
-    learner = Learner(config, prepared.model_folder, torch.device("cpu"), 0, 1)
-    SupervisedSteps(config, learner.policy).warm_start(demonstration_rows(config, prepared.model_folder))
-    learner.export(started)
-    return prepared, started
-
-
 async def steps_to(goal: float, config: Config, most: int, prepared: Prepared, model_folder: Path) -> int:
     """Optimizer steps until the mean success of the last `WINDOW` mini-batches is at least the goal; else `most`."""
-    learner = Learner(config, model_folder, torch.device("cpu"), 0, 1)
-    engine = BatchedEngine(model_folder, config.run.seed)
-    player = Player(config, model_folder, engine)
-    prompts = Prompts([task.uid for task in prepared.tasks], config.run.seed, config.data.shuffle)
-    history, settings, successes = VersionHistory(), BatchSettings.of(config), list[float]()
-    group_ids = iter(range(most * config.trainer.mini_batch_size))
-    while chosen := list(islice(group_ids, config.trainer.mini_batch_size)):
-        engine.update(learner)
-        tasks = [prepared.tasks[prompts.row(group_id)] for group_id in chosen]
-        groups = await asyncio.gather(*(played(player, o, task, config) for o, task in zip(chosen, tasks, strict=True)))
-        successes.append(statistics.fmean(solved(end) for group in groups for end in end_objects(group.ends)))
-        print(f"{config.algorithm.credit} {config.run.seed} {learner.steps}: {successes[-1]:.3f}", file=sys.stderr)
-        if len(successes) >= WINDOW and statistics.fmean(successes[-WINDOW:]) >= goal:
-            break
-        if learner.step(form_mini_batch(learner.steps, groups, history, settings)).applied:
-            history.publish(PolicyVersion(0, learner.steps))
-    await player.close()
-    return learner.steps
-
-
-async def played(player: Player, group_id: int, task: Task, config: Config) -> CompleteGroup:
-    """All trajectories of a group."""
-    columns = StepColumns()
-    samples = range(config.algorithm.n_samples_per_prompt)
-    await asyncio.gather(*(player.play(TrajectoryId(group_id, sample), task, columns) for sample in samples))
-    return CompleteGroup(group_id, task.uid, columns.steps(), ends_table(columns.ends))
+    successes = list[float]()
+    async with aclosing(rounds(config, most, prepared, model_folder)) as training:
+        async for groups in training:
+            successes.append(statistics.fmean(solved(end) for group in groups for end in end_objects(group.ends)))
+            step = len(successes) - 1
+            print(f"{config.algorithm.credit} {config.run.seed} {step}: {successes[-1]:.3f}", file=sys.stderr)
+            if len(successes) >= WINDOW and statistics.fmean(successes[-WINDOW:]) >= goal:
+                return step
+    return len(successes)
 
 
 def solved(end: TrajectoryEnd) -> bool:

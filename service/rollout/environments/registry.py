@@ -31,7 +31,9 @@ ENVIRONMENTS = {
     "gsm8k": "examples.gsm8k:Gsm8k",
     "lookup": "examples.lookup:Lookup",
     "lookup_agent": "examples.lookup_agent:LookupAgent",
+    "reading": "examples.reading:Reading",
     "search_r1": "examples.search_r1:SearchR1",
+    "solver_verifier": "examples.solver_verifier:SolverVerifier",
     "text_to_sql": "examples.text_to_sql:TextToSql",
 }
 ADAPTERS = {

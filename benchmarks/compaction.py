@@ -1,0 +1,103 @@
+"""A text that is longer than the context, with notes in place of the history and without: reward and tokens of context.
+
+    python -m benchmarks.compaction --output docs/compaction.png
+
+The recipe `configs/compaction_tiny.yaml` in one process, three times from the same model: with compaction; without it,
+in the same context; and without it in a context into which every text fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks.in_process import rounds, warm_started
+from service.config import Config, load
+from service.handoff import CompleteGroup
+from service.handoff.steps.tables import total_lengths
+from service.run.prepare import Prepared
+
+RECIPE = Path(__file__).parent.parent / "configs" / "compaction_tiny.yaml"
+WAYS = {
+    "compaction": (),
+    "no compaction": ("env.options.compact=false",),
+    "no compaction, long context": ("env.options.compact=false", "generator.max_input_length=128"),
+}
+SHOWN = 10
+"""Mini-batches at the end over which a way's numbers are averaged."""
+
+
+class Point(NamedTuple):
+    """One mini-batch."""
+
+    reward: float
+    longest: int
+    """Tokens of the longest prompt with its response: the context that is needed."""
+    read: float
+    """Tokens of all prompts and responses of a trajectory, on average: what attention reads without a prefix cache."""
+
+
+async def curve(config: Config, steps: int, prepared: Prepared, model_folder: Path) -> list[Point]:
+    """One training; a point for each mini-batch."""
+    points: list[Point] = []
+    async with aclosing(rounds(config, steps, prepared, model_folder)) as training:
+        async for groups in training:
+            points.append(_point(groups))
+            print(f"{config.env.options} {config.generator.max_input_length} {points[-1]}", file=sys.stderr)
+    return points
+
+
+def _point(groups: Sequence[CompleteGroup]) -> Point:
+    rewards = [reward for group in groups for reward in group.ends.reward_E.tolist()]
+    lengths = [length for group in groups for length in total_lengths(group.steps).tolist()]
+    return Point(statistics.fmean(rewards), max(lengths), sum(lengths) / len(rewards))
+
+
+def plot(curves: dict[str, list[Point]], path: Path) -> None:
+    """Reward against optimizer steps, as a picture."""
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.plot([point.reward for point in points], label=f"{name} (context {max(p.longest for p in points)} tokens)")
+    axes.set(xlabel="optimizer step", ylabel="reward", ylim=(0, 1))
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Train in each way, print the numbers of the last mini-batches as JSON, and draw the curves."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compaction", description=main.__doc__)
+    parser.add_argument("--steps", type=int, default=60, help="mini-batches of each training")
+    parser.add_argument("--output", type=Path, help="write a picture of the curves to this file")
+    parser.add_argument("overrides", nargs="*", help="settings, as for baton run")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    own = ["trainer.ranks=1", "buffer.lookahead=0", *arguments.overrides]
+    curves: dict[str, list[Point]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        started = warm_started(load([RECIPE], own).config, Path(folder))
+        for name, settings in WAYS.items():
+            config = load([RECIPE], [*own, *settings]).config
+            curves[name] = asyncio.run(curve(config, arguments.steps, *started))
+    for name, points in curves.items():
+        last = points[-SHOWN:]
+        reward, read = statistics.fmean(p.reward for p in last), statistics.fmean(p.read for p in last)
+        found = {"reward": reward, "first": points[0].reward, "longest": max(p.longest for p in last), "read": read}
+        print(json.dumps({"way": name, **found}))
+    if arguments.output is not None:
+        plot(curves, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

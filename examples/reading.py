@@ -1,0 +1,150 @@
+"""Reading a text that is longer than the context: pages, notes, and a question. Made to show what compaction gains.
+
+Every prompt has its own facts, a page holds one of them, and the question is about one page:
+
+    user: what is the age of fox ? page owl age 17        assistant: note none
+    user: page fox age 4                                  assistant: note 4
+    user: page fox speed 9                                assistant: note 4
+    user: end                                             assistant: answer 4      reward 1, done
+
+A note is the policy's own summary of what it has read. With `compact: true` the whole conversation is replaced before
+every page by the question, the newest note and the page: a prompt stays short, however many pages there are, and the
+notes are trained with the answer's reward. Without it the history grows until it exceeds the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from examples.lookup import ATTRIBUTES, ENTITIES, VALUES
+from service.rollout.environment import Message, StepResult, Task
+
+NOTE, ANSWER, NONE = "note", "answer", "none"
+WORDS = ("what", "is", "the", "of", "?", "page", "end", NOTE, ANSWER, NONE)
+FEWEST, MOST = 2, 7
+"""Pages of a text."""
+
+
+class Text(NamedTuple):
+    """The pages of one prompt, as (entity, attribute, value), and which of them is asked for."""
+
+    pages: tuple[tuple[str, str, str], ...]
+    asked: int
+
+    @property
+    def question(self) -> str:
+        """What is asked for."""
+        entity, attribute, _ = self.pages[self.asked]
+        return f"what is the {attribute} of {entity} ?"
+
+    @property
+    def answer(self) -> str:
+        """The value on the page that is asked for."""
+        return self.pages[self.asked][2]
+
+    def told(self, turn: int) -> str:
+        """What the user says in a turn, from 0."""
+        return f"page {' '.join(self.pages[turn])}" if turn < len(self.pages) else "end"
+
+    def note(self, turn: int) -> str:
+        """The note after a page that keeps what is needed."""
+        return f"{NOTE} {self.answer if turn >= self.asked else NONE}"
+
+
+@lru_cache(maxsize=1024)
+def text(seed: int) -> Text:
+    """The text that `seed` draws: different facts, of which one is asked for."""
+    rng = np.random.default_rng(seed)
+    n_pages = int(rng.integers(FEWEST, MOST + 1))
+    places = rng.choice(len(ENTITIES) * len(ATTRIBUTES), size=n_pages, replace=False).tolist()
+    values = rng.integers(len(VALUES), size=n_pages).tolist()
+    pages = tuple(
+        (ENTITIES[place // len(ATTRIBUTES)], ATTRIBUTES[place % len(ATTRIBUTES)], VALUES[value])
+        for place, value in zip(places, values, strict=True)
+    )
+    return Text(pages, int(rng.integers(n_pages)))
+
+
+class Reading:
+    """One episode of the task; the row's `extra_info` holds the seed of its text."""
+
+    def __init__(self, compact: bool = True) -> None:
+        self._compact = compact
+        self._turn = 0
+        self._text: Text | None = None
+
+    def check_task(self, task: Task) -> None:
+        """Raises where the row has no seed."""
+        int(task.extra_info["seed"])
+
+    async def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        """The question and the first page."""
+        self._text = text(int(task.extra_info["seed"]))
+        return task.prompt
+
+    async def step(self, text: str) -> StepResult:
+        """Turn the page, or score the answer."""
+        if self._text is None:
+            raise RuntimeError("step before reset")
+        if self._turn == len(self._text.pages):
+            return StepResult((), float(text.split() == [ANSWER, self._text.answer]), True)
+        self._turn += 1
+        told = self._text.told(self._turn)
+        if not self._compact:
+            return StepResult((_user(told),), 0.0, False)
+        return StepResult((), 0.0, False, history=[_user(f"{self._text.question} {text} {told}")])
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+def _user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Every word of the task."""
+    return (*WORDS, *ENTITIES, *ATTRIBUTES, *VALUES)
+
+
+def rows(n: int, seed: int) -> list[dict[str, Any]]:
+    """`n` dataset rows, each with its own text."""
+    seeds = np.random.default_rng(seed).integers(1 << 62, size=n).tolist()
+    return [
+        {
+            "uid": f"reading-{seed}-{i}",
+            "prompt": [_user(f"{text(drawn).question} {text(drawn).told(0)}")],
+            "env_class": "reading",
+            "extra_info": {"seed": drawn},
+        }
+        for i, drawn in enumerate(seeds)
+    ]
+
+
+def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
+    """Single turns with and without compaction, so that either begins with the same model.
+
+    About `right_fraction` of the notes and answers are right; the others show any value, or none.
+    """
+    shown = []
+    for _ in range(n):
+        drawn = text(int(rng.integers(1 << 62)))
+        turn = int(rng.integers(len(drawn.pages) + 1))
+        compact = rng.random() < 0.5
+        messages = [_user(f"{drawn.question} {drawn.told(0)}")] if not compact or turn == 0 else []
+        if compact and turn:
+            messages = [_user(f"{drawn.question} {drawn.note(turn - 1)} {drawn.told(turn)}")]
+        for read in range(turn if not compact else 0):
+            messages += [Message(role="assistant", content=drawn.note(read)), _user(drawn.told(read + 1))]
+        right = drawn.note(turn) if turn < len(drawn.pages) else f"{ANSWER} {drawn.answer}"
+        says = right if rng.random() < right_fraction else f"{right.split()[0]} {_any_value(rng)}"
+        shown.append([*messages, Message(role="assistant", content=says)])
+    return shown
+
+
+def _any_value(rng: np.random.Generator) -> str:
+    return (*VALUES, NONE)[int(rng.integers(len(VALUES) + 1))]
