@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -76,7 +78,7 @@ def reads(words: list[str]) -> str:
     """What a reader says that keeps what it is asked for."""
     entity, attribute = words[words.index("?") - 1], words[words.index("of") - 1]
     values = [c for a, b, c in zip(words, words[1:], words[2:], strict=False) if (a, b) == (entity, attribute)]
-    notes = [b for a, b in zip(words, words[1:], strict=False) if a == reading.NOTE]
+    notes = [b for a, b in pairwise(words) if a == reading.NOTE]
     found = (values or notes or [reading.NONE])[-1]
     return f"{reading.ANSWER if 'end' in words else reading.NOTE} {found}"
 
