@@ -156,7 +156,7 @@ def micro_batches() -> Iterator[Row]:
         yield Row("prime-rl", f"{model} {kind}, {tokens} tokens, {kernel}, {gpus} {gpu.upper()}", seconds, predicted)
 
 
-NEMO = "NeMo RL, docs/about/performance-summary.md of v0.4 and v0.6: seconds of a step, H100, bfloat16"
+NEMO = "NeMo RL, docs/about/performance-summary.md of v0.4, v0.5 and v0.6: seconds of a step, H100, bfloat16"
 # version, model, steps off, mean length, longest, GPUs, trajectories, tensor parallelism, GPUs that generate, seconds
 STEPS = (
     ("0.4", "Llama-3.1-8B", 0, 1060, 4096, 16, 2048, 1, 16, 97.7),
@@ -167,6 +167,14 @@ STEPS = (
     ("0.4", "Qwen3-30B-A3B", 1, 3158, 4096, 32, 2048, 2, 16, 244.0),
     ("0.4", "Qwen3-235B-A22B", 0, 5671, 8192, 128, 512, 16, 128, 506.0),
     ("0.4", "Qwen3-235B-A22B", 1, 5691, 8192, 256, 512, 8, 128, 241.0),
+    ("0.5", "Llama-3.1-8B", 0, 1019, 4096, 16, 2048, 1, 16, 92.8),
+    ("0.5", "Llama-3.1-8B", 1, 1123, 4096, 16, 2048, 1, 8, 64.8),
+    ("0.5", "Qwen3-30B-A3B", 0, 3196, 4096, 32, 2048, 2, 32, 198.0),
+    ("0.5", "Qwen3-30B-A3B", 1, 3201, 4096, 32, 2048, 2, 16, 154.0),
+    ("0.5", "Qwen3-32B", 0, 3251, 4096, 32, 2048, 4, 32, 376.0),
+    ("0.5", "Qwen3-32B", 1, 3252, 4096, 64, 2048, 4, 32, 200.0),
+    ("0.5", "Qwen3-235B-A22B", 0, 5700, 8192, 128, 512, 16, 128, 431.0),
+    ("0.5", "Qwen3-235B-A22B", 1, 5707, 8192, 256, 512, 8, 128, 203.0),
     ("0.6", "Qwen3-30B-A3B", 0, 3203, 4096, 32, 2048, 2, 32, 192.0),
     ("0.6", "Qwen3-30B-A3B", 1, 3201, 4096, 32, 2048, 2, 16, 152.0),
     ("0.6", "Qwen3-30B-A3B", 8, 3206, 4096, 192, 2048, 2, 64, 34.5),
@@ -215,7 +223,7 @@ def steps() -> Iterator[Row]:
         yield Row("NeMo RL", f"{version} {model}, {gpus} GPUs, {way}", seconds, flow.step_seconds)
 
 
-GAINS = ((0, 1), (4, 5), (8, 9), (12, 13))
+GAINS = ((0, 1), (4, 5), (8, 9), (10, 11), (16, 17), (20, 21))
 """Rows of `STEPS` that are the same setting, on-policy and off, on as many GPUs."""
 
 

@@ -16,8 +16,6 @@ GPU_ITERATION, GPU_REQUEST = 1.5e-3, 10e-6
 tokens. vLLM overlaps part of it with the GPU; assumed, not measured here."""
 ALL_REDUCE_SECONDS = 12e-6
 """Latency of a collective of one token's activations within a node, of which a layer has two; assumed."""
-CONCURRENT_PREFILL = 8192
-"""Tokens of an iteration, at most (`max_num_batched_tokens` of engines on GPUs)."""
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,22 @@ ENGINE_BYTES, RANK_BYTES = 1.35e9, 0.75e9
 `python -m benchmarks.plan`."""
 
 
-def crowding(device: Device, engines: int, ranks: int, share_of_training: float) -> tuple[float, float]:
-    """Factors by which generation and training take longer, because processes share the cores of a CPU machine.
+def crowding(
+    device: Device, engines: int, ranks: int, share_of_training: float, shared_gpus: bool
+) -> tuple[float, float]:
+    """Factors by which generation and training take longer: processes share the cores of a CPU machine, and with
+    `weights.transport: ipc` a rank and an engine share a GPU, of which each then has half.
 
     `share_of_training`: fraction of the time in which ranks compute.
 
     >>> from service.plan.device import profile
-    >>> crowding(profile("h100"), 4, 4, 0.5)
+    >>> crowding(profile("h100"), 4, 4, 0.5, shared_gpus=False)
     (1.0, 1.0)
+    >>> crowding(profile("h100"), 4, 4, 0.5, shared_gpus=True)
+    (1.5, 2.0)
     """
     if device.cores is None:
-        return 1.0, 1.0
+        return (1.0 + share_of_training, 2.0) if shared_gpus else (1.0, 1.0)
     busy = PROCESSES_OF_ENGINE * engines
     return (
         max(1.0, (busy + ranks * share_of_training) / device.cores),

@@ -8,7 +8,8 @@ from typing import Any
 
 from service.learn.estimate.fit import MARGIN
 from service.plan.binding import Part, Side
-from service.plan.forecast import Forecast, Split
+from service.plan.forecast import Forecast
+from service.plan.split import Split
 from service.plan.work import lines_of
 
 MODEL = (
@@ -22,8 +23,8 @@ def lines(plan: Forecast) -> Iterator[str]:
     split, config = plan.chosen, plan.config
     unit = "processes" if plan.device.cores is not None else "GPUs"
     yield (
-        f"{config.run.name} on {plan.gpus} {unit} ({plan.device.name}): {split.engines} engines of "
-        f"{config.generator.tensor_parallel_size}, {split.ranks} ranks"
+        f"{config.run.name} on {plan.gpus} {unit} ({plan.device.name}), engines {split.engines} of "
+        f"{config.generator.tensor_parallel_size}, ranks {split.ranks}"
     )
     yield ""
     yield from _memory(plan)
@@ -39,7 +40,7 @@ def lines(plan: Forecast) -> Iterator[str]:
         )
     best = plan.best
     yield (
-        f"best split: {best.engines} engines and {best.ranks} ranks, {best.step_seconds:.2f} s a step, "
+        f"best split: engines {best.engines}, ranks {best.ranks}, {best.step_seconds:.2f} s a step, "
         f"{split.step_seconds / best.step_seconds:.2f} times as fast as the configuration's"
     )
     yield ""

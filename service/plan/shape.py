@@ -65,6 +65,12 @@ class Shape:
         """Parameters that a token is multiplied with, the head included."""
         return self.layers * (self.attention + self.shared + self.experts_of_token * self.expert) + self.head
 
+    def adapter_parameters(self, rank: int) -> float:
+        """Parameters of a low-rank adapter on all matrices of attention and of dense MLPs."""
+        attention = 4 * self.hidden + 2 * self.query_width + 2 * self.kv_heads * self.head_dim
+        mlp = 0.0 if self.experts else 3 * (self.hidden + self.shared / (3 * self.hidden))
+        return self.layers * rank * (attention + mlp)
+
     def read_parameters(self, tokens: float) -> float:
         """Parameters that a forward pass over so many tokens reads: of the experts those that any token chose."""
         chosen = 1 - (1 - self.experts_of_token / self.experts) ** tokens if self.experts else 0.0

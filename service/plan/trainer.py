@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from service.config.tree import Config
-from service.learn.estimate.fit import MARGIN, fit
+from service.learn.estimate.fit import fit
 from service.learn.estimate.kv_cache import kv_token_bytes, longest_row
 from service.learn.estimate.meter import (
     ATTENTION_BACKWARD_RATE,
@@ -48,7 +47,7 @@ class Trainer:
     with none where that is 0."""
     fused: bool
     micro_tokens: int
-    """Tokens of an estimated micro-batch."""
+    """Tokens of an estimated micro-batch on a rank."""
     row_tokens: int
     """Length of its rows."""
     passes: float
@@ -102,9 +101,8 @@ def estimated(config: Config, folder: Path, device: Device) -> tuple[Trainer, Me
     Raises:
         UserError: the model cannot be made or run.
     """
-    hf, budget = read_config(folder), config.trainer.max_tokens_per_micro_batch
-    longest, problem = longest_row(config), None
-    rows = max(1, budget // longest)
+    hf, longest, problem = read_config(folder), longest_row(config), None
+    rows = max(1, config.trainer.tokens_of_micro_batch // longest)
     if device.cores is None and config.model.dtype == "bfloat16":
         found = fit(config, folder, device.memory)
         step, problem = found.step, found.problem()
@@ -120,15 +118,11 @@ def estimated(config: Config, folder: Path, device: Device) -> tuple[Trainer, Me
         recomputed, fused = 1.0, False
     algorithm = config.algorithm
     forwards = (algorithm.kl_coef > 0) + (algorithm.anchor == "proximal")
-    trainer = Trainer(step, config.trainer.ranks, recomputed, fused, rows * longest, longest, 1 + forwards / 4)
+    mine = rows * longest // config.trainer.sequence_parallel
+    trainer = Trainer(step, config.trainer.ranks, recomputed, fused, mine, longest, 1 + forwards / 4)
     return trainer, memory, problem
 
 
 def _dtype(config: Config) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     return dtype
-
-
-def margin(held: Mapping[str, float], device: Device) -> float:
-    """Bytes of a GPU's memory that stay free, beyond the tenth that has to."""
-    return device.memory * (1 - MARGIN) - sum(held.values())

@@ -68,3 +68,11 @@ def test_a_faster_gpu_is_no_slower() -> None:
 def test_a_wrong_name_of_a_gpu_is_answered_with_the_nearest(typed: str, meant: str) -> None:
     with pytest.raises(UserError, match=f"did you mean {meant}"):
         profile(typed)
+
+
+def test_an_adapter_has_its_rank_times_both_sides_of_every_matrix(tmp_path: Path) -> None:
+    sizes = SHAPES["Qwen3-4B"]
+    hidden, mlp, layers = (sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    queries, keys = sizes["num_attention_heads"] * 128, sizes["num_key_value_heads"] * 128
+    sides = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + mlp)
+    assert shape("Qwen3-4B", tmp_path).adapter_parameters(16) == pytest.approx(layers * 16 * sides)

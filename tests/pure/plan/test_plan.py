@@ -8,7 +8,10 @@ import pytest
 
 from benchmarks.estimates import SHAPES
 from service.cli.parser import main
+from service.config import load
+from service.errors import UserError
 from service.plan.command import DOES_NOT_FIT
+from service.plan.forecast import splits_of
 from service.plan.work import OPTIONS
 from service.run.folder import METRICS
 
@@ -68,6 +71,13 @@ def test_the_best_split_is_the_fastest_that_fits(recipe: list[str], capsys: pyte
     fastest = min(splits, key=lambda split: split["step_seconds"])
     assert found["best"] == {"engines": fastest["engines"], "ranks": fastest["ranks"]}
     assert found["speed_over_on_policy"] > 1  # type: ignore[operator]
+
+
+def test_ranks_that_share_micro_batches_stay_together() -> None:
+    words = ["trainer.ranks=4", "trainer.sequence_parallel=2", "generator.tensor_parallel_size=2"]
+    assert list(splits_of(load([], words).config, 8)) == [(1, 6), (2, 4), (3, 2)]
+    with pytest.raises(UserError, match="give 4 or more"):
+        list(splits_of(load([], words).config, 3))
 
 
 def test_what_does_not_fit_is_an_answer_with_an_exit_code_of_its_own(

@@ -1,0 +1,145 @@
+"""What `baton plan --gpu measured` predicts, beside runs on this machine.
+
+    python -m benchmarks.plan                       # the quick start, the three small recipes, and three splits
+    python -m benchmarks.plan --part recipes --only quickstart --steps 40
+
+Lengths are those of each run, so that the model is compared and not a guess of lengths. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from service.config import Config, load
+from service.plan.command import model_of
+from service.plan.device import Device
+from service.plan.forecast import Forecast, forecast
+from service.plan.measure import measured
+from service.plan.work import OPTIONS, work_of
+from service.run.folder import METRICS, read_lines
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ("quickstart", "gsm8k_tiny", "text_to_sql_tiny", "search_r1_tiny")
+SPLITS = ((1, 3), (2, 2), (3, 1))
+"""Engines and ranks of the quick start on four processes."""
+SETTINGS = ("data.eval_every=0", "trainer.checkpoint_every=0", "metrics.port=0")
+PART_OF = {"VLLM::": "engine", "EngineCore": "engine", "ray::Generator": "engine", "ray::TrainerRank": "rank"}
+"""The part that a process belongs to, by how its title begins."""
+LOOK_SECONDS = 1.0
+
+
+def run(recipe: str, steps: int, parent: Path, *settings: str) -> tuple[Path, dict[str, float]]:
+    """Run a recipe; returns its folder, and the most bytes that a rank and an engine's processes held."""
+    name = f"{recipe}-{len(list(parent.iterdir()))}"
+    words = ["run", "--config", str(ROOT / f"configs/{recipe}.yaml"), f"run.max_steps={steps}", f"run.dir={parent}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service", *words, f"run.name={name}", *SETTINGS, *settings],
+        stdout=subprocess.DEVNULL,
+    )
+    most: dict[str, float] = defaultdict(float)
+    while process.poll() is None:
+        for part, held in _held(process.pid).items():
+            most[part] = max(most[part], held)
+        time.sleep(LOOK_SECONDS)
+    if process.returncode:
+        raise SystemExit(f"{recipe}: baton run ended with exit code {process.returncode}")
+    return parent / name, dict(most)
+
+
+def _held(pid: int) -> dict[str, float]:
+    """Resident bytes of the largest rank, and of all engines' processes over the number of engine cores."""
+    held: dict[str, list[float]] = defaultdict(list)
+    cores = 0
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+            part = next((part for begin, part in PART_OF.items() if title.startswith(begin)), None)
+            if part is not None:
+                held[part].append(float(process.memory_info().rss))
+                cores += title.startswith("ray::Generator")
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return {"rank": max(held["rank"], default=0.0), "engine": sum(held["engine"]) / max(1, cores)}
+
+
+def planned(config: Config, folder: Path, device: Device) -> Forecast:
+    """The plan of a run that has ended, with its lengths."""
+    work = work_of(config, str(folder), dict.fromkeys(OPTIONS))
+    with model_of(config, str(folder)) as model:
+        return forecast(config, model, device, work, None)
+
+
+def seconds_and_waits(folder: Path) -> tuple[float, float, float]:
+    """Means over the second half of a run's steps: seconds, and the fractions for which trainer and slots waited."""
+    lines = list(read_lines(folder / METRICS))
+    lines = lines[len(lines) // 2 :]
+    seconds = statistics.fmean(line["timing/step"] for line in lines)
+    waited = statistics.fmean(line["timing/wait_for_generation_buffer"] for line in lines) / seconds
+    return seconds, waited, float(lines[-1]["async/generator_wait_fraction"])
+
+
+def recipes(names: tuple[str, ...], steps: int, parent: Path) -> Iterator[str]:
+    """A line for each figure of each recipe: predicted, measured, predicted over measured."""
+    device = measured()
+    yield f"rates: {device}"
+    for name in names:
+        folder, held = run(name, steps, parent)
+        plan = planned(load([ROOT / f"configs/{name}.yaml"], list(SETTINGS)).config, folder, device)
+        seconds, trainer, slots = seconds_and_waits(folder)
+        flow = plan.chosen.flow
+        for what, predicted, found in (
+            ("bytes of a rank", sum(plan.chosen.rank_bytes.values()), held["rank"]),
+            ("bytes of an engine", sum(plan.engine_bytes.values()), held["engine"]),
+            ("seconds a step", flow.step_seconds, seconds),
+            ("trainer waits", flow.trainer_waits, trainer),
+            ("slots idle", flow.generators_wait, slots),
+        ):
+            ratio = predicted / found if found else float("nan")
+            yield f"| {name} | {what} | {predicted:.4g} | {found:.4g} | {ratio:.2f} |"
+
+
+def splits(steps: int, parent: Path) -> Iterator[str]:
+    """A line for each split of the quick start, and whether the plan names the fastest."""
+    device, predicted, found = measured(), {}, {}
+    for engines, ranks in SPLITS:
+        setting = (f"generator.engines={engines}", f"trainer.ranks={ranks}")
+        folder, _ = run("quickstart", steps, parent, *setting)
+        config = load([ROOT / "configs/quickstart.yaml"], [*SETTINGS, *setting]).config
+        predicted[engines, ranks] = planned(config, folder, device).chosen.step_seconds
+        found[engines, ranks] = seconds_and_waits(folder)[0]
+        yield f"| {engines} + {ranks} | {predicted[engines, ranks]:.3g} | {found[engines, ranks]:.3g} |"
+    named, best = min(predicted, key=predicted.__getitem__), min(found, key=found.__getitem__)
+    yield f"best named {named}, best measured {best}: {'right' if named == best else 'WRONG'}"
+
+
+def main() -> None:
+    """Run the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("recipes", "splits"), help="default: both")
+    parser.add_argument("--only", choices=RECIPES, help="one recipe")
+    parser.add_argument("--steps", type=int, default=60)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="plan") as made:
+        if arguments.part != "splits":
+            print("| recipe | figure | predicted | measured | ratio |\n|---|---|---|---|---|", flush=True)
+            names = RECIPES if arguments.only is None else (arguments.only,)
+            for line in recipes(names, arguments.steps, Path(made)):
+                print(line, flush=True)
+        if arguments.part != "recipes":
+            print("| engines + ranks | predicted s | measured s |\n|---|---|---|", flush=True)
+            for line in splits(arguments.steps, Path(made)):
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
