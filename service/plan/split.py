@@ -103,7 +103,8 @@ class Planner:
             Part.EVALUATION: self._evaluation(of_engines),
             Part.CHECKPOINT: self._checkpoint(),
         }
-        pause = (update.pause + self._recomputed(engines)) / every
+        busy = min(1.0, of_engines * generation_factor / sum(training.values()))
+        pause = (update.pause + self._recomputed(engines, busy)) / every
         flow = played(self._setting(engines, lookahead, generation_factor, pause, training, update.arrival))
         return self._joined(engines, ranks, flow, training, pause, rows, update)
 
@@ -119,6 +120,7 @@ class Planner:
     ) -> Split:
         config, work = self.config, self.work
         generation = flow.step_seconds * (1 - flow.generators_wait)
+        pause *= 1 - flow.generators_wait  # the other slots have nothing to pause
         outside = work.turns * work.environment_seconds
         inside = work.sampled * self._iteration()(max(1.0, flow.running))
         waiting = generation * outside / (outside + inside)
@@ -224,12 +226,15 @@ class Planner:
             sync_seconds=arrival,
         )
 
-    def _recomputed(self, engines: int) -> float:
-        """Seconds in which an engine computes the KV caches of its running requests anew after an update."""
+    def _recomputed(self, engines: int, busy: float) -> float:
+        """Seconds in which an engine computes the KV caches of its running requests anew after an update.
+
+        `busy`: fraction of the slots that have work.
+        """
         if self.config.weights.kv_cache == "keep" or self.device.cores is not None:
             return 0.0
         running = self.config.generator.concurrent_groups * self.config.algorithm.n_samples_per_prompt / engines
-        engine, context = self.engine(), self.work.mean_context
+        running, engine, context = running * busy, self.engine(), self.work.mean_context
         return engine.prefill_seconds(min(running, engine.most_running(self.work.length)) * context, context)
 
     def update(self, transport: str, engines: int, ranks: int) -> Update:
