@@ -18,7 +18,7 @@ def _packing(config: Config) -> Iterator[Problem]:
             "trainer.max_tokens_per_micro_batch",
             f"{trainer.tokens_of_micro_batch}{sharing} is below generator.max_input_length + max_generate_length "
             f"({longest}): the longest row would fit into no micro-batch; use at least "
-            f"{-(-longest // trainer.sequence_parallel)}",
+            f"{-(-longest // trainer.sequence_parallel)}, or let more ranks share a row (trainer.sequence_parallel)",
         )
     trajectories = trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
     if trajectories < trainer.batch_parts:

@@ -60,7 +60,7 @@ class Fit:
             helps = (
                 "use more trainer.ranks, or trainer.cpu_offload=true"
                 if 2 * states > self.step.peak_bytes
-                else "lower trainer.max_tokens_per_micro_batch"
+                else "lower trainer.max_tokens_per_micro_batch (for longer rows raise trainer.sequence_parallel)"
                 if self.checkpointing.layers == self.n_layers
                 else "set trainer.gradient_checkpointing=auto, or lower trainer.max_tokens_per_micro_batch"
             )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.sequence_parallel import LEAST, SHAPE, VOCABULARY, long_row, train
+from service.config.lora import LoraConfig
 from service.config.tree import Config
 from service.errors import UserError
 from service.handoff.batches.batch import BatchSettings
@@ -103,7 +104,7 @@ def test_two_ranks_that_share_tokens_have_the_loss_metrics_and_gradients_of_one(
         (4, Case("sequence TIS", PACKED, "float64", parts=2, trainer=(CHECKPOINTED, NODES))),
         (4, Case("kl k3", SHARED, "float32", parts=2)),
         pytest.param(4, Case("masks", PACKED, "float32"), marks=pytest.mark.full),
-        (2, Case("gspo", SHARED, "float64", trainer=(CHECKPOINTED, COMPILED))),
+        pytest.param(2, Case("gspo", SHARED, "float64", trainer=(CHECKPOINTED, COMPILED)), marks=pytest.mark.full),
     ],
     ids=["repeated key heads", "two groups, sharded within nodes", "two groups", "float32", "compiled"],
 )
@@ -118,14 +119,18 @@ def test_recorded_experts_are_replayed_where_their_tokens_are(ranks: Ranks, tmp_
     assert_those_of_one_rank(saved("qwen3_moe", tmp_path), ranks, 2, case)
 
 
-ALGORITHMS = [{"estimator": "reinforce++", "step_wise": False, "gamma": 0.9}, {"reduction": "sequence_mean"}]
+ALGORITHMS = [
+    {"estimator": "reinforce++", "step_wise": False, "gamma": 0.9},
+    {"reduction": "sequence_mean", "kl_coef": 0.5},
+]
+ADAPTER = LoraConfig(rank=4)
 
 
 def steps(rank: int, world_size: int, folder: Path, batch: MiniBatch) -> list[dict[str, float]]:
-    """Metrics of two steps with each algorithm, and the losses of two supervised steps."""
+    """Metrics of two steps with each algorithm, of an adapter too, and the losses of two supervised steps."""
     found: list[dict[str, float]] = []
-    for algorithm in ALGORITHMS:
-        config = settings(algorithm, {"ranks": world_size, "sequence_parallel": world_size})
+    for algorithm, lora in ((ALGORITHMS[1], ADAPTER), *((algorithm, None) for algorithm in ALGORITHMS)):
+        config = settings(algorithm, {"ranks": world_size, "sequence_parallel": world_size}, lora=lora)
         learner = Learner(config, folder, CPU, rank, world_size)
         found += [learner.step(batch).metrics for _ in range(2)]
     supervised = SupervisedSteps(config, learner.policy)
@@ -133,7 +138,7 @@ def steps(rank: int, world_size: int, folder: Path, batch: MiniBatch) -> list[di
     return [*found, *({"loss": supervised.step(rows, 1e-3)} for _ in range(2))]
 
 
-def test_steps_along_trajectories_over_rows_and_on_demonstrations_are_those_of_one_rank(
+def test_steps_along_trajectories_of_adapters_and_on_demonstrations_are_those_of_one_rank(
     model_folder: Path, ranks: Ranks
 ) -> None:
     batch = mini_batch([[made_rows(5, seed=40)]], trajectories=5)
