@@ -22,9 +22,9 @@ until the next lease is asked for: publication, metrics, messages. Set so that t
 PROCESSES_OF_ENGINE = 1.3
 """Cores that a busy generator takes: its core and its own process, which mostly wait for each other."""
 
-ENGINE_BYTES, RANK_BYTES = 1.35e9, 0.75e9
-"""Resident memory of a CPU engine's two processes and of a CPU rank before any model: libraries; see
-`python -m benchmarks.plan`."""
+ENGINE_BYTES, RANK_BYTES = 1.60e9, 0.52e9
+"""Resident memory of a CPU engine's two processes and of a CPU rank before any model: libraries, as one run of
+`python -m benchmarks.plan` measured them with the quick start."""
 
 
 def crowding(
