@@ -103,9 +103,11 @@ def _lines(file: Path) -> Iterator[Line]:
         elif "hub" in line:
             hub = line["hub"]
         else:
-            source = line
-            is_same = source["boot"] == hub["boot"]
-            shift = hub["wall"] + (0.0 if is_same else source["offset"] or 0.0)
+            source, shift = line, hub["wall"]
+            if source["boot"] == hub["boot"]:
+                source["error"] = 0.0
+            else:
+                shift += source["offset"] or 0.0
 
 
 def _number(file: Path) -> int:

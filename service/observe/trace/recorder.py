@@ -76,7 +76,8 @@ class Trace:
         if not lines:
             return b""
         error, offset = min(self._clocks, default=(0.0, None))
-        header = {**self._header, "offset": offset, "error": error, "dropped": self._dropped}
+        cpu = round(time.process_time(), 3)
+        header = {**self._header, "offset": offset, "error": error, "dropped": self._dropped, "cpu": cpu}
         return b"".join(msgspec.json.encode(line) + b"\n" for line in (header, *lines))
 
 
