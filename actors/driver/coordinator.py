@@ -20,6 +20,7 @@ from actors.observe.logs import say_which_are_elsewhere
 from actors.observe.metrics_hub import ray_targets, run_target, serving
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerLost
+from actors.trainer.profiles import Profiles
 from service.cli.phases import phase
 from service.config import Config
 from service.errors import RunFailed
@@ -66,6 +67,7 @@ class Coordinator:
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
         self._generator_pool = GeneratorPool(config, cluster.generators, cluster.trainer, self._telemetry, say)
         self._checkpoints = Checkpointer(config, folder.path, cluster, self._telemetry.checkpointed)
+        self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
         self._evaluations = Evaluations(
             config, self._generator_pool, folder, prepared.eval_files, say, lambda: self._stopping
         )
@@ -257,7 +259,9 @@ class Coordinator:
             self._folder.append_trajectories(leased.lost)
             self._waits_for = "the trainer"
             self._telemetry.doing("step")
+            await self._profiles.before()
             report = await self._trainer.step(leased.parts)
+            await self._profiles.after(self._version.step + 1)
         if not report.applied:
             await self._release(leased, report.reason or "not applied")
             return
@@ -336,6 +340,7 @@ class Coordinator:
             raise RunFailed(f"the trainer failed {self._trainer_failures} times; the last time: {error}") from error
         self._say(f"{error}; the trainer restarts from step {manifest.step}")
         self._checkpoints.abandon()
+        self._profiles.lost()
         self._generator_pool.trainer_lost()
         await self._trainer.restart(self._prepared.base)
         await self._trainer.restore(self._checkpoints.path(manifest.step))

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from service.handoff.steps.wire import decode_mini_batch
 from service.learn.estimate.fit import checkpointing_on
 from service.learn.learner import Learner, StepReport
 from service.learn.model.policy import Policy
+from service.learn.profile import StepProfile
 from service.learn.supervised import SupervisedSteps
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
@@ -62,6 +63,7 @@ class TrainerRank:
         """Version and whole weights, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
         self._steps = 0
+        self._profile: StepProfile | None = None
         trace = Trace()
         if hub is not None:
             reporter = Reporter("trainer", f"trainer-{rank}", self._config, resolve_actor(hub), self._measure_now)
@@ -149,10 +151,21 @@ class TrainerRank:
 
     def step(self, batch: bytes) -> StepReport:
         """One optimizer step on this rank's micro-batches."""
-        with self._busy("forward_backward"):
+        with self._busy("forward_backward"), nullcontext() if self._profile is None else self._profile.step():
             report = self.learner.step(decode_mini_batch(batch))
         self._steps += 1
         return report
+
+    def begin_profile(self, steps: int) -> None:
+        """Record a profile of the next optimizer steps."""
+        self._profile = StepProfile(steps, self._device)
+
+    def take_profile(self) -> bytes:
+        """The file of the recorded profile."""
+        recorded, self._profile = self._profile, None
+        if recorded is None or recorded.file is None:
+            raise ValueError(f"trainer rank {self._rank} has no whole profile")
+        return recorded.file
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def weights(self, version: int) -> tuple[NDArray[np.uint8], int]:

@@ -119,6 +119,18 @@ class TrainerGroup:
         with _raises_trainer_lost():
             return bool(await call(self._ranks[0].begin_send, version.pack(), meeting, who="trainer-0"))
 
+    async def begin_profile(self, ranks: Sequence[int], steps: int) -> None:
+        """Let these ranks record a profile of their next optimizer steps."""
+        with _raises_trainer_lost():
+            for rank in ranks:
+                await call(self._ranks[rank].begin_profile, steps, who=f"trainer-{rank}", within=self._deadline)
+
+    async def profiles(self, ranks: Sequence[int]) -> list[bytes]:
+        """The profiles that these ranks have recorded, each a file."""
+        with _raises_trainer_lost():
+            calls = (call(self._ranks[n].take_profile, who=f"trainer-{n}", within=self._deadline) for n in ranks)
+            return list(await asyncio.gather(*calls))
+
     async def save(self, folder: Path) -> None:
         """Begin a checkpoint: every rank copies its part and writes it in the background."""
         await self._step_all("save", str(folder))

@@ -22,6 +22,7 @@ examples:
   baton status runs/quickstart                           # what a run is doing now
   baton logs runs/quickstart --follow                    # what its parts print
   baton trajectories list runs/quickstart                # what the policy wrote
+  baton profile runs/quickstart --steps 3                # what the ranks compute, for ui.perfetto.dev
   baton trace runs/quickstart                            # its timeline, for ui.perfetto.dev
 
 `baton COMMAND --help` describes a command. Settings are written section.key=value, as many as you need.

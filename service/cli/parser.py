@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from service.cli import agent_worker, commands, help_texts, init, logs, timeline
+from service.cli import agent_worker, commands, help_texts, init, logs, profile, timeline
 from service.cli.recipes import config_file
 from service.cli.version import installed_version
 from service.errors import BatonError, printable
@@ -100,6 +100,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     _add_replay(added, typed == "replay")
     _add_logs(added)
     _add_trace(added)
+    _add_profile(added)
     _add_agent_worker(added)
     _add_trajectories(added)
     return parser
@@ -182,6 +183,11 @@ def _add_plan(added: Any, whole: bool) -> None:
         parser.description, parser.epilog = plan.ABOUT, plan.EXAMPLES
         _add_settings(parser)
         plan.add_arguments(parser)
+
+
+def _add_profile(added: Any) -> None:
+    summary = "profile the next optimizer steps of a running run"
+    profile.add_arguments(_command(added, "profile", profile.run, summary, profile.ABOUT, profile.EXAMPLES), RUN_HELP)
 
 
 def _add_trace(added: Any) -> None:

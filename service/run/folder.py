@@ -7,6 +7,7 @@ learning_curve.png  reward, staleness, padded length over the steps
 trajectories.jsonl  a bounded sample of trajectories
 evaluations.jsonl   one JSON object per evaluation and set
 timeline/           what every process did when; `baton trace` reads it
+profiles/           what `baton profile` wrote
 address.json        where the run's metrics service listens
 journal/            the buffer's journal
 checkpoints/        `step_<n>/`, each with a manifest

@@ -1,0 +1,52 @@
+"""Profiles of optimizer steps, for whoever asks the running run by `baton profile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.trainer.group import TrainerGroup
+from service.files import atomic_file
+from service.run.profiles import MOST_BYTES, PROFILES, Asked, Request
+
+
+class Profiles:
+    """Begins a profile before a step where one is asked for, and writes its files after the last step."""
+
+    def __init__(self, run_folder: Path, ranks: int, trainer: TrainerGroup, say: Callable[[str], None]) -> None:
+        self._asked = Asked(run_folder / PROFILES)
+        self._asked.clear()
+        self._ranks, self._trainer, self._say = ranks, trainer, say
+        self._current: Request | None = None
+        self._left = 0
+
+    async def before(self) -> None:
+        """An optimizer step begins."""
+        if self._current is None and (request := self._asked.request(self._ranks)) is not None:
+            await self._trainer.begin_profile(request.ranks, request.steps)
+            self._current, self._left = request, request.steps
+
+    async def after(self, step: int) -> None:
+        """An optimizer step was taken, with this number."""
+        if self._current is None:
+            return
+        self._left -= 1
+        if self._left == 0:
+            request, self._current = self._current, None
+            files, problem = list[str](), ""
+            for rank, data in zip(request.ranks, await self._trainer.profiles(request.ranks), strict=True):
+                name = f"steps-{step - request.steps + 1}-to-{step}-trainer-{rank}.json.gz"
+                if len(data) > MOST_BYTES:
+                    problem = f"the profile of trainer-{rank} has {len(data) >> 20} MiB; take fewer steps"
+                    continue
+                with atomic_file(self._asked.folder / name) as partial:
+                    partial.write_bytes(data)
+                files.append(name)
+            self._asked.answer(request, files, problem)
+            self._say(f"profile of {request.steps} optimizer steps: {problem or ', '.join(files)}")
+
+    def lost(self) -> None:
+        """The ranks died, and what they recorded with them."""
+        if self._current is not None:
+            self._asked.answer(self._current, (), "the trainer failed while it was profiled")
+            self._current = None

@@ -1,0 +1,52 @@
+"""`baton profile`: torch profiles of the next optimizer steps of a running run."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from service.cli.logs import count
+from service.run.folder import newest_run, run_folder
+from service.run.profiles import MOST_STEPS, ask
+
+WAIT_SECONDS = 600.0
+
+ABOUT = """\
+Record a torch profile of the next optimizer steps of a run, which goes on meanwhile. There is a file for each rank, in
+the folder `profiles` of the run folder; open it in https://ui.perfetto.dev.
+"""
+EXAMPLES = """\
+examples:
+  baton profile                                          # one step of trainer-0 of the newest run in runs/
+  baton profile quickstart --steps 3 --ranks 0,1
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:
+    """Add the arguments of `baton profile`."""
+    parser.add_argument("run", metavar="RUN", nargs="?", help=f"{run_help} (default: the newest run in runs/)")
+    parser.add_argument("--steps", type=count, default=1, metavar="N", help=f"at most {MOST_STEPS} (default 1)")
+    parser.add_argument("--ranks", type=numbers, default=(0,), metavar="N,N", help="ranks of the trainer (default 0)")
+    text = f"seconds to wait for the steps (default {WAIT_SECONDS:.0f})"
+    parser.add_argument("--wait", type=count, default=WAIT_SECONDS, metavar="SECONDS", help=text)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers from 0 on, each once: `0,2` -> (0, 2).
+
+    Raises:
+        ValueError: they are something else.
+    """
+    found = tuple(dict.fromkeys(int(word) for word in text.split(",")))
+    if min(found) < 0:
+        raise ValueError(text)
+    return found
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Ask the run, and print the files."""
+    folder: Path = newest_run() if arguments.run is None else run_folder(arguments.run)
+    for file in ask(folder, arguments.steps, arguments.ranks, arguments.wait, time.sleep):
+        print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
+    return 0

@@ -1,0 +1,108 @@
+"""How a running run is asked for profiles of its next optimizer steps: by a file in its folder.
+
+baton profile --writes--> profiles/request.json --read before a step by--> driver --calls--> ranks
+              <--reads--  profiles/answer.json   <--written with the files by-- driver
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from service.errors import RunFailed, UserError
+from service.files import create_private, is_locked, write_atomic
+
+PROFILES = "profiles"
+REQUEST, ANSWER = "request.json", "answer.json"
+POLL_SECONDS = 0.2
+MOST_STEPS = 20
+"""Most optimizer steps in a profile."""
+MOST_BYTES = 256 << 20
+"""A larger file of a profile is not kept."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Profile so many optimizer steps on these ranks."""
+
+    id: str
+    steps: int
+    ranks: tuple[int, ...]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The files of a request, by name; or why there are none."""
+
+    id: str
+    files: tuple[str, ...]
+    problem: str = ""
+
+
+class Asked(NamedTuple):
+    """The folder of the run's profiles, as the driver uses it."""
+
+    folder: Path
+
+    def clear(self) -> None:
+        """Delete what an earlier process was asked for."""
+        (self.folder / REQUEST).unlink(missing_ok=True)
+
+    def request(self, ranks: int) -> Request | None:
+        """What is asked for now; a request that cannot be met is answered at once."""
+        try:
+            found = msgspec.json.decode((self.folder / REQUEST).read_bytes(), type=Request)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError:
+            self.clear()
+            return None
+        if not 0 < found.steps <= MOST_STEPS or not all(0 <= rank < ranks for rank in found.ranks):
+            self.answer(found, (), f"there are ranks 0 to {ranks - 1}, and at most {MOST_STEPS} steps are profiled")
+            return None
+        return found
+
+    def answer(self, request: Request, files: Sequence[str], problem: str = "") -> None:
+        """End a request."""
+        write_atomic(self.folder / ANSWER, msgspec.json.encode(Answer(request.id, tuple(files), problem)).decode())
+        self.clear()
+
+
+def ask(folder: Path, steps: int, ranks: Sequence[int], seconds: float, sleep: Callable[[float], None]) -> list[Path]:
+    """Ask the run in a folder for profiles, and wait so long for the files.
+
+    Raises:
+        UserError: the run is not going on, it cannot do that, or another profile is being recorded.
+        RunFailed: the run ended meanwhile, or took no step.
+    """
+    if not is_locked(folder):
+        raise UserError(f"{folder}: this run is not going on")
+    request = Request(uuid.uuid4().hex, steps, tuple(ranks))
+    file = folder / PROFILES / REQUEST
+    create_private(file, json.dumps(msgspec.to_builtins(request)))
+    deadline = time.monotonic() + seconds
+    try:
+        if msgspec.json.decode(file.read_bytes(), type=Request) != request:
+            raise UserError(f"{folder}: another profile is being recorded; try again when it is written")
+        while (found := _answer(folder)) is None or found.id != request.id:
+            if not is_locked(folder):
+                raise RunFailed(f"{folder}: the run ended before the profile was whole")
+            if time.monotonic() > deadline:
+                raise RunFailed(f"{folder}: no profile of {steps} optimizer steps within {seconds:.0f} s (--wait)")
+            sleep(POLL_SECONDS)
+    except FileNotFoundError:
+        raise RunFailed(f"{folder}: the request was deleted, as by a run that begins") from None
+    if found.problem:
+        raise UserError(f"{folder}: {found.problem}")
+    return [folder / PROFILES / name for name in found.files]
+
+
+def _answer(folder: Path) -> Answer | None:
+    try:
+        return msgspec.json.decode((folder / PROFILES / ANSWER).read_bytes(), type=Answer)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
