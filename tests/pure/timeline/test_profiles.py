@@ -23,23 +23,19 @@ from service.run.profiles import MOST_STEPS, PROFILES, REQUEST
 
 
 class Ranks:
-    """Ranks that multiply matrices, in this process, of which torch records one profile at a time."""
+    """Ranks whose profile is the number of steps that it took."""
 
     def __init__(self) -> None:
-        self.recorded: StepProfile | None = None
+        self.taken: dict[int, int] = {}
 
     async def begin_profile(self, ranks: tuple[int, ...], steps: int) -> None:
-        self.recorded = StepProfile(steps, torch.device("cpu"))
+        self.taken = dict.fromkeys(ranks, 0)
 
     def step(self) -> None:
-        if self.recorded is not None:
-            with self.recorded.step():
-                torch.ones(8, 8) @ torch.ones(8, 8)
+        self.taken = {rank: taken + 1 for rank, taken in self.taken.items()}
 
     async def profiles(self, ranks: tuple[int, ...]) -> list[bytes]:
-        recorded, self.recorded = self.recorded, None
-        assert recorded is not None and recorded.file is not None
-        return [recorded.file for _ in ranks]
+        return [f"rank {rank}, {self.taken[rank]} steps".encode() for rank in ranks]
 
 
 def trained(folder: Path, *words: str, steps: int = 400) -> int:
@@ -75,10 +71,19 @@ def test_the_next_steps_of_the_chosen_ranks_are_profiled_and_the_files_named(
     said = capsys.readouterr().out.splitlines()
     files = [Path(line.partition(" (")[0]) for line in said]
     assert [file.name.partition("trainer-")[2] for file in files] == ["1.json.gz", "0.json.gz"]
-    for file in files:
-        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-        assert sum(event["name"] == "aten::matmul" for event in events) == 3
+    assert [file.read_text() for file in files] == ["rank 1, 3 steps", "rank 0, 3 steps"]
     assert not (tmp_path / PROFILES / REQUEST).exists()
+
+
+def test_a_profile_holds_every_operation_of_its_steps_and_of_no_other() -> None:
+    recorded = StepProfile(2, torch.device("cpu"))
+    torch.ones(4, 4) @ torch.ones(4, 4)
+    for _ in range(2):
+        assert recorded.file is None
+        with recorded.step():
+            torch.ones(8, 8) @ torch.ones(8, 8)
+    events = json.loads(gzip.decompress(recorded.file or b""))["traceEvents"]
+    assert sum(event["name"] == "aten::matmul" for event in events) == 2
 
 
 @pytest.mark.parametrize("words", [["--ranks", "2"], ["--steps", str(MOST_STEPS + 1)]])
