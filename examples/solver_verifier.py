@@ -21,8 +21,8 @@ VERIFIER = "verifier"
 RIGHT, WRONG = "right", "wrong"
 MAX_ACTIONS = 4
 """Turns of the solver."""
-VERIFIER_FRACTION = 0.3
-"""Fraction of the demonstrations that show verdicts, of which as many are right as wrong."""
+VERIFIER_FRACTION, VERDICT_RIGHT_FRACTION = 0.5, 0.75
+"""Fraction of the demonstrations that show verdicts, and fraction of those that are right."""
 
 
 class SolverVerifier(lookup.Lookup):
@@ -72,12 +72,16 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """Conversations of the solver, and verdicts that say nothing about the answer: both are to be learned."""
-    shown = []
-    for conversation in lookup.demonstrations(n, right_fraction, rng):
-        if rng.random() < VERIFIER_FRACTION:
-            told = Message(role="user", content=" ".join(message["content"] for message in conversation))
-            verdict = RIGHT if rng.random() < 0.5 else WRONG
-            conversation = [told, Message(role="assistant", content=verdict)]
-        shown.append(conversation)
-    return shown
+    """Conversations of the solver, and of the verifier about as many right as wrong ones, with verdicts as noisy."""
+    n_verdicts = round(n * VERIFIER_FRACTION)
+    judged = [
+        (solves, conversation)
+        for solves in (True, False)
+        for conversation in lookup.demonstrations(n_verdicts // 2, float(solves), rng)
+    ]
+    shown = lookup.demonstrations(n - len(judged), right_fraction, rng)
+    for solves, conversation in judged:
+        told = Message(role="user", content=" ".join(message["content"] for message in conversation))
+        says_right = solves == (rng.random() < VERDICT_RIGHT_FRACTION)
+        shown.append([told, Message(role="assistant", content=RIGHT if says_right else WRONG)])
+    return [shown[place] for place in rng.permutation(len(shown))]

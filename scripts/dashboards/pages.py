@@ -299,7 +299,7 @@ TRAINER = dashboard(
     "baton-trainer",
     "Baton: trainer",
     "Does the optimization behave.",
-    (2, 3, 3, 3),
+    (2, 3, 3, 3, 2),
     graph("Reward", "Mean reward of the mini-batch.", Query(last("baton_reward"), "reward")),
     graph("Loss", "Near zero by construction.", Query(last("baton_policy_loss"), "loss")),
     graph(
@@ -339,6 +339,17 @@ TRAINER = dashboard(
         Query(last("baton_groups_all_zero"), "all zero"),
         Query(last("baton_groups_all_one"), "all one"),
         unit="percentunit",
+    ),
+    graph(
+        "Curriculum",
+        "Prompts by their success so far: `below` the band of `data.curriculum`, `inside` or `above`.",
+        Query(total("baton_curriculum_prompts", by="instance, success"), "{{success}}"),
+        stacked=True,
+    ),
+    graph(
+        "Prompts passed over",
+        "Prompts a second that the curriculum passed over: what is not sampled in vain.",
+        Query(rate("baton_curriculum_passed_over_total"), "passed over"),
     ),
     graph(
         "What the trainer does",

@@ -119,6 +119,9 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
             yield label, shown
     if sessions := (agents := status.get("agents", {})).get("sessions"):
         yield "agents", f"{_number(agents.get('calls_per_second'), 1)} calls/s; sessions: {_counts(sessions) or 'none'}"
+    if prompts := status["buffer"].get("prompts"):
+        passed_over = _number(status["buffer"].get("passed_over"))
+        yield "prompts", f"{_counts(prompts)} (success so far, by the band); {passed_over} passed over"
     if "reward/avg_raw_reward" in step:
         reward, length = _number(step["reward/avg_raw_reward"], 3), _number(step.get("generate/batch_padded_seq_len"))
         ago = f", {_duration(now - run['stepped'])} ago" if "stepped" in run else ""

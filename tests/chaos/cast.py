@@ -412,6 +412,10 @@ class FakeTrainer(Player):
         for micro_batch in batch.ranks[0]:
             chain.update(micro_batch.token_ids_N.tobytes() + micro_batch.loss_mask_N.tobytes())
         chain.update(batch.advantage_G.tobytes())
+        if batch.turn_advantage_X is not None:
+            chain.update(batch.turn_advantage_X.tobytes())
+            for micro_batch in batch.ranks[0]:
+                chain.update(b"" if micro_batch.turn_N is None else micro_batch.turn_N.tobytes())
         return {"step": len(self._history) + 1, "groups": list(batch.groups), "chain": chain.hexdigest()}
 
     def _publish(self, version: PolicyVersion) -> None:

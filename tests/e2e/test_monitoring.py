@@ -135,6 +135,7 @@ NO_DATA_IN_A_HEALTHY_RUN = {
     "baton_environment_errors_total": "no environment fails",
     "baton_restarted_trajectories_total": "no trajectory starts anew",
     "baton_agent_": "no agent calls the policy",
+    "baton_curriculum_": "there is no curriculum",
 }
 
 

@@ -228,7 +228,8 @@ async def test_a_program_with_its_own_client_makes_the_trajectories_of_the_envir
         made = await asyncio.gather(*(agents.one(task, one) for task, one in zip(tasks, of, strict=True)))
         for task, one, (steps, end) in zip(tasks, of, made, strict=True):
             expected, expected_end = await environment.one(task, one)
-            assert end == expected_end and end.reward == 1.0
+            assert end._replace(rewards=()) == expected_end and end.reward == 1.0
+            assert end.rewards == tuple(step.reward for step in expected)
             assert whole(steps) == whole(expected)
             for step, other in zip(steps, expected, strict=True):
                 for column in ("response_ids", "loss_mask", "versions", "logprobs"):
@@ -344,7 +345,6 @@ async def test_a_command_is_played_by_the_runner_and_may_post_its_own_reward(mod
     [
         ({"env": {"name": AGENT, "command": ["x"]}, "algorithm": {"step_wise": False}}, "algorithm.step_wise"),
         ({"agents": {}, "algorithm": {"step_wise": False}}, "algorithm.step_wise"),
-        ({"agents": {}, "algorithm": {"returns": "sum"}}, "algorithm.returns"),
     ],
 )
 async def test_settings_with_which_no_agent_could_be_trained_are_refused(changed: dict[str, Any], path: str) -> None:
