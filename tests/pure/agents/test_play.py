@@ -21,7 +21,7 @@ from service.config.command import AGENT
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError
 from service.evaluation.scores import EvalShard
-from service.handoff.group_bytes import ITEM_BYTES, TOKEN_BYTES, TRANSCRIPT_BYTES, worst_trajectory_bytes
+from service.handoff.group_bytes import ITEM_BYTES, SAID_BYTES, TOKEN_BYTES, TRANSCRIPT_BYTES, worst_trajectory_bytes
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
 from service.handoff.steps.validate import Limits, refusal
@@ -314,7 +314,10 @@ async def test_a_host_that_is_none_of_this_machine_is_one_clear_line(model: Path
 
 async def test_admission_reserves_what_a_session_may_have() -> None:
     config = settings("lookup", AgentsConfig(max_calls=1000, max_tokens=100_000))
-    assert worst_trajectory_bytes(config) == 100_000 * TOKEN_BYTES + 1001 * ITEM_BYTES + 1000 + TRANSCRIPT_BYTES
+    assert (
+        worst_trajectory_bytes(config)
+        == 100_000 * TOKEN_BYTES + 1001 * ITEM_BYTES + 1000 * SAID_BYTES + TRANSCRIPT_BYTES
+    )
     assert Limits.of(config, 100).max_turns == 1000
     assert not [problem for problem in problems(config) if problem.path.startswith("agents")]
 
