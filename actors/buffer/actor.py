@@ -43,7 +43,7 @@ class Leased(NamedTuple):
     lease: int
     metrics: dict[str, float]
     parts: tuple[bytes, ...]
-    """The encoded mini-batch of each rank."""
+    """The encoded part of each rank, or of each group of ranks that share micro-batches."""
     trajectories: list[dict[str, Any]]
     """Some of its trajectories, for `trajectories.jsonl`."""
     lost: list[dict[str, Any]]

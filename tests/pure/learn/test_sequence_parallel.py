@@ -15,15 +15,27 @@ from service.config.lora import LoraConfig
 from service.config.tree import Config
 from service.errors import UserError
 from service.handoff.batches.batch import BatchSettings
+from service.learn.device_batch import DeviceBatch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.model.tiny_model import make_model
 from service.learn.supervised import SupervisedSteps
 from service.types import MiniBatch, SupervisedRow
+from tests.pure.learn import varlen
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
 from tests.pure.learn.test_families import replayed, saved
-from tests.pure.learn.test_shared_prefix import FORMS, PACKED, SHARED, TRAJECTORIES, configured, exact, moved, outcome
+from tests.pure.learn.test_shared_prefix import (
+    FORMS,
+    PACKED,
+    SHARED,
+    TRAJECTORIES,
+    configured,
+    exact,
+    moved,
+    of_gpu,
+    outcome,
+)
 from tests.pure.learn.trees import tree_rows
 from tests.pure.learn.varlen import eager_graphs
 
@@ -47,6 +59,8 @@ class Case(NamedTuple):
     """Groups of ranks; all ranks of a group train the same part of each mini-batch."""
     trainer: tuple[tuple[str, Any], ...] = ()
     experts: bool = False
+    variable_length: bool = False
+    """Whether a stand-in for the variable-length kernel of a GPU computes attention."""
 
     def config(self, world_size: int) -> Config:
         sharing = {"ranks": world_size, "sequence_parallel": world_size // self.parts}
@@ -70,6 +84,9 @@ def outcomes(rank: int, world_size: int, folder: Path, case: Case) -> list[tuple
     with pytest.MonkeyPatch.context() as patch:
         exact(patch)
         eager_graphs(patch)
+        if case.variable_length:
+            varlen.register()
+            patch.setattr(DeviceBatch, "of", staticmethod(of_gpu))
         torch._dynamo.reset()
         config = case.config(world_size)
         policy = Policy(config, folder, CPU, rank, world_size, nodes=nodes)
@@ -103,10 +120,18 @@ def test_two_ranks_that_share_tokens_have_the_loss_metrics_and_gradients_of_one(
         (4, Case("gspo, proximal", SHARED, "float64")),  # more ranks than key heads
         (4, Case("sequence TIS", PACKED, "float64", parts=2, trainer=(CHECKPOINTED, NODES))),
         (4, Case("kl k3", SHARED, "float32", parts=2)),
+        (2, Case("masks", SHARED, "float64", variable_length=True)),
         pytest.param(4, Case("masks", PACKED, "float32"), marks=pytest.mark.full),
         pytest.param(2, Case("gspo", SHARED, "float64", trainer=(CHECKPOINTED, COMPILED)), marks=pytest.mark.full),
     ],
-    ids=["repeated key heads", "two groups, sharded within nodes", "two groups", "float32", "compiled"],
+    ids=[
+        "repeated key heads",
+        "two groups, sharded within nodes",
+        "two groups",
+        "kernel of a GPU",
+        "float32",
+        "compiled",
+    ],
 )
 def test_so_have_four_ranks_and_ranks_that_compile_recompute_or_shard_within_nodes(
     model_folder: Path, ranks: Ranks, world_size: int, case: Case
