@@ -63,3 +63,11 @@ def in_a_line(error: BaseException) -> str:
     else:
         text = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return shorten(text, MAX_CHARACTERS, placeholder=" ...")
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error in nested exception groups; the others are consequences of it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

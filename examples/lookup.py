@@ -81,6 +81,8 @@ def puzzle(seed: int) -> Puzzle:
 class Lookup:
     """One episode of the task; the row's `extra_info` holds the seed of its facts."""
 
+    replayable = True
+
     def __init__(self) -> None:
         self._puzzle: Puzzle | None = None
 

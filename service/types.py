@@ -31,6 +31,10 @@ from service.columns import Int64s as Int64s
 from service.columns import Uint8s as Uint8s
 from service.columns import Uint64s as Uint64s
 
+GOES_ON = "+"
+"""First character of a note by which any generator goes on after its step; other notes are for the generator that
+wrote them."""
+
 NO_VERSION = -1
 """The version of a token that no policy sampled: prompt, observation, appended end."""
 

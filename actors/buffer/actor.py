@@ -22,7 +22,7 @@ from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.steps.validate import Routing
 from service.handoff.steps.wire import encode_mini_batch
-from service.handoff.verbs import Assignment, Claim, Receipt, Unfinished, Wait
+from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.observe.trajectories.records import LostTrajectories, trajectory_records
 from service.rollout.prompts.dataset import load_tasks, rows_digest
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
@@ -130,7 +130,7 @@ class BufferActor:
         await self._settled()
         return incarnation
 
-    async def unfinished(self, generator: str, incarnation: int) -> tuple[Unfinished, ...]:
+    async def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
         """The trajectories that a new incarnation goes on with; every step that it gets is on the disk."""
         found = self._buffer.unfinished(generator, incarnation)
         await self._settled()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ray
 import ray.exceptions
 
-from actors.calls import resolve_actor
+from actors.calls import first_error, resolve_actor
 from actors.generator.activity import Activity
 from actors.generator.claims import Claimer
 from actors.generator.engine import VllmEngine
@@ -35,6 +35,7 @@ from service.agents.keys import Keys
 from service.config import Config
 from service.errors import RunFailed, Starved
 from service.evaluation.scores import EvalShard, EvalTrajectory
+from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_steps
 from service.handoff.verbs import Assignment
@@ -140,19 +141,16 @@ class Generator:
         """What an earlier process of this generator left, and is gone on with; the rest of it starts anew."""
         left: list[Assignment] = []
         claimer, outbox = joined
-        for assignment, messages in await self._ask(self._buffer.unfinished, self._name, claimer.incarnation):
-            task, taken = self._task_of(assignment), list[tuple[int, int]]()
-            for sample, attempt, steps in zip(
-                assignment.samples, assignment.attempts, map(accepted_steps, messages), strict=True
-            ):
-                of = TrajectoryId(assignment.group_id, sample, attempt)
+        for assignment in await self._ask(self._buffer.unfinished, self._name, claimer.incarnation):
+            task, taken = self._task_of(assignment), list[tuple[int, int, bytes]]()
+            for of, sent in assignment.trajectories():
+                steps = accepted_steps(sent) if sent else steps_table(())
                 if self._player.restore(of, task, steps, outbox):
-                    taken.append((sample, attempt))
+                    taken.append((of.sample, of.attempt, sent))
                 else:
                     outbox.end(TrajectoryEnd(of, task.uid, len(steps), StopReason.ABORT, 0.0))
             if taken:
-                samples, attempts = zip(*taken, strict=True)
-                left.append(assignment._replace(samples=samples, attempts=attempts))
+                left.append(Assignment(*assignment[:3], *zip(*taken, strict=True)))
         return left
 
     async def run(self) -> None:
@@ -172,7 +170,7 @@ class Generator:
             if not self._stopping:
                 raise
         except BaseExceptionGroup as group:
-            raise self._failed(_first(group)) from group
+            raise self._failed(first_error(group)) from group
 
     async def _claim_and_play(self, claimer: Claimer, outbox: Outbox) -> None:
         self._activity.begin()
@@ -224,11 +222,11 @@ class Generator:
     async def _play_group(self, outbox: Outbox, assignment: Assignment, task: Task) -> None:
         try:
             async with asyncio.TaskGroup() as samples:
-                for sample, attempt in zip(assignment.samples, assignment.attempts, strict=True):
-                    trajectory = TrajectoryId(assignment.group_id, sample, attempt)
-                    for older in range(attempt):
+                for trajectory, sent in assignment.trajectories():
+                    for older in range(trajectory.attempt):
                         self._cancel(trajectory._replace(attempt=older))
-                    playing = samples.create_task(self._play(outbox, trajectory, task))
+                    left = accepted_steps(sent) if sent else None
+                    playing = samples.create_task(self._play(outbox, trajectory, task, left))
                     self._playing[trajectory] = playing
                     # A callback, because a task that is cancelled before it starts runs no line of `_play`.
                     playing.add_done_callback(partial(self._playing.pop, trajectory))
@@ -238,8 +236,8 @@ class Generator:
             if self._groups == 0:
                 self._activity.idle()
 
-    async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task) -> None:
-        end = await self._player.play(trajectory, task, outbox)
+    async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task, left: Steps | None) -> None:
+        end = await self._player.play(trajectory, task, outbox, left)
         measure_ended(self._metrics, end)
         self._counts["trajectories"] += 1
         self._counts[f"end_{end.stop_reason}"] += 1
@@ -387,11 +385,3 @@ class Generator:
         log.error("%s failed: %s", self._name, error)
         asyncio.get_running_loop().call_later(EXIT_SECONDS, os._exit, 1)
         return error
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error in nested exception groups; the others are consequences of it."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

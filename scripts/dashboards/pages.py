@@ -170,8 +170,9 @@ BUFFER = dashboard(
     ),
     graph(
         "Restarted",
-        "Trajectories a second that started again as their next attempt, by reason.",
+        "Trajectories a second that lost their generator and went on elsewhere, or started again, by reason.",
         Query(rate("baton_restarted_trajectories_total", "reason"), "{{reason}}"),
+        Query(rate("baton_moved_trajectories_total"), "went on elsewhere"),
     ),
 )
 

@@ -27,8 +27,8 @@ from service.agents.parser import Reply, ReplyParser
 from service.columns import digest
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Conversation
+from service.rollout.chat.end_token import Response, as_sampled
 from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.end_token import Response, as_sampled
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
 from service.types import NO_VERSION, Int32s, Steps

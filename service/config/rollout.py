@@ -118,6 +118,9 @@ class EnvConfig(CommandConfig):
     """Most processes of one generator at once; further episodes wait for one to end."""
     max_observation_characters: Positive = 1 << 20
     """Most characters of one observation, over all texts and names of its messages; with more the trajectory fails."""
+    max_snapshot_bytes: Annotated[int, Field(ge=0, le=1 << 18)] = 4096
+    """Most bytes that a step keeps, so that its trajectory goes on elsewhere when its generator goes away: the
+    environment's snapshot in base64 and the messages after the step. With more the trajectory starts anew."""
     retrieval: RetrievalConfig | None = None
     """Start a retrieval server; its address becomes the option `url` of the environment `name`."""
 

@@ -95,12 +95,9 @@ class Admission:
     def _to_come(self, ledger: Ledger) -> int:
         """Bytes that unfinished trajectories may still bring at worst, beside what was accepted of them, and answers of
         scorers."""
-        groups, waiting = ledger.state.groups, ledger.unassigned.items()
-        unfinished = [*ledger.held, *((group_id, sample) for group_id, samples in waiting for sample in samples)]
-        accepted = sum(groups[group_id].trajectories[sample].n_bytes for group_id, sample in unfinished)
-        scoring = [groups[group_id] for group_id in ledger.scoring]
+        scoring = [ledger.state.groups[group_id] for group_id in ledger.scoring]
         answers = sum(len(group.trajectories) * self._score_bytes + group.tokens * TEACHER_BYTES for group in scoring)
-        return max(len(unfinished) * self._worst_bytes - accepted, 0) + answers
+        return max(ledger.holdings.count * self._worst_bytes - ledger.holdings.n_bytes, 0) + answers
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:

@@ -9,7 +9,7 @@ from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.state import Group
 from service.handoff.steps.tables import trajectory_ids
-from service.types import Refusal, RefusalReason, StepGroup
+from service.types import GOES_ON, Refusal, RefusalReason, StepGroup
 
 RUN_END = "run_end"
 GROUP_DEADLINE = "group_deadline"
@@ -31,6 +31,25 @@ class Attempts:
             self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_ATTEMPTS))
         else:
             self._record.add(events.Restarted(group_id, samples, reason))
+
+    def hand_over(self, group_id: int, samples: tuple[int, ...]) -> None:
+        """Samples whose generator is gone go on elsewhere from their last steps; where they cannot, they start anew."""
+        draining = self._record.ledger.state.draining is not None
+        moved = () if draining else tuple(sample for sample in samples if self._goes_on(group_id, sample))
+        if moved:
+            self._record.add(events.Moved(group_id, moved))
+        if others := tuple(sample for sample in samples if sample not in moved):
+            self.restart(group_id, others, "generator_left")
+
+    def _goes_on(self, group_id: int, sample: int) -> bool:
+        """Whether another generator can go on with a sample, and may: a step that ends its generator is given up."""
+        trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
+        n_steps = len(trajectory.indices)
+        if trajectory.n_steps is not None or trajectory.indices != set(range(n_steps)) or not n_steps:
+            return False
+        table, k = self._record.store.of(group_id).places_of(sample)[n_steps - 1]
+        goes_on = table.notes[table.note_K[k]].startswith(GOES_ON)
+        return goes_on and trajectory.moves + 1 < self._config.buffer.max_attempts
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
         """A failed trajectory gets a new attempt; when none is left, the group goes on without the trajectory."""
@@ -82,8 +101,8 @@ class Attempts:
 
     def restart_silent(self, now: float) -> None:
         """Restart trajectories without progress for `buffer.step_deadline` seconds."""
-        while self._record.ledger.held:
-            (group_id, sample), since = next(iter(self._record.ledger.held.items()))
+        while self._record.ledger.holdings.since:
+            (group_id, sample), since = next(iter(self._record.ledger.holdings.since.items()))
             if now - since < self._config.buffer.step_deadline:
                 break
             self.restart(group_id, (sample,), "silent")

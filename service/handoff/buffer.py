@@ -36,7 +36,7 @@ from service.handoff.scoring import Scoring
 from service.handoff.status import BufferStatus
 from service.handoff.steps.validate import Limits, Routing, refusal
 from service.handoff.steps.wire import decode, encode
-from service.handoff.verbs import Assignment, Claim, Receipt, Unfinished, Wait, WaitReason
+from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.handoff.waits import Waits
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Sender, StepGroup, TrajectoryId
 
@@ -245,14 +245,11 @@ class Buffer:
         self._record.add(events.Joined(role, name, incarnation, state.step if step is None else step, goes_on))
         return incarnation
 
-    def unfinished(self, generator: str, incarnation: int) -> tuple[Unfinished, ...]:
-        """The unfinished trajectories that a generator holds, with the steps that were accepted of each.
-
-        A new incarnation goes on with them: its next step of a trajectory is the one after those.
-        """
+    def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
+        """The unfinished trajectories that a generator holds; a new incarnation goes on with them."""
         if self._fenced(generator, incarnation) is not None:
             return ()
-        return tuple(self._claims.unfinished(Sender(generator, incarnation, 0)))
+        return tuple(self._claims.unfinished(generator))
 
     def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
         """Trajectories of a generator go on, though no step of them has come: `buffer.step_deadline` begins anew.
@@ -262,17 +259,17 @@ class Buffer:
         sender = Sender(generator, incarnation, 0)
         for of in trajectories:
             if self.ledger.plays(sender, of):
-                self.ledger.renew(of.group_id, of.sample, self._clock.monotonic())
+                self.ledger.holdings.renew((of.group_id, of.sample), self._clock.monotonic())
 
     def leave(self, generator: str, incarnation: int, reason: str) -> None:
-        """A generator ended: its unfinished trajectories start anew as their next attempts."""
+        """A generator ended: others go on with its unfinished trajectories, or these start anew as next attempts."""
         member = self.ledger.state.generators.get(generator)
         if member is None or member.incarnation != incarnation or not member.alive:
             return
         self._record.add(events.Left(generator, incarnation, reason))
         self._waits.end(f"generator {generator}")
-        for group_id, samples in self.ledger.held_by(generator).items():
-            self._attempts.restart(group_id, tuple(samples), "generator_left")
+        for group_id, samples in self.ledger.holdings.of(generator).items():
+            self._attempts.hand_over(group_id, tuple(samples))
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
         """A durable checkpoint covers `step`; no trainer goes back further than to `oldest_kept`, by default `step`."""
@@ -352,6 +349,7 @@ class Buffer:
             refused=dict(self._refused),
             restarts=dict(state.restarts),
             given_up=dict(state.given_up),
+            moved=state.moved,
             duplicates=self._duplicates,
             late=self._late,
             journal_start=record.journal.start,

@@ -1,4 +1,4 @@
-"""Answering a generator's claim: restarted trajectories first, then the next prompt if it is admitted."""
+"""Answering a generator's claim: restarted and moved trajectories first, then the next prompt if it is admitted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from service.handoff.ledger import events
 from service.handoff.ledger.record import Record
 from service.handoff.prompts import Prompts
 from service.handoff.scoring import Scoring
-from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import concat_steps, ends_table
 from service.handoff.steps.wire import encode
-from service.handoff.verbs import Assignment, Claim, Unfinished, Wait, WaitReason
+from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.handoff.waits import Waits
-from service.types import PolicyVersion, Sender, StepGroup
+from service.types import PolicyVersion, Sender, StepGroup, Steps
 
 
 class Claims:
@@ -60,7 +59,7 @@ class Claims:
         samples = tuple(
             sample
             for sample, attempt in attempts.items()
-            if (group_id, sample) in ledger.held and groups[group_id].trajectories[sample].attempt == attempt
+            if (group_id, sample) in ledger.holdings.since and groups[group_id].trajectories[sample].attempt == attempt
         )
         if samples:
             return self._assignment(group_id, samples)
@@ -68,7 +67,7 @@ class Claims:
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
     def _restarted_group(self, serving: PolicyVersion) -> int | None:
-        """The oldest group with samples that start anew, and that was admitted with no newer version than is served."""
+        """The oldest group with samples that start anew or go on, and that an engine of this version may play."""
         groups = self._record.ledger.state.groups
         return min((o for o in self._record.ledger.unassigned if groups[o].admitted <= serving), default=None)
 
@@ -97,15 +96,18 @@ class Claims:
         self._record.add(events.Issued(group_id, row, uid, *who, claim.serving, claim.request_id, place, scorers))
         return self._assignment(group_id, tuple(range(state.n_samples)))
 
-    def unfinished(self, sender: Sender) -> Iterator[Unfinished]:
-        """What a generator holds, and what was accepted of it, by group."""
-        for group_id, samples in self._record.ledger.held_by(sender.generator).items():
-            held = self._record.store.of(group_id)
-            of_samples = (concat_steps([steps_table(()), *held.steps_of(sample)]) for sample in samples)
-            messages = (encode(StepGroup(sender, steps, ends_table(()))) for steps in of_samples)
-            yield Unfinished(self._assignment(group_id, tuple(samples)), tuple(messages))
+    def unfinished(self, generator: str) -> Iterator[Assignment]:
+        """What a generator holds, by group."""
+        for group_id, samples in self._record.ledger.holdings.of(generator).items():
+            yield self._assignment(group_id, tuple(samples))
 
     def _assignment(self, group_id: int, samples: tuple[int, ...]) -> Assignment:
-        group = self._record.ledger.state.groups[group_id]
+        group, held = self._record.ledger.state.groups[group_id], self._record.store.of(group_id)
         attempts = tuple(group.trajectories[sample].attempt for sample in samples)
-        return Assignment(group_id, group.uid, group.row, samples, attempts)
+        steps = tuple(_as_message(held.steps_of(sample)) for sample in samples) if held.steps else ()
+        return Assignment(group_id, group.uid, group.row, samples, attempts, steps)
+
+
+def _as_message(tables: list[Steps]) -> bytes:
+    """The steps of one trajectory as wire bytes; nothing where there is none."""
+    return encode(StepGroup(Sender("", 0, 0), concat_steps(tables), ends_table(()))) if tables else b""

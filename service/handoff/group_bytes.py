@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # the configuration's checks import this module
 
 NAME_BYTES = 5 << 10
 """UTF-8 bytes of a generator's name, a prompt's uid, a stop reason and a note together, at most."""
+NOTE_BYTES = 1 << 10
+"""Those of a note; what a longer one has beyond counts by itself."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
 """A step or an end beside its tokens: its other columns, and what a message of its own adds (frame, header, names)."""
 TOKEN_BYTES = sum(
@@ -69,7 +71,8 @@ def worst_step_bytes(config: Config, experts_per_token: int = 0) -> int:
     `experts_per_token`: routed experts that the model records for each token, over all layers.
     """
     longest = config.generator.max_input_length + config.generator.max_generate_length
-    return item_bytes(longest, _token_bytes(config, experts_per_token), 1)
+    long_note = max(config.env.max_snapshot_bytes - NOTE_BYTES, 0)
+    return item_bytes(longest, _token_bytes(config, experts_per_token), 1) + long_note
 
 
 def _token_bytes(config: Config, experts_per_token: int) -> int:

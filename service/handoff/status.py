@@ -73,6 +73,8 @@ class BufferStatus:
     """Trajectories that started anew, by reason."""
     given_up: dict[str, int]
     """Trajectories without which their group went on, by reason."""
+    moved: int
+    """Trajectories that lost their generator and went on with their steps."""
     duplicates: int
     """Messages since this process started without anything new."""
     late: int

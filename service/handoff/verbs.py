@@ -4,10 +4,11 @@ prompts --claim--> GENERATOR --submit--> BUFFER --lease--> TRAINER --publish--> 
                                            +--- commit / release ---+
 """
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from service.types import PolicyVersion
+from service.types import PolicyVersion, TrajectoryId
 
 
 class Claim(NamedTuple):
@@ -31,14 +32,15 @@ class Assignment(NamedTuple):
     """The prompt's row in the dataset."""
     samples: tuple[int, ...]
     attempts: tuple[int, ...]
+    steps: tuple[bytes, ...] = ()
+    """Of each sample the steps that were accepted, as the wire bytes of a step group: the generator goes on after them.
+    Empty where there is none; () where no sample of the group has any."""
 
-
-class Unfinished(NamedTuple):
-    """Trajectories of one group that a generator goes on with, and what was accepted of them."""
-
-    assignment: Assignment
-    steps: tuple[bytes, ...]
-    """Of each sample the accepted steps, as the wire bytes of a step group."""
+    def trajectories(self) -> Iterator[tuple[TrajectoryId, bytes]]:
+        """Each trajectory, and its steps."""
+        steps = self.steps or (b"",) * len(self.samples)
+        for sample, attempt, sent in zip(self.samples, self.attempts, steps, strict=True):
+            yield TrajectoryId(self.group_id, sample, attempt), sent
 
 
 class WaitReason(StrEnum):

@@ -43,7 +43,7 @@ class Waits:
         """All waits, and the trajectory that has been silent longest once that is long."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
-        for (group_id, sample), since in self._record.ledger.held.items():
+        for (group_id, sample), since in self._record.ledger.holdings.since.items():
             if now - since >= SILENT_FRACTION * self._config.buffer.step_deadline:
                 waits.append(
                     Waiting(f"group={group_id}/sample={sample}", "silent", self._silence(group_id, sample), now - since)
@@ -70,7 +70,7 @@ class Waits:
 
     def _slot_wait(self, size: int) -> tuple[WaitReason, str] | None:
         ledger = self._record.ledger
-        for place, group_id in zip(range(size), [*ledger.slots][:size], strict=False):
+        for place, group_id in zip(range(size), ledger.slots, strict=False):
             group = ledger.state.groups[group_id]
             if group.state is GroupState.SCORING:
                 return WaitReason.SLOT, f"slot {place} of {size}: group={group_id} waits for {', '.join(group.awaited)}"
@@ -88,13 +88,13 @@ class Waits:
         return f", {len(ledger.scoring)} wait for a scorer ({', '.join(awaited)})" if awaited else ""
 
     def _longest_silent(self) -> str:
-        for group_id, sample in self._record.ledger.held:
+        for group_id, sample in self._record.ledger.holdings.since:
             return f"; longest silent is {self._silence(group_id, sample)}"
         return ""
 
     def _silence(self, group_id: int, sample: int) -> str:
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
-        since = self._record.ledger.held.get((group_id, sample))
+        since = self._record.ledger.holdings.since.get((group_id, sample))
         seconds = "" if since is None else f", silent for {self._clock.monotonic() - since:.0f} s"
         where = "waiting for a claim" if trajectory.generator is None else f"on {trajectory.generator}"
         steps = len(trajectory.indices)

@@ -90,6 +90,7 @@ def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> No
     ):
         for reason, count in counts.items():
             metrics.count_to(name, count, reason=reason)
+    metrics.count_to("baton_moved_trajectories_total", status.moved)
     metrics.count_to("baton_accepted_tokens_total", status.accepted_tokens)
     metrics.set_all("baton_curriculum_prompts", "success", status.prompts)
     metrics.count_to("baton_curriculum_passed_over_total", status.passed_over)

@@ -16,21 +16,24 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from service.errors import in_one_line
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
+from service.rollout import going_on
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Conversation, Prompt, conversation
+from service.rollout.chat.end_token import without_loss
 from service.rollout.chat.frozen import FrozenModels, generation_of
 from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.end_token import without_loss
 from service.rollout.engine import Engine, Generation
 from service.rollout.env_guard import EnvGuard, TrajectoryFailed
 from service.rollout.environment import MAIN, Message, StepResult, Task
 from service.rollout.episode import Episode
 from service.rollout.limits import AgentLimits
 from service.rollout.validate_generation import validate_generation
-from service.types import Int32s, TrajectoryEnd, TrajectoryId
+from service.types import Int32s, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,12 @@ class _Side:
         self.said: tuple[str, Int32s] | None = None
         """What the role said last, and the tokens of that response."""
 
+    def whole(self, result: StepResult) -> Sequence[Message] | None:
+        """The whole conversation after the environment's answer, where the next prompt is made of it."""
+        if result.history is not None or self.said is None:
+            return result.history
+        return self.turns.after(self.said[0], result.messages)
+
     def prompt(self, messages: Sequence[Message], history: Sequence[Message] | None, tools: Sequence[Tool]) -> Prompt:
         """The role's next prompt: `messages` follow, or `history` replaces everything."""
         if history is not None or self.said is None:
@@ -75,17 +84,25 @@ async def run_trajectory(
     seed: int,
     sink: StepSink,
     frozen: FrozenModels | None = None,
+    left: Steps | None = None,
 ) -> Played:
     """Play one episode; `sink` gets a step for each finished turn, then the trajectory's end.
 
-    `frozen`: the models that play frozen roles; None: there are none.
+    `frozen`: the models that play frozen roles; None: there are none. `left`: the first steps, which another generator
+    played and the buffer has.
     """
     if task.temperature is not None:
         limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
     sides = {role: _Side(conversation(limits.conversation, chat)) for role in limits.roles}
+    # neither evaluations nor conversations of several roles go on elsewhere
+    most = limits.max_snapshot_bytes if trajectory.group_id >= 0 and len(sides) == 1 else 0
+    heard = partial(_heard, chat, limits.sampling.stop)
     try:
-        result = StepResult(await environment.reset(task, seed), 0.0, False)
+        if left is not None:
+            result = await _gone_on(left, episode, sides[MAIN], environment, task, seed, heard, info)
+        else:
+            result = StepResult(await environment.reset(task, seed), 0.0, False)
         while not result.done:
             role, side = result.role, sides[result.role]
             tools = task.tools if role == MAIN else ()
@@ -98,13 +115,15 @@ async def run_trajectory(
             else:
                 request_id = f"{trajectory}/turn={episode.n_steps}"
                 generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
-                text = _cut_at_stop(chat.text(generation.token_ids), limits.sampling.stop)
+                text = heard(generation.token_ids)
             result = await environment.step(text)
             response = side.turns.close(generation, episode.is_last(result.done))
             side.said = text, response.token_ids
             response = without_loss(response) if is_frozen else response
-            episode.finish_turn(response, generation, result.reward, result.score, role)
             info.update(result.info)
+            most = 0 if result.rewards else most  # what a turn is given later is in no step
+            note = await going_on.written(environment, result, side.whole(result), info, most) if most else ""
+            episode.finish_turn(response, generation, result.reward, result.score, role, note)
             if silent := episode.give(result.rewards):
                 why = f"rewards[{silent[0]!r}]: the role has had no turn that could get it"
                 raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, why)
@@ -114,6 +133,45 @@ async def run_trajectory(
     finally:
         await environment.close(trajectory)
     return Played(episode.finish(), info, failure)
+
+
+async def _gone_on(
+    left: Steps,
+    episode: Episode,
+    side: _Side,
+    environment: EnvGuard,
+    task: Task,
+    seed: int,
+    heard: Callable[[Int32s], str],
+    info: Counter[str],
+) -> StepResult:
+    """The environment's answer to the last step that another generator left.
+
+    Raises:
+        TrajectoryFailed: the environment cannot be restored, or did not answer as before when it was played again.
+    """
+    note, steps = going_on.read(left)
+    info.update(note.info)
+    result = StepResult((), steps[-1].reward, True)
+    if not note.done:
+        result = StepResult(await environment.reset(task, seed), 0.0, False)
+    for step in steps:
+        text = heard(step.sampled_ids)
+        if not note.done and note.snapshot is None:
+            prompt = _rendered(partial(side.prompt, result.messages, result.history, task.tools))
+            if not np.array_equal(episode.whole(prompt), step.prompt_ids):
+                raise going_on.not_restored(f"played again, step {step.number} had another prompt")
+            result = await environment.step(text)
+            if (result.reward, result.done) != (step.reward, False):
+                raise going_on.not_restored(f"played again, step {step.number} had another reward or end")
+            info.update(result.info)
+        side.said = text, step.response_ids
+        episode.take(step.token_ids, step.reward, step.stop_reason)
+    if note.snapshot is not None:
+        await environment.restore(note.snapshot)
+        history = note.messages if note.is_history else None
+        result = StepResult(note.messages, steps[-1].reward, False, history=history)
+    return result
 
 
 async def generate_turn(
@@ -151,7 +209,8 @@ def _rendered(make_prompt: Callable[[], Prompt]) -> Prompt:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
 
 
-def _cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
-    """The text up to and including the first stop string; the sampled tokens may continue after it."""
+def _heard(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> str:
+    """What an environment gets: the text up to and including the first stop string, which tokens may go beyond."""
+    text = chat.text(token_ids)
     ends = [found + len(s) for s in stop if (found := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text

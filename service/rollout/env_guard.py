@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from service.rollout.environment import (
     OversizedOutput,
     StepResult,
     Task,
+    snapshot_of,
 )
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import Copier, NotPlain
@@ -93,7 +94,9 @@ class LeakedTasks:
 
 class _Call(NamedTuple):
     method: str
-    arguments: tuple[Any, ...]
+    """For messages."""
+    make: Callable[[Any], Awaitable[Any]]
+    """The call of an environment."""
     read: Callable[[Any], Any]
     answer: asyncio.Future[Any]
     """The plain result, or a `TrajectoryFailed`."""
@@ -120,6 +123,8 @@ class EnvGuard:
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
         """The task was cancelled during a call, which may still run."""
+        self._goes_on = True
+        """False once the environment has no snapshot and cannot be played again."""
 
     async def reset(self, task: Task, seed: int) -> list[Message]:
         """Make the environment, begin the episode and return the first messages.
@@ -138,6 +143,26 @@ class EnvGuard:
         """
         result: StepResult = await self._ask("step", partial(_step_result, self._limits), text)
         return result
+
+    async def snapshot(self) -> bytes | bool:
+        """The environment's state; True: it can be played again instead; False: neither.
+
+        Raises:
+            TrajectoryFailed: `snapshot` raised, was late, or gave something else.
+        """
+        if self._goes_on:
+            found: bytes | bool = await self._answer("snapshot", _snapshot, snapshot_of)
+            self._goes_on = found is not False
+            return found
+        return False
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Bring the environment, after its `reset`, into the state of a snapshot.
+
+        Raises:
+            TrajectoryFailed: `restore` raised, or was late.
+        """
+        await self._ask("restore", lambda result: None, snapshot)
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
         """Make the agent and let it play; its result is the session's.
@@ -164,17 +189,23 @@ class EnvGuard:
                 log.warning("%s: %s was left to itself, it did not end within %g s", trajectory, self._name, seconds)
 
     async def _ask(self, method: str, read: Callable[[Any], Any], *arguments: Any) -> Any:
+        name = tool_named(arguments[0]) if method == "step" else method
+        return await self._answer(method, read, lambda environment: getattr(environment, method)(*arguments), name)
+
+    async def _answer(
+        self, method: str, read: Callable[[Any], Any], make: Callable[[Any], Awaitable[Any]], name: str = "snapshot"
+    ) -> Any:
         if self._task is None:
             self._task = asyncio.create_task(self._serve(), name=self._name)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         began = time.monotonic()
-        self._calls.put_nowait(_Call(method, arguments, read, answer))
+        self._calls.put_nowait(_Call(method, make, read, answer))
         try:
             deadline = self._limits.step_deadline
             await asyncio.wait({answer, self._task}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also when the trajectory is cancelled
             if self._answered is not None and method != "play":  # which lasts as long as the trajectory
-                self._answered(tool_named(arguments[0]) if method == "step" else method, began)
+                self._answered(name, began)
             if not answer.done():
                 self._gave_up = True
                 self._task.cancel()
@@ -195,7 +226,7 @@ class EnvGuard:
             try:
                 if environment is None:
                     environment = self._make()
-                answer = call.read(await getattr(environment, call.method)(*call.arguments))
+                answer = call.read(await call.make(environment))
             except BaseException as error:  # noqa: BLE001 - code of users and policies may raise anything, SystemExit too
                 answer = self._failure(call.method, error)
             call.answer.set_result(answer)
@@ -235,6 +266,12 @@ async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
         return await calls.get()
     except asyncio.CancelledError:
         return None
+
+
+def _snapshot(value: Any) -> bytes | bool:
+    if type(value) not in (bytes, bool):
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"gave a {type_name(value)}; bytes are needed")
+    return value  # type: ignore[no-any-return]
 
 
 def _step_result(limits: AgentLimits, result: Any) -> StepResult:

@@ -81,7 +81,15 @@ class OversizedOutput(Exception):
 
 
 class Environment(Protocol):
-    """One episode."""
+    """One episode.
+
+    One of two things lets an episode go on in another generator when its own goes away; it starts anew without them:
+
+        async def snapshot(self) -> bytes           the state after a step
+        async def restore(self, snapshot) -> None   that state again, in a new instance, after its `reset`
+
+        replayable = True                           the same texts after the same `reset` always have the same answers
+    """
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Begin the episode and return the prompt."""
@@ -91,6 +99,13 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Free the episode's resources; called once, also after a failure."""
+
+
+async def snapshot_of(environment: Any) -> Any:
+    """An environment's snapshot; True where it is played again instead, False where it can do neither."""
+    if hasattr(environment, "snapshot"):
+        return await environment.snapshot()
+    return getattr(environment, "replayable", False) is True
 
 
 Status = Literal["ok", "failed", "aborted"]

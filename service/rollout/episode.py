@@ -19,7 +19,7 @@ from service.handoff.steps.builder import StepSink
 from service.handoff.steps.roles import ROLES, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.conversation import Prompt
-from service.rollout.end_token import Response
+from service.rollout.chat.end_token import Response
 from service.rollout.engine import Generation
 from service.rollout.environment import MAIN, Task
 from service.rollout.limits import AgentLimits
@@ -51,6 +51,11 @@ class History:
         stop = self._length + len(token_ids)
         self._tokens[self._length : stop] = token_ids
         self._length = stop
+
+    def replace(self, token_ids: Int32s) -> None:
+        """Take these tokens in place of all."""
+        self._length = 0
+        self.append(token_ids)
 
     def _new_tokens(self, prompt: Prompt) -> Int32s:
         """The prompt's tokens after the history; a whole prompt with another beginning starts a new history."""
@@ -100,7 +105,13 @@ class Episode:
         return history.token_ids
 
     def finish_turn(
-        self, response: Response, generation: Generation, reward: float, score: float | None = None, role: str = MAIN
+        self,
+        response: Response,
+        generation: Generation,
+        reward: float,
+        score: float | None = None,
+        role: str = MAIN,
+        note: str = "",
     ) -> None:
         """Append the current turn of a role as a step, which the role's next step may extend."""
         history, index = self._histories[role], self.n_steps
@@ -120,13 +131,27 @@ class Episode:
             score=score,
             stop_reason=generation.stop_reason,
             extends=history.extends,
+            note=note,
             routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
         )
-        history.extends = Extension(index, n_total, digest(history.token_ids))
+        self._turned(role, reward, generation.stop_reason)
+
+    def _turned(self, role: str, reward: float, stop_reason: str) -> None:
+        history = self._histories[role]
+        history.extends = Extension(self.n_steps, len(history.token_ids), digest(history.token_ids))
         self._roles.append(role)
         if role == MAIN:
             self._reward = reward
-        self._truncated = generation.stop_reason == StopReason.LENGTH
+        self._truncated = stop_reason == StopReason.LENGTH
+
+    def whole(self, prompt: Prompt) -> Int32s:
+        """[P] ids of the next prompt of `main`, with the history that it follows."""
+        return prompt.token_ids if prompt.whole else np.append(self._histories[MAIN].token_ids, prompt.token_ids)
+
+    def take(self, token_ids: Int32s, reward: float, stop_reason: str) -> None:
+        """A turn of `main` [P + T] that an earlier generator finished; the next step may extend it."""
+        self._histories[MAIN].replace(token_ids)
+        self._turned(MAIN, reward, stop_reason)
 
     def give(self, rewards: Mapping[str, float]) -> list[str]:
         """Give the newest turns of roles these rewards, too; returns the roles that have had no turn."""

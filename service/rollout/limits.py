@@ -27,6 +27,8 @@ class AgentLimits:
     sampling: Sampling
     max_observation_characters: int = 1 << 20
     """Most characters of one observation, over all texts and names of its messages."""
+    max_snapshot_bytes: int = 0
+    """Most bytes of a step's note by which another generator goes on; 0: it starts anew there."""
     conversation: Mode = "append"
     roles: Mapping[str, RoleConfig | None] = field(default_factory=lambda: {MAIN: None})
     """The roles that turns may have; `main` has no settings."""
@@ -46,6 +48,7 @@ class AgentLimits:
             request_deadline=config.generator.request_deadline,
             sampling=Sampling.of(config.generator, chat.end_ids),
             max_observation_characters=config.env.max_observation_characters,
+            max_snapshot_bytes=config.env.max_snapshot_bytes,
             conversation=config.generator.conversation,
             roles={MAIN: None, **config.roles},
         )

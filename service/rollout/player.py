@@ -53,15 +53,19 @@ class Player:
         self.env_metrics = EnvMetrics()
         """The `info` of the environments, summed over the trajectories played for training."""
 
-    async def play(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> TrajectoryEnd:
+    async def play(
+        self, trajectory: TrajectoryId, task: Task, sink: StepSink, left: Steps | None = None
+    ) -> TrajectoryEnd:
         """Play one trajectory for training; its steps and its end go to `sink`.
+
+        `left`: the steps that another generator played of it, after which it goes on.
 
         Raises:
             RunFailed: too many environments did not return after they were cancelled; this process has to be renewed.
         """
         # All samples of a group share the environment's seed, so that only the policy differs.
         with self.timelines.playing(trajectory, task.env_class or self._config.env.name) as line:
-            played = await self._play(trajectory, task, sink, f"{self._config.run.seed}/{trajectory.group_id}")
+            played = await self._play(trajectory, task, sink, f"{self._config.run.seed}/{trajectory.group_id}", left)
             self.timelines.ended(trajectory, line, played.end.stop_reason)
         if not played.failure:
             self.env_metrics.add(task.env_class or self._config.env.name, played.info)
@@ -107,7 +111,9 @@ class Player:
         if self.agents is not None:
             await self.agents.close()
 
-    async def _play(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> Played:
+    async def _play(
+        self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str, left: Steps | None = None
+    ) -> Played:
         self.leaked.check()
         own, number = deepcopy(task), xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF  # a row is shared
         async with self._environments.room:
@@ -119,7 +125,7 @@ class Player:
                 here = None if self._environments.is_outside(task) else guard
                 played = await agents.play(trajectory, own, here, number, sink)
             else:
-                speakers = self._engine, self._chat, limits, number, sink, self._frozen
+                speakers = self._engine, self._chat, limits, number, sink, self._frozen, left
                 played = await run_trajectory(trajectory, own, guard, *speakers)
         self.last_failure = played.failure or self.last_failure
         return played

@@ -5,16 +5,26 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from service.columns import token_bytes
+from service.columns import select, token_bytes
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.stop_reason import StopReason
-from service.handoff.steps.wire import encode
+from service.handoff.steps.wire import accepted_steps, encode
 from service.handoff.verbs import Assignment, Claim, WaitReason
 from service.simulate.host import POLL_SECONDS, Client, Host
 from service.simulate.loop import Activity, Resume, Waiting
 from service.simulate.scenario import Scenario
-from service.types import Extension, Int64s, PolicyVersion, Refusal, RefusalReason, Sender, TrajectoryEnd, TrajectoryId
+from service.types import (
+    GOES_ON,
+    Extension,
+    Int64s,
+    PolicyVersion,
+    Refusal,
+    RefusalReason,
+    Sender,
+    TrajectoryEnd,
+    TrajectoryId,
+)
 
 TOKEN_IDS = 1 << 16
 
@@ -31,6 +41,7 @@ class SimulatedGenerator(Client):
         self._most_tokens = scenario.turns * host.config.generator.max_generate_length
         """Of one trajectory."""
         self._incarnation = 0
+        self._leaves = False
         self._sequence = self._request_id = 0
         self._outbox = StepColumns()
         self._unsent: list[tuple[TrajectoryId, int]] = []
@@ -47,6 +58,18 @@ class SimulatedGenerator(Client):
         """Join, then keep every slot busy."""
         self.die()
         self.run(self._join())
+
+    def leave(self) -> None:
+        """Claim and play no more, send the steps that are finished, and hand the others over."""
+        self.die()
+        self._leaves = True
+        self.run(self._leave(), self.die)
+
+    def _leave(self) -> Activity:
+        incarnation = self._incarnation
+        if self._unsent:
+            yield self.all_of([self._send()])
+        yield self.ask(lambda buffer: buffer.leave(self.name, incarnation, "leaves"))
 
     def update(self, version: PolicyVersion) -> PolicyVersion:
         """Swap newer weights in, in flight; returns the version that tokens sampled from now on have."""
@@ -94,19 +117,24 @@ class SimulatedGenerator(Client):
     def _trajectories(self, work: Assignment) -> list[Activity]:
         lengths = np.minimum(self._scenario.lengths(self._rng, len(work.samples)), self._most_tokens)
         return [
-            self._trajectory(TrajectoryId(work.group_id, sample, attempt), work.prompt_uid, length)
-            for sample, attempt, length in zip(work.samples, work.attempts, lengths.tolist(), strict=True)
+            self._trajectory(of, work.prompt_uid, length, taken)
+            for (of, taken), length in zip(work.trajectories(), lengths.tolist(), strict=True)
         ]
 
-    def _trajectory(self, of: TrajectoryId, uid: str, left: int) -> Activity:
-        """Play a trajectory of `left` tokens, spread evenly over its turns.
+    def _trajectory(self, of: TrajectoryId, uid: str, left: int, taken: bytes) -> Activity:
+        """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: turns that were played elsewhere.
 
         Each step extends the whole step before by one token of observation.
         """
         scenario, faults = self._scenario, self._scenario.faults
         self._witness.generated[of] = left
-        length, digest, roles = 0, xxhash.xxh3_64(), [Role.MAIN] * scenario.turns
-        for turn in range(scenario.turns):
+        length, digest, roles, first = 0, xxhash.xxh3_64(), [Role.MAIN] * scenario.turns, 0
+        if taken:
+            steps = accepted_steps(taken)
+            steps = select(steps, np.argsort(steps.index_K))
+            first, length = len(steps), len(steps.token_ids_N)
+            digest.update(token_bytes(steps.token_ids_N))
+        for turn in range(first, scenario.turns):
             count = max(left // (scenario.turns - turn), 1)
             left -= count
             began = self.loop.now
@@ -126,6 +154,7 @@ class SimulatedGenerator(Client):
                 ids[1:],
                 reward=reward,
                 extends=Extension(turn - 1, length, digest.intdigest()) if turn else None,
+                note=GOES_ON if scenario.goes_on else "",
                 logprobs=np.full(count, -0.5, np.float32),
                 loss_mask=np.ones(count, np.bool_),
                 versions=self._versions(began, count),
@@ -164,7 +193,7 @@ class SimulatedGenerator(Client):
 
     def _refused(self, refusal: Refusal) -> None:
         """A fenced generator joins anew; after any other refusal the buffer begins another attempt."""
-        if refusal.reason is RefusalReason.FENCED:
-            self.start()
-        else:
+        if refusal.reason is not RefusalReason.FENCED:
             self._witness.refusals[str(refusal.reason)] += 1
+        elif not self._leaves:
+            self.start()

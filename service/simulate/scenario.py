@@ -24,6 +24,8 @@ class Faults:
     buffer_deaths: float = _fault(0.0, 0.05, 0.3)
     generator_deaths: float = _fault(0.0, 0.1)
     generator_freezes: float = _fault(0.0, 0.1)
+    generator_leaves: float = _fault(0.0, 0.2)
+    """Generators that leave in order; another one joins in place of each."""
     trainer_deaths: float = _fault(0.0, 0.1)
     disk_full: float = _fault(0.0, 0.05)
     clock_jumps: float = _fault(0.05)
@@ -71,6 +73,8 @@ class Scenario:
     """Seconds that a finished step waits for others to share its message."""
     success: float = 0.5
     """Fraction of trajectories with reward 1."""
+    goes_on: bool = True
+    """Whether environments can be restored, so that trajectories go on in another generator."""
     faults: Faults = field(default_factory=Faults)
 
     def slots(self, config: Config) -> int:

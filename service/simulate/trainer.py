@@ -23,6 +23,8 @@ class SimulatedTrainer(Client):
     ) -> None:
         super().__init__(host, scenario, rng)
         self.version = PolicyVersion(0, 0)
+        self.published = self.version
+        """The version that engines are to serve."""
         self.drained = False
         """Whether the buffer answered that no more mini-batches can come."""
         self._config = host.config
@@ -87,6 +89,7 @@ class SimulatedTrainer(Client):
 
     def _publish(self) -> None:
         """Send the weights to every engine, without waiting for their arrival."""
+        self.published = self.version
         for generator in self._generators:
             self.run(self._send_weights(generator, self.version))
 

@@ -125,6 +125,7 @@ class FaultyWorld(World):
             (faults.buffer_deaths, self._kill_buffer),
             (faults.generator_deaths, self._kill_generator),
             (faults.generator_freezes, self._freeze_generator),
+            (faults.generator_leaves, self._replace_generator),
             (faults.trainer_deaths, self._kill_trainer),
             (faults.disk_full, self._fill_disk),
             (faults.clock_jumps, self._jump_clock),
@@ -161,13 +162,31 @@ class FaultyWorld(World):
             self.host.doom = ("before_sync" if seam == 1 else "after_sync", int(self._rng.integers(8)))
 
     def _kill_generator(self) -> None:
-        generator = self._some_generator()
+        if (generator := self._some_generator()) is None:
+            return
         generator.die()
         self._notice(generator.name)
-        self._soon(RESTART_SECONDS, generator.start)
+        self._soon(RESTART_SECONDS, lambda: generator.start() if generator in self.generators else None)
+
+    def _replace_generator(self) -> None:
+        """One generator leaves, and one joins, under a new name or under that of one that left."""
+        if (leaving := self._some_generator()) is None:
+            return
+        self.generators.remove(leaving)
+        leaving.leave()
+        self._soon(RESTART_SECONDS, self._join_generator)
+
+    def _join_generator(self) -> None:
+        names = {generator.name for generator in self.generators}
+        free = next(name for number in range(len(names) + 1) if (name := f"g{number}") not in names)
+        generator = SimulatedGenerator(free, self.host, self.scenario, self._rng)
+        generator.update(self.trainer.published)
+        self.generators.append(generator)
+        generator.start()
 
     def _freeze_generator(self) -> None:
-        generator = self._some_generator()
+        if (generator := self._some_generator()) is None:
+            return
         generator.freeze(float(self._rng.exponential(FREEZE_SECONDS)))
         self._notice(generator.name)
 
@@ -181,8 +200,9 @@ class FaultyWorld(World):
         if self._rng.random() < 0.5:
             self._soon(NOTICE_SECONDS, leave)
 
-    def _some_generator(self) -> SimulatedGenerator:
-        return self.generators[int(self._rng.integers(len(self.generators)))]
+    def _some_generator(self) -> SimulatedGenerator | None:
+        """None while all of them have left."""
+        return self.generators[int(self._rng.integers(len(self.generators)))] if self.generators else None
 
     def _kill_trainer(self) -> None:
         self.trainer.die()
@@ -213,6 +233,7 @@ def fault_world(seed: int) -> FaultyWorld:
         linger_seconds=0.02,
         trainer_seconds=1.0,
         steps=6,
+        goes_on=bool(rng.integers(2)),
         faults=Faults.drawn(rng, FAULT_SECONDS),
     )
     return FaultyWorld(_config(rng), scenario, seed, segment_bytes=int(rng.choice([1, 3_000, 1 << 20])))

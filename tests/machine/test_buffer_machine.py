@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -12,7 +13,7 @@ from service.handoff.ledger.invariant import violations
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.wire import accepted_steps
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
-from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
+from service.types import GOES_ON, MiniBatch, PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import Generator, World, config, step
 
 NAMES = ("g1", "g2", "g3")
@@ -70,17 +71,20 @@ class BufferMachine(RuleBasedStateMachine):
         buffer = self.world.buffer
         self.generators[name] = Generator(buffer, name, goes_on=True)
         self.work[name] = []
-        held = buffer.ledger.held_by(name)
-        for (group_id, uid, _, samples, attempts), messages in buffer.unfinished(
-            name, self.generators[name].incarnation
-        ):
-            assert held.pop(group_id) == list(samples)
-            for sample, attempt, data in zip(samples, attempts, messages, strict=True):
-                indices = sorted(accepted_steps(data).index_K.tolist())
-                assert set(indices) == buffer.ledger.state.groups[group_id].trajectories[sample].indices
-                if indices == list(range(len(indices))):  # a crash may have lost one that was not synced
-                    self.work[name].append((TrajectoryId(group_id, sample, attempt), uid, len(indices)))
+        held = buffer.ledger.holdings.of(name)
+        for left in buffer.unfinished(name, self.generators[name].incarnation):
+            assert held.pop(left.group_id) == list(left.samples)
+            self.take(name, left)
         assert not held
+
+    def take(self, name: str, work: Assignment) -> None:
+        """A generator has this to play, each trajectory after the steps that the buffer has."""
+        steps = work.steps or (b"",) * len(work.samples)
+        for sample, attempt, data in zip(work.samples, work.attempts, steps, strict=True):
+            indices = sorted(accepted_steps(data).index_K.tolist()) if data else []
+            assert set(indices) == self.world.buffer.ledger.state.groups[work.group_id].trajectories[sample].indices
+            if indices == list(range(len(indices))):  # a crash may have lost one that was not synced
+                self.work[name].append((TrajectoryId(work.group_id, sample, attempt), work.prompt_uid, len(indices)))
 
     @rule(name=st.sampled_from(NAMES))
     def die(self, name: str) -> None:
@@ -97,8 +101,7 @@ class BufferMachine(RuleBasedStateMachine):
             return
         answer = self.generators[name].claim(self.serving[name])
         if isinstance(answer, Assignment):
-            for sample, attempt in zip(answer.samples, answer.attempts, strict=True):
-                self.work[name].append((TrajectoryId(answer.group_id, sample, attempt), answer.prompt_uid, 0))
+            self.take(name, answer)
 
     @rule(name=st.sampled_from(NAMES), ends=st.booleans(), reward=st.sampled_from([0.0, 1.0]), data=st.data())
     def send(self, name: str, ends: bool, reward: float, data: st.DataObject) -> None:
@@ -108,7 +111,8 @@ class BufferMachine(RuleBasedStateMachine):
         of, uid, sent = self.work[name].pop(place)
         steps: list[Step] = []
         if sent < 4 and not (ends and sent):
-            steps, sent = [step(of, uid, sent, self.serving[name])], sent + 1
+            note = GOES_ON if of.group_id % 2 else ""  # what a generator leaves goes on elsewhere
+            steps, sent = [replace(step(of, uid, sent, self.serving[name]), note=note)], sent + 1
         roles = packed_roles(data.draw(st.lists(st.sampled_from(Role), min_size=sent, max_size=sent)))
         closing = [TrajectoryEnd(of, uid, sent, "stop", reward, roles)] if ends or sent == 4 else []
         if not closing:
@@ -120,7 +124,9 @@ class BufferMachine(RuleBasedStateMachine):
         """So that groups are completed often enough to be trained and given out again."""
         if name in self.generators:
             answer = self.generators[name].claim(self.serving[name])
-            if isinstance(answer, Assignment):
+            if isinstance(answer, Assignment) and any(answer.steps):
+                self.take(name, answer)
+            elif isinstance(answer, Assignment):
                 self.generators[name].finish(answer, self.serving[name], rewards)
 
     @rule(data=st.data())

@@ -27,7 +27,7 @@ from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import index_of_steps, same_step
 from service.handoff.steps.stop_reason import FAILURES
-from service.handoff.steps.tables import concat_steps, end_objects, ends_table
+from service.handoff.steps.tables import concat_steps, end_objects, ends_table, long_note_bytes
 from service.handoff.steps.validate import MAX_FRACTION_NOT_FINITE, trajectory_refusal
 from service.types import (
     Bools,
@@ -249,7 +249,10 @@ def _addition(received: _Received) -> Addition | Refusal | None:
         indices,
         tokens=sum(columns.sampled[k] for k in items),
         bad_tokens=sum(columns.bad[k] for k in items),
-        n_bytes=n_tokens * columns.bytes_per_token + ITEM_BYTES * len(items) + (end_bytes(end) if end else 0),
+        n_bytes=n_tokens * columns.bytes_per_token
+        + ITEM_BYTES * len(items)
+        + long_note_bytes(received.message.steps, items)
+        + (end_bytes(end) if end else 0),
         end=end,
         chain=_extended_chain(received, items),
     )

@@ -128,6 +128,13 @@ class Restarted(Event, frozen=True):
     reason: str
 
 
+class Moved(Event, frozen=True):
+    """The generator of these samples is gone: they keep their steps and wait for another one that goes on with them."""
+
+    group_id: int
+    samples: tuple[int, ...]
+
+
 class Truncated(Event, frozen=True):
     """A group goes on without samples that were unfinished at its deadline, or whose last attempts failed."""
 

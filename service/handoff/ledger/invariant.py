@@ -41,6 +41,19 @@ def violations(ledger: Ledger) -> list[str]:
         found.append("the order of completion does not hold the complete groups")
     if list(ledger.slots) != sorted(o for o, g in state.groups.items() if g.state not in USED):
         found.append("the slots are not the unused groups in order of admission")
+    unfinished = [
+        *ledger.holdings.since,
+        *((o, sample) for o, samples in ledger.unassigned.items() for sample in samples),
+    ]
+    n_bytes = sum(state.groups[o].trajectories[sample].n_bytes for o, sample in unfinished)
+    if (len(unfinished), n_bytes) != (ledger.holdings.count, ledger.holdings.n_bytes):
+        found.append(
+            f"{len(unfinished)} samples of {n_bytes} bytes are unfinished, counted are {ledger.holdings.count} of "
+            f"{ledger.holdings.n_bytes}"
+        )
+    by_generator = {(o, s) for name in state.generators for o, of in ledger.holdings.of(name).items() for s in of}
+    if by_generator != set(ledger.holdings.since):
+        found.append("the samples of the generators are not those that are held")
     found += [
         f"group={o}: no one holds an unfinished sample" for o, g in state.groups.items() if _dropped(ledger, o, g)
     ]
@@ -55,6 +68,6 @@ def _dropped(ledger: Ledger, group_id: int, group: Group) -> bool:
     return any(
         not trajectory.complete
         and sample not in waiting
-        and (trajectory.generator is None or (group_id, sample) not in ledger.held)
+        and (trajectory.generator is None or (group_id, sample) not in ledger.holdings.since)
         for sample, trajectory in enumerate(group.trajectories)
     )

@@ -1,7 +1,6 @@
 """The ledger: where every group, trajectory and token stands.
 
-It changes only by `apply` and `accept`; the same events make the same ledger, at any time. The invariant that must hold
-after every event is `service.handoff.ledger.invariant.violations`.
+It changes only by `apply` and `accept`; the same events make the same ledger. Its invariant: `ledger.invariant`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import xxhash
 
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
+from service.handoff.ledger.holdings import Holdings
 from service.handoff.ledger.lifecycle import GIVEN_UP, NEXT_STATES, Fate, GroupState
 from service.handoff.ledger.state import BUCKETS, MESSAGES_REMEMBERED, Group, Lease, Member, State, Success, Trajectory
 from service.handoff.ledger.versions import VersionHistory
@@ -33,9 +33,8 @@ class Ledger:
         self.slots: dict[int, None] = {}
         """Groups not yet used, in order of admission."""
         self.unassigned: dict[int, set[int]] = {}
-        """Restarted samples that wait for a claim, by group_id."""
-        self.held: OrderedDict[tuple[int, int], float] = OrderedDict()
-        """When each unfinished (group_id, sample) that a generator plays last made progress, longest ago first."""
+        """Restarted and moved samples that wait for a claim, by group_id."""
+        self.holdings = Holdings()
         self.issued_at: OrderedDict[int, float] = OrderedDict()
         """When each unfinished group was claimed, longest ago first; ended ones too until somebody looks."""
         self.scoring: dict[int, None] = {}
@@ -51,6 +50,7 @@ class Ledger:
             events.Scored: self._scored,
             events.Assigned: self._assigned,
             events.Restarted: self._restarted,
+            events.Moved: self._moved,
             events.Truncated: self._truncated,
             events.Ended: self._ended,
             events.Leased: self._leased,
@@ -93,14 +93,16 @@ class Ledger:
             group.n_bytes += new.n_bytes
             self.state.accepted += new.tokens
             self.state.fates[Fate.OPEN] += new.tokens
+            trajectory.moves = 0 if new.indices else trajectory.moves
             if new.end is not None:
                 trajectory.n_steps = new.end.n_steps
+            self.holdings.n_bytes += new.n_bytes
             if group.state is GroupState.ISSUED:
                 self._enter(group, GroupState.OPEN)
-            self.held.pop((new.group_id, new.sample), None)
             if trajectory.n_steps != len(trajectory.indices):
-                self.held[new.group_id, new.sample] = now
+                self.holdings.renew((new.group_id, new.sample), now)
                 continue
+            self.holdings.finish((new.group_id, new.sample), trajectory)
             self.state.lengths.generated[bucket(trajectory.tokens)] += 1
             self.state.lengths.generated_tokens[bucket(trajectory.tokens)] += trajectory.tokens
             self._complete_when_all_are(new.group_id, group)
@@ -117,24 +119,11 @@ class Ledger:
 
     def plays(self, sender: Sender, of: TrajectoryId) -> bool:
         """Whether the sender holds this attempt, unfinished, now."""
-        if (of.group_id, of.sample) not in self.held:
+        if (of.group_id, of.sample) not in self.holdings.since:
             return False
         trajectory = self.state.groups[of.group_id].trajectories[of.sample]
         holder = (trajectory.generator, trajectory.incarnation, trajectory.attempt)
         return holder == (sender.generator, sender.incarnation, of.attempt)
-
-    def renew(self, group_id: int, sample: int, now: float) -> None:
-        """An unfinished sample that a generator plays made progress, though no step of it was accepted."""
-        self.held[group_id, sample] = now
-        self.held.move_to_end((group_id, sample))
-
-    def held_by(self, generator: str) -> dict[int, list[int]]:
-        """The unfinished samples that a generator plays, by group_id."""
-        samples: dict[int, list[int]] = {}
-        for group_id, sample in sorted(self.held):
-            if self.state.groups[group_id].trajectories[sample].generator == generator:
-                samples.setdefault(group_id, []).append(sample)
-        return samples
 
     def digest(self) -> str:
         """A fingerprint of the whole state."""
@@ -149,10 +138,10 @@ class Ledger:
             self._go_back(event.step)
         else:
             self.state.generators[event.name] = Member(event.incarnation)
-            taken = self.held_by(event.name).items() if event.goes_on else ()
+            taken = self.holdings.of(event.name).items() if event.goes_on else ()
             for group_id, sample in [(group_id, sample) for group_id, samples in taken for sample in samples]:
                 self.state.groups[group_id].trajectories[sample].incarnation = event.incarnation
-                self.renew(group_id, sample, self._now)
+                self.holdings.renew((group_id, sample), self._now)
 
     # -- from issue to completion -------------------------------------------------------------------------------------
 
@@ -165,23 +154,25 @@ class Ledger:
         self.in_state[GroupState.ISSUED] += 1
         self.slots[event.group_id] = None
         self.issued_at[event.group_id] = self._now
-        attempts = dict.fromkeys(range(self.state.n_samples), 0)
-        self.held.update({(event.group_id, sample): self._now for sample in attempts})
-        self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
+        self.holdings.count += len(trajectories)
+        for sample, trajectory in enumerate(trajectories):
+            self.holdings.begin((event.group_id, sample), trajectory, self._now)
+        given = event.request_id, event.group_id, dict.fromkeys(range(len(trajectories)), 0)
+        self.state.generators[event.generator].note_given(*given)
 
     def _assigned(self, event: events.Assigned) -> None:
         group = self.state.groups[event.group_id]
         for sample in event.samples:
-            group.trajectories[sample].generator = event.generator
-            group.trajectories[sample].incarnation = event.incarnation
-            self.held[event.group_id, sample] = self._now
+            trajectory = group.trajectories[sample]
+            trajectory.generator, trajectory.incarnation = event.generator, event.incarnation
+            self.holdings.begin((event.group_id, sample), trajectory, self._now)
         self._no_longer_unassigned(event.group_id, event.samples)
         attempts = {sample: group.trajectories[sample].attempt for sample in event.samples}
         self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
 
     def _complete_when_all_are(self, group_id: int, group: Group) -> None:
-        samples = range(self.state.n_samples)
-        if group_id not in self.unassigned and not any((group_id, sample) in self.held for sample in samples):
+        held = any((group_id, sample) in self.holdings.since for sample in range(self.state.n_samples))
+        if group_id not in self.unassigned and not held:
             group.attempts = attempts_of(group)
             group.lengths = tuple(t.tokens for t in group.trajectories if not t.given_up)
             if group.scorers:
@@ -215,13 +206,22 @@ class Ledger:
         group = self.state.groups[event.group_id]
         for sample in event.samples:
             old = group.trajectories[sample]
+            self.holdings.let_go((event.group_id, sample), old)
+            self.holdings.n_bytes -= old.n_bytes
             group.trajectories[sample] = Trajectory(None, 0, old.attempt + 1)
             group.tokens -= old.tokens
             group.n_bytes -= old.n_bytes
             self._move_tokens(Fate.OPEN, Fate.SUPERSEDED, old.tokens)
-            self.held.pop((event.group_id, sample), None)
             self.unassigned.setdefault(event.group_id, set()).add(sample)
         self.state.restarts[event.reason] = self.state.restarts.get(event.reason, 0) + len(event.samples)
+
+    def _moved(self, event: events.Moved) -> None:
+        for sample in event.samples:
+            trajectory = self.state.groups[event.group_id].trajectories[sample]
+            self.holdings.let_go((event.group_id, sample), trajectory)
+            trajectory.generator, trajectory.incarnation, trajectory.moves = None, 0, trajectory.moves + 1
+            self.unassigned.setdefault(event.group_id, set()).add(sample)
+        self.state.moved += len(event.samples)
 
     def _truncated(self, event: events.Truncated) -> None:
         group = self.state.groups[event.group_id]
@@ -231,7 +231,7 @@ class Ledger:
             group.n_bytes -= trajectory.n_bytes
             self._move_tokens(Fate.OPEN, Fate.EXPIRED, trajectory.tokens)
             self.state.lengths.given_up[bucket(trajectory.tokens)] += 1
-            self.held.pop((event.group_id, sample), None)
+            self.holdings.finish((event.group_id, sample), trajectory)
             group.trajectories[sample] = Trajectory(None, 0, trajectory.attempt, given_up=True)
         if event.group_id in self.unassigned:
             self._no_longer_unassigned(event.group_id, event.samples)
@@ -241,15 +241,17 @@ class Ledger:
     # -- ends without training ----------------------------------------------------------------------------------------
 
     def _ended(self, event: events.Ended) -> None:
-        group = self.state.groups.pop(event.group_id)
+        group = self.state.groups[event.group_id]
+        waiting = self.unassigned.pop(event.group_id, set())
+        for sample in range(self.state.n_samples):
+            if sample in waiting or (event.group_id, sample) in self.holdings.since:
+                self.holdings.finish((event.group_id, sample), group.trajectories[sample])
+        del self.state.groups[event.group_id]
         if group.state is GroupState.COMPLETE:
             self.finished.remove((group.finished, event.group_id))
         self._move_tokens(group.waiting_fate, Fate(event.state), group.tokens)
         self._enter(group, event.state)
         self.slots.pop(event.group_id)
-        for sample in range(self.state.n_samples):
-            self.held.pop((event.group_id, sample), None)
-        self.unassigned.pop(event.group_id, None)
         self.scoring.pop(event.group_id, None)
         self.state.vacated += 1
         self._count_end(event.state, event.reason)

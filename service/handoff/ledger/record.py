@@ -28,7 +28,7 @@ from service.handoff.ledger.scores import with_scores
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import concat_steps, ends_table, said_bytes
+from service.handoff.steps.tables import concat_steps, ends_table, long_note_bytes, said_bytes
 from service.handoff.steps.validate import Limits
 from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
@@ -110,7 +110,8 @@ class Store:
 
     def table_bytes(self, steps: Steps) -> int:
         """Bytes that the steps of a table are counted with."""
-        return item_bytes(len(steps.token_ids_N), self.token_bytes(steps), len(steps))
+        counted = item_bytes(len(steps.token_ids_N), self.token_bytes(steps), len(steps))
+        return counted + long_note_bytes(steps, range(len(steps)))
 
     def of(self, group_id: int) -> Held:
         """What is here of a group; nothing of one whose data were dropped."""
@@ -273,7 +274,7 @@ class Record:
         self.store.expert_bytes = expert_bytes(ledger)
         self.revision += 1
         for new in additions:
-            if (new.group_id, new.sample) not in ledger.held:
+            if (new.group_id, new.sample) not in ledger.holdings.since:
                 self.store.completed(new.group_id, new.sample)
 
     # -- the journal's size -------------------------------------------------------------------------------------------

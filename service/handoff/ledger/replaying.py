@@ -201,9 +201,12 @@ def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
         else:
             ledger.slots[group_id] = None
         for sample, trajectory in enumerate(group.trajectories):
-            if trajectory.generator is not None and not trajectory.complete:
-                ledger.held[group_id, sample] = now
-            elif not trajectory.complete:
+            if trajectory.complete:
+                continue
+            ledger.holdings.count += 1
+            ledger.holdings.n_bytes += trajectory.n_bytes
+            ledger.holdings.begin((group_id, sample), trajectory, now)
+            if trajectory.generator is None:
                 ledger.unassigned.setdefault(group_id, set()).add(sample)
     ledger.leased_at = dict.fromkeys(state.leases, now)
     ledger.in_state[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())

@@ -45,6 +45,8 @@ class Trajectory:
     """Bytes that its steps and its end are counted with, see `service.handoff.group_bytes`."""
     given_up: bool = False
     """Whether the group goes on without it."""
+    moves: int = 0
+    """Generators that went away since its last step was accepted."""
 
     @property
     def complete(self) -> bool:
@@ -247,6 +249,8 @@ class State:
     """Trajectories that started anew, by reason."""
     given_up: dict[str, int] = field(default_factory=dict)
     """Trajectories without which their group went on, by reason."""
+    moved: int = 0
+    """Trajectories that lost their generator and went on with their steps."""
     routing: tuple[int, ...] | None = None
     """(layers, topk) of all routed experts, as the first accepted ones came."""
     draining: str | None = None

@@ -26,6 +26,8 @@ class StopReason(StrEnum):
     """The reward was not a finite number."""
     ENVIRONMENT_OUTPUT = "environment_output"
     """The messages were malformed or too large."""
+    ENVIRONMENT_NOT_RESTORED = "environment_not_restored"
+    """The trajectory could not go on in another generator: played again, its environment answered something else."""
 
 
 OVER_LONG = frozenset({StopReason.LENGTH, StopReason.TRUNCATED})

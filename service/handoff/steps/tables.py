@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from service.columns import codes_of, columns_of, concat, lengths_of, offsets_of, trajectories
+from service.handoff.group_bytes import NOTE_BYTES
 from service.handoff.steps.stop_reason import StopReason
 from service.types import (
     Bools,
@@ -33,6 +34,9 @@ REWARD_BYTES = REWARD.itemsize
 
 NO_EXTENSION = Extension(-1, 0, 0)
 """The reference of a step that carries its whole prompt."""
+
+UTF8_BYTES = 4
+"""Most bytes of a character."""
 
 TURN_BOUNDS = (1, 2, 3, 4, 8, 16, 32)
 TURNS = ("1", "2", "3", "4", "5_8", "9_16", "17_32", "33_up")
@@ -155,6 +159,14 @@ def extension_of(steps: Steps, k: int) -> Extension | None:
 def total_lengths(steps: Steps) -> Int64s:
     """Tokens of each step's whole prompt and response."""
     return np.where(steps.extends_K < 0, np.int64(0), steps.extends_length_K) + lengths_of(steps.offsets_K)
+
+
+def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
+    """Bytes of these items' notes beyond those that `ITEM_BYTES` covers."""
+    if not any(len(note) * UTF8_BYTES > NOTE_BYTES for note in steps.notes):
+        return 0
+    note_K = steps.note_K.tolist()
+    return sum(max(len(steps.notes[note_K[k]].encode()) - NOTE_BYTES, 0) for k in items)
 
 
 def name_of(steps: Steps, k: int) -> str:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from service.columns import columns_of, lengths_of
 from service.config.tree import Config
-from service.handoff.group_bytes import NAME_BYTES, TRANSCRIPT_BYTES
+from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
 from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import check_references
 from service.handoff.prefixes.step_equality import contradiction, in_order
@@ -42,7 +42,7 @@ from service.types import (
 )
 
 MAX_NAME_LENGTH = 1024
-"""Characters of a generator's name, a prompt's uid, a stop reason or a note, at most."""
+"""Characters of a generator's name, a prompt's uid or a stop reason, at most."""
 
 MAX_GROUP_ID = 1 << 53
 """A group_id stays exact in JSON."""
@@ -89,6 +89,7 @@ class Limits:
     n_samples_per_prompt: int
     max_attempts: int
     max_group_bytes: int
+    max_note_bytes: int = NOTE_BYTES
     needs_logprobs: bool = True
     n_named_roles: int = 0
     """Roles that the configuration names."""
@@ -107,6 +108,7 @@ class Limits:
             max_attempts=config.buffer.max_attempts,
             max_group_bytes=config.buffer.max_group_bytes,
             n_named_roles=len(config.roles),
+            max_note_bytes=max(config.env.max_snapshot_bytes, NOTE_BYTES),
             routing=routing,
         )
 
@@ -163,8 +165,13 @@ def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
     generator, incarnation, sequence = group.sender
     if not 0 < len(generator) <= MAX_NAME_LENGTH or incarnation < 0 or sequence < 0:
         return Refusal(RefusalReason.IDENTITY, "sender")
+    longest_note = max((len(note.encode()) for note in group.steps.notes), default=0)
+    if longest_note > limits.max_note_bytes:
+        return Refusal(RefusalReason.TOO_LARGE, "notes", longest_note)
+    if len(group.steps.notes) > len(group.steps):
+        return Refusal(RefusalReason.MALFORMED, "notes", len(group.steps.notes))
     for table in (group.steps, group.ends):
-        names = [getattr(table, field) for field, _ in columns_of(type(table)).names]
+        names = [getattr(table, field) for field, _ in columns_of(type(table)).names if field != "notes"]
         if "" in table.uids:
             return Refusal(RefusalReason.IDENTITY, "uids")
         if (longest := max((len(name) for of in names for name in of), default=0)) > MAX_NAME_LENGTH:
@@ -172,7 +179,7 @@ def _sender(group: StepGroup, limits: Limits) -> Refusal | None:
         if (count := max(map(len, names))) > len(table):
             return Refusal(RefusalReason.MALFORMED, "uids", count)
         longest = sum(max((len(name.encode()) for name in of), default=0) for of in names)
-        if longest + len(generator.encode()) > NAME_BYTES:
+        if longest + len(generator.encode()) + min(longest_note, NOTE_BYTES) > NAME_BYTES:
             return Refusal(RefusalReason.TOO_LARGE, "uids", longest)
     return None
 

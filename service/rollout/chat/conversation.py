@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from service.rollout.chat.chat import Chat, Tool
-from service.rollout.end_token import Response, as_sampled, with_end
+from service.rollout.chat.end_token import Response, as_sampled, with_end
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
 from service.types import Int32s
@@ -48,6 +48,10 @@ class Conversation:
         """The prompt after the response and the environment's messages: the tokens between two responses."""
         return Prompt(self._chat.delta(messages, int(response_ids[-1])), whole=False)
 
+    def after(self, text: str, messages: Sequence[Message]) -> list[Message] | None:
+        """The whole conversation that the next prompt is made of; None where it follows the tokens of the last one."""
+        return None
+
 
 class Rerendered(Conversation):
     """Every prompt renders the whole conversation; where the template rewrites an earlier turn, a new row begins."""
@@ -64,8 +68,12 @@ class Rerendered(Conversation):
 
     def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
         """The whole conversation, rendered anew."""
-        self._messages += [Message(role="assistant", content=text), *messages]
+        self._messages = self.after(text, messages)
         return super().begin(self._messages, self._tools)
+
+    def after(self, text: str, messages: Sequence[Message]) -> list[Message]:
+        """The whole conversation after a response and the environment's messages."""
+        return [*self._messages, Message(role="assistant", content=text), *messages]
 
 
 class Inline(Conversation):

@@ -29,7 +29,7 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import end_objects, ends_table, trajectory_ids
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode, encode
-from service.handoff.verbs import Assignment, Claim, Receipt, Unfinished, Wait, WaitReason
+from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.rollout import env_guard
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
@@ -180,8 +180,8 @@ async def test_a_new_process_goes_on_with_the_sessions_that_its_predecessor_left
 ) -> None:
     keys, of = Keys(b"secret", "key-of-all-workers"), TrajectoryId(0, 1)
     odd = Step(of, "lookup-0-0", 0, *(np.array([5], np.int32),) * 2, None, np.array([True]), np.array([1 << 32 | 2]))
-    none, one = (StepGroup(Sender("g", 1, 0), steps_table(steps), ends_table(())) for steps in ((), (odd,)))
-    left = Unfinished(Assignment(0, "lookup-0-0", 0, (0, 1), (0, 0)), (encode(none), encode(one)))
+    one = StepGroup(Sender("g", 1, 0), steps_table((odd,)), ends_table(()))
+    left = Assignment(0, "lookup-0-0", 0, (0, 1), (0, 0), (b"", encode(one)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

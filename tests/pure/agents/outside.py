@@ -137,11 +137,11 @@ class Far:
         import msgspec
 
         from actors.generator.outbox import Unreachable
-        from service.handoff.verbs import Assignment, Receipt, Unfinished, Wait
+        from service.handoff.verbs import Assignment, Receipt, Wait
         from service.types import Refusal
 
         kinds: dict[str, Any] = {kind.__name__: kind for kind in (Assignment, Receipt, Wait, Refusal)}
-        kinds |= {"tuple": tuple[Unfinished, ...], "int": int, "NoneType": type(None)}
+        kinds |= {"tuple": tuple[Assignment, ...], "int": int, "NoneType": type(None)}
         asked = msgspec.msgpack.encode([method, arguments])
         try:
             reader, writer = await asyncio.open_unix_connection(address(self._folder))

@@ -11,16 +11,15 @@ from service.handoff.group_bytes import worst_group_bytes
 from service.handoff.ledger.invariant import violations
 from service.handoff.steps import wire
 from service.handoff.steps.tables import step_objects
-from service.handoff.steps.validate import Limits
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.types import (
+    GOES_ON,
     Float64s,
     Int64s,
     MiniBatch,
     PolicyVersion,
     Refusal,
     RefusalReason,
-    StepGroup,
     TrajectoryEnd,
     TrajectoryId,
 )
@@ -309,16 +308,61 @@ def test_a_generator_that_goes_on_keeps_its_trajectories_with_the_steps_that_wer
     assert refused(buffer.submit(stale_message)) is RefusalReason.FENCED
     assert buffer.unfinished("g1", world.generator.incarnation) == ()
     (unfinished,) = buffer.unfinished("g1", incarnation)
-    assert unfinished.assignment == work and other.group_id != work.group_id
-    none, both = (wire.decode(data, Limits.of(world.settings, 500)) for data in unfinished.steps)
-    assert isinstance(none, StepGroup) and isinstance(both, StepGroup) and len(none.steps) == 0
-    assert [made.note for made in step_objects(both.steps)] == ["note 0", "note 1"]
-    assert both.steps.token_ids_N.tolist() == [*steps[0].prompt_ids, *steps[0].response_ids, 15, 16, 17, 18, 19]
+    assert unfinished._replace(steps=()) == work and other.group_id != work.group_id
+    none, both = unfinished.steps
+    assert not none
+    assert [made.note for made in step_objects(wire.accepted_steps(both))] == ["note 0", "note 1"]
+    assert wire.accepted_steps(both).token_ids_N.tolist() == [
+        *steps[0].prompt_ids,
+        *steps[0].response_ids,
+        15,
+        16,
+        17,
+        18,
+        19,
+    ]
     world.generator.incarnation = incarnation
     third = step(of, work.prompt_uid, 2)
     end = TrajectoryEnd(of, work.prompt_uid, 3, "stop", 1.0)
     assert isinstance(world.generator.send([third], [end]), Receipt)
     assert buffer.ledger.state.groups[work.group_id].trajectories[1].complete and world.closes()
+
+
+def test_what_a_generator_leaves_goes_on_elsewhere_from_its_last_step_and_its_late_steps_are_refused(
+    world: World,
+) -> None:
+    work, gone, other = world.generator.claimed(), world.generator, Generator(world.buffer, "g2")
+    of, plain = TrajectoryId(work.group_id, 0), TrajectoryId(work.group_id, 1)
+    first = replace(step(of, work.prompt_uid, 0), note=f"{GOES_ON}here")
+    assert isinstance(gone.send([first, step(plain, work.prompt_uid, 0)]), Receipt)
+    late = gone.message([step(of, work.prompt_uid, 1)])
+    world.buffer.leave(gone.name, gone.incarnation, "it died")
+    assert consistent(world)
+    other.buffer = world.crash()
+    again = other.claimed()
+    assert (again.group_id, again.samples, again.attempts) == (work.group_id, (0, 1), (0, 1))
+    (made,) = step_objects(wire.accepted_steps(again.steps[0]))
+    assert (made.note, made.response_ids.tolist()) == (first.note, [13, 14])
+    assert not again.steps[1]
+    assert refused(world.buffer.submit(late)) is RefusalReason.FENCED
+    assert (world.buffer.status().moved, world.buffer.status().restarts) == (1, {"generator_left": 1})
+    end = TrajectoryEnd(of, work.prompt_uid, 2, "stop", 1.0)
+    assert isinstance(other.send([step(of, work.prompt_uid, 1)], [end]), Receipt)
+    assert world.buffer.ledger.state.groups[work.group_id].trajectories[0].complete and consistent(world)
+
+
+def test_a_step_after_which_generator_after_generator_dies_is_tried_so_often_and_then_starts_anew(world: World) -> None:
+    work, generator = world.generator.claimed(), world.generator
+    of, attempts = TrajectoryId(work.group_id, 0), []
+    assert isinstance(generator.send([replace(step(of, work.prompt_uid, 0), note=GOES_ON)]), Receipt)
+    other = TrajectoryId(work.group_id, 1)
+    end = TrajectoryEnd(other, work.prompt_uid, 1, "stop", 1.0)
+    assert isinstance(generator.send([step(other, work.prompt_uid, 0)], [end]), Receipt)
+    for number in range(world.settings.buffer.max_attempts):
+        world.buffer.leave(generator.name, generator.incarnation, "it died")
+        generator = Generator(world.buffer, f"h{number}")
+        attempts.append(generator.claimed().attempts[0])
+    assert attempts == [0, 0, 1] and consistent(world)
 
 
 def test_a_trajectory_that_its_generator_renews_is_not_silent(world: World) -> None:

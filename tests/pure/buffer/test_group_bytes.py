@@ -26,6 +26,7 @@ from service.handoff.group_bytes import (
 )
 from service.handoff.steps import wire
 from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import long_note_bytes
 from service.handoff.verbs import Assignment, Receipt
 from service.types import PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import START, World, config
@@ -82,6 +83,7 @@ def full_step(of: TrajectoryId, uid: str, index: int, made: Config, version: Pol
         np.ones(response, np.bool_),
         np.full(response, version.pack(), np.int64),
         reward=np.ones(response, np.float32),
+        note="n" * made.env.max_snapshot_bytes,
     )
 
 
@@ -101,7 +103,7 @@ def play_at_worst(world: World, work: Assignment, version: PolicyVersion) -> Non
 
 def step_bytes(step: Step) -> int:
     table = steps_table([step])
-    return len(table.token_ids_N) * bytes_per_token(table) + ITEM_BYTES
+    return len(table.token_ids_N) * bytes_per_token(table) + ITEM_BYTES + long_note_bytes(table, [0])
 
 
 def accepted_within(world: World, steps: list[Step], ends: list[TrajectoryEnd], reserved: int) -> None:

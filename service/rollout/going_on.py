@@ -1,0 +1,104 @@
+"""How a trajectory goes on in another generator, from the last step that the buffer has of it.
+
+note of a step                          another generator
+snapshot, the messages after the step   reset, restore(snapshot), the next turn
+played again                            reset, each step's sampled text once more: prompts and rewards must be equal
+done                                    only the end was missing
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex
+from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.tables import step_objects
+from service.rollout.env_guard import EnvGuard, TrajectoryFailed
+from service.rollout.environment import Message, StepResult
+from service.types import GOES_ON, Int32s, Steps
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True):
+    """What a step says so that another generator goes on after it."""
+
+    done: bool
+    snapshot: bytes | None = None
+    """None: the environment is played again."""
+    messages: Sequence[Message] = ()
+    """The environment's answer to the step."""
+    is_history: bool = False
+    """Whether they are the whole conversation."""
+    info: dict[str, float] = {}
+    """Summed over the steps so far."""
+
+
+class Left(NamedTuple):
+    """A step that an earlier generator left."""
+
+    number: int
+    token_ids: Int32s
+    """[P + T] the whole prompt and the response."""
+    prompt_ids: Int32s
+    """[P] of them."""
+    response_ids: Int32s
+    """[T] of them."""
+    sampled_ids: Int32s
+    """The response without an appended end."""
+    reward: float
+    stop_reason: str
+
+
+async def written(
+    environment: EnvGuard, result: StepResult, history: Sequence[Message] | None, info: Counter[str], most: int
+) -> str:
+    """The note of the step that the environment has answered; empty where nobody can go on after it.
+
+    `history`: the whole conversation, where the next prompt needs it; `most`: bytes of a note.
+
+    Raises:
+        TrajectoryFailed: the environment's `snapshot` raised, was late, or gave no bytes.
+    """
+    if result.done:
+        note = Note(True, info=dict(info))
+    elif isinstance(snapshot := await environment.snapshot(), bytes):
+        note = Note(False, snapshot, history or result.messages, history is not None, dict(info))
+    elif snapshot:
+        note = Note(False)
+    else:
+        return ""
+    text = GOES_ON + msgspec.json.encode(note).decode()
+    return text if len(text.encode()) <= most else ""
+
+
+def read(steps: Steps) -> tuple[Note, list[Left]]:
+    """The note of the last step, and all steps by index.
+
+    Raises:
+        TrajectoryFailed: the last step has no note, or steps are missing.
+    """
+    index, left = PrefixIndex(), list[Left]()
+    order = np.argsort(steps.index_K, kind="stable").tolist()
+    objects = step_objects(steps)
+    for k in order:
+        try:
+            tokens = index.add(steps, k).tip.tokens()
+        except PrefixError as error:
+            raise not_restored(str(error)) from error
+        step, reward = objects[k], float(steps.reward_K[k])
+        prompt, response = np.split(tokens, [len(tokens) - len(step.response_ids)])
+        left.append(Left(step.index, tokens, prompt, response, response[step.loss_mask], reward, step.stop_reason))
+    try:
+        note = msgspec.json.decode(objects[order[-1]].note.removeprefix(GOES_ON), type=Note)
+    except msgspec.MsgspecError as error:
+        raise not_restored(f"its last step has no note to go on by: {error}") from error
+    return note, left
+
+
+def not_restored(detail: str) -> TrajectoryFailed:
+    """The trajectory cannot go on: it starts anew."""
+    return TrajectoryFailed(StopReason.ENVIRONMENT_NOT_RESTORED, detail)

@@ -1,0 +1,40 @@
+"""Generators that join and leave, simulated: what leaving ones cost, and what many of them cost the buffer."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.elastic import LEAST_LINEAR, MOST_GROWTH, buffer_cost, main, settings, tokens_per_second
+from service.handoff.ledger.invariant import violations
+from service.simulate.scenario import Faults, Scenario
+from service.simulate.world import FaultyWorld
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_leaving_generator_repeats_at_most_the_step_under_way_where_environments_can_be_restored(
+    goes_on: bool,
+) -> None:
+    faults = Faults(until=20.0, generator_leaves=1.0, delay=0.01)
+    scenario = Scenario(4, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=16, goes_on=goes_on, faults=faults)
+    world = FaultyWorld(settings(8), scenario, seed=1, segment_bytes=10_000)
+    world.run()
+    status = world.host.buffer.status()
+    assert world.fault_count > 10 and violations(world.host.buffer.ledger) == []
+    # What starts anew without a step of its own loses nothing: it had none when its generator left.
+    assert (status.moved > 0, status.tokens["superseded"] > 0) == (goes_on, not goes_on)
+
+
+def test_throughput_grows_with_the_generators() -> None:
+    assert tokens_per_second(4) >= LEAST_LINEAR * 4 * tokens_per_second(1)
+
+
+def test_a_group_costs_the_buffer_as_much_with_ten_times_the_generators() -> None:
+    few, many = buffer_cost(20), buffer_cost(200)
+    assert many.seconds_per_group <= MOST_GROWTH * few.seconds_per_group
+    assert many.moved > 0 and many.superseded_tokens == 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_the_bars_hold_with_ten_thousand_generators() -> None:
+    assert main([]) == 0
