@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -31,6 +32,7 @@ from service.errors import BatonError, RunFailed, UserError
 from service.evaluation.scores import Evaluation
 from service.evaluation.target import EvalTarget
 from service.run.checkpoints import MANIFEST, TRAINER, Manifest
+from service.run.export import export
 from service.run.prepare import prepare_evaluation, prepare_weights
 
 
@@ -61,6 +63,11 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
         manifest = prepare_weights(config, target)
         weights = target.weights(manifest)
         say(f"weights: {weights}")
+        if target.model is None and config.model.lora is not None:
+            with phase("merging the adapter into its base", say):
+                export(config, target, manifest, folder / "exported", merged=True)
+            target, manifest = dataclasses.replace(target, model=folder / "exported", adapter=None), None
+        config = config.without_adapter
         logs = held.enter_context(logs_kept_on_failure(say))
         with phase("starting Ray", say):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], logs))

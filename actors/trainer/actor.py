@@ -119,8 +119,7 @@ class TrainerRank:
         if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # as on a node that came later
             node = ray.util.get_node_ip_address()
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
-        model = self._config.model if adapter else self._config.model.model_copy(update={"lora": None, "adapter": None})
-        config = self._config.model_copy(update={"model": model})
+        config = self._config if adapter else self._config.without_adapter
         # before the process group, which an estimate must not find
         checkpointing = checkpointing_on(self._device, config, Path(model_folder))
         if checkpointing is not None:

@@ -106,6 +106,29 @@ def config_schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Write the adapter of a run, alone or merged into its base."""
+    from service.cli.configuration import no_more_words
+    from service.config import load
+    from service.evaluation.target import eval_target
+
+    no_more_words(arguments)
+    target = eval_target(arguments.path)
+    if target.run is None:
+        raise UserError(
+            f"{arguments.path}: a model of no run; give a run that trains an adapter, or a checkpoint of one"
+        )
+    config = load(target.settings, overrides).config
+    with phase("merging the adapter into its base" if arguments.merge else "writing the adapter", after=QUIET_SECONDS):
+        from service.run.export import export
+        from service.run.prepare import prepare_weights
+
+        export(config, target, prepare_weights(config, target), arguments.output, arguments.merge)
+    what = "the base with the adapter's update, in float32" if arguments.merge else "the adapter, in PEFT's form"
+    print(f"{arguments.output}: {what}")
+    return 0
+
+
 def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Simulate a configuration."""
     from service.cli.configuration import no_more_words

@@ -62,6 +62,17 @@ of each prompt, the turns and sampled tokens of a trajectory, and the number of 
 exit code: 0 evaluated, 2 the input is wrong (one line says what), 1 an engine failed, 128 + n stopped by signal n.
 """
 
+EXPORT = """\
+Write the adapter that a run with model.lora has trained: in PEFT's form, or merged into its base as a Hugging Face
+folder in float32. Needs neither Ray nor a GPU.
+"""
+
+EXPORT_EXAMPLES = """\
+examples:
+  baton export runs/gsm8k merged --merge                               # its final adapter, or its newest checkpoint
+  baton export runs/gsm8k/checkpoints/step_40 adapter                  # for model.adapter, PEFT or vLLM
+"""
+
 SUBMIT = "Submit `baton run` as a Ray job and show its output; while the cluster is starting, try again."
 
 SUBMIT_NOTES = """\

@@ -92,6 +92,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     _add_init(added)
     _add_run(added)
     _add_eval(added)
+    _add_export(added)
     _add_submit(added)
     _add_config(added)
     _add_status(added)
@@ -142,6 +143,17 @@ def _add_eval(added: Any) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a Hugging Face folder, a run folder or a checkpoint")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results to this file, as JSON")
     _add_settings(parser)
+
+
+def _add_export(added: Any) -> None:
+    summary = "write the adapter of a run, alone or merged into its base"
+    parser = _command(added, "export", commands.export, summary, help_texts.EXPORT, help_texts.EXPORT_EXAMPLES)
+    parser.add_argument(
+        "path", type=Path, metavar="PATH", help="the run folder of a run with model.lora, or a checkpoint"
+    )
+    parser.add_argument("output", type=Path, metavar="FOLDER", help="the folder to write, which must not exist yet")
+    parser.add_argument("--merge", action="store_true", help="write a whole model, which needs no adapter")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set one value over the run's")
 
 
 def _add_submit(added: Any) -> None:

@@ -100,6 +100,12 @@ def _lora(config: Config) -> Iterator[Problem]:
                 "model.adapter", "without model.lora nothing would train it; add model.lora with its settings"
             )
         return
+    if config.model.adapter is not None and config.model.warm_start is not None:
+        yield Problem(
+            "model.adapter",
+            "model.warm_start would train the weights that the adapter was made for, and it would no longer fit them; "
+            "add model.warm_start=null",
+        )
     if lora.rank > SLOT_RANKS[-1]:
         yield Problem(
             "model.lora.rank", f"{lora.rank} fits no engine: the largest slot has rank {SLOT_RANKS[-1]}; use at most it"

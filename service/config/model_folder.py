@@ -19,6 +19,7 @@ FAMILIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types for which tests show that the packed forward pass equals the row-by-row one."""
 
 MODEL_CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,6 +29,11 @@ EMBEDDING = "model.embed_tokens.weight"
 def is_model_folder(folder: Path) -> bool:
     """Whether a folder holds a model."""
     return (folder / MODEL_CONFIG).is_file()
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder holds an adapter in PEFT's form."""
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -> None:

@@ -183,6 +183,11 @@ class Config(Section):
         return self.buffer.merge if self.algorithm.step_wise else "linear"
 
     @property
+    def without_adapter(self) -> Config:
+        """The same with all weights trained."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"lora": None, "adapter": None})})
+
+    @property
     def endpoint(self) -> AgentsConfig | None:
         """The settings of the endpoint for agents; None where there is none."""
         return AgentsConfig() if self.agents is None and self.env.name == AGENT else self.agents

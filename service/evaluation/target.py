@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.config import Config
-from service.config.model_folder import is_model_folder
+from service.config.model_folder import is_adapter_folder, is_model_folder
 from service.config.paths import near
 from service.errors import UserError
 from service.files import previous_folder
@@ -28,9 +28,11 @@ class EvalTarget:
     run: Path | None
     """The run folder of the weights; None: they belong to no run."""
     model: Path | None
-    """The Hugging Face folder of the weights; None: they are in a checkpoint."""
+    """The Hugging Face folder of the weights; None: they are an adapter, or in a checkpoint."""
     step: int | None = None
     """The step of the checkpoint; None: the newest complete checkpoint."""
+    adapter: Path | None = None
+    """The folder of a run's final adapter; None: the weights are a whole model, or in a checkpoint."""
 
     @property
     def settings(self) -> list[Path]:
@@ -49,12 +51,12 @@ class EvalTarget:
         return warmed_model(config, self.run) or initial_model(config, self.run)
 
     def weights(self, manifest: Manifest | None) -> Path:
-        """The folder of the weights: that of the manifest's checkpoint, or the Hugging Face folder."""
+        """The folder of the weights: that of the manifest's checkpoint, of the adapter, or the Hugging Face folder."""
         if manifest is not None:
             return self.checkpoints.path(manifest.step)
-        if self.model is None:
+        if (folder := self.model or self.adapter) is None:
             raise ValueError(f"{self.path} is no model")
-        return self.model
+        return folder
 
     def manifest(self) -> Manifest:
         """The manifest of the checkpoint at `step`, or of the newest complete one.
@@ -84,9 +86,15 @@ def eval_target(path: Path) -> EvalTarget:
     if is_model_folder(path):
         return EvalTarget(path, run if absolute.name == FINAL and is_run_folder(run) else None, path)
     if is_run_folder(path):
-        final = path / FINAL
-        exported = [folder for folder in (final, previous_folder(final)) if is_model_folder(folder)]
-        return EvalTarget(path, absolute, exported[0] if exported else None)
+        finals = (path / FINAL, previous_folder(path / FINAL))
+        model = next(filter(is_model_folder, finals), None)
+        return EvalTarget(path, absolute, model, adapter=next(filter(is_adapter_folder, finals), None))
+    if is_adapter_folder(path):
+        if absolute.name != FINAL or not is_run_folder(run):
+            raise UserError(
+                f"{path}: an adapter without its run, whose model it needs; give the run, RUN or RUN/{FINAL}"
+            )
+        return EvalTarget(path, run, None, adapter=path)
     if is_run_folder(run) and absolute.name == CHECKPOINTS:
         raise UserError(f"{path}: name the run, {run}, or one of its checkpoints: {_listed(absolute)}")
     step = absolute.name.removeprefix(PREFIX)

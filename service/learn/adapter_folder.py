@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from service.config.lora import LoraConfig
-from service.config.model_folder import INDEX, MODEL_CONFIG, SINGLE, weight_index
+from service.config.model_folder import ADAPTER_CONFIG, INDEX, MODEL_CONFIG, SINGLE, weight_index
 from service.errors import UserError
 from service.files import atomic_folder, sync
 from service.learn.model.hf_checkpoint import write_beside_weights
 from service.learn.model.lora import A, B, merged
 from service.learn.model.sharding import shard_rows
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the names of a model's parameters."""
@@ -127,49 +126,50 @@ def adapter_settings(folder: Path) -> LoraConfig:
     return found
 
 
-def check_adapter(folder: Path, lora: LoraConfig) -> None:
-    """Raises `UserError` where the settings of an adapter's folder are not those that a run trains."""
+def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check that an adapter can be trained further: its settings, its base, and the shapes of its tensors.
+
+    Raises:
+        UserError: names the setting or the tensor that differs.
+    """
     found = adapter_settings(folder)
     for name in ("rank", "alpha", "targets"):
         there, here = (getattr(settings, name) for settings in (found, lora))
         if set(there) != set(here) if name == "targets" else there != here:
             shown = f"[{','.join(sorted(there))}]" if name == "targets" else f"{there:g}"
             raise UserError(f"model.lora.{name}: the adapter {folder} has {shown}; set that, or begin without it")
+    _tensors(folder, base, shapes)
 
 
 @torch.no_grad()
 def read_adapter(
     folder: Path, base: Base, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Fill this rank's shards with an adapter's tensors.
-
-    Raises:
-        UserError: it is of another base, or its tensors are not those of the parameters.
-    """
-    tensors = _tensors(folder, base)
-    for name in sorted(tensors.keys() | parameters.keys()):
-        there = tuple(tensors[name].shape) if name in tensors else None
-        here = tuple(parameters[name].shape) if name in parameters else None
-        if there != here:
-            raise UserError(
-                f"model.adapter: {folder} is of another model: {name} has shape {there or 'none'} there, "
-                f"{here or 'none'} here"
-            )
+    """Fill this rank's shards with an adapter's tensors, which `check_adapter` describes."""
+    tensors = _tensors(folder, base, {name: parameter.shape for name, parameter in parameters.items()})
     for name, parameter in parameters.items():
         masters[name].copy_(tensors[name][shard_rows(parameter)])
 
 
-def _tensors(folder: Path, base: Base) -> dict[str, Tensor]:
-    """An adapter's tensors by the names of the model's parameters."""
+def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Tensor]:
+    """An adapter's tensors by the names of the model's parameters, which must have these shapes, if given."""
     file = folder / ADAPTER_WEIGHTS
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
-        tensors = load_file(file)
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"model.adapter: {file} cannot be read: {error}") from error
     base.refuse_other(metadata.get(FINGERPRINT, base.fingerprint), str(folder))  # PEFT's own writes none
-    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wanted = found if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if (there := found.get(name)) != (here := wanted.get(name)):
+            raise UserError(
+                f"model.adapter: {folder} is of another model: {name} has shape {there or 'none'} there, "
+                f"{here or 'none'} here"
+            )
+    return tensors
 
 
 def merge(adapter: Path, base: Path, folder: Path) -> None:

@@ -16,6 +16,7 @@ from service.config.model_folder import check_vocabulary, is_model_folder
 from service.errors import UserError
 from service.evaluation.target import EvalTarget
 from service.handoff.steps.validate import Routing
+from service.learn.adapter_folder import Base, check_adapter
 from service.learn.checkpoint import check_parts, read_metadata
 from service.learn.estimate.fit import refuse_too_large
 from service.learn.estimate.kv_cache import check_engine
@@ -76,6 +77,10 @@ def prepare(config: Config, folder: Path) -> Prepared:
     routing = routing_of_model(hf_config)
     check_bytes(config, routing.experts_per_token)
     check_engine(hf_config, config)
+    if config.model.lora is not None:
+        shapes = trained_shapes(hf_config, config.model.lora)
+        if config.model.adapter is not None:
+            check_adapter(config.model.adapter, config.model.lora, Base.of(model_folder), shapes)
     refuse_too_large(config, model_folder)
     warmed = warmed_model(config, folder)
     return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing, evals, warmed)
@@ -93,7 +98,7 @@ def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerB
 
 
 def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
-    """Check the weights to evaluate; returns the manifest of their checkpoint, None for a Hugging Face folder.
+    """Check the weights to evaluate; returns the manifest of their checkpoint, None for those in a folder.
 
     Raises:
         UserError: the model, tokenizer or checkpoint is missing or damaged, or they do not belong together.
@@ -104,10 +109,20 @@ def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
         except UserError as error:
             raise UserError(str(error).removeprefix("model.path: ")) from error
         return None
-    manifest = target.manifest()
-    hf_config, _ = _checked_model(target.begun_with(config))
-    folder = target.weights(manifest) / TRAINER
-    check_parts(folder, read_metadata(folder), trained_shapes(hf_config), None)
+    manifest = target.manifest() if target.adapter is None else None
+    begun_with = target.begun_with(config)
+    hf_config, _ = _checked_model(begun_with)
+    lora = config.model.lora
+    shapes, base = trained_shapes(hf_config, lora), None if lora is None else Base.of(begun_with)
+    if manifest is not None:
+        folder = target.weights(manifest) / TRAINER
+        check_parts(folder, read_metadata(folder), shapes, base)
+    elif lora is None or base is None or target.adapter is None:
+        raise UserError(
+            f"{target.path}: {target.adapter} is an adapter, but the configuration has no model.lora; add it"
+        )
+    else:
+        check_adapter(target.adapter, lora, base, shapes)
     return manifest
 
 

@@ -45,6 +45,7 @@ TOKENS = "trainer.max_tokens_per_micro_batch"
         (["model.lora.targets=[lm_head]"], "model.lora.targets", "untie"),
         (["model.lora.targets=[]"], "model.lora.targets", "nothing would be trained"),
         (["model.adapter=a"], "model.adapter", "nothing would train it"),
+        (["model.adapter=a", "model.lora={}"], "model.adapter", "no longer fit them"),
         (["algorithm.estimator=grop"], "algorithm.estimator", "did you mean grpo?"),
         (["algorithm.estimator=GRPO"], "algorithm.estimator", "did you mean grpo?"),
         (["algorithm.loss=ppo_clop"], "algorithm.loss", "did you mean ppo_clip?"),

@@ -20,7 +20,7 @@ from service.config.tree import Config, ModelConfig
 from service.errors import UserError
 from service.handoff.prefixes.distinct import prefix_order
 from service.learn import layouts
-from service.learn.adapter_folder import PREFIX, merge
+from service.learn.adapter_folder import PREFIX
 from service.learn.learner import Learner
 from service.learn.model.lora import A, B
 from service.learn.model.policy_model import trained_shapes
@@ -233,15 +233,6 @@ def test_experts_get_no_adapter_and_a_target_that_the_model_lacks_is_named(tmp_p
     folder = saved("qwen3_moe", tmp_path)
     with pytest.raises(UserError, match=r"has experts.*\[q_proj,k_proj,v_proj,o_proj\]"):
         learner(configured(LORA), folder)
-
-
-def test_the_log_probabilities_of_merged_weights_are_those_with_the_adapter(model_folder: Path, tmp_path: Path) -> None:
-    ours = learner(configured(dtype="float32"), model_folder)
-    ours.export(tmp_path / "adapter")
-    merge(tmp_path / "adapter", model_folder, tmp_path / "merged")
-    theirs = learner(configured(None, "float32"), tmp_path / "merged")
-    micros = [ours.policy.to_device(mini_batch([[made_rows(4, seed=61)]], trajectories=4).ranks[0][0])]
-    torch.testing.assert_close(ours.policy.logprobs(micros), theirs.policy.logprobs(micros), atol=1e-6, rtol=0)
 
 
 def batches() -> list[MiniBatch]:

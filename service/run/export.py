@@ -1,0 +1,49 @@
+"""`baton export`: the adapter of a run or of one of its checkpoints, alone or merged into its base."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from service.config import Config
+from service.errors import UserError
+from service.evaluation.target import EvalTarget
+from service.files import atomic_folder
+from service.learn.adapter_folder import Base, merge, write_adapter
+from service.learn.checkpoint import read_metadata, read_parts
+from service.run.checkpoints import TRAINER, Manifest
+
+
+def export(config: Config, target: EvalTarget, manifest: Manifest | None, folder: Path, merged: bool) -> None:
+    """Write the adapter that `prepare_weights` has checked: in PEFT's form, or as a float32 Hugging Face folder of the
+    base with its update; whole or not at all.
+
+    Raises:
+        UserError: the run trains no adapter, or something is there already.
+    """
+    lora = config.model.lora
+    if lora is None:
+        raise UserError(
+            f"{target.path}: the run trains all weights; its final weights are a Hugging Face folder already"
+        )
+    if folder.exists():
+        raise UserError(f"{folder} exists already; give another folder, or delete it")
+    base = target.begun_with(config)
+    with tempfile.TemporaryDirectory(prefix="baton-export-") as parent:
+        adapter = target.adapter if manifest is None else Path(parent) / "adapter"
+        if adapter is None:
+            raise ValueError(f"{target.path} has neither an adapter nor a checkpoint")
+        if manifest is not None:
+            parts = target.weights(manifest) / TRAINER
+            metadata = read_metadata(parts)
+            tensors = {name: torch.empty(shape) for name, shape in metadata.shapes.items()}
+            read_parts(parts, {f"weights/{name}": tensor for name, tensor in tensors.items()}, metadata, 0, 1)
+            write_adapter(adapter, Base.of(base), lora, tensors)
+        if merged:
+            merge(adapter, base, folder)
+        else:
+            with atomic_folder(folder) as partial:
+                shutil.copytree(adapter, partial, dirs_exist_ok=True)

@@ -1,0 +1,162 @@
+"""Adapters on disk: PEFT's form, a start from one, and the merged weights that `baton export` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from service.cli.parser import main
+from service.config.lora import LoraConfig
+from service.config.model_folder import ADAPTER_CONFIG
+from service.errors import UserError
+from service.learn.adapter_folder import ADAPTER_WEIGHTS, PREFIX, Base, check_adapter, merge
+from service.learn.learner import Learner
+from service.learn.model.hf_config import read_config
+from service.learn.model.policy_model import trained_shapes
+from service.rollout.chat.tokenizer import make_tokenizer
+from service.run.checkpoints import TRAINER, Checkpoints
+from service.run.folder import CHECKPOINTS, CONFIG, FINAL
+from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings, small_model
+
+LORA = LoraConfig(rank=4, alpha=6.0, targets=("q_proj", "down_proj"))
+
+
+def trained(folder: Path, dtype: str = "float32") -> Learner:
+    """A learner whose adapter has had steps large enough to be seen."""
+    learner = Learner(settings(trainer={"lr": 0.05}, dtype=dtype, lora=LORA), folder, CPU, 0, 1)
+    batch = mini_batch([[made_rows(4, seed=61)]], trajectories=4)
+    assert all(learner.step(batch).applied for _ in range(3))
+    return learner
+
+
+def test_an_adapter_is_written_in_pefts_form_in_float32(model_folder: Path, tmp_path: Path) -> None:
+    learner = trained(model_folder, "bfloat16")
+    learner.export(tmp_path / FINAL)
+    assert {file.name for file in (tmp_path / FINAL).iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    found = json.loads((tmp_path / FINAL / "adapter_config.json").read_text())
+    wanted = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["down_proj", "q_proj"], "bias": "none"}
+    assert found.items() >= (wanted | {"base_model_name_or_path": str(model_folder), "use_rslora": False}).items()
+    tensors, masters = load_file(tmp_path / FINAL / ADAPTER_WEIGHTS), learner.policy.master_weights.tensors
+    assert tensors.keys() == {f"base_model.model.{name}" for name in masters}
+    assert all(torch.equal(tensors[PREFIX + name], master) for name, master in masters.items())
+    assert PREFIX + "model.layers.1.mlp.down_proj.lora_B.weight" in tensors
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_transformers_computes_with_merged_weights_what_the_learner_computes_with_the_adapter(
+    model_folder: Path, tmp_path: Path, files: int
+) -> None:
+    base = small_model(tmp_path / "base")
+    if files > 1:
+        weights = load_file(base / "model.safetensors")
+        (base / "model.safetensors").unlink()
+        save_torch_state_dict(
+            weights, base, max_shard_size=sum(map(torch.Tensor.nbytes.__get__, weights.values())) // 2
+        )
+    learner = trained(base)
+    learner.export(tmp_path / "adapter")
+    merge(tmp_path / "adapter", base, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert model.dtype == torch.float32
+    (row,) = made_rows(1, seed=3)
+    table = (model(torch.from_numpy(row.token_ids).long()[None]).logits[0, :-1] / row.temperature).log_softmax(-1)
+    expected = table.gather(1, torch.from_numpy(row.token_ids).long()[1:, None])[:, 0]
+    micro = learner.policy.to_device(mini_batch([[[row]]], trajectories=1).ranks[0][0])
+    ours = learner.policy.logprobs([micro])[0]
+    torch.testing.assert_close(ours, expected[torch.from_numpy(row.loss_mask)[1:]].detach(), atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(ours, learner.policy.base_logprobs([micro])[0], atol=1e-2)
+
+
+def test_a_run_that_begins_with_an_adapter_computes_what_the_adapter_did(model_folder: Path, tmp_path: Path) -> None:
+    learner = trained(model_folder)
+    learner.export(tmp_path / "adapter")
+    begun = Learner(settings(lora=LORA, adapter=tmp_path / "adapter"), model_folder, CPU, 0, 1)
+    masters = (one.policy.master_weights.tensors for one in (learner, begun))
+    assert all(torch.equal(*pair) for pair in zip(*(each.values() for each in masters), strict=True))
+
+
+def other_settings(folder: Path, **changed: Any) -> None:
+    file = folder / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def other_tensors(folder: Path) -> None:
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    tensors.pop(min(tensors))
+    save_file(tensors, folder / ADAPTER_WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: other_settings(folder, r=8), r"model\.lora\.rank: .* has 8"),
+        (lambda folder: other_settings(folder, lora_alpha=32), r"model\.lora\.alpha: .* has 32"),
+        (lambda folder: other_settings(folder, target_modules=["q_proj"]), r"model\.lora\.targets: .* has \[q_proj\]"),
+        (lambda folder: other_settings(folder, use_dora=True), "sets use_dora"),
+        (lambda folder: other_settings(folder, peft_type="IA3"), "no LoRA adapter"),
+        (lambda folder: other_settings(folder, r=None), "describes no LoRA adapter"),
+        (lambda folder: (folder / ADAPTER_CONFIG).write_text("["), "describes no LoRA adapter"),
+        (lambda folder: (folder / ADAPTER_WEIGHTS).write_text("x"), "cannot be read"),
+        (other_tensors, r"lora_A\.weight has shape none there, \(4, 48\) here"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_in_one_line(
+    model_folder: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    adapter = tmp_path / "adapter"
+    trained(model_folder).export(adapter)
+    shapes = trained_shapes(read_config(model_folder), LORA)
+    check_adapter(adapter, LORA, Base.of(model_folder), shapes)
+    with pytest.raises(UserError, match="is of an adapter for another model"):
+        check_adapter(adapter, LORA, Base.of(small_model(tmp_path / "other", seed=1)), shapes)
+    damage(adapter)
+    with pytest.raises(UserError, match=reason) as caught:
+        check_adapter(adapter, LORA, Base.of(model_folder), shapes)
+    assert "\n" not in str(caught.value)
+
+
+def same(ours: Path, theirs: Path) -> None:
+    left, right = load_file(ours), load_file(theirs)
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = small_model(tmp_path / "base")
+    make_tokenizer(base, ["a", "b"])
+    learner, run = trained(base), tmp_path / "run"
+    checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
+    learner.save(checkpoints.begin(3) / TRAINER)
+    checkpoints.finish(3, 0, 0, 0, 0)
+    lora = f"lora: {{rank: {LORA.rank}, alpha: {LORA.alpha}, targets: [{', '.join(LORA.targets)}]}}"
+    (run / CONFIG).write_text(f"model: {{path: {base}, dtype: float32, {lora}}}\n")
+    assert main(["export", str(run), str(tmp_path / "from_checkpoint")]) == 0
+    learner.export(run / FINAL)
+    assert main(["export", str(run / FINAL), str(tmp_path / "from_final")]) == 0
+    exported = [tmp_path / f"from_{name}" for name in ("checkpoint", "final")]
+    assert len({(folder / ADAPTER_CONFIG).read_bytes() for folder in exported}) == 1
+    same(*(folder / ADAPTER_WEIGHTS for folder in exported))
+    assert main(["export", str(run), str(tmp_path / "merged"), "--merge"]) == 0
+    merge(run / FINAL, base, tmp_path / "expected")
+    same(*(tmp_path / name / "model.safetensors" for name in ("merged", "expected")))
+    capsys.readouterr()
+    for words, reason in (
+        ([str(run), str(tmp_path / "merged"), "--merge"], "exists already"),
+        ([str(run), str(tmp_path / "no"), "model.lora=null"], "has no model.lora"),
+        ([str(run), str(tmp_path / "no"), "model.lora.rank=8"], r"model.lora.rank: the adapter"),
+        ([str(tmp_path / "merged"), str(tmp_path / "no")], "a model of no run"),
+        ([str(tmp_path / "from_final"), str(tmp_path / "no")], "an adapter without its run"),
+    ):
+        assert main(["export", *words]) == 2
+        said = capsys.readouterr().err
+        assert reason in said and said.count("\n") == 1
+    assert not (tmp_path / "no").exists()
