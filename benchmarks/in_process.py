@@ -20,7 +20,9 @@ from service.handoff import BatchSettings, CompleteGroup, VersionHistory, form_m
 from service.handoff.prompts import Prompts
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import ends_table
+from service.learn.adapter_folder import PREFIX
 from service.learn.learner import Learner
+from service.learn.model.lora import merged
 from service.learn.supervised import SupervisedSteps
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Task
@@ -38,14 +40,19 @@ class BatchedEngine:
 
     def __init__(self, model_folder: Path, seed: int) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        self._began_with = {name: weight.clone() for name, weight in self._model.state_dict().items()}
         self._seed = seed
         self._version = PolicyVersion(0, 0)
         self._waiting: list[tuple[Int32s, Sampling, str, asyncio.Future[Generation]]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def update(self, learner: Learner) -> None:
-        """Take over the learner's weights."""
-        self._model.load_state_dict(learner.weights(), strict=False)
+        """Take over the learner's weights, or the base with the adapter's update."""
+        weights, lora = learner.weights() or {}, learner.policy.lora
+        if lora is not None:
+            adapter = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+            weights = merged(self._began_with, adapter, lora)
+        self._model.load_state_dict(weights, strict=False)
         self._version = PolicyVersion(0, learner.steps)
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
@@ -103,7 +110,7 @@ class BatchedEngine:
 def warm_started(config: Config, folder: Path) -> tuple[Prepared, Path]:
     """The prompts, and the model after its warm start."""
     prepared, started = prepare(config, folder), folder / "started"
-    learner = Learner(config, prepared.model_folder, torch.device("cpu"), 0, 1)
+    learner = Learner(config.without_adapter, prepared.model_folder, torch.device("cpu"), 0, 1)
     SupervisedSteps(config, learner.policy).warm_start(demonstration_rows(config, prepared.model_folder))
     learner.export(started)
     return prepared, started

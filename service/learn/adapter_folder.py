@@ -25,7 +25,7 @@ from service.config.model_folder import ADAPTER_CONFIG, INDEX, MODEL_CONFIG, SIN
 from service.errors import UserError
 from service.files import atomic_folder, sync
 from service.learn.model.hf_checkpoint import write_beside_weights
-from service.learn.model.lora import A, B, merged
+from service.learn.model.lora import merged
 from service.learn.model.sharding import shard_rows
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -183,13 +183,7 @@ def merge(adapter: Path, base: Path, folder: Path) -> None:
     settings, tensors = adapter_settings(adapter), _tensors(adapter, Base.of(base))
     with atomic_folder(folder) as partial:
         for file in _weight_files(base):
-            weights = {name: weight.float() for name, weight in load_file(file).items()}
-            for name, weight in weights.items():
-                pair = [name.removesuffix(".weight") + end for end in (A, B)]
-                if all(half in tensors for half in pair):
-                    a, b = (tensors.pop(half) for half in pair)
-                    weights[name] = merged(weight, a, b, settings.alpha / settings.rank)
-            save_file(weights, partial / file.name, {"format": "pt"})
+            save_file(merged(load_file(file), tensors, settings), partial / file.name, {"format": "pt"})
         if tensors:
             raise UserError(
                 f"{adapter} has {min(tensors)} without its counterpart in {base}; they do not belong together"

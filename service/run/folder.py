@@ -12,7 +12,7 @@ address.json        where the run's metrics service listens
 journal/            the buffer's journal
 checkpoints/        `step_<n>/`, each with a manifest
 warm_start/         with `model.lora`, the model that the warm start made and the adapter is added to
-final/              the final weights, a Hugging Face folder
+final/              the final weights, a Hugging Face folder, or the adapter in PEFT's form
 logs/               what each part of the run prints: `driver.log`, `generator-0.log`, ...
 summary.json        how the run ended
 session_secret      where agents call the policy: what the keys of their sessions derive from

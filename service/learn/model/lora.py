@@ -98,6 +98,11 @@ def begin_adapter(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Par
             masters[name].copy_(whole[shard_rows(parameter)])
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """[out, in] the weight of a layer with its update, W + scale B A, computed and returned in float32."""
-    return weight.float() + scale * (b.float() @ a.float())
+def merged(weights: Mapping[str, Tensor], adapter: dict[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
+    """Weights in float32, new ones with the update W + alpha / rank B A where `adapter` has it, which is taken out."""
+    found = {name: weight.float() for name, weight in weights.items()}
+    for name, weight in found.items():
+        a, b = (name.removesuffix(".weight") + end for end in (A, B))
+        if a in adapter and b in adapter:
+            found[name] = weight + lora.alpha / lora.rank * (adapter.pop(b).float() @ adapter.pop(a).float())
+    return found
