@@ -359,7 +359,7 @@ def test_a_run_that_has_just_begun_has_a_status_too() -> None:
 
 COMMANDS = (
     *("init", "run", "submit", "eval", "config", "status", "logs", "agent-worker", "plan", "simulate", "replay"),
-    *("trajectories", "trace", "profile"),
+    *("export", "trajectories", "trace", "profile"),
 )
 ACTIONS = (("config", ("show", "validate", "schema")), ("trajectories", ("list", "show", "export-html")))
 
