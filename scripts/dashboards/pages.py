@@ -24,7 +24,7 @@ OVERVIEW = dashboard(
     "baton-overview",
     "Baton: overview",
     "Is the run alive, does it learn, and which part waits.",
-    (6, 2, 2, 2),
+    (6, 2, 2, 3),
     stat("Step", "Optimizer steps so far.", last("baton_policy_version")),
     stat("Reward", "Mean reward of the last mini-batch.", last("baton_reward")),
     stat(
@@ -76,6 +76,12 @@ OVERVIEW = dashboard(
         "Resident memory of each actor's process.",
         Query(chosen("baton_process_resident_memory_bytes"), "{{ident}}"),
         unit="bytes",
+    ),
+    graph(
+        "What binds",
+        "Fraction of the last ten minutes for which one side waited for the other, by the part that binds.",
+        Query(chosen("baton_binding_ratio"), "{{part}}"),
+        unit="percentunit",
     ),
 )
 

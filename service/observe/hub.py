@@ -6,10 +6,11 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.clock import Clock
+from service.observe.live_binding import Figures, Limits, Live, Window
 from service.observe.metrics_table import BY_NAME, TABLE
 from service.observe.status import PARTS, Status, status_document
 
@@ -71,6 +72,16 @@ class _Pushed:
                 found[of[1]] = found.get(of[1], 0.0) + float(line.split()[-1])
         return found
 
+    def total(self, name: str) -> float:
+        """The sum of a counter's series."""
+        return sum(float(line.split()[-1]) for line in self.samples.get(name, b"").splitlines())
+
+    def sums(self, name: str, label: str) -> dict[str, float]:
+        """The sums of a histogram by one of its labels, added up over the others."""
+        lines = self.samples.get(name, b"").splitlines(keepends=True)
+        kept = b"".join(line for line in lines if line.startswith(f"{name}_sum{{".encode()))
+        return replace(self, samples={name: kept}).by_label(name, label)
+
     def sample(self, name: str, value: float) -> bytes:
         """A line of samples about this actor."""
         return f'{name}{{ident="{self.ident}",role="{self.role}"}} {value!r}\n'.encode()
@@ -87,6 +98,7 @@ class Hub:
         self._calls: dict[str, deque[tuple[float, float]]] = {}
         """By actor: when it pushed, and how many calls of agents it had answered."""
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
+        self._window = Window()
 
     def push(self, source: str, snapshot: bytes) -> None:
         """Store the metrics of `role/ident` in place of the previous ones.
@@ -112,6 +124,8 @@ class Hub:
         if part == "buffer" and "accepted_tokens" in report:
             self._accepted.append((self._clock.monotonic(), report["accepted_tokens"]))
             self._parts[part]["tokens_per_second"] = _rate(self._accepted)
+            if self._window.is_due(now := self._clock.monotonic()):
+                self._window.add(self._figures(now))
         if part == "step" and "trainer/global_step" in report:
             while self._steps and self._steps[-1]["trainer/global_step"] >= report["trainer/global_step"]:
                 self._steps.pop()  # a trainer that went back to a checkpoint repeats these steps
@@ -128,6 +142,33 @@ class Hub:
         counts = {state: int(count) for state, count in sessions.items()}
         return {"sessions": counts, "calls_per_second": calls_per_second} if counts else {}
 
+    def _figures(self, now: float) -> Figures:
+        """The totals from which follows what binds the run."""
+        by_role: dict[str, dict[str, dict[str, float]]] = {}
+        trajectories: Counter[str] = Counter()
+        for pushed in self._sources.values():
+            if states := pushed.by_label("baton_state_seconds_total", "state"):
+                by_role.setdefault(pushed.role, {})[pushed.ident] = states
+            trajectories.update(pushed.sums("baton_trajectory_seconds", "part"))
+        sampled = [pushed for pushed in self._sources.values() if pushed.role == "generator"]
+        driver = self._sources.get("driver/driver")
+        return Figures(
+            now,
+            driver.total("baton_optimizer_steps_total") if driver is not None else 0.0,
+            by_role.get("driver", {}).get("driver", {}),
+            by_role.get("generator", {}),
+            by_role.get("trainer", {}),
+            trajectories,
+            {pushed.ident: pushed.total("baton_generated_tokens_total") for pushed in sampled},
+            by_role.get("buffer", {}).get("buffer", {}).get("syncing", 0.0),
+        )
+
+    def _binding(self) -> Live | None:
+        """What binds the run now; None where too little is known."""
+        run = self._parts.get("run", {})
+        ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
+        return self._window.live(Limits(run.get("ranks", 1), run.get("lookahead", 2), ahead))
+
     def page(self) -> bytes:
         """All metrics as Prometheus text; families in the order of the table."""
         now = self._clock.monotonic()
@@ -138,6 +179,9 @@ class Hub:
                 lines = [actor.sample(metric.name, float(actor.is_up(now))) for actor in actors]
             elif metric.name == "baton_actor_age_seconds":
                 lines = [actor.sample(metric.name, actor.age(now)) for actor in actors]
+            elif metric.name == "baton_binding_ratio":
+                found = self._binding()
+                lines = [] if found is None else [_binding_sample(metric.name, found)]
             else:
                 served = [actor for actor in actors if metric.kind != "gauge" or actor.is_up(now)]
                 lines = [actor.samples[metric.name] for actor in served if metric.name in actor.samples]
@@ -159,7 +203,9 @@ class Hub:
             }
             for _, pushed in sorted(self._sources.items())
         ]
-        return status_document(self._parts, actors, self._clock.wall()) | {"agents": self._agents(now)}
+        found = self._binding()
+        more = {"agents": self._agents(now), "binding": None if found is None else found.report()}
+        return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:
         """The steps after step `after` as columns, for charts."""
@@ -173,6 +219,11 @@ class Hub:
         """The actors that have pushed nothing for too long."""
         now = self._clock.monotonic()
         return sorted(source for source, pushed in self._sources.items() if not pushed.is_up(now))
+
+
+def _binding_sample(name: str, found: Live) -> bytes:
+    waits = 0.0 if found.found.balanced else found.found.waits
+    return f'{name}{{ident="metrics-hub",part="{found.found.part}",role="hub"}} {waits!r}\n'.encode()
 
 
 def _rate(totals: Sequence[tuple[float, float]]) -> float:

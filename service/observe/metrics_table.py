@@ -251,6 +251,11 @@ GENERATORS_AND_WEIGHTS = (
 SERVICE = (
     gauge("baton_run_info", "Always 1; the labels name the run.", ("run", "baton_version")),
     gauge("baton_run_state", "1 for the run's current state.", ("state",)),
+    gauge(
+        "baton_binding_ratio",
+        "Fraction of ten minutes for which one side waited for the other, by the part that binds; 0 in balance.",
+        ("part",),
+    ),
     gauge("baton_actor_up", "1 while the actor pushes metrics, 0 when it is silent."),
     gauge("baton_actor_age_seconds", "Seconds since the actor last pushed metrics."),
     counter(

@@ -34,6 +34,8 @@ def run_report(config: Config, folder: str, now: float) -> dict[str, Any]:
         "started": now,
         "max_steps": config.run.max_steps,
         "generators": config.generator.engines,
+        "concurrent_groups": config.generator.concurrent_groups,
+        "ranks": config.trainer.ranks,
         "mini_batch_size": config.trainer.mini_batch_size,
         "lookahead": config.buffer.lookahead,
         "max_staleness": config.buffer.max_staleness,

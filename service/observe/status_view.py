@@ -126,6 +126,8 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         reward, length = _number(step["reward/avg_raw_reward"], 3), _number(step.get("generate/batch_padded_seq_len"))
         ago = f", {_duration(now - run['stepped'])} ago" if "stepped" in run else ""
         yield "last step", f"reward {reward}, padded length {length} tokens{ago}"
+    if found := status.get("binding"):
+        yield "binds", found["sentence"]
     for wait in status["waits"]:
         detail = f": {wait['detail']}" if wait["detail"] else ""
         yield "waits", f"{wait['who']} for {wait['reason']}{detail}, {_duration(now - wait['since'])}"

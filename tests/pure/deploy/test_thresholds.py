@@ -156,6 +156,7 @@ CASES = [
     ratio("BatonPrefixMergeCollapsed", 0.2, MISMATCH),
     ratio("BatonAgentsRewriteHistory", 0.05, rewritten),
     ratio("BatonBufferStarved", 0.5, WAITS),
+    ratio("BatonBoundBySideWork", 0.25, lambda share: gauge("baton_binding_ratio", share, part="journal"), 0),
     ratio("BatonBufferFull", 0.95, RESERVED, 0),
     ratio("BatonJournalFull", 0.9, levels("baton_journal_bytes", "baton_journal_limit_bytes"), 0),
     ratio("BatonStalenessOverBudget", 0.05, STALE),

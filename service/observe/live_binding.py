@@ -1,0 +1,188 @@
+"""What binds a run now: the measured shares of the last ten minutes, in the model of `service.plan.binding`.
+
+generation: the seconds in which generators had groups, divided as the time of their trajectories was; what the
+            journal's syncs took of it, the journal has
+training:   the seconds of the driver's states, without its waits for a mini-batch
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from service.plan.binding import Binding, Demand, Part, Side, binding
+
+WINDOW_SECONDS = 600.0
+SAMPLE_SECONDS = 10.0
+LEAST_STEPS = 3
+"""Optimizer steps in the window from which a judgement is made."""
+SLOW = 0.6
+"""An engine that samples less than this fraction of the others' tokens a second is named."""
+WAITING = "waiting"
+IDLE = (WAITING, "starting", "evaluating")
+"""States in which a generator plays no group."""
+STATES = {
+    "step": Part.TRAINER,
+    "bookkeeping": Part.TRAINER,
+    "commit": Part.JOURNAL,
+    "weights": Part.WEIGHTS,
+    "checkpoint": Part.CHECKPOINT,
+    "evaluating": Part.EVALUATION,
+}
+"""States of the driver -> what needs the time."""
+PARTS = {
+    "queue": Part.ENGINES,
+    "prefill": Part.ENGINES,
+    "decode": Part.ENGINES,
+    "pause": Part.WEIGHTS,
+    "environment": Part.ENVIRONMENT,
+    "other": Part.ENVIRONMENT,
+}
+"""Parts of a trajectory's time -> what needs it; an agent's own work counts as its environment's."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Totals since the start of the run, or what they grew by."""
+
+    at: float
+    """Seconds."""
+    steps: float = 0.0
+    trainer: Mapping[str, float] = field(default_factory=dict)
+    """The driver's seconds by state."""
+    engines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Generator -> its seconds by state."""
+    ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Rank -> its seconds by state."""
+    trajectories: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of trajectories by part."""
+    tokens: Mapping[str, float] = field(default_factory=dict)
+    """Generator -> tokens that it sampled."""
+    syncing: float = 0.0
+    """Seconds of the journal's syncs."""
+
+    def since(self, before: Figures) -> Figures:
+        """What the totals grew by; those of an actor that began anew count from its beginning."""
+        return Figures(
+            self.at - before.at,
+            max(0.0, self.steps - before.steps),
+            _grown(self.trainer, before.trainer),
+            {name: _grown(states, before.engines.get(name, {})) for name, states in self.engines.items()},
+            {name: _grown(states, before.ranks.get(name, {})) for name, states in self.ranks.items()},
+            _grown(self.trajectories, before.trajectories),
+            _grown(self.tokens, before.tokens),
+            max(0.0, self.syncing - before.syncing),
+        )
+
+
+class Limits(NamedTuple):
+    """What of the configuration says how far the sides may run apart."""
+
+    ranks: int = 1
+    lookahead: float = 2.0
+    concurrency: float = 1.0
+    """Groups that are generated at once, in mini-batches."""
+
+
+def _grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    grown = {name: value - before.get(name, 0.0) for name, value in now.items()}
+    return dict(now) if any(value < 0 for value in grown.values()) else grown
+
+
+def demand(grown: Figures, limits: Limits) -> Demand | None:
+    """Seconds a step of each part; None where there were too few steps to tell."""
+    if grown.steps < LEAST_STEPS or not grown.engines or grown.at <= 0:
+        return None
+    playing = sum(
+        seconds for states in grown.engines.values() for state, seconds in states.items() if state not in IDLE
+    ) / len(grown.engines)
+    whole, synced = sum(grown.trajectories.values()), min(1.0, grown.syncing / grown.at)
+    generation = {Part.ENGINES: 0.0, Part.JOURNAL: playing * synced / grown.steps}
+    for part, seconds in grown.trajectories.items():
+        share = seconds / whole * (1 - synced) if whole else 0.0
+        generation[PARTS[part]] = generation.get(PARTS[part], 0.0) + playing * share / grown.steps
+    training = {Part.TRAINER: 0.0}
+    for state, seconds in grown.trainer.items():
+        if (needs := STATES.get(state)) is not None:
+            training[needs] = training.get(needs, 0.0) + seconds / grown.steps
+    # neither the start nor the end of the run belongs to a step
+    of_step = sum(seconds for state, seconds in grown.trainer.items() if state in (*STATES, WAITING)) / grown.steps
+    return Demand(generation, training, len(grown.engines), *limits, seconds_of_step=of_step)
+
+
+class Live(NamedTuple):
+    """What binds a run now."""
+
+    found: Binding
+    seconds: float
+    """Over how long that was measured."""
+    slow: str
+    """An engine or rank that is slower than the others, in words; empty without one."""
+
+    def report(self) -> dict[str, Any]:
+        """For the status document."""
+        found = self.found
+        return {"part": str(found.part), "usual": found.is_usual, "waits": found.waits, "sentence": self.sentence()}
+
+    def sentence(self) -> str:
+        """One line for people."""
+        slow = f"; {self.slow}" if self.slow else ""
+        return f"{self.found.sentence()}{slow} (last {max(1, round(self.seconds / 60))} min)"
+
+
+def live(grown: Figures, limits: Limits) -> Live | None:
+    """What binds, by what the totals grew by; None where that is too little to tell."""
+    needed = demand(grown, limits)
+    if needed is None:
+        return None
+    found = binding(needed)
+    slow = _slow_engine(grown) if found.side is Side.GENERATION else _slow_rank(grown)
+    return Live(found, grown.at, slow if found.part in (Part.ENGINES, Part.TRAINER) else "")
+
+
+def _slow_engine(grown: Figures) -> str:
+    """The engine that samples far less than the others in a second of generating."""
+    rates = {
+        name: grown.tokens.get(name, 0.0) / states["generating"]
+        for name, states in grown.engines.items()
+        if states.get("generating", 0.0) > 0
+    }
+    for name, rate in rates.items():
+        others = [other for each, other in rates.items() if each != name]
+        if others and rate < SLOW * (usual := median(others)):
+            return f"{name} samples {rate:,.0f} tokens a second, others {usual:,.0f}"
+    return ""
+
+
+def _slow_rank(grown: Figures) -> str:
+    """The rank that computes longer than the others, which is seen where they do not wait inside of a step."""
+    busy = {
+        name: states.get("forward_backward", 0.0) + states.get("optimizer", 0.0) for name, states in grown.ranks.items()
+    }
+    for name, seconds in busy.items():
+        others = [other for each, other in busy.items() if each != name]
+        if others and seconds * SLOW > (usual := median(others)):
+            return f"{name} computes {seconds / grown.steps:.2f} s a step, others {usual / grown.steps:.2f} s"
+    return ""
+
+
+class Window:
+    """The totals of the last ten minutes, one each ten seconds."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Figures] = deque(maxlen=int(WINDOW_SECONDS / SAMPLE_SECONDS) + 1)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for new totals."""
+        return not self._kept or now - self._kept[-1].at >= SAMPLE_SECONDS
+
+    def add(self, figures: Figures) -> None:
+        """Keep totals."""
+        self._kept.append(figures)
+
+    def live(self, limits: Limits) -> Live | None:
+        """What binds now; None where too little is known."""
+        return live(self._kept[-1].since(self._kept[0]), limits) if len(self._kept) > 1 else None
