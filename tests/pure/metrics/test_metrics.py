@@ -206,7 +206,8 @@ def test_the_hub_takes_nothing_that_is_not_in_the_table() -> None:
 def test_the_status_document_has_its_parts_even_before_the_first_report() -> None:
     status = Hub(FakeClock()).status()
     assert set(status) == {
-        "schema", "time", "run", "state", "policy_version", "tokens", "waits", "buffer", "actors", "agents", "step", "binding",
+        "schema", "time", "run", "state", "policy_version", "tokens", "waits", "buffer", "actors", "agents", "step",
+        "binding",
     }  # fmt: skip
     assert (status["schema"], status["state"]) == (1, "starting")
 
