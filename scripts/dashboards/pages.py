@@ -16,6 +16,8 @@ from scripts.dashboards.panels import (
     rate,
     rate_ratio,
     stat,
+    states,
+    total,
 )
 
 GENERATORS_UP = chosen("baton_actor_up", 'role="generator"')
@@ -185,17 +187,6 @@ BUFFER = dashboard(
 VERSIONS_BEHIND = (
     f"{last('baton_policy_version')} - on (instance) group_right () {chosen('baton_generator_policy_version')}"
 )
-
-
-def total(metric: str, *matchers: str, by: str = "instance") -> str:
-    """The sum of a metric's series."""
-    return f"sum by ({by}) ({chosen(metric, *matchers)})"
-
-
-def states(role: str, by: str) -> str:
-    """Fractions of time by state of the actors of a role."""
-    series = chosen("baton_state_seconds_total", f'role="{role}"')
-    return f"sum by (instance, {by}) (rate({series}[$__rate_interval]))"
 
 
 GENERATORS = dashboard(

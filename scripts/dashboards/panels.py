@@ -102,3 +102,14 @@ def mean_and_tail(name: str) -> tuple[Query, Query]:
 def distribution(name: str) -> tuple[Query, Query, Query]:
     """Median, 99th percentile and mean of a histogram."""
     return Query(quantile(0.5, name), "median"), Query(quantile(0.99, name), "99 %"), Query(mean(name), "mean")
+
+
+def total(metric: str, *matchers: str, by: str = "instance") -> str:
+    """The sum of a metric's series."""
+    return f"sum by ({by}) ({chosen(metric, *matchers)})"
+
+
+def states(role: str, by: str) -> str:
+    """Fractions of time by state of the actors of a role."""
+    series = chosen("baton_state_seconds_total", f'role="{role}"')
+    return f"sum by (instance, {by}) (rate({series}[$__rate_interval]))"
