@@ -172,6 +172,7 @@ class FakeBufferStatus:
     journal_limit_bytes: int = 4096
     prompts: dict[str, int] = field(default_factory=lambda: {"inside": 3})
     passed_over: int = 7
+    moved: int = 1
 
 
 def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
