@@ -1,10 +1,11 @@
 """A solver and a verifier, both the policy: one looks facts up and answers, the other says whether that is right.
 
-    main      user: what is the age of fox ?       assistant: look fox age        user: 17       assistant: answer 17
-    verifier  user: what is the age of fox ? look fox age 17 answer 17            assistant: right
+    main      user: what is the age of fox ?     assistant: look fox age      user: 17      assistant: answer 12
+    verifier  user: fox age 17 ? answer 12       assistant: wrong
 
-The verifier sees what the solver looked up, and what it answered. The solver's reward is 1 for the right answer, the
-verifier's 1 for the right verdict: a solver that gets better makes the verifier's task another one.
+The verifier reads the record that the question is about, and the solver's answer. The solver's reward is 1 for the
+right answer, the verifier's 1 for the right verdict. The better the solver gets, the rarer are wrong answers: what the
+verifier has to say changes as both learn.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ class SolverVerifier(lookup.Lookup):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: list[str] = []
-        """The question, then what the solver did and read."""
+        self._asked: lookup.Puzzle | None = None
         self._actions = 0
         self._solved: float | None = None
         """1 where the solver's answer is right; None before there is one."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The row's prompt."""
-        self._told = [message["content"] for message in task.prompt]
+        self._asked = lookup.puzzle(int(task.extra_info["seed"]))
         return await super().reset(task, seed)
 
     async def step(self, text: str) -> StepResult:
@@ -48,17 +48,19 @@ class SolverVerifier(lookup.Lookup):
             knows = says_right == bool(self._solved) and text.split() in ([RIGHT], [WRONG])
             return StepResult((), float(knows), True, {f"verdict_on_{self._kind}": float(knows), self._kind: 1.0})
         result, self._actions = await super().step(text), self._actions + 1
-        self._told.append(text)
-        if result.done:
+        if result.done and self._asked is not None:
             self._solved = result.reward
-            asked = Message(role="user", content=" ".join(self._told))
-            return StepResult((asked,), result.reward, False, role=VERIFIER)
-        self._told += [message["content"] for message in result.messages]
+            return StepResult((claim(self._asked, text),), result.reward, False, role=VERIFIER)
         return result._replace(done=self._actions == MAX_ACTIONS)
 
     @property
     def _kind(self) -> str:
         return RIGHT if self._solved else WRONG
+
+
+def claim(asked: lookup.Puzzle, answer: str) -> Message:
+    """What the verifier reads."""
+    return Message(role="user", content=f"{asked.subject} {asked.attribute} {asked.answer} ? {answer}")
 
 
 def vocabulary() -> tuple[str, ...]:
@@ -72,16 +74,14 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """Conversations of the solver, and of the verifier about as many right as wrong ones, with verdicts as noisy."""
+    """Conversations of the solver, and of the verifier about as many right as wrong answers, with noisy verdicts."""
     n_verdicts = round(n * VERIFIER_FRACTION)
-    judged = [
-        (solves, conversation)
-        for solves in (True, False)
-        for conversation in lookup.demonstrations(n_verdicts // 2, float(solves), rng)
-    ]
-    shown = lookup.demonstrations(n - len(judged), right_fraction, rng)
-    for solves, conversation in judged:
-        told = Message(role="user", content=" ".join(message["content"] for message in conversation))
+    shown = lookup.demonstrations(n - n_verdicts, right_fraction, rng)
+    for _ in range(n_verdicts):
+        asked, solves = lookup.puzzle(int(rng.integers(1 << 62))), bool(rng.random() < 0.5)
+        others = [value for value in lookup.VALUES if value != asked.answer]
+        answer = asked.answer if solves else others[int(rng.integers(len(others)))]
         says_right = solves == (rng.random() < VERDICT_RIGHT_FRACTION)
-        shown.append([told, Message(role="assistant", content=RIGHT if says_right else WRONG)])
+        verdict = Message(role="assistant", content=RIGHT if says_right else WRONG)
+        shown.append([claim(asked, f"answer {answer}"), verdict])
     return [shown[place] for place in rng.permutation(len(shown))]

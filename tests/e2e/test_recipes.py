@@ -35,8 +35,13 @@ SINGLE_TURN = ["algorithm.step_wise=false", "buffer.merge=off"]
         ("gsm8k_tiny", GREEDY, None),
         ("search_r1_tiny", [], "<information> 1 :"),
         ("text_to_sql_tiny", SPARSE, "<observation>"),
+        ("solver_verifier_tiny", [], None),
+        ("compaction_tiny", [], None),
     ],
-    ids=["gsm8k_tiny-single-turn", "gsm8k_tiny", "search_r1_tiny", "text_to_sql_tiny"],
+    ids=[
+        *("gsm8k_tiny-single-turn", "gsm8k_tiny", "search_r1_tiny", "text_to_sql_tiny"),
+        *("solver_verifier_tiny", "compaction_tiny"),
+    ],
 )
 def test_a_small_recipe_runs(drive: Callable[..., Any], recipe: str, settings: list[str], told: str | None) -> None:
     run = drive([*SHORT, *settings], recipe)

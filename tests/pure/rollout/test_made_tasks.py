@@ -55,7 +55,8 @@ async def test_solver_and_verifier_are_rewarded_each_for_its_own_part(
     )
     assert roles_from(end.roles, 3, [VERIFIER]) == ["main", "main", VERIFIER]
     assert [step.reward for step in steps] == [0.0, float(answers_right), knows] and end.reward == answers_right
-    assert chat_of_both.text(np.array(engine.prompts[2])).endswith(f"{puzzle.answer} {answer} assistant")
+    record = f"{puzzle.subject} {puzzle.attribute} {puzzle.answer}"
+    assert chat_of_both.text(np.array(engine.prompts[2])).endswith(f"{record} ? {answer} assistant")
 
 
 @pytest.mark.asyncio
