@@ -1,8 +1,9 @@
 """What recording the timeline costs: time per event, times the events of a run, over the run's CPU seconds.
 
-    python -m benchmarks.timeline runs/quickstart
+    python -m benchmarks.timeline runs/quickstart [picture.png]
 
-The CPU seconds are those of Baton's own processes, without vLLM's core, whose work would make the share smaller.
+The picture shows a few seconds of the trace as a viewer does. The CPU seconds are those of Baton's own processes,
+without vLLM's core, whose work would make the share smaller.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from service.observe.trace.chrome import chrome_trace
 from service.observe.trace.files import read_trace
 from service.observe.trace.recorder import SPAN, TRAJECTORY, States, Trace
 from service.observe.trace.timeline import Timeline
@@ -24,6 +27,8 @@ from service.rollout.engine import Generation
 from service.types import TrajectoryId
 
 ROUNDS = 2000
+SHOWN_SECONDS = 3.0
+"""Of the picture."""
 
 
 def seconds_each(do: Callable[[], None]) -> float:
@@ -77,9 +82,68 @@ def costs(calls: int) -> dict[str, float]:
     return {SPAN: seconds_each(span), "played": played, TRAJECTORY: seconds_each(keep)}
 
 
-def main(folder: Path) -> None:
+def draw(timeline: Timeline, file: Path) -> None:
+    """Draw `SHOWN_SECONDS` from the middle of a run: the rows of the trace, and one trajectory's flow."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    trace = chrome_trace(timeline)
+    named = [e for e in trace["traceEvents"] if e["ph"] == "M" and "name" in e["args"]]
+    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in named}
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["name"] != "claim"]
+    commits = sorted(e["ts"] for e in slices if e["cat"] == "commits")
+    start = commits[len(commits) // 2]
+    shown = [e for e in slices if start <= e["ts"] + e["dur"] and e["ts"] <= start + SHOWN_SECONDS * 1e6]
+    rows = sorted({(e["pid"], e["tid"]) for e in shown if not e["name"].startswith("group=")})
+    kinds = dict.fromkeys(kind(e["name"]) for e in shown if not e["name"].startswith("group="))
+    colours = {name: colormaps["tab20"](number % 20) for number, name in enumerate(kinds)}
+    figure = Figure(figsize=(14, 0.38 * len(rows) + 1.6))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for e in shown:
+        if (row := (e["pid"], e["tid"])) in rows and kind(e["name"]) in colours:
+            at, ended = max(e["ts"], start), min(e["ts"] + e["dur"], start + SHOWN_SECONDS * 1e6)
+            bar = [((at - start) / 1e6, (ended - at) / 1e6)]
+            axes.broken_barh(bar, (rows.index(row) - 0.4, 0.8), color=colours[kind(e["name"])])
+    flow = next(
+        (flow for flow in flows(trace) if start < flow[0]["ts"] and flow[-1]["ts"] < start + SHOWN_SECONDS * 1e6), []
+    )
+    at_rows = [rows.index((e["pid"], e["tid"])) for e in flow]
+    axes.plot([(e["ts"] - start) / 1e6 for e in flow], at_rows, "k.-", linewidth=1, markersize=4)
+    processes = {pid: name.partition(" ")[0] for (pid, tid), name in names.items() if tid is None}
+    axes.set_yticks(range(len(rows)), [f"{processes[row[0]]}: {names[row]}" for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds; the black line is one trajectory, from its claim to the commit of its step")
+    for name, colour in colours.items():
+        axes.broken_barh([(0, 0)], (0, 0), color=colour, label=name)
+    axes.legend(ncols=1, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.set_xlim(0, SHOWN_SECONDS)
+    figure.tight_layout()
+    figure.savefig(file, dpi=80)
+
+
+def kind(name: str) -> str:
+    """The colour's name of a slice: turns are alike, as are leases and commits."""
+    return name.rpartition(" ")[0] if name.rpartition(" ")[0] in ("turn", "lease", "step") else name
+
+
+def flows(trace: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The flows of a trace that end with a commit, each in order, those of most events first."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] in "stf":
+            found.setdefault(event["id"], []).append(event)
+    committed = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e.get("cat") == "commits"}
+    whole = [flow for flow in found.values() if (flow[-1]["pid"], flow[-1]["tid"]) in committed]
+    return sorted(whole, key=len, reverse=True)
+
+
+def main(folder: Path, picture: Path | None = None) -> None:
     """Print the cost of the timeline of a run that has ended."""
     timeline = Timeline(read_trace(folder))
+    if picture is not None:
+        draw(timeline, picture)
     events = Counter(line.event[0] for line in read_trace(folder))
     played = sum(played for played, _, _ in timeline.totals.values())
     tools = sum(row[2] for _, _, sums in timeline.totals.values() for row in sums if row[1].startswith("tool:"))
@@ -94,4 +158,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

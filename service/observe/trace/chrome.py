@@ -93,7 +93,8 @@ def _explained(spans: Iterable[Span], doing: Sequence[Span]) -> Iterator[Span]:
             began, ended = max(at, other.began), min(span.ended, other.ended)
             if began > at:
                 yield Span(at, began, WAITING, {})
-            yield Span(began, ended, f"{WAITING}: {other.name}", other.detail)
+            what = "mini-batch" if other.name == WAITING else other.name
+            yield Span(began, ended, f"{WAITING}: {what}", other.detail)
             at = ended
         if at < span.ended:
             yield Span(at, span.ended, WAITING, {})

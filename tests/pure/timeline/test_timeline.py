@@ -116,7 +116,7 @@ def test_a_rank_waits_for_what_the_trainer_did_meanwhile(tmp_path: Path) -> None
     a_run(tmp_path)
     trace = events(tmp_path)
     names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "rank"}
-    assert {"forward_backward", "waiting: waiting", "waiting: commit"} <= names
+    assert {"forward_backward", "waiting: mini-batch", "waiting: commit"} <= names
     assert "4 kept of 4" in trace["otherData"]["trajectories"]
 
 
