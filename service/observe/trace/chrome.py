@@ -166,7 +166,7 @@ def _about(timeline: Timeline, start: float) -> dict[str, Any]:
     errors = [about["error"] for about in timeline.sources.values()]
     return {
         "begins": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(start)),
-        "trajectories": f"{kept} kept of {max(played, kept)}: at the end every {every}th of a generator, and the "
+        "trajectories": f"{kept} kept of {max(played, kept)}: at the end one in {every} of a generator, and the "
         "slowest of each ten seconds",
         "clocks": "one clock a host; another host's is aligned to the metrics hub's by the round trip of its pushes, "
         f"to within {max(errors, default=0.0) * 1e3:.1f} ms",
