@@ -115,7 +115,8 @@ class Timelines:
         try:
             yield line
         finally:
-            del self._open[key]
+            if self._open.get(key) is line:  # not where it already goes on here after it was moved
+                del self._open[key]
 
     def generated(self, request: str, began: float, generation: Generation) -> None:
         """A call of the engine ended; a request is named `TRAJECTORY/...`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,16 @@ def test_a_run_without_a_timeline_is_one_line(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / CONFIG).touch()
     assert main(["trace", str(tmp_path)]) == 2
     assert "kept no timeline" in capsys.readouterr().err
+
+
+def test_a_trajectory_that_goes_on_while_its_first_player_is_cancelled_is_timed_from_there() -> None:
+    timelines, of, earlier = Timelines(), TrajectoryId(5, 1), ExitStack()
+    cancelled = earlier.enter_context(timelines.playing(of, "search"))
+    with timelines.playing(of, "search") as line:
+        earlier.close()
+        timelines.answered(of, "lookup", time.monotonic())
+    timelines.answered(of, "lookup", time.monotonic())
+    assert (len(cancelled.calls), len(line.calls)) == (0, 1)
 
 
 def test_slow_trajectories_are_named_with_the_part_and_the_tool_that_took_longest(
