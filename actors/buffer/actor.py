@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TextIO, TypeVar
 from actors.calls import resolve_actor
 from actors.observe.logs import keep_log
 from actors.observe.telemetry import BufferTelemetry
+from actors.scorers.actor import workers
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import RunFailed
@@ -20,11 +21,13 @@ from service.handoff.batches.batch import CompleteGroup, batch_of_rank
 from service.handoff.batches.form import BatchJob
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
+from service.handoff.scoring import teachers_of
 from service.handoff.steps.validate import Routing
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.observe.trajectories.records import LostTrajectories, trajectory_records
 from service.rollout.prompts.dataset import load_tasks, rows_digest
+from service.scorers.asking import Asking
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
 
 Answer = TypeVar("Answer")
@@ -94,6 +97,7 @@ class BufferActor:
                 self._config.run.seed,
                 routing,
                 rows_digest(tasks),
+                teachers_of(self._config, [task.extra_info for task in tasks], [task.temperature for task in tasks]),
             )
         except Exception as error:  # noqa: BLE001 - raised by `_buffer` at the first call
             # Ray would restart an actor whose constructor raises again and again.
@@ -103,6 +107,7 @@ class BufferActor:
         self._buffer.watch_ends(self._lost.ended)
         self._telemetry = BufferTelemetry(self._config, resolve_actor(hub), self._buffer)
         self._telemetry.start()
+        self._asking = Asking(self._config.scorers, self._buffer.scoring, workers(self._config), self._settled)
         self._changed = asyncio.Condition()
         self._queued = asyncio.Event()
         self._flushed = asyncio.Condition()
@@ -243,7 +248,9 @@ class BufferActor:
         return answer
 
     async def _settled(self) -> None:
-        """Wake the waiting polls; return when all journalled events are on disk."""
+        """Wake the waiting polls and what asks scorers; return when all journalled events are on disk."""
+        if self._buffer.ledger.scoring:
+            self._asking.look()
         async with self._changed:
             self._changed.notify_all()
         position = self._journal.position
@@ -254,9 +261,9 @@ class BufferActor:
             raise self._failure
 
     async def _work(self) -> None:
-        """Sync the journal and check deadlines; an error of either is raised by the calls that wait for the journal."""
+        """Sync the journal, check deadlines, ask scorers; an error is raised by the calls that wait for the journal."""
         try:
-            await asyncio.gather(self._flush(), self._tick())
+            await asyncio.gather(self._flush(), self._tick(), self._asking.run())
         except Exception as error:  # noqa: BLE001 - raised by `_settled`
             self._failure = error
             async with self._flushed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import tempfile
@@ -38,6 +39,7 @@ from actors.generator.engine_arguments import SCRATCH
 from actors.generator.retrieval import with_retrieval
 from actors.observe.logs import log_env
 from actors.observe.metrics_hub import MetricsHub
+from actors.scorers.actor import actor_names, place_scorers
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from service.agents.keys import Keys
@@ -110,6 +112,9 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
     else:
         retrieval = config.env.retrieval
         needed_cpus = config.trainer.ranks + config.generator.engines + (retrieval.cpus if retrieval is not None else 0)
+        needed_cpus += math.ceil(
+            sum(config.scorers[name].cpus * len(each) for name, each in actor_names(config).items())
+        )
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
         os.environ[SCRATCH] = str(folder)
         start_watchdog(mark, folder)
@@ -137,6 +142,7 @@ class Cluster:
     buffer: Any
     generators: tuple[Any, ...]
     trainer: TrainerGroup
+    scorers: tuple[Any, ...] = ()
     retrieval: Any | None = None
     """Kept here because an actor ends with its last handle."""
 
@@ -169,6 +175,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
         .remote(with_free_port(config).model_dump_json(), str(journal.parent))
     )
+    scorers = place_scorers(config, prepared.model_folder, prepared.tasks_file, has_gpu=bool(gpus))
     buffer = (
         ray.remote(BufferActor)
         .options(name=BUFFER, num_cpus=0, max_concurrency=1000, max_restarts=-1, max_task_retries=-1)
@@ -190,7 +197,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         )
         for i in range(config.generator.engines)
     )
-    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), retrieval)
+    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), scorers, retrieval)
 
 
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:

@@ -59,6 +59,7 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._hub, self._buffer, self._trainer = cluster.hub, cluster.buffer, cluster.trainer
+        self._scorers = cluster.scorers
         self._folder = folder
         self._prepared = prepared
         self._say = say
@@ -186,6 +187,8 @@ class Coordinator:
             "the trainer": load(self._prepared.base),
             "the generators": self._generator_pool.start(),
         }
+        if self._scorers:
+            starting["the scorers"] = self._scorers_up()
         waited_for = dict.fromkeys(starting)
 
         async def up(name: str) -> str | None:
@@ -196,6 +199,11 @@ class Coordinator:
         with phase("loading the model: engines and trainer ranks start", self._say, lambda: ", ".join([*waited_for])):
             url, *_ = await asyncio.gather(*(up(name) for name in starting))
         return str(url)
+
+    async def _scorers_up(self) -> None:
+        """Wait for every scorer; a user's code that cannot be loaded ends the run before its first step."""
+        within = max(scorer.start_deadline for scorer in self._config.scorers.values())
+        await asyncio.gather(*(call(scorer.ready, who="a scorer", within=within) for scorer in self._scorers))
 
     async def _start_fresh(self) -> None:
         """Do the warm start, unless it was done, and measure its success rate; then evaluate the initial weights."""

@@ -135,6 +135,8 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     each = generator.tensor_parallel_size
     engines = 0 if config.weights.transport == "ipc" else generator.engines
     searching = 0 if config.env.retrieval is None else math.ceil(config.env.retrieval.gpus)
+    scorers = [scorer for scorer in config.scorers.values() for _ in range(scorer.workers if scorer.use else 1)]
+    searching += sum(math.ceil(scorer.gpus) for scorer in scorers)
     if (needed := ranks + engines * each + searching) <= gpus:
         return
     left = gpus - searching if gpus > searching else gpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scripts.dashboards.ledger import LEDGER
 from scripts.dashboards.panels import (
     Query,
     chosen,
@@ -132,13 +133,14 @@ SEQUENCES = dashboard(
     ),
 )
 
-GROUPS_IN_FLIGHT = chosen("baton_buffer_groups", 'state=~"issued|open|complete|leased"')
+
+GROUPS_IN_FLIGHT = chosen("baton_buffer_groups", 'state=~"issued|open|scoring|complete|leased"')
 
 BUFFER = dashboard(
     "baton-buffer",
     "Baton: buffer and staleness",
-    "Open work, its staleness, and refused messages.",
-    (2, 3, 3),
+    "Open work, its staleness, refused messages, and scorers.",
+    (2, 3, 3, 2),
     graph(
         "Groups by state",
         "Work in flight. If groups pile up in `complete`, the trainer is the bottleneck; if none is there, "
@@ -181,6 +183,17 @@ BUFFER = dashboard(
         "Trajectories a second that lost their generator and went on elsewhere, or started again, by reason.",
         Query(rate("baton_restarted_trajectories_total", "reason"), "{{reason}}"),
         Query(rate("baton_moved_trajectories_total"), "went on elsewhere"),
+    ),
+    graph(
+        "Waiting for scorers",
+        "Groups that are finished and wait for a judge, a reward model or a teacher.",
+        Query(total("baton_scorer_waiting_groups", by="instance, scorer"), "{{scorer}}"),
+    ),
+    graph(
+        "Answers of scorers",
+        "Groups a second by what became of them, and failures. BatonScorerFails fires above 20 % without a score.",
+        Query(rate("baton_scorer_groups_total", "scorer, outcome"), "{{scorer}}: {{outcome}}"),
+        Query(rate("baton_scorer_failures_total", "scorer, reason"), "{{scorer}}: failed, {{reason}}"),
     ),
 )
 
@@ -358,39 +371,5 @@ TRAINER = dashboard(
     ),
 )
 
-
-USED = total("baton_tokens", 'fate=~"trained|stepped"')
-DECIDED = total("baton_tokens", 'fate!="open"')
-
-LEDGER = dashboard(
-    "baton-ledger",
-    "Baton: token ledger",
-    "Where every accepted token is.",
-    (1, 3),
-    graph(
-        "Tokens by fate",
-        "Every accepted token has exactly one fate; the sum is the accepted tokens.",
-        Query(total("baton_tokens", by="fate"), "{{fate}}"),
-        stacked=True,
-    ),
-    stat(
-        "Does the ledger close?",
-        "Must be 0 at every scrape.",
-        f"{total('baton_tokens')} - {total('baton_accepted_tokens_total')}",
-        "difference",
-    ),
-    stat(
-        "Used",
-        "Fraction of the tokens with a decided fate that an optimizer step used.",
-        f"{USED} / {DECIDED}",
-        "fraction",
-        unit="percentunit",
-    ),
-    graph(
-        "Lost",
-        "Tokens that no optimizer step will use, by fate.",
-        Query(total("baton_tokens", 'fate!~"open|trained|stepped"', by="fate"), "{{fate}}"),
-    ),
-)
 
 DASHBOARDS = (OVERVIEW, SEQUENCES, BUFFER, GENERATORS, TRAINER, LEDGER)

@@ -46,6 +46,11 @@ def with_absolute_paths(config: Config) -> Config:
     if retrieval is not None:
         paths = {name: _absolute(getattr(retrieval, name)) for name in ("corpus", "encoder", "embeddings")}
         retrieval = retrieval.model_copy(update=paths)
+    files = ("model", "tokenizer", "key_file")
+    scorers = {
+        name: scorer.model_copy(update={file: _absolute(getattr(scorer, file)) for file in files})
+        for name, scorer in config.scorers.items()
+    }
     parts = {name: part.model_copy(update={"path": part.path.absolute()}) for name, part in data.mixture.items()}
     sets = {name: path.absolute() for name, path in data.eval.items()}
     update = {"train": _absolute(data.train), "mixture": parts, "eval": sets}
@@ -60,6 +65,7 @@ def with_absolute_paths(config: Config) -> Config:
                 for name, role in config.roles.items()
             },
             "agents": agents and agents.model_copy(update={"worker_key_file": _absolute(agents.worker_key_file)}),
+            "scorers": scorers,
             "env": config.env.model_copy(update={"retrieval": retrieval, "workdir": _absolute(config.env.workdir)}),
         }
     )
@@ -100,6 +106,7 @@ def _problems(config: Config) -> Iterator[_PathProblem]:
     yield from _path_problems("agents.worker_key_file", key_file, "worker key", "file", "give a text file")
     for name, role in config.roles.items():
         yield from _path_problems(f"roles.{name}.key_file", role.key_file, "key", "file", "give a text file")
+    yield from _scorer_problems(config)
     yield from _module_problems(config)
     if _kind("run.dir", config.run.dir) == "file":
         yield _PathProblem(f"run.dir: {config.run.dir} is a file; give a folder", False)
@@ -138,18 +145,31 @@ def _command_problems(config: Config) -> Iterator[_PathProblem]:
             yield _PathProblem(f"{setting}: there is no program {command[0]!r} on this machine; install it", True)
 
 
+def _scorer_problems(config: Config) -> Iterator[_PathProblem]:
+    for name, scorer in config.scorers.items():
+        path, folder = f"scorers.{name}", "give a Hugging Face folder"
+        yield from _path_problems(f"{path}.model", scorer.model, "model folder", "folder", folder)
+        yield from _path_problems(f"{path}.tokenizer", scorer.tokenizer, "tokenizer", "folder", folder)
+        yield from _path_problems(f"{path}.key_file", scorer.key_file, "key", "file", "give a text file")
+        yield from _user_module_problems(f"{path}.use", (scorer.use or "").partition(":")[0])
+
+
 def _module_problems(config: Config) -> Iterator[_PathProblem]:
     if config.metrics.wandb is not None and find_spec("wandb") is None:
         message = "metrics.wandb: the package wandb is not installed; install it, or remove metrics.wandb"
         yield _PathProblem(message, False)
     for name in ("estimator", "loss"):
-        package = getattr(config.algorithm, name).rpartition(":")[0].partition(".")[0]
-        try:
-            wrong = package and not find_user_module(package) and f"there is no module {package!r} on this machine"
-        except ImportError as error:
-            wrong = str(error)
-        if wrong:
-            yield _PathProblem(f"algorithm.{name}: {wrong}; install it, or start in its folder", False)
+        yield from _user_module_problems(f"algorithm.{name}", getattr(config.algorithm, name).rpartition(":")[0])
+
+
+def _user_module_problems(setting: str, module: str) -> Iterator[_PathProblem]:
+    package = module.partition(".")[0]
+    try:
+        wrong = package and not find_user_module(package) and f"there is no module {package!r} on this machine"
+    except ImportError as error:
+        wrong = str(error)
+    if wrong:
+        yield _PathProblem(f"{setting}: {wrong}; install it, or start in its folder", False)
 
 
 def _path_problems(setting: str, path: Path | None, what: str, wanted: Kind, hint: str) -> Iterator[_PathProblem]:

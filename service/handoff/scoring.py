@@ -120,6 +120,10 @@ class Scoring:
         self._status[scorer].failures[reason] += 1
         self._status[scorer].last_failure = f"{reason}: {detail}" if detail else reason
 
+    def took(self, scorer: str, seconds: float) -> None:
+        """One worker of a scorer was busy with a group for so long."""
+        self._status[scorer].seconds += seconds
+
     def give_up(self, group_id: int, scorer: str, reason: str) -> None:
         """A scorer will not answer about a group: the group is refused, or goes on without."""
         if not self.awaits(group_id, scorer):

@@ -33,6 +33,8 @@ class ScorerStatus:
     failures: Counter[str] = field(default_factory=Counter)
     """Times that it was asked and gave no good answer, by reason."""
     last_failure: str = ""
+    seconds: float = 0.0
+    """In which its workers were busy with groups."""
 
 
 @dataclass(frozen=True)

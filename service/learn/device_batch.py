@@ -66,6 +66,8 @@ class DeviceBatch(NamedTuple):
     trajectory_of_row_R: Tensor
     row_weight_R: Tensor
     """Factor of the reduction `sequence_mean`; 1 for all others."""
+    teacher_logprob_M: Tensor | None
+    """Log-probability of the token under its teacher; NaN where it has none; None where no token has."""
     turn_M: Tensor | None
     """Each loss token's turn, as an index into the mini-batch's `turn_advantage_X`; None without credit by turn."""
 
@@ -110,6 +112,11 @@ class DeviceBatch(NamedTuple):
             temperature_R=copy(micro.temperature_R, settings.dtype),
             trajectory_of_row_R=copy(micro.trajectory_of_row_R, torch.int64),
             row_weight_R=copy(row_weights(micro, settings.reduction), settings.dtype),
+            teacher_logprob_M=(
+                None
+                if micro.teacher_logprobs_N is None
+                else copy(micro.teacher_logprobs_N[loss_token_M], settings.dtype)
+            ),
             turn_M=None if micro.turn_N is None else copy(micro.turn_N[loss_token_M], torch.int64),
         )
 

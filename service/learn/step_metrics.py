@@ -98,6 +98,9 @@ def step_metrics(totals: dict[str, float], n_loss_tokens: int) -> dict[str, floa
         "policy/loss_metrics/truncated_ratio": totals["truncated"] / n,
         "policy/grad_norm": _root(totals["grad_square"]),
     }
+    if "teacher_tokens" in totals:
+        metrics["policy/teacher_kl"] = totals["teacher_kl"] / max(totals["teacher_tokens"], 1)
+        metrics["policy/teacher_token_ratio"] = totals["teacher_tokens"] / n
     if "kl_reference" in totals:
         metrics["policy/reference_kl"] = totals["kl_reference"] / n
     for i, name in enumerate(STALENESS_BINS):

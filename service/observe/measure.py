@@ -92,6 +92,13 @@ def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> No
             metrics.count_to(name, count, reason=reason)
     metrics.count_to("baton_moved_trajectories_total", status.moved)
     metrics.count_to("baton_accepted_tokens_total", status.accepted_tokens)
+    for scorer, of in status.scorers.items():
+        metrics.set("baton_scorer_waiting_groups", of.waiting, scorer=scorer)
+        metrics.count_to("baton_scorer_seconds_total", of.seconds, scorer=scorer)
+        for outcome, groups in (("scored", of.scored), ("fallback", of.fallbacks), ("refused", of.refused)):
+            metrics.count_to("baton_scorer_groups_total", groups, scorer=scorer, outcome=outcome)
+        for reason, times in of.failures.items():
+            metrics.count_to("baton_scorer_failures_total", times, scorer=scorer, reason=reason)
     metrics.set_all("baton_curriculum_prompts", "success", status.prompts)
     metrics.count_to("baton_curriculum_passed_over_total", status.passed_over)
     metrics.set("baton_length_distance", status.length_distance, of="trajectories")

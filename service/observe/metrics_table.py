@@ -130,6 +130,18 @@ BUFFER = (
         "Distance between the length distributions of trained and of generated work, 0 to 1.",
         ("of",),
     ),
+    counter(
+        "baton_scorer_groups_total",
+        "Groups by what became of them at a scorer: `scored`, `fallback` (it went on without) or `refused`.",
+        ("scorer", "outcome"),
+    ),
+    counter(
+        "baton_scorer_failures_total",
+        "Times that a scorer was asked about a group and gave no good answer.",
+        ("scorer", "reason"),
+    ),
+    counter("baton_scorer_seconds_total", "Seconds in which a scorer's workers were busy with groups.", ("scorer",)),
+    gauge("baton_scorer_waiting_groups", "Groups that wait for a scorer.", ("scorer",)),
     gauge("baton_journal_bytes", "Size of the journal on disk."),
     gauge("baton_journal_limit_bytes", "Size of the journal beyond which no more groups are admitted."),
 )

@@ -122,6 +122,10 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
     if prompts := status["buffer"].get("prompts"):
         passed_over = _number(status["buffer"].get("passed_over"))
         yield "prompts", f"{_counts(prompts)} (success so far, by the band); {passed_over} passed over"
+    for name, scorer in status["buffer"].get("scorers", {}).items():
+        groups = {what: scorer[what] for what in ("waiting", "scored", "fallbacks", "refused")}
+        last = f"; last failure: {scorer['last_failure']}" if scorer["last_failure"] else ""
+        yield "scorer", f"{name}: {_counts(groups) or 'no group yet'}{last}"
     if "reward/avg_raw_reward" in step:
         reward, length = _number(step["reward/avg_raw_reward"], 3), _number(step.get("generate/batch_padded_seq_len"))
         ago = f", {_duration(now - run['stepped'])} ago" if "stepped" in run else ""

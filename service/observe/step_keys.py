@@ -66,6 +66,10 @@ STEP_KEYS: dict[str, str] = {
     "policy/loss_metrics/masked_ratio": "Fraction of loss tokens whose loss a correction set to 0.",
     "policy/loss_metrics/truncated_ratio": "Fraction of loss tokens whose importance weight was truncated.",
     "policy/reference_kl": "Approximate divergence from the reference weights (`algorithm.kl_coef`).",
+    "policy/teacher_kl": (
+        "Mean log-ratio of rollout to teacher over the loss tokens that have a teacher: the reverse KL divergence."
+    ),
+    "policy/teacher_token_ratio": "Fraction of the loss tokens that have a teacher (`algorithm.teacher`).",
     "policy/by_staleness/<versions>/tokens": f"Number {_AT_STALENESS}",
     **{f"policy/by_staleness/<versions>/{name}": f"{text} {_AT_STALENESS}" for name, text in _RATIO.items()},
     "policy/by_staleness/<versions>/kl": f"Approximate divergence of trainer and sampling policy {_AT_STALENESS}",

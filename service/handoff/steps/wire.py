@@ -100,30 +100,36 @@ def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
     try:
         if len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
-        head, arrays = _opened(data, STEP_GROUP, GroupHead)
-        step_columns, end_columns = _taken(arrays, Steps), _taken(arrays, Ends)
-        if step_columns["teacher_logprobs_N"] is not None:  # they come from a scorer
-            raise _Damaged(RefusalReason.SCHEMA, "teacher_logprobs_N")
-        if arrays:
-            raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
+        return _step_group(*_opened(data, STEP_GROUP, GroupHead))
     except _Damaged as damaged:
         return damaged.refusal
+
+
+def _step_group(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
+    step_columns, end_columns = _taken(arrays, Steps), _taken(arrays, Ends)
+    if step_columns["teacher_logprobs_N"] is not None:  # they come from a scorer
+        raise _Damaged(RefusalReason.SCHEMA, "teacher_logprobs_N")
+    if arrays:
+        raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])
     try:
         steps = Steps(uids=head.step_uids, stop_reasons=head.step_stop_reasons, notes=head.step_notes, **step_columns)
         ends = Ends(uids=head.end_uids, stop_reasons=head.end_stop_reasons, **end_columns)
     except ValueError as error:
-        return Refusal(RefusalReason.LENGTH_MISMATCH, str(error))
+        raise _Damaged(RefusalReason.LENGTH_MISMATCH, str(error)) from error
     return StepGroup(Sender(head.generator, head.incarnation, head.sequence), steps, ends)
 
 
 def accepted_steps(data: bytes) -> Steps:
     """The steps of a message that the buffer made of what it had accepted; ValueError if it is none."""
+    return accepted_group(data).steps
+
+
+def accepted_group(data: bytes) -> StepGroup:
+    """The steps and ends of a message that the buffer made of what it had accepted; ValueError if it is none."""
     try:
-        head, arrays = _opened(data, STEP_GROUP, GroupHead)
-        columns = _taken(arrays, Steps)
+        return _step_group(*_opened(data, STEP_GROUP, GroupHead))
     except _Damaged as damaged:
-        raise ValueError(f"no steps: {damaged.refusal}") from damaged
-    return Steps(uids=head.step_uids, stop_reasons=head.step_stop_reasons, notes=head.step_notes, **columns)
+        raise ValueError(f"no step group: {damaged.refusal}") from damaged
 
 
 def encode_mini_batch(batch: MiniBatch) -> bytes:

@@ -1,6 +1,6 @@
 """The loss of a mini-batch, one micro-batch at a time.
 
-    sum over loss tokens of  weight * (correction * policy term + kl_coef * KL - entropy_coef * entropy)
+    sum over loss tokens of  weight * (correction * policy term + kl_coef * KL + teacher term - entropy_coef * entropy)
 
 `weight` is the reduction's, known beforehand for the whole mini-batch; KL and entropy take the same weight, but no
 off-policy correction. The two ratios of a token:
@@ -27,6 +27,7 @@ from service.learn.losses.advantage import Whitening, token_advantages, turn_adv
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
 from service.learn.losses.loss import LossInputs, LossTerms, check_terms, kl_term, loss_named
 from service.learn.losses.reduction import trajectory_weights
+from service.learn.losses.teacher import add_teacher_metrics, teacher_advantage, teacher_loss
 from service.learn.model.logprob import TokenLogprobs
 from service.learn.packing import to_device
 from service.learn.step_metrics import RatioMetrics, Sums
@@ -74,6 +75,7 @@ class Objective:
     ) -> None:
         """`group`: the ranks that share micro-batches with this one, if any."""
         self._algorithm = config.algorithm
+        self._teacher = config.algorithm.teacher
         self._norm_tokens = config.algorithm.norm_tokens or (
             config.generator.max_input_length + config.generator.max_generate_length
         )
@@ -144,6 +146,9 @@ class Objective:
             kl_M = kl_term(algorithm.kl_estimator, output.logprob_M, fixed.reference_M)
             term_M = term_M + algorithm.kl_coef * kl_M
             sums.add("kl_reference", kl_M.sum())
+        if self._teacher is not None:
+            term_M = term_M + teacher_loss(self._teacher, algorithm.kl_estimator, output.logprob_M, micro)
+            add_teacher_metrics(sums, micro)
         weight_M = micro.trajectory_to_tokens(inputs.weight_G) * micro.row_to_tokens(micro.row_weight_R)
         loss = (weight_M * term_M).sum()
         sums.add("loss", loss)
@@ -164,6 +169,8 @@ class Objective:
             advantage_M = token_advantages(inputs.value_G, inputs.whitening, micro)
         else:
             advantage_M = turn_advantages(inputs.turn_value_X, micro)
+        if self._teacher is not None:
+            advantage_M = advantage_M + teacher_advantage(self._teacher, micro)
         loss_inputs = LossInputs(logprob_M, anchor.loss_denominator_M, advantage_M, trajectory_log_ratio_M)
         terms = self._loss.function(loss_inputs, self._algorithm)
         return check_terms(self._algorithm.loss, terms, loss_inputs)

@@ -6,11 +6,12 @@
      "steps": [{"index": 0, "prompt_ids": [..], "response_ids": [..], "logprobs": [..], "loss_mask": [1, 1, 0],
                 "versions": [[2, "1.35"], [1, null]], "reward": 0.0, "stop_reason": "stop", "row": 0,
                 "parent": null, "role": "main", "trains": true}, ..],
-     "transcript": ""}
+     "transcript": "", "scores": {"judge": {"reward": 0.7, "info": "brief", "fallback": ""}}}
 
 `prompt_ids` of a step that extends the previous step are the new tokens only. `versions` are runs of (tokens, version).
 `row` is the training row of the step; steps of one row were merged. `parent` is the step that it continues, `role` that
-of an agent's call, `transcript` what an agent's run wrote. A trajectory that ended without being trained has
+of a call, `transcript` what an agent's run wrote, `scores` what each scorer added to the reward and said, or the
+reason without (`fallback`). A trajectory that ended without being trained has
 the `fate` of its group (`filtered`, `refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the
 last step before its end; its `stop_reason` is `unfinished` if the trajectory was not complete.
 """
@@ -107,9 +108,22 @@ def trajectory_records(
                 "advantage": float(batch.advantage_G[g]),
                 "stop_reason": end.stop_reason,
                 "loss_tokens": int(batch.loss_tokens_G[g]),
+                "scores": _scores(groups[p], g - int(first_of_group[p])),
             }
         )
     return records
+
+
+def _scores(group: CompleteGroup, place: int) -> Record:
+    """By scorer, what it said about a trajectory of a group, which has this place among those of the group."""
+    return {
+        score.scorer: {
+            "reward": score.rewards[place] if score.rewards else None,
+            "info": score.info[place] if score.info else "",
+            "fallback": score.fallback,
+        }
+        for score in group.scores
+    }
 
 
 def trained(records: Sequence[Mapping[str, Any]], version: PolicyVersion) -> list[Record]:

@@ -133,6 +133,15 @@ def rewritten(share: float) -> Series:
     ]
 
 
+def unscored(share: float) -> Series:
+    """Groups of a scorer of which a share was refused."""
+    groups = "baton_scorer_groups_total"
+    return [
+        *rate(groups, 200 * share, scorer="judge", outcome="refused"),
+        *rate(groups, 200 * (1 - share), scorer="judge", outcome="scored"),
+    ]
+
+
 ABORTED = "baton_aborted_steps_total"
 REFUSED = "baton_refused_messages_total"
 LEAKED = "baton_environment_leaked_tasks"
@@ -155,6 +164,7 @@ CASES = [
     ratio("BatonPaddingWasteHigh", 0.6, PADDING),
     ratio("BatonPrefixMergeCollapsed", 0.2, MISMATCH),
     ratio("BatonAgentsRewriteHistory", 0.05, rewritten),
+    ratio("BatonScorerFails", 0.2, unscored),
     ratio("BatonBufferStarved", 0.5, WAITS),
     ratio("BatonBoundBySideWork", 0.25, lambda share: gauge("baton_binding_ratio", share, part="journal"), 0),
     ratio("BatonBufferFull", 0.95, RESERVED, 0),

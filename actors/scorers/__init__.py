@@ -1,0 +1,1 @@
+"""The processes of scorers, and their engine."""

@@ -1,0 +1,118 @@
+"""A scorer's Ray actor, and how the buffer's process asks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from actors.calls import in_a_line
+from actors.generator.engine_arguments import engine_env
+from actors.observe.logs import keep_log
+from actors.scorers.engine import TeacherEngine
+from service.config import Config
+from service.rollout.prompts.dataset import load_tasks
+from service.scorers.asking import Worker
+from service.scorers.reply import Failure, ScorerFailed
+from service.scorers.scorer import Scorer
+
+
+class ScorerActor:
+    """One process of a scorer; the caller wraps it as a Ray actor."""
+
+    def __init__(self, config_json: str, name: str, model_folder: str, tasks_file: str) -> None:
+        keep_log(f"scorer-{name}")
+        self._failure: Exception | None = None
+        self._scorer: Scorer | None = None
+        config = Config.model_validate_json(config_json)
+        teacher = config.scorers[name].model
+        try:
+            self._engine = TeacherEngine(config, teacher) if teacher is not None else None
+            engine = None if self._engine is None else self._engine.logprobs
+            self._scorer = Scorer(config, name, Path(model_folder), load_tasks(Path(tasks_file)), engine)
+        except Exception as error:  # noqa: BLE001 - raised by `ready`
+            # Ray would restart an actor whose constructor raises again and again.
+            self._failure = error
+
+    async def ready(self) -> None:
+        """Return when groups can be scored; raises the error that kept the scorer from starting."""
+        if self._failure is not None:
+            raise self._failure
+        if self._engine is not None:
+            await self._engine.start()
+
+    async def reply(self, request: bytes) -> bytes:
+        """The reply to a request; see `Scorer.reply`."""
+        if self._scorer is None:
+            raise ScorerFailed(Failure.START, str(self._failure))
+        return await self._scorer.reply(request)
+
+
+class RayWorker:
+    """Asks a scorer's actor; see `service.scorers.asking.Worker`."""
+
+    def __init__(self, name: str, is_process: bool) -> None:
+        """`is_process`: it is asked about one group at a time, and ended where it does not answer."""
+        self._name = name
+        self._is_process = is_process
+
+    async def ready(self) -> None:
+        """Wait until the actor has started."""
+        await self._call("ready")
+
+    async def ask(self, request: bytes) -> bytes:
+        """The actor's reply."""
+        return await self._call("reply", request)  # type: ignore[no-any-return]
+
+    def renew(self) -> None:
+        """End the process, which Ray starts anew."""
+        if self._is_process:
+            ray.kill(ray.get_actor(self._name), no_restart=False)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(ray.get_actor(self._name), method).remote(*arguments)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ScorerFailed):
+                raise error.cause from None
+            raise ScorerFailed(Failure.START if method == "ready" else Failure.RAISED, in_a_line(error)) from None
+        except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no actor of that name
+            raise ScorerFailed(Failure.DIED, in_a_line(error)) from None
+
+
+def actor_names(config: Config) -> dict[str, list[str]]:
+    """The actors of each scorer: as many as it has workers where a user's code runs, else one."""
+    return {
+        name: [f"scorer-{name}-{i}" for i in range(scorer.workers if scorer.use is not None else 1)]
+        for name, scorer in config.scorers.items()
+    }
+
+
+def workers(config: Config) -> dict[str, list[Worker]]:
+    """The workers of each scorer; those of an address or an engine share its actor."""
+    made: dict[str, list[Worker]] = {}
+    for name, actors in actor_names(config).items():
+        settings = config.scorers[name]
+        one = [RayWorker(actor, is_process=settings.use is not None) for actor in actors]
+        made[name] = [*one] if settings.use is not None else [*one * settings.workers]
+    return made
+
+
+def place_scorers(config: Config, model_folder: Path, tasks_file: Path, has_gpu: bool) -> tuple[Any, ...]:
+    """Start the actors of all scorers; they have their CPUs and GPUs beside those of ranks and engines."""
+    return tuple(
+        ray.remote(ScorerActor)
+        .options(
+            name=actor,
+            max_restarts=-1,
+            max_concurrency=1000,
+            num_cpus=config.scorers[name].cpus,
+            num_gpus=config.scorers[name].gpus if has_gpu else 0,
+            runtime_env={"env_vars": engine_env(config)} if config.scorers[name].model is not None else {},
+        )
+        .remote(config.model_dump_json(), name, str(model_folder), str(tasks_file))
+        for name, actors in actor_names(config).items()
+        for actor in actors
+    )

@@ -1,0 +1,58 @@
+"""The teacher's term of the loss: on-policy distillation.
+
+With the log-probabilities T of the teacher, R of the rollout and P of the trained policy, of tokens that the policy
+sampled:
+
+| mode | what is added |
+|---|---|
+| `advantage` | `coef * (T - R)` to the token's advantage |
+| `kl` | `coef` times the estimate of KL(policy, teacher) to the loss, made of P and T as that of `kl_coef` |
+
+With fresh samples and no clipping the gradient of the first is that of the reverse KL divergence, because the mean of
+`gradient of P * (P - T)` over samples of the policy is it (Schulman 2020; on-policy distillation: Agarwal et al. 2023,
+arXiv:2306.13649). A token without a teacher (NaN) gets nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from service.config.learn import TeacherConfig
+from service.learn.device_batch import DeviceBatch
+from service.learn.losses.loss import kl_term
+from service.learn.step_metrics import Sums
+
+
+def teacher_advantage(settings: TeacherConfig, micro: DeviceBatch) -> Tensor:
+    """[M] what the teacher adds to the advantage of each loss token."""
+    if settings.mode != "advantage":
+        return torch.zeros_like(micro.rollout_logprob_M)
+    return settings.coef * _log_ratio(micro)
+
+
+def teacher_loss(settings: TeacherConfig, kl_estimator: str, logprob_M: Tensor, micro: DeviceBatch) -> Tensor:
+    """[M] what the teacher adds to the loss of each loss token."""
+    if settings.mode != "kl" or micro.teacher_logprob_M is None:
+        return torch.zeros_like(micro.rollout_logprob_M)
+    known_M = ~micro.teacher_logprob_M.isnan()
+    # a known number in place of NaN, whose gradient would be NaN behind `where` too
+    teacher_M = torch.where(known_M, micro.teacher_logprob_M, logprob_M.detach())
+    return torch.where(known_M, settings.coef * kl_term(kl_estimator, logprob_M, teacher_M), 0)
+
+
+def add_teacher_metrics(sums: Sums, micro: DeviceBatch) -> None:
+    """Add the number of tokens with a teacher, and their log-ratios of rollout to teacher, to `sums`."""
+    n_known = micro.rollout_logprob_M.new_zeros(())
+    if micro.teacher_logprob_M is not None:
+        n_known = (~micro.teacher_logprob_M.isnan()).sum()
+    sums.add("teacher_tokens", n_known)
+    sums.add("teacher_kl", -_log_ratio(micro).sum())
+
+
+def _log_ratio(micro: DeviceBatch) -> Tensor:
+    """[M] log-ratio of teacher to rollout; 0 without a teacher."""
+    if micro.teacher_logprob_M is None:
+        return torch.zeros_like(micro.rollout_logprob_M)
+    ratio_M = micro.teacher_logprob_M - micro.rollout_logprob_M
+    return torch.where(ratio_M.isnan(), 0, ratio_M)

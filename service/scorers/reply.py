@@ -1,0 +1,128 @@
+"""What passes between the buffer's process and a scorer's: a group, and the answer about it."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from service.handoff.ledger.scores import LOGPROBS
+from service.handoff.scoring import Answer
+
+
+class Failure(StrEnum):
+    """Why a scorer gave no good answer; also a label of the metric, as are the reasons of refused answers."""
+
+    START = "start"
+    """Its process did not start."""
+    DEADLINE = "deadline"
+    DIED = "died"
+    RAISED = "raised"
+    HTTP = "http"
+    """Its address did not answer, or answered with an error."""
+    MALFORMED = "malformed"
+    """The answer has another form."""
+    TOO_LARGE = "too_large"
+
+
+class ScorerFailed(Exception):
+    """A scorer gave no good answer about a group."""
+
+    def __init__(self, reason: Failure, detail: str) -> None:
+        super().__init__(reason, detail)  # as they are, so that Ray can send the error
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A group to be scored."""
+
+    row: int
+    """The prompt's row in the dataset."""
+    data: bytes
+    """The steps and ends as the bytes of a step group."""
+
+
+class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer of a scorer; a teacher gives log-probabilities, any other rewards."""
+
+    rewards: list[float] | None = None
+    info: list[str] = []
+    logprobs: bytes | None = None
+
+
+MAX_REPLY_BYTES = 1 << 20
+"""Of a reply beside log-probabilities; larger ones are not decoded."""
+
+_requests, _replies = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The bytes of a request or a reply."""
+    return msgspec.msgpack.encode(message)
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """The bytes of an answer."""
+    logprobs = answer.logprobs
+    as_bytes = None if logprobs is None else np.ascontiguousarray(logprobs, LOGPROBS).tobytes()
+    rewards = None if answer.rewards is None else [float(reward) for reward in answer.rewards]
+    return encode(Reply(rewards, [*answer.info], as_bytes))
+
+
+def request_from(data: bytes) -> Request:
+    """The request of these bytes, which the buffer made."""
+    return _requests.decode(data)
+
+
+def answer_from(data: object, room: int) -> Answer:
+    """The answer of a reply's bytes, of which `room` may be log-probabilities.
+
+    Raises:
+        ScorerFailed: they are no reply, or too many.
+    """
+    if not isinstance(data, bytes):
+        raise ScorerFailed(Failure.MALFORMED, f"a {type(data).__name__}, no bytes")
+    if len(data) > MAX_REPLY_BYTES + room:
+        raise ScorerFailed(Failure.TOO_LARGE, f"{len(data)} bytes")
+    try:
+        reply = _replies.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ScorerFailed(Failure.MALFORMED, str(error)[:200]) from error
+    if reply.logprobs is not None and len(reply.logprobs) % LOGPROBS.itemsize:
+        raise ScorerFailed(Failure.MALFORMED, f"{len(reply.logprobs)} bytes are no float32 numbers")
+    logprobs = None if reply.logprobs is None else np.frombuffer(reply.logprobs, LOGPROBS)
+    return Answer(reply.rewards, reply.info, logprobs)
+
+
+def answer_of(given: Any, n_trajectories: int) -> Answer:
+    """The answer in what a user's code or an address gave: `rewards`, or `(rewards, info)`, one of each a trajectory.
+
+    Raises:
+        ScorerFailed: it has another form, or another number of rewards.
+    """
+    rewards, info = given if isinstance(given, tuple) and len(given) == 2 else (given, ())
+    try:
+        if isinstance(rewards, str | bytes | dict) or isinstance(info, str | bytes | dict):
+            raise TypeError(f"{type(rewards).__name__} and {type(info).__name__} are no lists")
+        if len(rewards) != n_trajectories or len(info) not in (0, n_trajectories):
+            raise TypeError(f"{len(rewards)} rewards and {len(info)} infos of {n_trajectories} trajectories")
+        numbers, texts = [float(reward) for reward in rewards], [_text(each) for each in info]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ScorerFailed(Failure.MALFORMED, str(error)[:200]) from error
+    if not all(map(math.isfinite, numbers)):
+        raise ScorerFailed(Failure.MALFORMED, f"rewards that are not finite: {str(numbers)[:200]}")
+    return Answer(numbers, texts)
+
+
+def _text(info: object) -> str:
+    """A text as it is; anything else as JSON."""
+    if isinstance(info, str):
+        return info.encode(errors="replace").decode()
+    return "" if info is None else msgspec.json.encode(info).decode()

@@ -1,0 +1,53 @@
+"""Scorers that a user writes: a function or a class in a module of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from service.config.rollout import ScorerConfig
+from service.errors import ConfigError
+from service.interop.user_functions import enter_user_folder, import_user_module
+from service.scorers.reply import Failure, ScorerFailed
+
+
+def user_function(name: str, settings: ScorerConfig) -> Callable[[Any], Any]:
+    """The function behind `scorers.<name>.use`, or the method of an instance of the class.
+
+    Raises:
+        ConfigError: the module has no such function or class, or importing or constructing it failed.
+    """
+    module, _, attribute = (settings.use or "").partition(":")
+    method = "logprobs" if settings.kind == "teacher" else "score"
+    enter_user_folder()
+    try:
+        found = getattr(import_user_module(module), attribute)
+        function = getattr(found(**settings.options), method) if isinstance(found, type) else found
+    except Exception as error:
+        raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"scorers.{name}.use: {settings.use} is no function, and no class with a method {method}")
+    return function  # type: ignore[no-any-return]
+
+
+async def called(function: Callable[[Any], Any], argument: object) -> Any:
+    """Call a user's function in a thread.
+
+    Raises:
+        ScorerFailed: it raised.
+    """
+    try:
+        return await asyncio.to_thread(function, argument)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+        raise ScorerFailed(Failure.RAISED, f"{type(error).__name__}: {error}"[:200]) from None
+
+
+def user_logprobs(function: Callable[[Any], Any]) -> Callable[[list[int]], Any]:
+    """A teacher's log-probabilities from a user's function of token ids."""
+
+    async def logprobs(token_ids: list[int]) -> Sequence[float | None]:
+        given = await called(function, token_ids)
+        return given.tolist() if hasattr(given, "tolist") else given  # type: ignore[no-any-return]
+
+    return logprobs

@@ -1,0 +1,189 @@
+"""Scorers are asked within deadlines and attempts; what they do wrong costs the group that they were asked about."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.handoff.scoring import Answer
+from service.scorers.asking import Asking
+from service.scorers.reply import MAX_REPLY_BYTES, Failure, Reply, ScorerFailed, encode, encode_answer, request_from
+from service.types import MiniBatch
+from tests.pure.buffer.test_scoring import JUDGE, opened, played
+from tests.pure.buffer.world import World
+
+GOOD = encode_answer(Answer((0.25, 0.75)))
+Behaviour = Callable[[int], Awaitable[Any]]
+
+
+class Fake:
+    """A worker that answers about each group as the test says."""
+
+    def __init__(self, answers: Callable[[int, int], Any]) -> None:
+        self.answers = answers
+        self.asked: list[int] = []
+        self.renewed = 0
+        self.at_once = self.most_at_once = 0
+
+    async def ready(self) -> None:
+        await asyncio.sleep(0)
+
+    async def ask(self, request: bytes) -> bytes:
+        row = request_from(request).row
+        self.asked.append(row)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            answer = self.answers(row, self.asked.count(row))
+            if answer is None:
+                await asyncio.sleep(3600)
+            await asyncio.sleep(0.001)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer  # type: ignore[no-any-return]
+        finally:
+            self.at_once -= 1
+
+    def renew(self) -> None:
+        self.renewed += 1
+
+
+async def until_scored(world: World, workers: list[Fake]) -> None:
+    """Ask until no group waits."""
+
+    async def settled() -> None:
+        world.journal.sync()
+
+    scoring = world.buffer.scoring
+    asking = Asking(world.settings.scorers, scoring, {"judge": workers}, settled, first_pause=0.001)
+    running = asyncio.ensure_future(asking.run())
+    async with asyncio.timeout(30):
+        while scoring.pending("judge") and not running.done():
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.result()
+
+
+def judged(folder: Path, answers: Callable[[int, int], Any], groups: int = 6, **judge: Any) -> tuple[World, Fake]:
+    """A world whose groups were all asked about."""
+    world = opened(folder, {"judge": JUDGE | {"attempts": 2} | judge}, buffer={"lookahead": 50})
+    played(world, groups)
+    fake = Fake(answers)
+    asyncio.run(until_scored(world, [fake, fake]))
+    return world, fake
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "not a number": (encode_answer(Answer((0.5, float("nan")))), "reward"),
+    "one too few": (encode_answer(Answer((0.5,))), "length_mismatch"),
+    "one too many": (encode_answer(Answer((0.5, 0.5, 0.5))), "length_mismatch"),
+    "of a teacher": (encode_answer(Answer(logprobs=np.zeros(8, np.float32))), "length_mismatch"),
+    "ten megabytes": (bytes(10 << 20), "too_large"),
+    "long info": (encode(Reply([0.5, 0.5], ["x" * MAX_REPLY_BYTES * 2, ""])), "too_large"),
+    "other bytes": (b"\xc1\xff" * 40, "malformed"),
+    "texts": (encode(Reply([0.5, 0.5], ["a", "b"])).replace(b"rewards", b"REWARDS"), "malformed"),
+    "no bytes": ([0.5, 0.5], "malformed"),
+    "half a number": (encode(Reply(None, [], b"abc")), "malformed"),
+    "an exception": (ScorerFailed(Failure.RAISED, "RuntimeError: no"), "raised"),
+    "a death": (ScorerFailed(Failure.DIED, "its process died"), "died"),
+    "status 500": (ScorerFailed(Failure.HTTP, "status 500"), "http"),
+    "a hang": (None, "deadline"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_answer_costs_its_own_group_only(tmp_path: Path, bad: str) -> None:
+    answer, reason = BAD[bad]
+    deadline = 1.0 if answer is None else 60.0
+    world, fake = judged(tmp_path, lambda row, time: answer if row == 2 else GOOD, deadline=deadline)
+    status = world.buffer.status()
+    assert status.ended == {"refused/scorer": 1} and status.groups["complete"] == 5 and world.closes()
+    assert status.scorers["judge"].failures == {reason: 2} and fake.asked.count(2) == 2
+    assert status.scorers["judge"].last_failure.startswith(reason)
+    assert all(fake.asked.count(row) == 1 for row in (0, 1, 3, 4, 5))
+    assert fake.renewed == (2 if answer is None else 0)
+
+
+def test_a_scorer_that_answers_the_second_time_is_used(tmp_path: Path) -> None:
+    world, fake = judged(tmp_path, lambda row, time: GOOD if time == 2 else ScorerFailed(Failure.HTTP, "503"))
+    status = world.buffer.status()
+    assert status.groups["complete"] == 6 and status.scorers["judge"].failures == {"http": 6}
+    assert len(fake.asked) == 12 and world.batch().return_G.tolist() == [0.25, 0.75] * 2
+
+
+def test_without_any_answer_the_environments_rewards_count_where_that_is_the_fallback(tmp_path: Path) -> None:
+    world, _ = judged(tmp_path, lambda row, time: b"", fallback="environment_reward")
+    assert world.buffer.status().scorers["judge"].fallbacks == 6
+    assert world.batch().return_G.tolist() == [1.0, 0.0] * 2
+
+
+def test_no_more_groups_are_asked_about_at_once_than_there_are_workers(tmp_path: Path) -> None:
+    _, fake = judged(tmp_path, lambda row, time: GOOD, groups=20)
+    assert fake.most_at_once == 2 and sorted(fake.asked) == list(range(20))
+
+
+def test_a_group_that_ends_while_it_is_scored_is_left_alone(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE})
+    played(world)
+
+    def answers(row: int, time: int) -> bytes:
+        if row == 0:
+            world.buffer.end()
+        return GOOD
+
+    asyncio.run(until_scored(world, [Fake(answers)]))
+    assert world.buffer.status().ended == {"expired/run_end": 2} and world.closes()
+
+
+def test_a_scorer_gets_the_rows_of_the_dataset_and_their_steps(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE})
+    played(world)
+    rows = [world.buffer.scoring.group(group_id) for group_id in (0, 1)]
+    assert [row for row, _ in rows] == [0, 1]
+    assert all(len(group.steps) == 4 and group.ends.reward_E.tolist() == [1.0, 0.0] for _, group in rows)
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.full)])
+def test_a_groups_score_is_the_journalled_one_whatever_dies_while_it_is_scored(tmp_path: Path, kills: int) -> None:
+    """Each answer is another number; the buffer dies at random moments, with or without its unsynced bytes."""
+    rng, world = np.random.default_rng(kills), opened(tmp_path, {"judge": JUDGE}, buffer={"lookahead": 500})
+    journalled: dict[int, list[float]] = {}
+    asked = died = 0
+    while died < kills:
+        played(world, 1)
+        for group_id in world.buffer.scoring.pending("judge"):
+            asked += 1
+            if rng.random() < 0.3:  # the scorer dies before its answer comes
+                world.buffer.scoring.failed("judge", "died", "")
+            else:
+                assert world.buffer.scoring.accept(group_id, "judge", Answer((asked, asked / 2))) is None
+        if rng.random() < 0.5:
+            world.journal.sync()
+            seen = {o: said(world, o) for o, group in world.buffer.ledger.state.groups.items() if group.scored}
+            assert all(journalled.get(group_id, rewards) == rewards for group_id, rewards in seen.items())
+            journalled |= seen
+        if rng.random() < 0.3 and isinstance(batch := world.buffer.lease(world.trainer_incarnation), MiniBatch):
+            world.journal.sync()
+            for place, group_id in enumerate(batch.groups):
+                used = batch.return_G[2 * place : 2 * place + 2].tolist()
+                assert journalled.setdefault(group_id, used) == used
+            world.buffer.release(world.trainer_incarnation, batch.lease, "another time")
+        if rng.random() < 0.4:
+            died += 1
+            world.generator.buffer = world.crash(synced=bool(rng.random() < 0.5))
+            world.trainer_incarnation = world.buffer.join("trainer", "trainer")
+            world.generator = type(world.generator)(world.buffer)
+    assert journalled and world.closes()
+
+
+def said(world: World, group_id: int) -> list[float]:
+    """The rewards of a group as the next lease would have them."""
+    [score] = world.buffer.complete_group(group_id).scores
+    return [*(score.rewards or ())]

@@ -1,0 +1,234 @@
+"""What a scorer is given, and how its answer is read: a user's code, an address, a teacher."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from service.config import AlgorithmConfig, Config
+from service.config.learn import TeacherConfig
+from service.config.rollout import ScorerConfig
+from service.errors import UserError
+from service.handoff.ledger.scores import sampled_tokens
+from service.handoff.prefixes.sharing import share_prefixes
+from service.handoff.scoring import Answer
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import ends_table
+from service.handoff.steps.wire import encode as encode_group
+from service.rollout.chat.tokenizer import make_tokenizer
+from service.rollout.environment import Task
+from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, encode
+from service.scorers.scorer import Scorer
+from service.scorers.teacher import taught
+from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
+from tests.pure.buffer.world import step
+from tests.pure.learn.test_credit_split import played
+
+WORDS = [f"w{i}" for i in range(64)]
+TASKS = [Task("p", ({"role": "user", "content": "w1"},), "", extra_info={"bonus": 2})]
+MINE = "tests.pure.scorers.mine"
+
+
+def group_of(steps: Sequence[Step]) -> StepGroup:
+    ids = list(dict.fromkeys(step.trajectory for step in steps))
+    ends = [TrajectoryEnd(of, "p", sum(s.trajectory == of for s in steps), "stop", 1.0) for of in ids]
+    return StepGroup(Sender("", 0, 0), steps_table(steps), ends_table(ends))
+
+
+GROUP = group_of([step(TrajectoryId(0, sample), "p", index) for sample in (0, 1) for index in (0, 1)])
+
+
+def scorer(folder: Path, **settings: Any) -> Scorer:
+    make_tokenizer(folder, WORDS)
+    algorithm = AlgorithmConfig(teacher=TeacherConfig()) if settings.get("kind") == "teacher" else AlgorithmConfig()
+    return Scorer(Config(scorers={"mine": ScorerConfig(**settings)}, algorithm=algorithm), "mine", folder, TASKS)
+
+
+def answered(folder: Path, **settings: Any) -> Answer:
+    async def ask() -> Answer:
+        request = encode(Request(0, encode_group(GROUP)))
+        return answer_from(await scorer(folder, **settings).reply(request), room=len(request))
+
+    return asyncio.run(ask())
+
+
+def failure(folder: Path, **settings: Any) -> Failure:
+    with pytest.raises(ScorerFailed) as failed:
+        answered(folder, **settings)
+    return failed.value.reason
+
+
+def test_a_users_function_gets_texts_and_may_say_why(tmp_path: Path) -> None:
+    answer = answered(tmp_path, use=f"{MINE}:lengths")
+    assert answer.rewards is not None and len(answer.rewards) == 2 and min(answer.rewards) > 0
+    assert [*answer.info] == ['{"uid":"p"}'] * 2
+
+
+def test_a_users_class_gets_its_options_and_the_row(tmp_path: Path) -> None:
+    assert answered(tmp_path, use=f"{MINE}:Weighed", options={"weight": 0.5}).rewards == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("bad", ["raises", "leaves"])
+def test_what_a_users_code_raises_is_a_failure_with_a_reason(tmp_path: Path, bad: str) -> None:
+    assert failure(tmp_path, use=f"{MINE}:{bad}") is Failure.RAISED
+
+
+@pytest.mark.parametrize("use", ["tests.pure.scorers.nothing:here", f"{MINE}:nothing", f"{MINE}:__doc__"])
+def test_code_that_is_not_there_is_refused_at_the_start(tmp_path: Path, use: str) -> None:
+    with pytest.raises(UserError, match=r"scorers\.mine\.use: "):
+        scorer(tmp_path, use=use)
+
+
+# -- an address --------------------------------------------------------------------------------------------------------
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def served(handler: Handler) -> AsyncIterator[str]:
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_post("/score", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/score"
+    finally:
+        await runner.cleanup()
+
+
+def answered_by(folder: Path, handler: Handler, **settings: Any) -> Answer:
+    async def ask() -> Answer:
+        async with served(handler) as url:
+            request = encode(Request(0, encode_group(GROUP)))
+            return answer_from(await scorer(folder, url=url, **settings).reply(request), room=len(request))
+
+    return asyncio.run(ask())
+
+
+def test_an_address_gets_trajectories_as_json_with_the_key(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret\n")
+    seen: list[Any] = []
+
+    async def judge(request: web.Request) -> web.Response:
+        seen.extend([request.headers["Authorization"], await request.json()])
+        return web.json_response({"rewards": [0.5, 1], "info": ["so", None]})
+
+    answer = answered_by(tmp_path, judge, key_file=tmp_path / "key")
+    assert answer == ([0.5, 1.0], ["so", ""], None)
+    key, question = seen
+    assert key == "Bearer secret" and [t["sample"] for t in question["trajectories"]] == [0, 1]
+    first = question["trajectories"][0]
+    assert first["task"]["extra_info"] == {"bonus": 2} and first["reward"] == 1.0 and len(first["turns"]) == 2
+    assert first["turns"][0]["response"].split() == [WORDS[i - 8] for i in first["turns"][0]["response_ids"]]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (500, b"{}", Failure.HTTP),
+        (200, b"{", Failure.MALFORMED),
+        (200, b"[" * 100_000, Failure.MALFORMED),
+        (200, b"[1, 2]", Failure.MALFORMED),
+        (200, b'{"rewards": null}', Failure.MALFORMED),
+        (200, b'{"rewards": "12"}', Failure.MALFORMED),
+        (200, b'{"rewards": [1]}', Failure.MALFORMED),
+        (200, b'{"rewards": [1, NaN]}', Failure.MALFORMED),
+        (200, b'{"rewards": [1, [2]]}', Failure.MALFORMED),
+        (200, b'{"rewards": [1, 2], "info": 7}', Failure.MALFORMED),
+        (200, b" " * (10 << 20), Failure.TOO_LARGE),
+    ],
+)
+def test_a_bad_answer_of_an_address_is_a_failure_with_a_reason(
+    tmp_path: Path, status: int, body: bytes, reason: Failure
+) -> None:
+    async def judge(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body)
+
+    with pytest.raises(ScorerFailed) as failed:
+        answered_by(tmp_path, judge)
+    assert failed.value.reason is reason
+
+
+def test_an_address_that_hangs_or_is_not_there_is_a_failure(tmp_path: Path) -> None:
+    async def judge(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    with pytest.raises(ScorerFailed) as failed:
+        answered_by(tmp_path, judge, deadline=0.5)
+    assert failed.value.reason is Failure.DEADLINE
+    assert failure(tmp_path, url="http://127.0.0.1:9/score") is Failure.HTTP
+
+
+# -- teachers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_teachers_tokenizer_has_to_be_the_policys(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "other", [*WORDS[1:], WORDS[0]])
+    with pytest.raises(UserError, match="is another one than the policy's"):
+        scorer(tmp_path, kind="teacher", use=f"{MINE}:Teacher", tokenizer=tmp_path / "other")
+
+
+def test_an_endpoint_with_prompt_log_probabilities_is_a_teacher(tmp_path: Path) -> None:
+    async def completions(request: web.Request) -> web.Response:
+        question = await request.json()
+        ids = question["prompt"]
+        assert (question["temperature"], question["model"]) == (1.0, "big")
+        found: list[Any] = [
+            None,
+            *({str(ids[t]): {"logprob": -t / 8}, "7": {"logprob": -9}} for t in range(1, len(ids))),
+        ]
+        return web.json_response({"choices": [{"text": "", "prompt_logprobs": found}]})
+
+    settings = {"kind": "teacher", "tokenizer": tmp_path, "served_model": "big"}
+    made = [answered_by(tmp_path, completions, **settings), answered(tmp_path, kind="teacher", use=f"{MINE}:Teacher")]
+    assert all(answer.logprobs is not None and len(answer.logprobs) == 8 for answer in made)
+    assert made[0].logprobs.tolist() == made[1].logprobs.tolist() == [-3 / 8, -4 / 8, -8 / 8, -9 / 8] * 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("found", [None, [], [None] * 3, [None] * 10, [None, *[{"1": {"logprob": "x"}}] * 9]])
+def test_an_endpoint_without_them_is_a_failure(tmp_path: Path, found: Any) -> None:
+    async def completions(request: web.Request) -> web.Response:
+        return web.Response(body=json.dumps({"choices": [{"prompt_logprobs": found}]}))
+
+    with pytest.raises(ScorerFailed) as failed:
+        answered_by(tmp_path, completions, kind="teacher", tokenizer=tmp_path)
+    assert failed.value.reason is Failure.MALFORMED
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_sampled_token_gets_the_log_probability_of_its_own_context(seed: int) -> None:
+    """However steps branch, arrive and share prefixes: a number made of a token's whole context shows which it was."""
+    rng = np.random.default_rng(seed)
+    steps = [each for sample in range(3) for each in played(rng, TrajectoryId(0, sample), int(rng.integers(1, 5)))]
+    order = rng.permutation(len(steps))
+    table = steps_table([steps[i] for i in order])
+    if seed % 2:
+        table = share_prefixes(table)
+
+    def of_context(token_ids: list[int]) -> float:
+        return -float(hash(tuple(token_ids)) % 1000) / 1000
+
+    async def logprobs(token_ids: list[int]) -> list[float]:
+        return [of_context(token_ids[: t + 1]) for t in range(len(token_ids))]
+
+    found = asyncio.run(taught(table, logprobs))
+    whole = [[*each.prompt_ids.tolist(), *each.response_ids.tolist()] for each in steps]
+    expected = [
+        of_context(ids[: len(ids) - len(each.response_ids) + t + 1])
+        for each, ids in zip(steps, whole, strict=True)
+        for t in range(len(each.response_ids))
+    ]
+    assert np.allclose(found, np.array(expected, np.float32), atol=1e-6)
+    in_order = np.concatenate([each.response_ids for each in steps])
+    assert table.token_ids_N[sampled_tokens(table)].tolist() == in_order.tolist()
