@@ -120,7 +120,7 @@ class Timelines:
 
     def generated(self, request: str, began: float, generation: Generation) -> None:
         """A call of the engine ended; a request is named `TRAJECTORY/...`."""
-        if (line := self._open.get(request.rpartition("/")[0])) is None:
+        if (line := self._open.get("/".join(request.split("/", 3)[:3]))) is None:  # the trajectory's own name has 3
             return
         seconds = (now := time.monotonic()) - began
         parts = {part: taken for part, taken in generation.seconds.items() if taken > 0}

@@ -39,7 +39,8 @@ async def play(timelines: Timelines, trajectory: TrajectoryId, turns: int, at_on
     """Turns of the engine, each followed by a call of the environment, or all of an agent's calls at once."""
     engine = TimedEngine(Engine(), timelines)
     with timelines.playing(trajectory, "search") as line:
-        calls = [engine.generate(np.zeros(3, np.int32), Sampling(8), f"{trajectory}/turn={n}") for n in range(turns)]
+        kind = "chat/" if at_once else "turn="  # as agents and as the agent loop name them
+        calls = [engine.generate(np.zeros(3, np.int32), Sampling(8), f"{trajectory}/{kind}{n}") for n in range(turns)]
         if at_once:
             await asyncio.gather(*calls)
         for call in [] if at_once else calls:
@@ -111,6 +112,7 @@ def test_a_timeline_is_a_chrome_trace_whose_rows_and_flows_are_whole(tmp_path: P
     ]
     assert [name.split()[0] for name in first[-2:]] == ["lease", "step"]
     assert len({event["id"] for event in flows}) == 4
+    assert sum(event["name"].startswith("turn") for event in trace["traceEvents"]) == 3 * 2 + 3
 
 
 def test_a_rank_waits_for_what_the_trainer_did_meanwhile(tmp_path: Path) -> None:
