@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from service.config import LoraConfig
+from service.learn.adapter_folder import PREFIX
+from service.learn.model.lora import A, B
 
 ADAPTER = "policy"
 """Name of the adapter in the engine."""
@@ -28,6 +30,6 @@ def adapter_shapes(lora: LoraConfig, weights: Iterable[tuple[str, Sequence[int]]
         module, _, kind = name.rpartition(".")
         if kind == "weight" and module.rpartition(".")[2] in lora.targets and len(shape) == 2:
             n_out, n_in = shape
-            shapes[f"base_model.model.{module}.lora_A.weight"] = (lora.rank, n_in)
-            shapes[f"base_model.model.{module}.lora_B.weight"] = (n_out, lora.rank)
+            shapes[PREFIX + module + A] = (lora.rank, n_in)
+            shapes[PREFIX + module + B] = (n_out, lora.rank)
     return shapes

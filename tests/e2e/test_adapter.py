@@ -1,8 +1,12 @@
 """An engine with an adapter against a Hugging Face forward pass of the merged weights, also amid publications."""
 
+import asyncio
 import copy
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +14,16 @@ import pytest
 import ray
 import torch
 from safetensors.torch import save
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from actors.generator.broadcasts import Broadcasts
 from actors.weights.adapter import AdapterShapes, adapter_shapes
-from actors.weights.checksum import checksum_of
-from service.config import Config, LoraConfig, ModelConfig
+from actors.weights.checksum import PublishedWeights, checksum_of
+from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
 from service.rollout.engine import Generation, Sampling
 from service.types import PolicyVersion
-from tests.e2e.test_engine import CONFIG, Observed, dense, difference, prompt, started, weights_of
+from tests.e2e.test_engine import CONFIG, SHAPE, Observed, dense, difference, prompt, started, weights_of
+from tests.e2e.test_nccl_broadcast import Engine, Handle, Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +71,10 @@ def sent(tensors: Adapter) -> tuple[np.ndarray, int]:
 
 
 class WithBase(Observed):
-    """Also answers as the model without the adapter."""
+    """Also answers as the model without the adapter, and asks its worker for an adapter of other layers."""
+
+    async def load_unknown(self, shapes: AdapterShapes) -> None:
+        await self._running().collective_rpc("start_adapter", kwargs={"shapes": shapes, "rank": 6, "alpha": 12.0})
 
     async def generate_as_base(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Generation:
         engine = copy.copy(self)
@@ -189,7 +198,78 @@ def test_an_adapter_that_changed_on_its_way_is_refused(engine: Any) -> None:
     serves(engine, 51, merged(adapter(51)))
 
 
-def test_a_publication_is_a_small_part_of_the_model(engine: Any) -> None:
-    update = publish(engine, 53, adapter(53))
-    assert update.tries == 1
-    assert update.bytes == sent(adapter(53))[0].nbytes
+def test_layers_that_the_model_lacks_are_refused_by_the_worker_and_the_old_adapter_goes_on(engine: Any) -> None:
+    """vLLM itself would ignore them."""
+    publish(engine, 54, adapter(54))
+    with pytest.raises(Exception, match=r"no layer with an adapter at model\.layers\.7\.mlp\.up_proj"):
+        ray.get(engine.load_unknown.remote(adapter_shapes(LORA, [("model.layers.7.mlp.up_proj.weight", (4, 3))])))
+    serves(engine, 54, merged(adapter(54)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+def test_runs_of_rows_get_their_own_adapter_and_rows_without_one_none() -> None:
+    from actors.weights.cpu_lora import RunsOfRows, runs_of
+
+    slots = torch.tensor([1, 1, -1, 0, 0, 0, -1, -1, 1])
+    assert runs_of(slots) == [(0, 2, 1), (3, 6, 0), (8, 9, 1)]
+    assert runs_of(torch.full((3,), -1)) == []
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(9, width, generator=generator, dtype=torch.float64) for width in (5, 7))
+    a = [torch.randn(2, 1, 3, 5, generator=generator, dtype=torch.float64) for _ in range(2)]
+    b = [torch.randn(2, 1, width, 3, generator=generator, dtype=torch.float64) for width in (4, 3)]
+    expected = y.clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[row] += 0.5 * torch.cat([b[part][slot, 0] @ (a[part][slot, 0] @ x[row]) for part in range(2)])
+    arithmetic = RunsOfRows.__new__(RunsOfRows)
+    arithmetic._runs = runs_of(slots)
+    arithmetic.add_lora_linear(y, x, a, b, 0.5, (4, 3))
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.full
+@pytest.mark.asyncio
+async def test_an_adapter_arrives_by_broadcast(local_ray: None, tmp_path: Path) -> None:
+    config = CONFIG_OF_ADAPTERS.model_copy(update={"weights": WeightsConfig(transport="nccl")})
+    actor = started(tmp_path, base(), config, Engine)
+    trainer = Trainer(config)
+    driver = Broadcasts(config, {"generator-0": Handle(actor, actor.join_trainer, actor.receive)}, trainer)  # type: ignore[arg-type]
+    for step in (1, 2):
+        version = PolicyVersion(1, step)
+        trainer.rank._learner = SimpleNamespace(weights=partial(adapter, step))  # type: ignore[assignment]
+        published = PublishedWeights(*trainer.rank.weights(version.pack()))
+        assert await driver.send(["generator-0"], version, published) == {}
+        await asyncio.to_thread(serves, actor, step, merged(adapter(step)))
+    await actor.stop.remote()
+
+
+@pytest.mark.full
+def test_an_adapter_of_rank_8_is_a_small_part_of_50_million_weights_and_swapped_sooner(
+    local_ray: None, tmp_path: Path
+) -> None:
+    shape = SHAPE | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    model = Qwen3ForCausalLM(Qwen3Config(**shape | {"num_key_value_heads": 4, "head_dim": 64})).float()
+    costs = {}
+    for lora in (None, LoraConfig(rank=8, alpha=16)):
+        engine = started(
+            tmp_path / str(lora), model, CONFIG.model_copy(update={"model": ModelConfig(dtype="float32", lora=lora)})
+        )
+        weights = weights_of(model)
+        if lora is not None:
+            weights = {
+                name: torch.zeros(of)
+                for name, of in adapter_shapes(lora, [(n, w.shape) for n, w in weights.items()]).items()
+            }
+        requests = [engine.generate.remote(prompt(i), LONG, f"r{i}") for i in range(4)]
+        updates = [publish(engine, step, weights) for step in (1, 2, 3)]
+        ray.get(requests)
+        costs[lora is not None] = updates[0].bytes, min(u.write_seconds + u.pause_seconds for u in updates)
+        ray.get(engine.stop.remote())
+        ray.kill(engine)
+    (whole_bytes, whole_seconds), (bytes_, seconds) = costs[False], costs[True]
+    print(
+        f"{model.num_parameters() / 1e6:.0f} million weights: {whole_bytes >> 10} KiB in {1e3 * whole_seconds:.0f} ms; "
+        f"the adapter: {bytes_ >> 10} KiB, {bytes_ / whole_bytes:.1%}, in {1e3 * seconds:.0f} ms"
+    )
+    assert bytes_ < 0.03 * whole_bytes
+    assert seconds < whole_seconds / 2

@@ -17,15 +17,19 @@ ROOT = Path(__file__).parents[2]
 SHORT = ["run.max_steps=3", "trainer.ranks=1", "generator.engines=1", "generator.gpu_memory_utilization=0.4"]
 SHORT += ["model.warm_start.steps=5", "model.warm_start.probe_prompts=0", "metrics.port=0", "weights.verify=true"]
 SHORT += ["run.trajectories_per_step=64"]
+ADAPTER = ["model.lora={}", "model.dtype=bfloat16", "weights.verify_tolerance=0.1"]
 
 
 @pytest.mark.timeout(540)
+@pytest.mark.parametrize("adapter", [[], ADAPTER], ids=["weights", "adapter"])
 @pytest.mark.parametrize(("transport", "gpus"), [("ipc", 1), ("nccl", 2)])
-def test_engine_and_trainer_agree_after_weights_went_from_gpu_to_gpu(tmp_path: Path, transport: str, gpus: int) -> None:
+def test_engine_and_trainer_agree_after_weights_went_from_gpu_to_gpu(
+    tmp_path: Path, transport: str, gpus: int, adapter: list[str]
+) -> None:
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} CUDA GPUs")
     command = [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml", f"run.dir={tmp_path}"]
-    command += [*SHORT, f"weights.transport={transport}"]
+    command += [*SHORT, *adapter, f"weights.transport={transport}"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert said.returncode == 0, said.stdout + said.stderr
     assert "did not take the weights" not in said.stdout

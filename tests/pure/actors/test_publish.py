@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing.reductions as reductions
+from safetensors.torch import load as load_tensors
 
 from actors.trainer.actor import TrainerRank
+from actors.weights.adapter import AdapterShapes
 from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, checksum_of
 from actors.weights.cuda_ipc import encode_handles, ipc_update_info
 from actors.weights.nccl_broadcast import encode_announcement
 from actors.weights.weight_group import Meeting
-from service.config import Config, WeightsConfig
+from service.config import Config, WeightsConfig, load_config
+from service.run.prepare import prepare
 
 WEIGHTS = {f"layers.{n}.weight": torch.full((2, n + 1), float(n), dtype=torch.bfloat16) for n in range(5)}
 SIZE = PolicySize(sum(tensor.numel() for tensor in WEIGHTS.values()), tied=False)
@@ -84,3 +88,26 @@ def test_weights_by_memory_travel_with_their_checksum() -> None:
     data, checksum = rank_of("memory").weights(7)
     assert isinstance(data, np.ndarray)
     assert checksum == checksum_of(data.tobytes()) != EMPTY_CHECKSUM
+
+
+def loaded(config: Config, folder: Path, adapter: bool) -> TrainerRank:
+    rank = TrainerRank(config.model_dump_json(), 0)
+    rank.load(("", 0), str(folder), None, adapter)
+    return rank
+
+
+def shapes_of(rank: TrainerRank) -> AdapterShapes:
+    return {name: tuple(tensor.shape) for name, tensor in load_tensors(rank.weights(7)[0].tobytes()).items()}
+
+
+def test_a_rank_trains_all_weights_in_the_warm_start_and_publishes_then_the_adapter_that_engines_expect(
+    tmp_path: Path,
+) -> None:
+    lora = ["model.lora.rank=3", "model.lora.targets=[q_proj,o_proj,up_proj,down_proj]"]
+    config = load_config(["configs/quickstart.yaml"], [*lora, "trainer.ranks=1", "model.make.hidden_size=32"])
+    made = prepare(config, tmp_path / "run").model_folder
+    whole = loaded(config, made, adapter=False)
+    whole.export(str(tmp_path / "warm_start"))
+    assert PolicySize.of_folder(made).count(shapes_of(whole).items()) == PolicySize.of_folder(made).elements
+    rank = loaded(config, tmp_path / "warm_start", adapter=True)
+    assert shapes_of(rank) == PolicySize.of_folder(tmp_path / "warm_start", config.model.lora).adapter
