@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from service.config import Config, load
+from service.config import Config, LoraConfig, load
 from service.errors import UserError
+from service.learn.adapter_folder import Base, write_adapter
 from service.rollout.prompts.dataset import write_rows
 from service.run.prepare import demonstrations, prepare
 
@@ -59,3 +60,12 @@ def test_the_demonstrations_of_a_warm_start_follow_the_configured_conversation(t
         return sum(len(row.token_ids) for row in shown)
 
     assert tokens("inline") < tokens("append")
+
+
+def test_an_adapter_for_another_model_is_refused_before_the_run_starts(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "adapter", Base(path="other", fingerprint="another"), LoraConfig(), {})
+    made = config("model.warm_start=null", "model.lora={}", f"model.adapter={tmp_path / 'adapter'}")
+    with pytest.raises(UserError, match="is of an adapter for another model than"):
+        prepare(made, tmp_path / "run")
+    with pytest.raises(UserError, match=r"model\.lora\.rank: the adapter .* has 16; set that"):
+        prepare(config("model.warm_start=null", "model.lora.rank=8", f"model.adapter={tmp_path / 'adapter'}"), tmp_path)
