@@ -1,7 +1,7 @@
 """The quick start with all weights trained and with an adapter: how much of the gain in success the adapter reaches.
 
     python -m benchmarks.lora
-    python -m benchmarks.lora --seeds 0 --rank 8 --lr 1e-3
+    python -m benchmarks.lora --seeds 0 --rank 8 --lr 5e-4
 
 The quick start's task, model, warm start and settings in one process, as in `benchmarks.credit`. The gain is the mean
 success of the last mini-batches less that of the first one, which both ways sample alike.
@@ -47,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lora", description=main.__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of the adapter")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of the adapter")
     parser.add_argument("overrides", nargs="*", help="settings, as for baton run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
