@@ -64,7 +64,7 @@ def settings(generators: int, groups_each: int = 1) -> Config:
 
 def tokens_per_second(generators: int) -> float:
     """Trained tokens a simulated second; the trainer is never what is waited for."""
-    config = settings(generators, groups_each=4)
+    config = settings(generators, groups_each=16)
     scenario = Scenario(generators, turns=4, median_tokens=128, sigma=0.7, trainer_seconds=1e-3, steps=24)
     return simulated(config, scenario, seed=0).tokens_per_second
 

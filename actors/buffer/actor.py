@@ -145,8 +145,8 @@ class BufferActor:
         """Trajectories of a generator go on without a step."""
         self._buffer.renew(generator, incarnation, trajectories)
 
-    async def leave(self, generator: str, incarnation: int, reason: str) -> None:
-        """A generator has ended: its open trajectories are restarted elsewhere."""
+    async def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
+        """A generator, or with None any incarnation of it, has ended: its open trajectories go on elsewhere."""
         self._buffer.leave(generator, incarnation, reason)
         await self._settled()
 

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray.job_config import JobConfig
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer.actor import BufferActor
@@ -24,6 +24,7 @@ from actors.driver.cuda import refuse_unusable_cuda
 from actors.driver.local_ray import is_failed_start, start_local_ray
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import (
+    engine_bundle,
     engine_index,
     engine_options,
     gpus_each,
@@ -37,6 +38,7 @@ from actors.driver.watchdog import MARK, start_watchdog
 from actors.generator.actor import Generator
 from actors.generator.engine_arguments import SCRATCH
 from actors.generator.retrieval import with_retrieval
+from actors.generator.scaling import Placed
 from actors.observe.logs import log_env
 from actors.observe.metrics_hub import MetricsHub
 from actors.scorers.actor import actor_names, place_scorers
@@ -111,7 +113,8 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
         ray.init(**settings)
     else:
         retrieval = config.env.retrieval
-        needed_cpus = config.trainer.ranks + config.generator.engines + (retrieval.cpus if retrieval is not None else 0)
+        needed_cpus = config.trainer.ranks + config.generator.max_engines
+        needed_cpus += retrieval.cpus if retrieval is not None else 0
         needed_cpus += math.ceil(
             sum(config.scorers[name].cpus * len(each) for name, each in actor_names(config).items())
         )
@@ -142,6 +145,8 @@ class Cluster:
     buffer: Any
     generators: tuple[Any, ...]
     trainer: TrainerGroup
+    place: Callable[[int], Awaitable[Placed]]
+    """Makes a further generator, with its number, as soon as there is room for it."""
     scorers: tuple[Any, ...] = ()
     retrieval: Any | None = None
     """Kept here because an actor ends with its last handle."""
@@ -165,7 +170,8 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     bundles = run_bundles(config, gpus)
     room = asyncio.run(reserve(bundles, config.trainer.start_deadline, say))
     data = (prepared.tasks_file, *prepared.eval_files.values())
-    check_nodes(room, bundles, RunFiles.of(prepared.model_folder, data, run_folder=journal.parent))
+    files = RunFiles.of(prepared.model_folder, data, run_folder=journal.parent)
+    check_nodes(room, bundles, files)
     config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()
     # Prometheus scrapes the hub on the driver's node, also after a restart of the hub.
@@ -181,23 +187,29 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         .options(name=BUFFER, num_cpus=0, max_concurrency=1000, max_restarts=-1, max_task_retries=-1)
         .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing)
     )
-    generators = tuple(
-        ray.remote(Generator)
-        .options(name=f"generator-{i}", max_restarts=-1, **engine_options(config, gpus, room, engine_index(config, i)))
-        .remote(
-            f"generator-{i}",
-            config_json,
-            str(prepared.model_folder),
-            str(prepared.tasks_file),
-            BUFFER,
-            HUB,
-            keys,
-            i,
-            str(prepared.base),
-        )
-        for i in range(config.generator.engines)
-    )
-    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), scorers, retrieval)
+
+    def generator(number: int, of: PlacementGroup, bundle: int, max_restarts: int) -> Any:
+        name, paths = f"generator-{number}", (str(prepared.model_folder), str(prepared.tasks_file))
+        options = engine_options(config, gpus, of, bundle)
+        actor = ray.remote(Generator).options(name=name, max_restarts=max_restarts, **options)
+        return actor.remote(name, config_json, *paths, BUFFER, HUB, keys, number, str(prepared.base))
+
+    async def place(number: int) -> Placed:
+        own = [engine_bundle(config, gpus)]
+        of = await reserve(own, math.inf, lambda missing: None)
+        try:
+            await asyncio.to_thread(check_nodes, of, own, files)
+            return Placed(generator(number, of, 0, max_restarts=0), of)
+        except ValueError as error:
+            remove_placement_group(of)
+            raise RunFailed(f"generator-{number} has not ended yet: {error}") from error
+        except BaseException:  # also when fewer are asked for meanwhile
+            remove_placement_group(of)
+            raise
+
+    engines = range(config.generator.min_engines)
+    generators = tuple(generator(n, room, engine_index(config, n), max_restarts=-1) for n in engines)
+    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), place, scorers, retrieval)
 
 
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:

@@ -16,6 +16,7 @@ from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
+from actors.generator.scaling import Scaling
 from actors.observe.logs import say_which_are_elsewhere
 from actors.observe.metrics_hub import ray_targets, run_target, serving
 from actors.observe.telemetry import RunTelemetry
@@ -33,6 +34,7 @@ from service.run.folder import FINAL, JOURNAL, LOGS
 from service.run.metrics_port import DEFAULT_PORT
 from service.run.prepare import Prepared, demonstrations
 from service.run.repeated_failures import FailureWatch
+from service.run.scale import asked_for
 from service.run.writer import RunWriter
 from service.types import PolicyVersion, Refusal
 
@@ -66,7 +68,11 @@ class Coordinator:
         self._resume_from = resume_from
         self._progress = Progress(config, folder, say)
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
-        self._generator_pool = GeneratorPool(config, cluster.generators, cluster.trainer, self._telemetry, say)
+        self._generator_pool = GeneratorPool(
+            config, cluster.generators, cluster.trainer, self._telemetry, say, cluster.buffer
+        )
+        asked = partial(asked_for, folder.path, config)
+        self._scaling = Scaling(config, self._generator_pool, cluster.place, asked, say)
         self._checkpoints = Checkpointer(config, folder.path, cluster, self._telemetry.checkpointed)
         self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
         self._evaluations = Evaluations(
@@ -108,10 +114,13 @@ class Coordinator:
                 return
             generating = asyncio.ensure_future(self._generator_pool.run())
             training = asyncio.ensure_future(self._train())
-            await asyncio.wait([training, generating], return_when=asyncio.FIRST_COMPLETED)
-            if generating.done():
-                generating.result()
+            scaling = asyncio.ensure_future(self._scaling.run())
+            await asyncio.wait([training, generating, scaling], return_when=asyncio.FIRST_COMPLETED)
+            for other in (generating, scaling):
+                if other.done():
+                    other.result()
             await training
+            scaling.cancel()
             await self._finish()
             await generating
             await ask_buffer(self._buffer.stop)  # last: the hub serves no gauges of a buffer that is silent

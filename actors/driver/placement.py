@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.generator.engine import engine_env
@@ -77,7 +77,7 @@ def _bundle(gpus: int) -> Bundle:
 
 def run_bundles(config: Config, gpus: int) -> list[Bundle]:
     """The room of a run: all ranks, then all engines that have a room of their own."""
-    engines = 0 if config.weights.transport == "ipc" else config.generator.engines
+    engines = 0 if config.weights.transport == "ipc" else config.generator.min_engines
     return [rank_bundle(config, gpus)] * config.trainer.ranks + [engine_bundle(config, gpus)] * engines
 
 
@@ -91,15 +91,19 @@ async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str],
     """
     room = placement_group(list(bundles), strategy="PACK")
     deadline = time.monotonic() + within
-    if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, within)):
-        return room
     said = ""
-    while (left := deadline - time.monotonic()) > 0:
-        if (missing := missing_room(bundles, nodes())) != said:
-            say(f"WAITING for room in the Ray cluster: {missing}")
-            said = missing
-        if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, left)):
+    try:
+        if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, within)):
             return room
+        while (left := deadline - time.monotonic()) > 0:
+            if (missing := missing_room(bundles, nodes())) != said:
+                say(f"WAITING for room in the Ray cluster: {missing}")
+                said = missing
+            if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, left)):
+                return room
+    except asyncio.CancelledError:
+        remove_placement_group(room)
+        raise
     raise RunFailed(f"no room in the Ray cluster for {within:g} s: {missing_room(bundles, nodes())}")
 
 
@@ -133,7 +137,7 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     """
     generator, ranks = config.generator, config.trainer.ranks
     each = generator.tensor_parallel_size
-    engines = 0 if config.weights.transport == "ipc" else generator.engines
+    engines = 0 if config.weights.transport == "ipc" else generator.min_engines
     searching = 0 if config.env.retrieval is None else math.ceil(config.env.retrieval.gpus)
     scorers = [scorer for scorer in config.scorers.values() for _ in range(scorer.workers if scorer.use else 1)]
     searching += sum(math.ceil(scorer.gpus) for scorer in scorers)

@@ -138,7 +138,7 @@ async def _evaluate(
             await _export(config, target, manifest, exported, say)
     model = (exported if manifest is not None else target.weights(None)).absolute()
     gpus = gpus_each()
-    bundles = [engine_bundle(config, gpus)] * config.generator.engines
+    bundles = [engine_bundle(config, gpus)] * config.generator.min_engines
     room = await reserve(bundles, config.generator.start_deadline, say)
     await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, files.values()))
     engines: list[Any] = [

@@ -50,7 +50,7 @@ class Evaluator:
 
     async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
         """Sample trajectories of one shard of an evaluation set."""
-        groups = -(-self._config.generator.concurrent_groups // self._config.generator.engines)
+        groups = -(-self._config.generator.concurrent_groups // self._config.generator.min_engines)
         concurrency = groups * self._config.algorithm.n_samples_per_prompt
         return await self._player.evaluate(name, Path(tasks_file), n_samples, shard, concurrency)
 

@@ -55,7 +55,6 @@ RENEWALS = 4
 """Times that open sessions are renewed within `buffer.step_deadline`."""
 EXIT_SECONDS = 1.0
 """Seconds between a failure and the end of this process, in which the error reaches the callers."""
-ENVIRONMENT_FAILURES = frozenset(reason for reason in StopReason if reason.startswith("environment_"))
 
 
 class Joined(NamedTuple):
@@ -91,7 +90,7 @@ class Generator:
         self._engine = VllmEngine(self._config, Path(base or model_folder))
         self._player = Player(self._config, Path(model_folder), self._engine, keys, number)
         self._model_folder = Path(model_folder)
-        self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.engines))
+        self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.min_engines))
         self._groups = 0
         """Open groups."""
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
@@ -238,11 +237,8 @@ class Generator:
 
     async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task, left: Steps | None) -> None:
         end = await self._player.play(trajectory, task, outbox, left)
-        measure_ended(self._metrics, end)
-        self._counts["trajectories"] += 1
-        self._counts[f"end_{end.stop_reason}"] += 1
-        if end.stop_reason in ENVIRONMENT_FAILURES:
-            self._metrics.count("baton_environment_errors_total", env=task.env_class or self._config.env.name)
+        measure_ended(self._metrics, end, task.env_class or self._config.env.name)
+        self._counts.update(("trajectories", f"end_{end.stop_reason}"))
 
     def _close(self, group_id: int) -> None:
         for trajectory in [t for t in self._playing if t.group_id == group_id]:
@@ -308,8 +304,7 @@ class Generator:
         """The generator's state and its counts since the start."""
         joined = self._joined
         waiting = joined.claimer.waiting if joined is not None else None
-        elapsed = self._activity.elapsed
-        engine = self._engine.counts
+        elapsed, engine = self._activity.elapsed, self._engine.counts
         return {
             "name": self._name,
             "pid": os.getpid(),
@@ -331,6 +326,24 @@ class Generator:
             "outbox": dict(joined.outbox.counts) if joined is not None else {},
             "refusals": dict(joined.outbox.refusals) if joined is not None else {},
         }
+
+    async def share(self, groups: int) -> None:
+        """Of all groups that the generators play at once, this one plays so many."""
+        self._limit.share(groups)
+        self._room.set()
+
+    async def leave(self, grace: float) -> None:
+        """Claim no more, play on for so many seconds, then hand over what is open; `run` returns."""
+        if self._joined is None:
+            return
+        claimer, outbox = self._joined
+        claimer.leave()
+        if self._playing:
+            await asyncio.wait(self._playing.values(), timeout=grace)
+        for trajectory in list(self._playing):
+            self._cancel(trajectory)
+        await outbox.flush()
+        await self._ask(self._buffer.leave, self._name, claimer.incarnation, "leaves")
 
     async def stop(self) -> None:
         """End the open trajectories and the engine."""

@@ -45,6 +45,7 @@ class Claimer:
         self._arrived: list[Assignment] = []
         """Assignments not given out yet, also of polls that were no longer waited for."""
         self._look = asyncio.Event()
+        self._leaves = False
         self.waiting: Wait | None = None
         """Why the buffer gives no group at the moment; None: it was not asked, or gave one."""
         self.waited_for = "claim"
@@ -54,8 +55,13 @@ class Claimer:
         """Claim again at once: the engine serves a newer version, for which the buffer may have groups."""
         self._look.set()
 
+    def leave(self) -> None:
+        """Claim no more."""
+        self._leaves = True
+        self._look.set()
+
     async def next(self) -> Assignment | None:
-        """The next group; None when no more will come.
+        """The next group; None when no more will come, or this generator leaves.
 
         Raises:
             RunFailed: another incarnation took this generator's place.
@@ -65,6 +71,8 @@ class Claimer:
         seconds = 0.0
         last_answer = time.monotonic()
         while not self._arrived:
+            if self._leaves:
+                return None
             try:
                 answer = await self._poll(seconds)
             except Unreachable as error:

@@ -147,7 +147,7 @@ def can_overflow(config: Config, model_folder: Path) -> bool:
 
 
 def _sequences(config: Config) -> int:
-    groups = -(-config.generator.concurrent_groups // config.generator.engines)
+    groups = -(-config.generator.concurrent_groups // config.generator.min_engines)
     return min(MAX_SEQUENCES, groups * config.algorithm.n_samples_per_prompt)
 
 

@@ -1,4 +1,8 @@
-"""The generators of a run: started, restarted when they fail, and given new weights while they generate."""
+"""The generators of a run: started, restarted when they fail, and given new weights while they generate.
+
+The first ones have a part of the run's room and are restarted in it; one that joins later has a room of its own, and is
+let go with it when it fails.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.calls import CALL_SECONDS, call, in_a_line, may_be_dropped
 from actors.evaluation.evaluator import evaluate_on
@@ -26,6 +32,8 @@ from service.types import PolicyVersion
 
 STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
+HAND_OVER_SECONDS = 30.0
+"""Seconds beyond its grace in which a generator that leaves hands over what is open."""
 RETRY_SECONDS = 0.5
 """Pause before the start of a restarting generator is tried again."""
 STATUS_SECONDS = 5.0
@@ -48,9 +56,11 @@ class GeneratorPool:
         trainer: TrainerGroup,
         telemetry: RunTelemetry,
         say: Callable[[str], None],
+        buffer: Any = None,
     ) -> None:
         self._config = config
         self._trainer = trainer
+        self._buffer = buffer
         self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
         self._telemetry = telemetry
         self._say = say
@@ -65,31 +75,123 @@ class GeneratorPool:
         self._broadcasts = Broadcasts(config, self._generators, trainer)
         self._broadcasting = asyncio.Lock()
         self._stopping = False
+        self._rooms: dict[str, PlacementGroup] = {}
+        """Of each generator that joined later."""
+        self._leaving: set[str] = set()
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[str] = asyncio.Queue()
+        """Names of generators whose keepers have ended."""
+        self._drained = False
+        self.evaluating = False
+        """No generator is to leave of its own accord meanwhile."""
 
     async def start(self) -> None:
         """Start every engine."""
         await asyncio.gather(*(self._start(name) for name in self._generators))
 
     async def _start(self, name: str) -> None:
+        self._files.register(name, await self._started(name, self._generators[name]))
+
+    async def _started(self, name: str, generator: Any) -> str:
+        """The node of a generator whose engine has started."""
         # Longer than the engine's own deadline, whose error says more.
         within = self._config.generator.start_deadline + CALL_SECONDS
-        self._files.register(name, await call(self._generators[name].start, who=name, within=within))
+        return str(await call(generator.start, who=name, within=within))
 
     async def run(self) -> None:
-        """Generate until the buffer is drained; a generator that fails is restarted.
+        """Generate until the buffer is drained; a generator that fails is restarted, or let go with its own room.
 
         Raises:
             RunFailed: a generator failed more than `run.max_restarts` times without an optimizer step in between.
         """
-        await asyncio.gather(*(self._keep(name) for name in self._generators))
+        for name in self._generators:
+            self._begin(name)
+        try:
+            while self._keepers or not (self._drained or self._stopping):
+                await self._keepers.pop(await self._ended.get())
+        finally:
+            for keeper in self._keepers.values():
+                keeper.cancel()
+
+    def _begin(self, name: str) -> None:
+        keeper = self._keepers[name] = asyncio.ensure_future(self._keep(name))
+        keeper.add_done_callback(lambda done: self._ended.put_nowait(name))
 
     async def _keep(self, name: str) -> None:
         while not self._stopping:
             try:
-                return await self._watched(name)
+                await self._watched(name)
+                self._drained |= name not in self._leaving
+                return
             except GENERATOR_FAILED as error:
-                if not self._stopping:
-                    await self._start_again(name, error)
+                if self._stopping or name in self._leaving:
+                    return
+                if name in self._rooms:
+                    return await self._let_go(name, error)
+                await self._start_again(name, error)
+
+    # -- joining and leaving ------------------------------------------------------------------------------------------
+
+    def nodes(self) -> dict[str, str]:
+        """The node of each generator that generates and does not leave, by number."""
+        staying = sorted(self._keepers.keys() - self._leaving, key=_number)
+        return {name: self._files.node_of(name) for name in staying}
+
+    def free_number(self) -> int:
+        """The lowest number that no generator has."""
+        taken = {_number(name) for name in self._generators}
+        return next(number for number in range(len(taken) + 1) if number not in taken)
+
+    async def join(self, name: str, generator: Any, room: PlacementGroup) -> None:
+        """Start a generator in its own room, send it the newest weights, and let it generate."""
+        try:
+            node = await self._started(name, generator)
+        except BaseException:  # also when fewer are asked for meanwhile
+            _give_back(generator, room)
+            raise
+        self._generators[name], self._rooms[name], self._locks[name] = generator, room, asyncio.Lock()
+        self._leaving.discard(name)  # an earlier one of that name had left
+        self._files.register(name, node)
+        await self._update(name)
+        self._begin(name)
+        self._say(f"{name} has joined")
+        self._share()
+
+    async def leave(self, name: str, grace: float) -> None:
+        """Let a generator play on for so many seconds, hand over what is open, and end."""
+        self._leaving.add(name)
+        self._share()
+        generator = self._generators[name]
+        with suppress(*GENERATOR_FAILED):  # what it cannot hand over, the buffer gives to others below
+            await call(generator.leave, grace, who=name, within=grace + HAND_OVER_SECONDS)
+            await call(generator.stop, who=name, within=STOP_SECONDS)
+        await self._forget(name)
+        self._say(f"{name} has left")
+
+    async def _let_go(self, name: str, error: BaseException) -> None:
+        """A generator with a room of its own failed; another one may join where there is room."""
+        self._leaving.add(name)
+        self._count_failure(name, error)
+        self._say(f"{name} failed ({in_a_line(error)}); it is let go")
+        await self._forget(name)
+        self._share()
+
+    async def _forget(self, name: str) -> None:
+        async with self._broadcasting, self._locks.pop(name):
+            self._broadcasts.forget(name)
+            generator = self._generators.pop(name)
+        _give_back(generator, self._rooms.pop(name, None))
+        await call(self._buffer.leave, name, None, "gone", who="the buffer")
+        self._telemetry.left(name)
+
+    def _share(self) -> None:
+        """Divide the open groups among the generators that stay."""
+        staying = self.nodes()
+        self._telemetry.generators(max(len(staying), self._config.generator.min_engines))
+        for name in staying:
+            self._generators[name].share.remote(-(-self._config.generator.concurrent_groups // len(staying)))
+
+    # -- failures -----------------------------------------------------------------------------------------------------
 
     async def _watched(self, name: str) -> None:
         """Wait until a generator ends; one that does not answer within `generator.silent_deadline` counts as failed."""
@@ -112,10 +214,7 @@ class GeneratorPool:
         self._broadcasts.forget(name)
         failed: BaseException | None = error
         while failed is not None:
-            self._failures[name] += 1
-            times = self._failures[name]
-            if times > self._config.run.max_restarts or isinstance(failed, UserError):
-                raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(failed)}") from failed
+            self._count_failure(name, failed)
             self._say(f"{name} failed ({in_a_line(failed)}); it starts again")
             ray.kill(self._generators[name], no_restart=False)
             failed = await self._came_up(name)
@@ -124,6 +223,12 @@ class GeneratorPool:
         self._down.discard(name)
         await self._update(name)
         self._say(f"{name} is back")
+
+    def _count_failure(self, name: str, error: BaseException) -> None:
+        self._failures[name] += 1
+        times = self._failures[name]
+        if times > self._config.run.max_restarts or isinstance(error, UserError):
+            raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BatonError | None:
         """Wait for a generator's new process and engine, unless the run ends; returns why the engine did not start."""
@@ -179,8 +284,10 @@ class GeneratorPool:
         """Update one engine; an engine that is down, or fails during the update, is updated after its restart."""
         if self._config.weights.transport == "nccl":
             return await self._broadcast([name])
-        async with self._locks[name]:
-            if self._latest is None or name in self._down:
+        if (lock := self._locks.get(name)) is None:
+            return  # it has left
+        async with lock:
+            if self._latest is None or name in self._down or name not in self._generators:
                 return
             version, weights = self._latest
             try:
@@ -199,7 +306,7 @@ class GeneratorPool:
     async def _broadcast(self, names: list[str]) -> None:
         """Update those of these engines that are up by one broadcast."""
         async with self._broadcasting:
-            up = [name for name in names if name not in self._down]
+            up = [name for name in names if name in self._generators and name not in self._down]
             if self._latest is None or not up:
                 return
             version, weights = self._latest
@@ -238,11 +345,12 @@ class GeneratorPool:
 
         No trajectory is submitted to the buffer.
         """
-        up = [generator for other, generator in self._generators.items() if other not in self._down]
+        unable = self._down | self._leaving
+        up = [generator for other, generator in self._generators.items() if other not in unable]
         if not up:
             self._say(f"the evaluation of {name} was given up: no generator is up")
             return None
-        deadline = self._config.data.eval_deadline
+        deadline, self.evaluating = self._config.data.eval_deadline, True
         try:
             async with asyncio.timeout(deadline):
                 return await evaluate_on(up, name, tasks_file, n_samples, most)
@@ -250,6 +358,8 @@ class GeneratorPool:
             self._say(f"the evaluation of {name} was given up after {deadline:.0f} s")
         except GENERATOR_FAILED as error:
             self._say(f"the evaluation of {name} was given up: {in_a_line(error)}")
+        finally:
+            self.evaluating = False
         return None
 
     async def statuses(self) -> list[dict[str, Any]]:
@@ -272,3 +382,15 @@ class GeneratorPool:
             self._sync.cancel()
         stops = (call(generator.stop, who="a generator") for generator in self._generators.values())
         await asyncio.wait([asyncio.gather(*stops, return_exceptions=True)], timeout=STOP_SECONDS)
+
+
+def _number(name: str) -> int:
+    """That of `generator-3` is 3."""
+    return int(name.rpartition("-")[2])
+
+
+def _give_back(generator: Any, room: PlacementGroup | None) -> None:
+    """End a generator's process, and its room if it has one of its own."""
+    ray.kill(generator)
+    if room is not None:
+        remove_placement_group(room)

@@ -74,6 +74,11 @@ class GroupLimit:
         self._preemptions = 0
         self.groups = most
 
+    def share(self, most: int) -> None:
+        """There are more or fewer generators: another number may be open at most."""
+        self.groups = most if self.groups == self._most else min(self.groups, most)
+        self._most = most
+
     def observe(self, load: EngineLoad, open_groups: int) -> int:
         """Adapt the limit to the engine's load, and return it."""
         overflowed = load.preemptions > self._preemptions

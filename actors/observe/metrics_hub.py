@@ -119,6 +119,10 @@ class MetricsHub:
             await self.start()
         return came
 
+    async def forget(self, source: str) -> None:
+        """An actor has left for good."""
+        self._hub.forget(source)
+
     async def stop(self) -> None:
         """Close the port and the timeline."""
         if self._timeline is not None:

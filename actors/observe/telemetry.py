@@ -31,6 +31,7 @@ class RunTelemetry:
     """Reports the run's state and its steps, for the driver."""
 
     def __init__(self, config: Config, hub: Any, folder: str) -> None:
+        self._hub = hub
         self._reporter = Reporter("driver", "driver", config, hub, self._measure_now)
         self._states = States(self._reporter.trace, "trainer", "starting")
         self._run = run_report(config, folder, time.time())
@@ -70,6 +71,15 @@ class RunTelemetry:
     def sync_failed(self) -> None:
         """An engine did not load new weights."""
         self._reporter.metrics.count("baton_weight_sync_failures_total")
+
+    def generators(self, expected: int) -> None:
+        """So many generators are there, or are to be."""
+        self._reporter.metrics.set("baton_generators_expected", expected)
+        self._report_run(generators=expected)
+
+    def left(self, generator: str) -> None:
+        """A generator has left."""
+        self._hub.forget.remote(f"generator/{generator}")
 
     def stop(self, state: str) -> None:
         """Push for the last time."""

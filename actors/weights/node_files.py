@@ -50,6 +50,10 @@ class NodeFiles:
         self._node_of[name] = node
         self._held = {of: held for of, held in self._held.items() if held.holder != name}
 
+    def node_of(self, name: str) -> str:
+        """The node of a generator that has started."""
+        return self._node_of[name]
+
     @asynccontextmanager
     async def path_for(self, name: str, weights: PublishedWeights) -> AsyncIterator[str]:
         """The path of these weights on the generator's node; the file is held while the block runs."""
@@ -92,7 +96,9 @@ class NodeFiles:
     async def _release(self, node: str, held: HeldFile) -> None:
         if self._held.get(node) is held:
             del self._held[node]
+        if (holder := self._generators.get(held.holder)) is None:
+            return  # it has left, and its files with it
         try:
-            await call(self._generators[held.holder].release_weights, held.path.result(), who=held.holder)
+            await call(holder.release_weights, held.path.result(), who=held.holder)
         except HOLDER_FAILED:
             return  # the file is gone with its holder

@@ -167,6 +167,18 @@ def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def scale(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Ask a run for another number of generators."""
+    from service.config import load
+    from service.run.folder import CONFIG, run_folder
+    from service.run.scale import ask_for
+
+    folder = run_folder(arguments.run)
+    ask_for(folder, load([folder / CONFIG], []).config, arguments.engines)
+    print(f"{folder} is asked for {arguments.engines} generators; baton status {folder} shows how many are up")
+    return 0
+
+
 def trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print a line for each kept trajectory."""
     from rich.console import Console

@@ -112,3 +112,15 @@ examples:
   baton trajectories slow runs/quickstart                # queue, prefill, decode, tools: where the time goes
   baton trajectories export-html runs/quickstart --last 20
 """
+
+SCALE = """\
+Ask a running run for more or fewer generators.
+
+The run's configuration gives the bounds (generator.engines: {min: 1, max: 8}). One that joins takes the newest weights
+and claims; one that leaves plays on for generator.leave_grace seconds, hands over what is open, and ends.
+"""
+
+SCALE_EXAMPLES = """\
+examples:
+  baton scale runs/mine --engines 3
+"""

@@ -97,6 +97,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     _add_config(added)
     _add_status(added)
     _add_plan(added, typed == "plan")
+    _add_scale(added)
     _add_simulate(added, typed == "simulate")
     _add_replay(added, typed == "replay")
     _add_logs(added)
@@ -179,6 +180,13 @@ def _add_status(added: Any) -> None:
     named = f"http://host:port, {RUN_HELP} (default: the newest run in runs/)"
     parser.add_argument("run", metavar="URL-OR-RUN", nargs="?", help=named)
     parser.add_argument("--json", action="store_true", help="print the /status document")
+
+
+def _add_scale(added: Any) -> None:
+    summary = "ask a running run for more or fewer generators"
+    parser = _command(added, "scale", commands.scale, summary, help_texts.SCALE, help_texts.SCALE_EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("--engines", type=logs.count, metavar="N", required=True, help="how many, all together")
 
 
 def _add_logs(added: Any) -> None:

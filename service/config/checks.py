@@ -251,11 +251,13 @@ def _concurrency(config: Config) -> Iterator[Problem]:
             f"{concurrent} is below trainer.mini_batch_size ({size}): a mini-batch would be generated in several "
             f"rounds, one after the other; use at least {size}",
         )
-    if concurrent < config.generator.engines:
+    if concurrent < (engines := config.generator.max_engines):
         yield Problem(
             "generator.concurrent_groups",
-            f"{concurrent} groups cannot keep {config.generator.engines} engines busy; some would never get work",
+            f"{concurrent} groups cannot keep {engines} engines busy; some would never get work",
         )
+    if config.generator.min_engines > engines:
+        yield Problem("generator.engines", f"min is {config.generator.min_engines}, which is more than max, {engines}")
 
 
 def _staleness(config: Config) -> Iterator[Problem]:

@@ -51,7 +51,7 @@ def check_command(config: Config) -> Iterator[Problem]:
 
 
 def _outside(config: Config) -> Iterator[Problem]:
-    engines, port = config.generator.engines, config.endpoint.port if config.endpoint is not None else 0
+    engines, port = config.generator.max_engines, config.endpoint.port if config.endpoint is not None else 0
     if port and port + engines - 1 > LAST_PORT:
         yield Problem(
             "agents.port", f"{port} leaves no ports for the {engines} generators, each of which has one; lower it"

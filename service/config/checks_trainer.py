@@ -59,7 +59,13 @@ def _verification(config: Config) -> Iterator[Problem]:
 def _shared_gpus(config: Config) -> Iterator[Problem]:
     if config.weights.transport != "ipc":
         return
-    engines, ranks = config.generator.engines, config.trainer.ranks
+    engines, ranks = config.generator.max_engines, config.trainer.ranks
+    if config.generator.min_engines < engines:
+        yield Problem(
+            "generator.engines",
+            "with weights.transport=ipc each engine shares the GPU of a rank, so that none can join or leave; give a "
+            "number, or another transport",
+        )
     if config.generator.tensor_parallel_size > 1:
         yield Problem(
             "generator.tensor_parallel_size",

@@ -167,11 +167,23 @@ class RoleConfig(Section):
     """Of a frozen role: file with the key for `url`; None: none is sent."""
 
 
+class EnginesRange(Section):
+    """How many generators a run has."""
+
+    min: Positive = 1
+    """The run starts once there is room for so many."""
+    max: Positive = 1
+    """More join, up to so many, as the cluster has room; `baton scale` asks for fewer or more."""
+
+
 class GeneratorConfig(Section):
     """vLLM engines and their agent loops."""
 
-    engines: Positive = 1
-    """Generator actors, one engine each."""
+    engines: Positive | EnginesRange = 1
+    """Generator actors, one engine each: a number, or `{min: 1, max: 8}` for generators that join and leave."""
+    leave_grace: Seconds = 20.0
+    """Seconds in which a generator that leaves (`baton scale`, a drained node) plays on; then it hands over what is
+    open, and ends."""
     tensor_parallel_size: Positive = 1
     """GPUs of one engine."""
     concurrent_groups: Positive = 32
@@ -210,6 +222,16 @@ class GeneratorConfig(Section):
     """Seconds in which the engine must generate one turn."""
     silent_deadline: Seconds = 60.0
     """Seconds without an answer after which a generator counts as frozen and is restarted."""
+
+    @property
+    def min_engines(self) -> int:
+        """Engines with which the run starts."""
+        return self.engines if isinstance(self.engines, int) else self.engines.min
+
+    @property
+    def max_engines(self) -> int:
+        """Engines that the run may have at once."""
+        return self.engines if isinstance(self.engines, int) else self.engines.max
 
 
 ScorerName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]

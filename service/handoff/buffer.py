@@ -261,12 +261,12 @@ class Buffer:
             if self.ledger.plays(sender, of):
                 self.ledger.holdings.renew((of.group_id, of.sample), self._clock.monotonic())
 
-    def leave(self, generator: str, incarnation: int, reason: str) -> None:
+    def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
         """A generator ended: others go on with its unfinished trajectories, or these start anew as next attempts."""
         member = self.ledger.state.generators.get(generator)
-        if member is None or member.incarnation != incarnation or not member.alive:
+        if member is None or incarnation not in (None, member.incarnation) or not member.alive:
             return
-        self._record.add(events.Left(generator, incarnation, reason))
+        self._record.add(events.Left(generator, member.incarnation, reason))
         self._waits.end(f"generator {generator}")
         for group_id, samples in self.ledger.holdings.of(generator).items():
             self._attempts.hand_over(group_id, tuple(samples))

@@ -116,6 +116,11 @@ class Hub:
         if calls := pushed.by_label("baton_agent_calls_total", "dialect"):
             self._calls.setdefault(source, deque(maxlen=RATE_REPORTS)).append((now, sum(calls.values())))
 
+    def forget(self, source: str) -> None:
+        """An actor has left for good: it is neither shown nor missed."""
+        self._sources.pop(source, None)
+        self._calls.pop(source, None)
+
     def put_status(self, part: str, report: Mapping[str, Any]) -> None:
         """Store the report of a part: `run`, `buffer` or `step`."""
         if part not in PARTS:

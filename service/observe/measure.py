@@ -71,8 +71,10 @@ def measure_states(metrics: Metrics, seconds: Mapping[str, float]) -> None:
         metrics.count_to("baton_state_seconds_total", total, state=state)
 
 
-def measure_ended(metrics: Metrics, end: TrajectoryEnd) -> None:
-    """A generator finished a trajectory."""
+def measure_ended(metrics: Metrics, end: TrajectoryEnd, env: str) -> None:
+    """A generator finished a trajectory of an environment."""
+    if end.stop_reason.startswith("environment_"):
+        metrics.count("baton_environment_errors_total", env=env)
     metrics.observe("baton_trajectory_turns", end.n_steps)
     metrics.count("baton_completed_trajectories_total", stop_reason=end.stop_reason)
 

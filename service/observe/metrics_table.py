@@ -211,7 +211,7 @@ GENERATORS_AND_WEIGHTS = (
     gauge("baton_generator_group_limit", "Groups that a generator may have open; lowered when the KV cache overflows."),
     counter("baton_prefix_cached_tokens_total", "Prompt tokens that an engine found in its KV cache."),
     gauge("baton_generator_policy_version", "Optimizer steps of the policy that an engine serves."),
-    gauge("baton_generators_expected", "Generators that the configuration asks for."),
+    gauge("baton_generators_expected", "Generators that joined and stay, at least those with which the run starts."),
     histogram(
         "baton_trajectory_seconds",
         "Seconds of a trajectory by part: waiting in the engine (`queue`), `prefill`, `decode`, its requests paused "

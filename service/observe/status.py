@@ -33,7 +33,7 @@ def run_report(config: Config, folder: str, now: float) -> dict[str, Any]:
         "folder": folder,
         "started": now,
         "max_steps": config.run.max_steps,
-        "generators": config.generator.engines,
+        "generators": config.generator.min_engines,
         "concurrent_groups": config.generator.concurrent_groups,
         "ranks": config.trainer.ranks,
         "mini_batch_size": config.trainer.mini_batch_size,

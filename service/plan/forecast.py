@@ -80,12 +80,12 @@ def forecast(config: Config, folder: Path, device: Device, work: Work, gpus: int
     """
     generator, ranks = config.generator, config.trainer.ranks
     shared = config.weights.transport == "ipc"
-    used = ranks if shared else generator.engines * generator.tensor_parallel_size + ranks
+    used = ranks if shared else generator.max_engines * generator.tensor_parallel_size + ranks
     gpus = gpus or used
     planner = Planner(config, folder, device, work)
-    chosen = planner.split(generator.engines, ranks)
+    chosen = planner.split(generator.max_engines, ranks)
     splits = [
-        chosen if pair == (generator.engines, ranks) else planner.split(*pair) for pair in splits_of(config, gpus)
+        chosen if pair == (generator.max_engines, ranks) else planner.split(*pair) for pair in splits_of(config, gpus)
     ]
     memory = planner.memory
     weights = planner.shape.parameters * planner.shape.width / generator.tensor_parallel_size
@@ -97,7 +97,7 @@ def forecast(config: Config, folder: Path, device: Device, work: Work, gpus: int
     problem = planner.problem
     if used > gpus and problem is None:
         problem = (
-            f"generator.engines: {generator.engines} engines of {generator.tensor_parallel_size} GPUs and {ranks} "
+            f"generator.engines: {generator.max_engines} engines of {generator.tensor_parallel_size} GPUs and {ranks} "
             f"ranks take {used}, {used - gpus} more than --gpus {gpus}; lower one of them, see the best split"
         )
     return Forecast(
@@ -107,8 +107,8 @@ def forecast(config: Config, folder: Path, device: Device, work: Work, gpus: int
         work=work,
         chosen=chosen,
         splits=tuple(splits),
-        on_policy=planner.split(generator.engines, ranks, lookahead=0).flow,
+        on_policy=planner.split(generator.max_engines, ranks, lookahead=0).flow,
         engine_bytes=parts,
-        updates={each: planner.update(each, generator.engines, ranks) for each in ("memory", "nccl", "ipc")},
+        updates={each: planner.update(each, generator.max_engines, ranks) for each in ("memory", "nccl", "ipc")},
         problem=problem,
     )

@@ -38,7 +38,7 @@ class Player:
     ) -> None:
         """`keys`, `number`: those of `Agents`."""
         self._config = config
-        self.timelines = Timelines(config.generator.engines)
+        self.timelines = Timelines(config.generator.min_engines)
         self._engine: Engine = TimedEngine(engine, self.timelines)
         self._chat = load_chat(model_folder, config.generator)
         self._limits = AgentLimits.of(config, self._chat)

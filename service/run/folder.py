@@ -15,6 +15,7 @@ warm_start/         with `model.lora`, the model that the warm start made and th
 final/              the final weights, a Hugging Face folder, or the adapter in PEFT's form
 logs/               what each part of the run prints: `driver.log`, `generator-0.log`, ...
 summary.json        how the run ended
+scale.json          how many generators `baton scale` asked for
 session_secret      where agents call the policy: what the keys of their sessions derive from
 """
 
@@ -42,6 +43,7 @@ EVALUATIONS = "evaluations.jsonl"
 TIMELINE = "timeline"
 ADDRESS = "address.json"
 SUMMARY = "summary.json"
+SCALE = "scale.json"
 JOURNAL = "journal"
 CHECKPOINTS = "checkpoints"
 WARM_START = "warm_start"

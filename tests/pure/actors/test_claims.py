@@ -79,6 +79,20 @@ def test_no_more_work_is_none() -> None:
     run(main())
 
 
+def test_a_generator_that_leaves_claims_no_more_also_while_it_waits() -> None:
+    async def main() -> None:
+        buffer = FakeBuffer(LOOKAHEAD, asyncio.get_running_loop().create_future())
+        claimer = source(buffer)
+        waiting = asyncio.ensure_future(claimer.next())
+        while len(buffer.claims) < 2:
+            await asyncio.sleep(0)
+        claimer.leave()
+        assert await waiting is None and await claimer.next() is None
+        assert len(buffer.claims) == 2
+
+    run(main())
+
+
 def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing() -> None:
     async def main() -> None:
         overtaken: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()

@@ -51,6 +51,7 @@ def drive(folder: Path, leases: list[Leased | Wait]) -> None:
         ),
         buffer=SimpleNamespace(**{name: Method(answering(answer)) for name, answer in buffer.items()}),
         generators=(),
+        place=answering(None),
         trainer=SimpleNamespace(**{name: answering(answer) for name, answer in trainer.items()}),  # type: ignore[arg-type]
     )
     run, prepared = RunWriter(folder / "run"), Prepared(folder / "rows.jsonl", [], folder, 8, None)
@@ -91,6 +92,7 @@ def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
         hub=SimpleNamespace(start=hub, push=SimpleNamespace(remote=lambda *_: None)),
         buffer=SimpleNamespace(**{name: Method(answering(1)) for name in ("ready", "join")}),
         generators=(),
+        place=answering(None),
         trainer=trainer,  # type: ignore[arg-type]
     )
     with pytest.raises(RunFailed, match="far enough"):

@@ -221,6 +221,30 @@ async def test_a_new_process_goes_on_with_the_sessions_that_its_predecessor_left
     assert [(end.trajectory.sample, end.n_steps, end.stop_reason) for end in ends] == [(1, 1, "abort"), (0, 0, "stop")]
 
 
+async def test_a_generator_that_leaves_plays_on_for_its_grace_then_hands_over_and_claims_no_more(
+    generator: Generator, tmp_path: Path
+) -> None:
+    buffer, left = FakeBuffer(Assignment(0, "lookup-0-0", 0, (0,), (0,))), list[tuple[Any, ...]]()
+    engine, sampling = join(generator, Config(), tmp_path, buffer), asyncio.Event()
+
+    async def never(*arguments: Any) -> Any:
+        sampling.set()
+        await asyncio.Event().wait()
+
+    async def leave(*arguments: Any) -> None:
+        left.append(arguments)
+
+    engine.generate = never  # type: ignore[method-assign]
+    generator._buffer = SimpleNamespace(leave=SimpleNamespace(remote=leave))
+    buffer.answers.insert(1, Wait(WaitReason.LOOKAHEAD, "", 0.0))
+    running = asyncio.create_task(generator.run())
+    async with asyncio.timeout(60):
+        await sampling.wait()
+        await generator.leave(0.01)
+        await running
+    assert left == [("g", 1, "leaves")] and buffer.groups == []
+
+
 class Swallows:
     """Swallows the first cancellation of its step and never returns."""
 

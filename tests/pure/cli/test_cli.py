@@ -358,7 +358,20 @@ def test_a_run_that_has_just_begun_has_a_status_too() -> None:
 
 
 COMMANDS = (
-    *("init", "run", "submit", "eval", "config", "status", "logs", "agent-worker", "plan", "simulate", "replay"),
+    *(
+        "init",
+        "run",
+        "submit",
+        "eval",
+        "config",
+        "status",
+        "scale",
+        "logs",
+        "agent-worker",
+        "plan",
+        "simulate",
+        "replay",
+    ),
     *("export", "trajectories", "trace", "profile"),
 )
 ACTIONS = (("config", ("show", "validate", "schema")), ("trajectories", ("list", "show", "export-html")))

@@ -24,6 +24,8 @@ TOKENS = "trainer.max_tokens_per_micro_batch"
             "algorithm.estimator",
             "does not train",
         ),
+        (["weights.transport=ipc", "generator.engines={min: 1, max: 2}"], "generator.engines", "join or leave"),
+        (["generator.engines={min: 3, max: 2}"], "generator.engines", "more than max"),
         (["weights.transport=ipc", "generator.engines=3"], "generator.engines", "some would never be placed"),
         (
             ["weights.transport=ipc", "generator.kv_cache_bytes=null"],

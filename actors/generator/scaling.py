@@ -1,0 +1,128 @@
+"""How many generators a run has: they join as there is room, and leave when fewer are asked for or their node goes.
+
+asked for 3, 2 are there    a room of its own -> its engine starts -> newest weights -> claims
+asked for 1, 2 are there    the last one plays on for its grace, hands over, ends
+its node is drained         the same before the node ends; another one joins where there is room
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from ray._private.state import state as cluster_state
+from ray.util.placement_group import PlacementGroup
+
+from actors.calls import in_a_line, may_be_dropped
+from actors.generator.generator_pool import GENERATOR_FAILED, GeneratorPool
+from service.config import Config
+from service.errors import RunFailed
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at what is asked for and at drained nodes."""
+PAUSE_SECONDS = 15.0
+"""Seconds before the next try after a generator could not join."""
+MARGIN_SECONDS = 5.0
+"""Seconds before a node's end in which its generators hand over."""
+
+
+class Placed(NamedTuple):
+    """A generator that joins, and its room."""
+
+    generator: Any
+    room: PlacementGroup
+
+
+class Scaling:
+    """Lets generators join and leave a pool."""
+
+    def __init__(
+        self,
+        config: Config,
+        pool: GeneratorPool,
+        place: Callable[[int], Awaitable[Placed]],
+        asked_for: Callable[[], int],
+        say: Callable[[str], None],
+    ) -> None:
+        """`place` makes the generator of a number as soon as there is room."""
+        self._pool, self._place, self._asked_for, self._say = pool, place, asked_for, say
+        self._grace = config.generator.leave_grace
+        self._max_failures, self._least = config.run.max_restarts, config.generator.min_engines
+        self._fixed = config.weights.transport == "ipc"
+        self._joining: asyncio.Task[None] | None = None
+        self._placing = False
+        """Whether the one that joins still waits for room."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._failures = 0
+        self._next_try = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled.
+
+        Raises:
+            RunFailed: too few are there, and more than `run.max_restarts` times in a row none could join.
+        """
+        try:
+            while True:
+                try:
+                    draining = await asyncio.to_thread(cluster_state.get_draining_nodes)
+                except Exception as error:  # noqa: BLE001 - Ray's control store is away; what it raises is its own affair
+                    log.debug("the drained nodes are not known: %s", error)
+                else:
+                    self.look(draining)
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            for task in (*self._leaving, *filter(None, [self._joining])):
+                may_be_dropped(task)
+                task.cancel()
+
+    def look(self, draining: dict[str, int]) -> None:
+        """Begin what is due. `draining`: the Unix time in ms at which each drained node ends; 0: unknown."""
+        if self._fixed:  # an engine that shares the GPU of a rank has no other place
+            return
+        there, wanted = self._pool.nodes(), self._asked_for()
+        staying = [name for name, node in there.items() if node not in draining]
+        for name, node in there.items():
+            if node in draining:
+                self._let_go(name, "its node is drained", self._within(draining[node]))
+        if not self._pool.evaluating:
+            for name in staying[wanted:]:
+                self._let_go(name, f"{wanted} generators are asked for", self._grace)
+        if self._joining is not None and self._joining.done():
+            self._joining.result()
+            self._joining = None
+        if self._joining is None and len(staying) < wanted and time.monotonic() >= self._next_try:
+            self._joining = asyncio.ensure_future(self._join(self._pool.free_number()))
+        elif self._joining is not None and self._placing and len(staying) >= wanted:
+            self._joining.cancel()
+            self._joining = None
+
+    def _let_go(self, name: str, why: str, grace: float) -> None:
+        self._say(f"{name} leaves: {why}")
+        leaving = asyncio.ensure_future(self._pool.leave(name, grace))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    def _within(self, ends_at: int) -> float:
+        """Seconds that a generator of a drained node may play on."""
+        left = ends_at / 1000 - time.time() - MARGIN_SECONDS
+        return max(min(self._grace, left), 0.0) if ends_at else self._grace
+
+    async def _join(self, number: int) -> None:
+        try:
+            self._placing = True
+            placed = await self._place(number)
+            self._placing = False
+            await self._pool.join(f"generator-{number}", *placed)
+            self._failures = 0
+        except GENERATOR_FAILED as error:
+            self._failures += 1
+            if self._failures > self._max_failures and len(self._pool.nodes()) < self._least:
+                raise RunFailed(f"{self._failures} generators could not join; the last: {in_a_line(error)}") from error
+            self._say(f"generator-{number} could not join ({in_a_line(error)}); it is tried again")
+            self._next_try = time.monotonic() + PAUSE_SECONDS

@@ -1,0 +1,40 @@
+"""A run grows and shrinks while it trains: generators join, leave, and join again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from service.cli.parser import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
+
+SETTINGS = [
+    "run.max_steps=100000",
+    "trainer.ranks=1",
+    "trainer.checkpoint_every=50",
+    "model.warm_start.steps=10",
+    "generator.engines={min: 1, max: 2}",
+    "generator.leave_grace=1",
+    "metrics.port=0",
+]
+
+
+def test_a_run_grows_to_two_generators_shrinks_to_one_and_grows_again_with_its_ledger_closed(
+    drive: Callable[[list[str]], Any],
+) -> None:
+    run = drive(SETTINGS)
+    run.until("generator-1 has joined")
+    run.until_step(run.step() + 1)
+    assert main(["scale", str(run.folder), "--engines", "1"]) == 0
+    run.until("generator-1 has left")
+    run.until_step(run.step() + 1)
+    assert main(["scale", str(run.folder), "--engines", "2"]) == 0
+    run.until("generator-1 has joined")
+    run.until_step(run.step() + 1)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.tail()
+    assert not any("failed" in line for line in run.said)

@@ -1,0 +1,218 @@
+"""Generators that join a run and leave it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+import actors.generator.generator_pool
+from actors.generator import scaling
+from actors.generator.generator_pool import GeneratorPool
+from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
+from actors.weights.checksum import PublishedWeights
+from service.config import Config
+from service.config.rollout import GeneratorConfig
+from service.errors import RunFailed
+from service.types import PolicyVersion
+from tests.pure.actors.fakes import FakeGenerator, Method, died
+
+pytestmark = pytest.mark.asyncio
+
+GROUPS, GRACE = 12, 20.0
+
+
+class Here(FakeGenerator):
+    """Starts on a node, generates until it leaves, and shares the groups."""
+
+    def __init__(self, name: str, said: list[str], node: str = "a") -> None:
+        super().__init__(name, said)
+        self.node, self.ended = node, asyncio.Event()
+        self.start, self.run, self.leave = Method(self._start), Method(self._run), Method(self._leave)
+        self.stop, self.status, self.share = Method(self._stop), Method(self._status), Method(self._share)
+        self.most: int | None = None
+
+    async def _start(self) -> str:
+        self._fail("start")
+        return self.node
+
+    async def _run(self) -> None:
+        await self.ended.wait()
+        self._fail("run")
+
+    async def _leave(self, grace: float) -> None:
+        self.said.append(f"{self.name} leaves within {grace:.0f} s")
+        self.ended.set()
+        self._fail("leave")
+
+    async def _stop(self) -> None:
+        pass
+
+    async def _status(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    async def _share(self, groups: int) -> None:
+        self.most = groups
+
+
+class Told:
+    """Telemetry and buffer: what they were told."""
+
+    def __init__(self) -> None:
+        self.expected: list[int] = []
+        self.gone: list[str] = []
+        self.leave = Method(self._leave)
+
+    def generators(self, expected: int) -> None:
+        self.expected.append(expected)
+
+    def left(self, generator: str) -> None:
+        self.gone.append(f"{generator} left")
+
+    async def _leave(self, generator: str, incarnation: int | None, reason: str) -> None:
+        self.gone.append(f"{generator} {incarnation} {reason}")
+
+
+class World:
+    """A pool that begins with one generator and may have three."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said, self.told, self.lines = list[str](), Told(), list[str]()
+        self.killed, self.rooms = list[str](), list[str]()
+        monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda actor: self.killed.append(actor.name))
+        monkeypatch.setattr(actors.generator.generator_pool, "remove_placement_group", self.rooms.append)
+        monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0.0)
+        engines = {"min": 1, "max": 3}
+        settings = GeneratorConfig.model_validate(
+            {"engines": engines, "concurrent_groups": GROUPS, "leave_grace": GRACE}
+        )
+        self.config, self.wanted = Config(generator=settings), 1
+        self.there = {0: Here("generator-0", self.said)}
+        self.failing: BaseException | None = None
+        self.pool = GeneratorPool(
+            self.config,
+            [self.there[0]],
+            None,
+            self.told,
+            self.lines.append,
+            self.told,  # type: ignore[arg-type]
+        )
+        self.scaling = Scaling(self.config, self.pool, self.place, lambda: self.wanted, self.lines.append)
+
+    async def place(self, number: int) -> Placed:
+        made = self.there[number] = Here(f"generator-{number}", self.said, node="b")
+        if self.failing is not None:
+            made.failing["start"] = self.failing
+        return Placed(made, f"room {number}")  # type: ignore[arg-type]
+
+    async def running(self) -> asyncio.Task[None]:
+        await self.pool.start()
+        await self.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights", 1))
+        await self.pool.published()
+        return asyncio.ensure_future(self.pool.run())
+
+    async def settled(self, *names: str, draining: dict[str, int] | None = None) -> None:
+        """Look again and again, until these generators are there and no other."""
+        joined = {f"{name} has joined" for name in names if name != "generator-0"}
+        async with asyncio.timeout(30):
+            while (
+                list(self.pool.nodes()) != list(names)
+                or not joined <= {*self.lines}
+                or self.lines.count("generator-0 leaves: its node is drained")
+                != self.lines.count("generator-0 has left")
+            ):
+                self.scaling.look(draining or {})
+                await asyncio.sleep(0)
+
+
+async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    running, world.wanted = await world.running(), 3
+    await world.settled("generator-0", "generator-1", "generator-2")
+    await asyncio.sleep(0)
+    assert [line for line in world.said if "generator-2 takes 1:1" in line]
+    assert [made.most for made in world.there.values()] == [GROUPS // 3] * 3
+    world.wanted = 1
+    await world.settled("generator-0")
+    async with asyncio.timeout(30):
+        while len(world.told.gone) < 4:
+            await asyncio.sleep(0)
+    assert f"generator-2 leaves within {GRACE:.0f} s" in world.said
+    assert sorted(world.killed) == ["generator-1", "generator-2"] and sorted(world.rooms) == ["room 1", "room 2"]
+    assert {"generator-1 None gone", "generator-1 left"} <= set(world.told.gone)
+    assert (world.there[0].most, world.told.expected[-1]) == (GROUPS, 1)
+    world.said.clear()
+    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2))
+    await world.pool.published()
+    assert [line.split()[0] for line in world.said] == ["generator-0"]
+    world.there[0].ended.set()
+    await running
+
+
+async def test_what_is_on_a_drained_node_leaves_in_time_and_another_one_joins_though_none_was_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    running = await world.running()
+    soon = int((time.time() + MARGIN_SECONDS + 3) * 1000)
+    world.scaling.look({"a": soon})
+    assert world.pool.nodes() == {}
+    await world.settled("generator-1", draining={"a": soon})
+    left_within = float(next(line for line in world.said if "leaves within" in line).split()[-2])
+    assert left_within <= 3 and not running.done()
+    world.there[1].ended.set()
+    await running
+
+
+async def test_none_leaves_of_its_own_accord_during_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    running, world.wanted = await world.running(), 2
+    await world.settled("generator-0", "generator-1")
+    world.pool.evaluating, world.wanted = True, 1
+    world.scaling.look({})
+    assert list(world.pool.nodes()) == ["generator-0", "generator-1"]
+    for made in world.there.values():
+        made.ended.set()
+    await running
+
+
+async def test_one_that_joined_and_died_is_let_go_and_replaced_and_the_buffer_gives_its_work_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    running, world.wanted = await world.running(), 2
+    await world.settled("generator-0", "generator-1")
+    first = world.there[1]
+    first.failing["run"] = died()
+    first.ended.set()
+    async with asyncio.timeout(60):
+        while world.there[1] is first or "generator-1" not in world.pool.nodes():
+            world.scaling.look({})
+            await asyncio.sleep(0)
+    assert "generator-1 None gone" in world.told.gone and world.killed == ["generator-1"] and not running.done()
+    for made in world.there.values():
+        made.ended.set()
+    await running
+
+
+async def test_generators_that_cannot_join_end_the_run_only_where_too_few_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    running, world.wanted, world.failing = await world.running(), 2, died()
+    tries = world.config.run.max_restarts + 2
+    async with asyncio.timeout(60):
+        while sum("could not join" in line for line in world.lines) < tries:
+            world.scaling.look({})
+            await asyncio.sleep(0)
+    assert not running.done() and len(world.killed) >= tries
+    with pytest.raises(RunFailed, match="could not join"):
+        async with asyncio.timeout(60):
+            while True:
+                world.scaling.look({"a": 0})
+                await asyncio.sleep(0)
+    running.cancel()

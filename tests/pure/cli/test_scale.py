@@ -1,0 +1,48 @@
+"""`baton scale`: what a user asks for, and what a run makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.cli.parser import main
+from service.config import Config, load_config
+from service.config.load import resolved_yaml
+from service.run.folder import CONFIG, SCALE, lock_run
+from service.run.scale import asked_for
+
+RANGE = "generator.engines={min: 2, max: 5}"
+
+
+def run_of(folder: Path, *settings: str) -> Config:
+    config = load_config(["configs/quickstart.yaml"], list(settings))
+    (folder / CONFIG).write_text(resolved_yaml(config))
+    return config
+
+
+def test_a_run_has_as_many_generators_as_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_of(tmp_path, RANGE)
+    assert asked_for(tmp_path, config) == 5
+    with lock_run(tmp_path):
+        assert main(["scale", str(tmp_path), "--engines", "3"]) == 0
+    assert "asked for 3 generators" in capsys.readouterr().out and asked_for(tmp_path, config) == 3
+    (tmp_path / SCALE).write_text("{")
+    assert asked_for(tmp_path, config) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "engines", "why"),
+    [
+        ([RANGE], "6", "--engines 6: generator.engines allows 2 to 5"),
+        (["generator.engines=2"], "3", "this run has 2, always"),
+        ([RANGE], "3", "no run is going on in this folder"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], engines: str, why: str
+) -> None:
+    run_of(tmp_path, *settings)
+    assert main(["scale", str(tmp_path), "--engines", engines]) == 2
+    said = capsys.readouterr().err
+    assert why in said and len(said.splitlines()) == 1 and not (tmp_path / SCALE).exists()
