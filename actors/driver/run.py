@@ -25,10 +25,10 @@ from service.handoff.ledger.replaying import check_begun
 from service.handoff.prompts import opening
 from service.observe.progress import end_early
 from service.rollout.prompts.dataset import rows_digest
-from service.run.checkpoints import Manifest
-from service.run.folder import DRIVER_LOG, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder
+from service.run.checkpoints import Checkpoints, Manifest
+from service.run.folder import CHECKPOINTS, DRIVER_LOG, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder
 from service.run.log_file import log_into
-from service.run.prepare import Prepared, prepare
+from service.run.prepare import Prepared, check_checkpoint, prepare
 from service.run.writer import RunWriter
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -90,6 +90,8 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
         uids = [task.uid for task in prepared.tasks]
         opened = opening(config, prepared.vocab_size, config.run.seed, uids, rows_digest(prepared.tasks))
         check_begun(folder.path / JOURNAL, opened)
+        checkpoints = Checkpoints(folder.path / CHECKPOINTS, config.trainer.keep_checkpoints)
+        check_checkpoint(config, prepared.base, checkpoints.path(manifest.step))
     say(f"run folder: {folder.path}")
     return _run_on_ray(config, folder, prepared, keys, manifest)
 

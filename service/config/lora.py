@@ -21,7 +21,7 @@ class LoraConfig(Section):
 
     rank: Positive = 16
     """Rows of A and columns of B."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """Factor of the update, divided by `rank`."""
     targets: tuple[str, ...] = LINEAR
     """Linear layers that get an update, in every decoder layer."""

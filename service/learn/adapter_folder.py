@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -37,7 +37,10 @@ FINGERPRINT = "base_fingerprint"
 PIECES, PIECE_BYTES = 64, 1 << 16
 """What a fingerprint reads of a file of weights: all bytes would take minutes."""
 
-REFUSED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+REFUSED = (
+    "use_dora", "use_rslora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "rank_pattern",
+    "alpha_pattern", "layer_replication", "alora_invocation_tokens", "fan_in_fan_out"
+)  # fmt: skip
 """Settings of PEFT that change what an adapter computes, in a way that is not trained here."""
 
 
@@ -113,12 +116,18 @@ def adapter_settings(folder: Path) -> LoraConfig:
     file = folder / ADAPTER_CONFIG
     try:
         settings: Any = json.loads(file.read_text(encoding="utf-8"))
-        found = LoraConfig(rank=settings["r"], alpha=settings["lora_alpha"], targets=tuple(settings["target_modules"]))
+        targets = settings["target_modules"]
+        if isinstance(targets, str):
+            raise TypeError(f"target_modules is the pattern {targets!r}")
+        found = LoraConfig(rank=settings["r"], alpha=settings["lora_alpha"], targets=tuple(targets))
     except OSError as error:
         raise UserError(f"model.adapter: {file} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        first = str(error).partition("\n")[0]
-        raise UserError(f"model.adapter: {file} describes no LoRA adapter of named layers: {first:.200}") from error
+        why = str(error)
+        if isinstance(error, ValidationError):
+            problem = error.errors()[0]
+            why = f"{problem['loc'][0]}: {problem['msg']}"
+        raise UserError(f"model.adapter: {file} describes no LoRA adapter of named layers: {why:.200}") from error
     if settings.get("peft_type") != "LORA" or (settings.get("bias") or "none") != "none":
         raise UserError(f"model.adapter: {file} is no LoRA adapter without biases (peft_type, bias)")
     if refused := [name for name in REFUSED if settings.get(name)]:
@@ -169,6 +178,10 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
                 f"model.adapter: {folder} is of another model: {name} has shape {there or 'none'} there, "
                 f"{here or 'none'} here"
             )
+    for name, tensor in tensors.items():
+        # one number that is not finite would make every log-probability NaN
+        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+            raise UserError(f"model.adapter: {file} is damaged: {name} holds other than finite floating-point numbers")
     return tensors
 
 

@@ -47,6 +47,8 @@ class CheckpointMetadata(BaseModel):
     """Shape of each whole weight, by name."""
     base: Base | None = None
     """The model that the weights are an adapter of; None: they are all weights of a model."""
+    alpha: float | None = None
+    """`model.lora.alpha` of the adapter, which no shape shows; None: unknown, or there is no adapter."""
     world_size: int = Field(ge=1)
     """Ranks that wrote the checkpoint: those of one copy of the policy."""
 
@@ -111,10 +113,14 @@ def read_metadata(folder: Path) -> CheckpointMetadata:
 
 
 def check_parts(
-    folder: Path, metadata: CheckpointMetadata, shapes: Mapping[str, tuple[int, ...]], base: Base | None
+    folder: Path,
+    metadata: CheckpointMetadata,
+    shapes: Mapping[str, tuple[int, ...]],
+    base: Base | None,
+    alpha: float | None,
 ) -> None:
-    """Compare the headers of all parts with the shapes, and the base of an adapter, that a learner needs; reads no
-    weights.
+    """Compare the headers of all parts with the shapes, and with the base and `alpha` of an adapter, that a learner
+    needs; reads no weights.
 
     Raises:
         UserError: the checkpoint is another model's, or a part is damaged or of another save.
@@ -127,6 +133,11 @@ def check_parts(
         )
     if metadata.base is not None and base is not None:
         base.refuse_other(metadata.base.fingerprint, f"the checkpoint {folder}")
+        if metadata.alpha is not None and metadata.alpha != alpha:
+            raise UserError(
+                f"model.lora.alpha: the checkpoint {folder} was written with {metadata.alpha:g}, and any other value "
+                "makes another policy of its adapter; set that"
+            )
     for name in sorted(shapes.keys() | metadata.shapes.keys()):
         there, here = metadata.shapes.get(name), shapes.get(name)
         if there != here:

@@ -136,6 +136,7 @@ class Learner:
                 "frozen": self._frozen.taken_at,
                 "shapes": self._shapes(),
                 "base": self.policy.base,
+                "alpha": self.policy.alpha,
                 "world_size": self.policy.n_shards,
             }
         )
@@ -156,7 +157,7 @@ class Learner:
             UserError: the checkpoint is damaged, not whole or another model's; the learner is as it was.
         """
         metadata = read_metadata(folder)
-        check_parts(folder, metadata, self._shapes(), self.policy.base)
+        check_parts(folder, metadata, self._shapes(), self.policy.base, self.policy.alpha)
         for kind, taken_at in metadata.frozen.items():
             self._frozen.take(kind, taken_at)
         read_parts(folder, self._state(), metadata, self.policy.shard, self.policy.n_shards)

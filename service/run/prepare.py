@@ -115,8 +115,7 @@ def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
     lora = config.model.lora
     shapes, base = trained_shapes(hf_config, lora), None if lora is None else Base.of(begun_with)
     if manifest is not None:
-        folder = target.weights(manifest) / TRAINER
-        check_parts(folder, read_metadata(folder), shapes, base)
+        check_checkpoint(config, begun_with, target.weights(manifest))
     elif lora is None or base is None or target.adapter is None:
         raise UserError(
             f"{target.path}: {target.adapter} is an adapter, but the configuration has no model.lora; add it"
@@ -124,6 +123,18 @@ def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
     else:
         check_adapter(target.adapter, lora, base, shapes)
     return manifest
+
+
+def check_checkpoint(config: Config, begun_with: Path, checkpoint: Path) -> None:
+    """Check that what a configuration trains, from the model in a folder on, can go on from a checkpoint.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of another model or adapter.
+    """
+    lora, parts = config.model.lora, checkpoint / TRAINER
+    shapes = trained_shapes(read_config(begun_with), lora)
+    base, alpha = (None, None) if lora is None else (Base.of(begun_with), lora.alpha)
+    check_parts(parts, read_metadata(parts), shapes, base, alpha)
 
 
 def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:

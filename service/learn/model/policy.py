@@ -108,6 +108,11 @@ class Policy:
         """The model that the adapter belongs to; None where all weights are trained."""
         return None if self.lora is None else Base.of(self._folder)
 
+    @property
+    def alpha(self) -> float | None:
+        """The factor of the adapter's update; None where all weights are trained."""
+        return None if self.lora is None else self.lora.alpha
+
     def to_device(self, micro: MicroBatch) -> DeviceBatch:
         """Copy a micro-batch to the policy's device."""
         return DeviceBatch.of(micro, self._device_settings)

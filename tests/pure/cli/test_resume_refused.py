@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.driver import run as running
 from service.cli import main
@@ -18,14 +19,20 @@ from service.config import Config, load_config
 from service.errors import RunFailed
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
+from service.learn.adapter_folder import Base
+from service.learn.checkpoint import METADATA_FILE, CheckpointMetadata, CheckpointWriter
+from service.learn.model.hf_config import read_config
+from service.learn.model.policy_model import trained_shapes
+from service.learn.optimizer import MOMENTS
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import rows_digest, write_rows
-from service.run.checkpoints import Checkpoints
+from service.run.checkpoints import TRAINER, Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, SUMMARY, TARGETS
 from service.run.prepare import Prepared
 from service.run.writer import RunWriter
 
 STEP = 3
+KINDS = ("weights", *MOMENTS)
 SUMMARY_OF_RUN = {"state": "finished", "steps": STEP}
 
 
@@ -42,14 +49,27 @@ def trained(config: Config, folder: RunWriter, prepared: Prepared, keys: object,
     journal.sync()
     journal.close()
     checkpoints = Checkpoints(folder.path / CHECKPOINTS, keep=1)
-    (checkpoints.begin(STEP) / "part").write_text("weights")
+    parts = checkpoints.begin(STEP) / TRAINER
+    shapes = trained_shapes(read_config(prepared.model_folder), config.model.lora)
+    learner = {f"{kind}/{name}": torch.zeros(shape) for kind in KINDS for name, shape in shapes.items()}
+    base, alpha = (None, None) if config.model.lora is None else (Base.of(prepared.base), config.model.lora.alpha)
+    metadata = CheckpointMetadata(steps=STEP, frozen={}, shapes=shapes, base=base, alpha=alpha, world_size=1)
+    writer = CheckpointWriter(0, 1)
+    writer.start(parts, learner, metadata)
+    writer.finish()
     checkpoints.finish(STEP, incarnation=1, journal_position=0, issued=0, frontier=0)
     folder.write_summary(SUMMARY_OF_RUN)
     return 0
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def more() -> tuple[str, ...]:
+    """Settings of the run beyond those of the quick start."""
+    return ()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> Path:
     """The folder of a finished run on a dataset whose path was given relative to the folder of its start."""
     quickstart = str(Path("configs/quickstart.yaml").resolve())
     (tmp_path / "start").mkdir()
@@ -57,7 +77,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_rows(Path("rows.jsonl"), rows(seed=1))
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
     monkeypatch.setattr(running, "refuse_open_ray", lambda environment, insecure: None)
-    settings = ["data.train=rows.jsonl", "data.make_rows=null", "model.warm_start=null", f"run.max_steps={STEP}"]
+    settings = ["data.train=rows.jsonl", "data.make_rows=null", "model.warm_start=null", f"run.max_steps={STEP}", *more]
     with monkeypatch.context() as patched:
         patched.setattr(running, "_run_on_ray", trained)
         assert running.run(load_config([Path(quickstart)], [*settings, "metrics.port=0"])) == 0
@@ -103,6 +123,26 @@ def test_other_settings_and_rows_are_refused_before_ray_starts_and_leave_how_the
     assert said.startswith(f"baton: override data.train={other}: the dataset has other rows than when this run began")
 
 
+def test_an_adapter_for_a_run_of_all_weights_is_refused_before_ray_starts(refused: Callable[..., str]) -> None:
+    said = refused("model.lora={rank: 4}", "run.max_steps=9")
+    assert "holds all weights, but the configuration trains an adapter (model.lora)" in said
+
+
+@pytest.mark.parametrize("more", [("model.lora={rank: 4, alpha: 8}",)])
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("model.lora.alpha=16", "was written with 8"),
+        ("model.lora.rank=8", "has shape (4,"),
+        ("model.lora.targets=[q_proj]", "has shape (4,"),
+        ("model.lora=null", "holds an adapter, but the configuration trains all weights"),
+    ],
+)
+def test_another_adapter_is_refused_before_ray_starts(refused: Callable[..., str], setting: str, reason: str) -> None:
+    assert reason in refused(setting, "run.max_steps=9")
+    assert "Ray was started" in refused("run.max_steps=9", code=1)
+
+
 def test_a_run_goes_on_from_any_folder_and_a_failure_before_it_does_leaves_how_it_ended(
     refused: Callable[..., str], run: Path
 ) -> None:
@@ -116,7 +156,8 @@ def test_a_run_that_has_nothing_to_go_on_from_is_refused_before_anything_is_load
     monkeypatch.setitem(sys.modules, "actors.driver.run", None)  # an import of it fails
     assert f"the run has all of its {STEP} steps; raise run.max_steps" in refused()
     checkpoint = run / CHECKPOINTS / f"step_{STEP}"
-    (checkpoint / "part").write_text("weighty")
+    with (checkpoint / TRAINER / METADATA_FILE).open("a") as part:
+        part.write(" ")
     assert f"every checkpoint is damaged (of step {STEP})" in refused("run.max_steps=9")
     checkpoint.rename(run / "elsewhere")
     assert "the run ended before its first one was written" in refused("run.max_steps=9")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -88,6 +89,13 @@ def other_settings(folder: Path, **changed: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
 
 
+def changed(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    save_file({name: change(tensor) for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, metadata)
+
+
 def other_tensors(folder: Path) -> None:
     tensors = load_file(folder / ADAPTER_WEIGHTS)
     tensors.pop(min(tensors))
@@ -103,6 +111,13 @@ def other_tensors(folder: Path) -> None:
         (lambda folder: other_settings(folder, use_dora=True), "sets use_dora"),
         (lambda folder: other_settings(folder, peft_type="IA3"), "no LoRA adapter"),
         (lambda folder: other_settings(folder, r=None), "describes no LoRA adapter"),
+        (lambda folder: other_settings(folder, r=-1), "rank: Input should be greater than 0"),
+        (lambda folder: other_settings(folder, target_modules=".*_proj"), r"target_modules is the pattern '\.\*_proj'"),
+        (lambda folder: other_settings(folder, layer_replication=[[0, 2]]), "sets layer_replication"),
+        (lambda folder: other_settings(folder, alora_invocation_tokens=[1]), "sets alora_invocation_tokens"),
+        (lambda folder: changed(folder, lambda tensor: tensor / 0), "holds other than finite"),
+        (lambda folder: changed(folder, lambda tensor: tensor.double() * 1e300), "holds other than finite"),
+        (lambda folder: changed(folder, torch.Tensor.int), "holds other than finite"),
         (lambda folder: (folder / ADAPTER_CONFIG).write_text("["), "describes no LoRA adapter"),
         (lambda folder: (folder / ADAPTER_WEIGHTS).write_text("x"), "cannot be read"),
         (other_tensors, r"lora_A\.weight has shape none there, \(4, 48\) here"),
