@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from service.config import Config
 from service.errors import UserError
@@ -22,7 +23,7 @@ def export(config: Config, target: EvalTarget, manifest: Manifest | None, folder
     base with its update; whole or not at all.
 
     Raises:
-        UserError: the run trains no adapter, or something is there already.
+        UserError: the run trains no adapter, something is there already, or the disk is full.
     """
     lora = config.model.lora
     if lora is None:
@@ -32,18 +33,21 @@ def export(config: Config, target: EvalTarget, manifest: Manifest | None, folder
     if folder.exists():
         raise UserError(f"{folder} exists already; give another folder, or delete it")
     base = target.begun_with(config)
-    with tempfile.TemporaryDirectory(prefix="baton-export-") as parent:
-        adapter = target.adapter if manifest is None else Path(parent) / "adapter"
-        if adapter is None:
-            raise ValueError(f"{target.path} has neither an adapter nor a checkpoint")
-        if manifest is not None:
-            parts = target.weights(manifest) / TRAINER
-            metadata = read_metadata(parts)
-            tensors = {name: torch.empty(shape) for name, shape in metadata.shapes.items()}
-            read_parts(parts, {f"weights/{name}": tensor for name, tensor in tensors.items()}, metadata, 0, 1)
-            write_adapter(adapter, Base.of(base), lora, tensors)
-        if merged:
-            merge(adapter, base, folder)
-        else:
-            with atomic_folder(folder) as partial:
-                shutil.copytree(adapter, partial, dirs_exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="baton-export-") as parent:
+            adapter = target.adapter if manifest is None else Path(parent) / "adapter"
+            if adapter is None:
+                raise ValueError(f"{target.path} has neither an adapter nor a checkpoint")
+            if manifest is not None:
+                parts = target.weights(manifest) / TRAINER
+                metadata = read_metadata(parts)
+                tensors = {name: torch.empty(shape) for name, shape in metadata.shapes.items()}
+                read_parts(parts, {f"weights/{name}": tensor for name, tensor in tensors.items()}, metadata, 0, 1)
+                write_adapter(adapter, Base.of(base), lora, tensors)
+            if merged:
+                merge(adapter, base, folder)
+            else:
+                with atomic_folder(folder) as partial:
+                    shutil.copytree(adapter, partial, dirs_exist_ok=True)
+    except SafetensorError as error:  # what was read is checked: a full disk, say
+        raise UserError(f"{folder} cannot be written: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ from service.run.folder import CHECKPOINTS, CONFIG, FINAL
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings, small_model
 
 LORA = LoraConfig(rank=4, alpha=6.0, targets=("q_proj", "down_proj"))
+
+
+LITTLE = 3000
+"""Bytes, fewer than an adapter has."""
 
 
 def trained(folder: Path, dtype: str = "float32") -> Learner:
@@ -154,6 +159,14 @@ def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refuse
     checkpoints.finish(3, 0, 0, 0, 0)
     lora = f"lora: {{rank: {LORA.rank}, alpha: {LORA.alpha}, targets: [{', '.join(LORA.targets)}]}}"
     (run / CONFIG).write_text(f"model: {{path: {base}, dtype: float32, {lora}}}\n")
+    before = {*tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LITTLE, limits[1]))  # as on a full disk
+    try:
+        assert main(["export", str(run), str(tmp_path / "full"), "--merge"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot be written: " in capsys.readouterr().err and {*tmp_path.iterdir()} == before
     assert main(["export", str(run), str(tmp_path / "from_checkpoint")]) == 0
     learner.export(run / FINAL)
     assert main(["export", str(run / FINAL), str(tmp_path / "from_final")]) == 0
