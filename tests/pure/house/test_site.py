@@ -102,7 +102,7 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         simulates = words[1] == "simulate" and "--config" not in words
         assert main([*words[1:], *(["--steps", "2"] if simulates else [])]) == (0 if simulates else 2)
         said = capsys.readouterr().err
-        assert simulates or re.search(r"hangman\.yaml|mine\.yaml|quickstart|RUN|no run in runs", said), said
+        assert simulates or re.search(r"hangman\.yaml|mine\.yaml|none/|quickstart|RUN|no run in runs", said), said
     elif words[:2] == ["pip", "install"]:
         assert command == VLLM_ON_CPU or "baton_rl-" in command
     elif words[:2] == ["hf", "download"]:

@@ -83,7 +83,7 @@ def test_ranks_that_share_micro_batches_stay_together() -> None:
 def test_what_does_not_fit_is_an_answer_with_an_exit_code_of_its_own(
     recipe: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*recipe, "trainer.max_tokens_per_micro_batch=8388608", "trainer.gradient_checkpointing=false"]
+    words = [*recipe, "trainer.max_tokens_per_micro_batch=1048576", "trainer.gradient_checkpointing=false"]
     found = planned(words, capsys, DOES_NOT_FIT)
     assert not found["fits"] and "trainer." in str(found["problem"])
     found = planned([*recipe, "--gpus", "4"], capsys, DOES_NOT_FIT)
