@@ -8,6 +8,8 @@ belongs to mini-batch floor(s / B), and is admitted once the claiming engine ser
 
 from __future__ import annotations
 
+from itertools import islice
+
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES, scores_bytes, worst_trajectory_bytes
@@ -91,6 +93,15 @@ class Admission:
                 f"one more group may need {needed} bytes in all, buffer.max_bytes is {self._max_bytes}",
             )
         return None
+
+    def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
+        """The id from which groups that no step has used wait for newer weights than `serving`.
+
+        After a trainer went back, the slots of later steps wait for these steps again.
+        """
+        batches = effective_step(ledger, serving) + self._lookahead.value + 1
+        free = batches * self._mini_batch_size - (ledger.next_slot - len(ledger.slots))
+        return next(islice(ledger.slots, max(free, 0), None), ledger.state.next_group_id)
 
     def _to_come(self, ledger: Ledger) -> int:
         """Bytes that unfinished trajectories may still bring at worst, beside what was accepted of them, and answers of

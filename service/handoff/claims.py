@@ -68,8 +68,11 @@ class Claims:
 
     def _restarted_group(self, serving: PolicyVersion) -> int | None:
         """The oldest group with samples that start anew or go on, and that an engine of this version may play."""
-        groups = self._record.ledger.state.groups
-        return min((o for o in self._record.ledger.unassigned if groups[o].admitted <= serving), default=None)
+        ledger = self._record.ledger
+        if not ledger.unassigned:
+            return None
+        end, groups = self._admission.first_to_wait(ledger, serving), ledger.state.groups
+        return min((o for o in ledger.unassigned if o < end and groups[o].admitted <= serving), default=None)
 
     def _assign_again(self, claim: Claim, group_id: int) -> Assignment:
         samples = tuple(sorted(self._record.ledger.unassigned[group_id]))

@@ -136,6 +136,7 @@ NO_DATA_IN_A_HEALTHY_RUN = {
     "baton_restarted_trajectories_total": "no trajectory starts anew",
     "baton_agent_": "no agent calls the policy",
     "baton_curriculum_": "there is no curriculum",
+    "baton_scorer_": "there are no scorers",
 }
 
 

@@ -598,6 +598,28 @@ def test_after_going_back_the_groups_trained_since_are_given_out_again(tmp_path:
     assert consistent(world)
 
 
+def test_after_going_back_a_group_that_starts_anew_waits_for_the_step_that_it_was_admitted_with(tmp_path: Path) -> None:
+    """Else its tokens would be older than the lookahead allows, and with lookahead 0 no longer on-policy."""
+    world = World(tmp_path, config(buffer={"lookahead": 0}, trainer={"checkpoint_every": 1}))
+    for n in range(2):
+        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
+            world.generator.finish(work, PolicyVersion(1, n))
+        world.train()
+    world.buffer.covered(1)
+    under_way = world.generator.claimed(PolicyVersion(1, 2))
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=1)
+    world.generator = Generator(world.buffer)  # as after the death of the whole run
+    waiting = world.generator.claim(PolicyVersion(2, 1))
+    assert isinstance(waiting, Wait) and waiting.reason is WaitReason.LOOKAHEAD
+    assert world.train().groups == (2, 3), "which are given out again"
+    again = world.generator.claimed(PolicyVersion(2, 2))
+    assert again.group_id == under_way.group_id
+    world.generator.finish(again, PolicyVersion(2, 2))
+    world.generator.finish(world.generator.claimed(PolicyVersion(2, 2)), PolicyVersion(2, 2))
+    world.train()
+    assert consistent(world)
+
+
 def test_strict_order_holds_after_going_back(tmp_path: Path) -> None:
     world = World(tmp_path, config(buffer={"order": "strict"}, trainer={"checkpoint_every": 1}))
     for work in [world.generator.claimed() for _ in range(4)]:
