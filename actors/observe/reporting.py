@@ -74,10 +74,8 @@ class Reporter:
         if self._is_in_ray:
             self._copy_to_ray()
         reports, self._reports = self._reports, []
-        sent, answer = (
-            time.monotonic(),
-            self._hub.push.remote(self._source, self.metrics.snapshot(), reports, self.trace.take()),
-        )
+        sent = time.monotonic()
+        answer = self._hub.push.remote(self._source, self.metrics.snapshot(), reports, self.trace.take())
         if self._is_in_ray and sent - self._clock_at >= CLOCK_SECONDS:
             self._clock_at = sent
             answer.future().add_done_callback(partial(self._answered, sent))

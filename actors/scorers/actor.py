@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from service.rollout.prompts.dataset import load_tasks
 from service.scorers.asking import Worker
 from service.scorers.reply import Failure, ScorerFailed
 from service.scorers.scorer import Scorer
+
+RESTART_PAUSE = 0.2
+"""Seconds between two looks at an actor that Ray starts anew."""
 
 
 class ScorerActor:
@@ -59,8 +63,16 @@ class RayWorker:
         self._is_process = is_process
 
     async def ready(self) -> None:
-        """Wait until the actor has started."""
-        await self._call("ready")
+        """Wait until the actor has started, or has started anew; how long is for the caller to bound."""
+        while True:
+            try:
+                await self._call("ready")
+                return
+            except ScorerFailed as failed:
+                # Ray is starting the actor anew, which is no failure of a group's attempt.
+                if not isinstance(failed.__context__, ray.exceptions.ActorUnavailableError):
+                    raise
+            await asyncio.sleep(RESTART_PAUSE)
 
     async def ask(self, request: bytes) -> bytes:
         """The actor's reply."""

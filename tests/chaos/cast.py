@@ -225,9 +225,12 @@ class Scraper:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
 
-    def push(self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
+    def push(
+        self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = (), timeline: bytes = b""
+    ) -> float:
         for _, report in reports:
             self._look(report)
+        return time.monotonic()
 
     def _look(self, report: dict[str, Any]) -> None:
         if report["accepted_tokens"] != sum(report["tokens"].values()):

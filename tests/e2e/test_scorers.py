@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,7 @@ from tests.pure.scorers.test_scorer import group_of
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def test_a_teachers_engine_agrees_with_a_forward_pass(own_ray: None, tmp_path: Path) -> None:
+def test_a_teachers_engine_agrees_with_a_forward_pass(local_ray: None, tmp_path: Path) -> None:
     model, rng = dense(3), np.random.default_rng(0)
     model.save_pretrained(tmp_path)
     engine = ray.remote(TeacherEngine).options(runtime_env={"env_vars": engine_env(CONFIG)}).remote(CONFIG, tmp_path)
@@ -49,7 +41,7 @@ def test_a_teachers_engine_agrees_with_a_forward_pass(own_ray: None, tmp_path: P
         assert given[0] is None and np.abs(np.array(given[1:]) - expected).max() < 1e-3
 
 
-def test_code_that_hangs_or_dies_is_followed_by_another_process(own_ray: None, tmp_path: Path) -> None:
+def test_code_that_hangs_or_dies_is_followed_by_another_process(local_ray: None, tmp_path: Path) -> None:
     make_tokenizer(tmp_path, ["word"])
     (tmp_path / "rows.jsonl").write_text('{"prompt": "word"}\n')
     uses = {"dies": "tests.pure.scorers.mine:dies", "hangs": "tests.pure.scorers.mine:hangs_for_long"}
