@@ -85,6 +85,9 @@ class Scaling:
         """Begin what is due. `draining`: the Unix time in ms at which each drained node ends; 0: unknown."""
         if self._fixed:  # an engine that shares the GPU of a rank has no other place
             return
+        for left in [leaving for leaving in self._leaving if leaving.done()]:
+            self._leaving.discard(left)
+            left.result()
         there, wanted = self._pool.nodes(), self._asked_for()
         staying = [name for name, node in there.items() if node not in draining]
         for name, node in there.items():
@@ -104,9 +107,7 @@ class Scaling:
 
     def _let_go(self, name: str, why: str, grace: float) -> None:
         self._say(f"{name} leaves: {why}")
-        leaving = asyncio.ensure_future(self._pool.leave(name, grace))
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
+        self._leaving.add(asyncio.ensure_future(self._pool.leave(name, grace)))
 
     def _within(self, ends_at: int) -> float:
         """Seconds that a generator of a drained node may play on."""

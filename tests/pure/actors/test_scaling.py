@@ -216,3 +216,16 @@ async def test_generators_that_cannot_join_end_the_run_only_where_too_few_are_th
                 world.scaling.look({"a": 0})
                 await asyncio.sleep(0)
     running.cancel()
+
+
+async def test_a_bug_met_while_a_generator_leaves_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    running, world.wanted = await world.running(), 2
+    await world.settled("generator-0", "generator-1")
+    world.there[1].failing["leave"], world.wanted = ZeroDivisionError("a bug"), 1
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(30):
+            while True:
+                world.scaling.look({})
+                await asyncio.sleep(0)
+    running.cancel()
