@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ RETURN_SECONDS = 5.0
 MAX_LEAKED_TASKS = 100
 """Most tasks of environments left to themselves in a process; then the process has to be renewed."""
 _TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
+_NAME = re.compile(r"[\w.-]{1,64}")
 MESSAGE_KEYS = ("role", "content")
 NUMBER_CHARACTERS = 1 << 10
 """Most characters of a reward."""
@@ -125,6 +126,8 @@ class EnvGuard:
         """The task was cancelled during a call, which may still run."""
         self._goes_on = True
         """False once the environment has no snapshot and cannot be played again."""
+        self._tools: frozenset[str] = frozenset()
+        """Names of the tools that the task describes."""
 
     async def reset(self, task: Task, seed: int) -> list[Message]:
         """Make the environment, begin the episode and return the first messages.
@@ -132,6 +135,7 @@ class EnvGuard:
         Raises:
             TrajectoryFailed: the environment raised, was late, or returned what is not allowed.
         """
+        self._tools = frozenset(name for tool in task.tools if (name := _name_of(tool)))
         messages: list[Message] = await self._ask("reset", partial(_messages, "messages", self._limits), task, seed)
         return messages
 
@@ -189,7 +193,7 @@ class EnvGuard:
                 log.warning("%s: %s was left to itself, it did not end within %g s", trajectory, self._name, seconds)
 
     async def _ask(self, method: str, read: Callable[[Any], Any], *arguments: Any) -> Any:
-        name = tool_named(arguments[0]) if method == "step" else method
+        name = tool_named(arguments[0], self._tools) if method == "step" else method
         return await self._answer(method, read, lambda environment: getattr(environment, method)(*arguments), name)
 
     async def _answer(
@@ -254,10 +258,18 @@ class EnvGuard:
         return TrajectoryFailed(reason, f"{self._name}.{method}: {detail}")
 
 
-def tool_named(text: str) -> str:
-    """The tool that a response calls first, as in `<tool_call>{"name": "search", ..}`; `step` where it calls none."""
+def tool_named(text: str, tools: Container[str]) -> str:
+    """The tool that a response calls first, as in `<tool_call>{"name": "search", ..}`; `step` where it calls none of
+    `tools`, because a name that the policy made up must not become a label of a metric."""
     found = _TOOL.search(text) if "<tool_call>" in text else None
-    return "step" if found is None else found[1]
+    return found[1] if found is not None and found[1] in tools else "step"
+
+
+def _name_of(tool: Mapping[str, Any]) -> str | None:
+    """The name in a description such as `{"type": "function", "function": {"name": "search", ..}}`."""
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
 async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:

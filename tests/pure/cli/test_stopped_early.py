@@ -163,6 +163,7 @@ def test_a_run_that_goes_on_has_not_ended_and_is_stopped_with_the_steps_that_it_
         raise KeyboardInterrupt
 
     monkeypatch.setattr(running, "prepare", lambda config, path: Prepared(path, [], path, 8, None))
+    monkeypatch.setattr(running, "check_checkpoint", lambda *what: None)
     monkeypatch.setattr(running, "_run_on_ray", starting)
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
     config = load_config(["configs/quickstart.yaml"], ["metrics.port=0"])

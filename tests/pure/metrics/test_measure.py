@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observe.reporting import Reporter
 from service.config import Config
+from service.handoff.status import ScorerStatus
 from service.handoff.steps.builder import steps_table
 from service.observe.measure import (
     LeasedBatches,
@@ -173,6 +174,7 @@ class FakeBufferStatus:
     prompts: dict[str, int] = field(default_factory=lambda: {"inside": 3})
     passed_over: int = 7
     moved: int = 1
+    scorers: dict[str, ScorerStatus] = field(default_factory=dict)
 
 
 def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from service.errors import RunFailed
 from service.rollout import env_guard
 from service.rollout.chat.chat import Chat
-from service.rollout.env_guard import LeakedTasks
+from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Message, StepResult, Task
-from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
+from service.types import TrajectoryId
+from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, limits, play
 
 pytestmark = pytest.mark.asyncio
 
@@ -170,3 +172,14 @@ async def test_a_task_of_an_environment_that_exits_ends_its_own_trajectory_and_n
 
     _, end = await play(chat, engine(chat), StartsTasks(""))
     assert end.stop_reason == "environment_error"
+
+
+async def test_only_a_tool_that_the_task_describes_names_a_call_whatever_the_policy_wrote(chat: Chat) -> None:
+    environment, named = Stubborn("nowhere"), list[str]()
+    guard = EnvGuard("tools", lambda: environment, limits(chat), answered=lambda name, began: named.append(name))
+    described = ({"type": "function", "function": {"name": "search"}}, {"name": "open"}, {"name": 7})
+    await guard.reset(replace(QUESTION, tools=described), 0)
+    for name in ("search", "open", "password-1234", "7"):
+        await guard.step(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>')
+    await guard.close(TrajectoryId(0, 0))
+    assert named == ["reset", "search", "open", "step", "step"]
