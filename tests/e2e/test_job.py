@@ -127,6 +127,7 @@ def test_a_job_trains_and_leaves_its_run_folder_where_it_lasts(cluster: Cluster)
     assert token.stat().st_mode & 0o077 == 0, "others can read the cluster's token"
 
 
+@pytest.mark.full
 def test_a_stopped_job_writes_its_final_weights(cluster: Cluster, left_over: LeftOver) -> None:
     done = cluster.submit("--no-wait --submission-id=to-stop", f"{ENDLESS} run.name=stopped")
     assert done.returncode == 0, done.stdout
