@@ -21,6 +21,9 @@ from pathlib import Path
 import psutil
 
 from service.config import Config, load
+from service.observe.live_binding import WAITING
+from service.observe.trace.files import read_trace
+from service.observe.trace.timeline import Timeline
 from service.plan.command import model_of
 from service.plan.device import Device
 from service.plan.forecast import Forecast, forecast
@@ -80,12 +83,31 @@ def planned(config: Config, folder: Path, device: Device) -> Forecast:
 
 
 def seconds_and_waits(folder: Path) -> tuple[float, float, float]:
-    """Means over the second half of a run's steps: seconds, and the fractions for which trainer and slots waited."""
+    """Of the second half of a run's steps: mean seconds, and the fractions for which trainer and engines waited."""
     lines = list(read_lines(folder / METRICS))
     lines = lines[len(lines) // 2 :]
     seconds = statistics.fmean(line["timing/step"] for line in lines)
     waited = statistics.fmean(line["timing/wait_for_generation_buffer"] for line in lines) / seconds
-    return seconds, waited, float(lines[-1]["async/generator_wait_fraction"])
+    return seconds, waited, _engines_idle(Timeline(read_trace(folder)), sum(line["timing/step"] for line in lines))
+
+
+def _engines_idle(timeline: Timeline, last: float) -> float:
+    """Fraction of the engines' time without a group, in the last seconds before the end of the trainer's last step."""
+    until = max(
+        span.ended
+        for (_, row), spans in timeline.rows.items()
+        if row == "trainer"
+        for span in spans
+        if span.name == "step"
+    )
+    engines = [spans for (_, row), spans in timeline.rows.items() if row == "engine"]
+    idle = sum(
+        max(0.0, min(span.ended, until) - max(span.began, until - last))
+        for spans in engines
+        for span in spans
+        if span.name == WAITING
+    )
+    return idle / (len(engines) * last)
 
 
 def recipes(names: tuple[str, ...], steps: int, parent: Path) -> Iterator[str]:
@@ -95,14 +117,14 @@ def recipes(names: tuple[str, ...], steps: int, parent: Path) -> Iterator[str]:
     for name in names:
         folder, held = run(name, steps, parent)
         plan = planned(load([ROOT / f"configs/{name}.yaml"], list(SETTINGS)).config, folder, device)
-        seconds, trainer, slots = seconds_and_waits(folder)
+        seconds, trainer, engines = seconds_and_waits(folder)
         flow = plan.chosen.flow
         for what, predicted, found in (
             ("bytes of a rank", sum(plan.chosen.rank_bytes.values()), held["rank"]),
             ("bytes of an engine", sum(plan.engine_bytes.values()), held["engine"]),
             ("seconds a step", flow.step_seconds, seconds),
             ("trainer waits", flow.trainer_waits, trainer),
-            ("slots idle", flow.generators_wait, slots),
+            ("engines idle", flow.engines_idle, engines),
         ):
             ratio = predicted / found if found else float("nan")
             yield f"| {name} | {what} | {predicted:.4g} | {found:.4g} | {ratio:.2f} |"

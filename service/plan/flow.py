@@ -58,6 +58,8 @@ class Flow:
     """Fraction of the time."""
     generators_wait: float
     """Fraction of the slots' time."""
+    engines_idle: float
+    """Fraction of the engines' time in which they have no group, as `async/generator_wait_fraction` counts it."""
     staleness: float
     """Versions between the middle of a group's generation and its training, mean."""
     running: float
@@ -78,7 +80,7 @@ class _World:
 
     def __init__(self, setting: Setting, batch: int, scale: float, rng: np.random.Generator) -> None:
         self._setting, self._batch, self._rng = setting, batch, rng
-        self._per_engine = 1 / (setting.engines * scale)
+        self._engines = setting.engines * scale
         self._slots = max(1, round(setting.slots * batch / setting.mini_batch_size))
         self.now = self._ticks = 0.0
         self.trained_at: list[float] = []
@@ -93,13 +95,13 @@ class _World:
         self._begun: dict[int, tuple[float, float]] = {}
         self._complete: list[int] = []
         self._idle_since: float | None = 0.0
-        self._waited = self._slot_seconds = self._running_seconds = self._stale = 0.0
+        self._waited = self._slot_seconds = self._running_seconds = self._empty_seconds = self._stale = 0.0
         self._measured_from = 0.0
         self._admit()
 
     def advance(self) -> None:
         """Go to the next event."""
-        pace = self._setting.iteration(self._running * self._per_engine) if self._running else math.inf
+        pace = self._setting.iteration(self._running / self._engines) if self._running else math.inf
         tick = self._generating[0][0] if self._generating else math.inf
         token_at = self.now + (tick - self._ticks) * pace if self._generating else math.inf
         timed_at = self._timed[0][0] if self._timed else math.inf
@@ -108,6 +110,7 @@ class _World:
             self._ticks += (then - self.now) / pace
         self._slot_seconds += self._open * (then - self.now)
         self._running_seconds += self._running * (then - self.now)
+        self._empty_seconds += max(0.0, 1 - self._open / self._engines) * (then - self.now)
         self.now = then
         if timed_at < token_at:
             self._timed_event(heapq.heappop(self._timed)[1])
@@ -169,7 +172,7 @@ class _World:
         heapq.heappush(self._timed, (self.now + self._setting.after_seconds, -3))
         if self._version == WARM_UP:
             self._measured_from = self.now
-            self._waited = self._slot_seconds = self._running_seconds = self._stale = 0.0
+            self._waited = self._slot_seconds = self._running_seconds = self._empty_seconds = self._stale = 0.0
 
     def flow(self) -> Flow:
         """The means since the warm-up."""
@@ -178,6 +181,7 @@ class _World:
             step_seconds=float(seconds / steps),
             trainer_waits=float(self._waited / seconds),
             generators_wait=float(1 - self._slot_seconds / (self._slots * seconds)),
+            engines_idle=float(self._empty_seconds / seconds),
             staleness=self._stale / (steps * self._batch),
-            running=float(self._running_seconds / seconds * self._per_engine),
+            running=float(self._running_seconds / seconds / self._engines),
         )
