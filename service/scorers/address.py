@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from service.config.rollout import ScorerConfig
-from service.errors import UserError
 from service.handoff.scoring import Answer
+from service.rollout.outside import key_header, whole_body
 from service.scorers.reply import MAX_REPLY_BYTES, Failure, ScorerFailed, answer_of
 from service.scorers.trajectories import Trajectory
 
@@ -27,12 +26,12 @@ LOGPROB_BYTES = 1 << 9
 class Address:
     """Posts JSON to an address and reads JSON, within the scorer's deadline."""
 
-    def __init__(self, settings: ScorerConfig) -> None:
-        """Raises a UserError if the key cannot be read."""
+    def __init__(self, name: str, settings: ScorerConfig) -> None:
+        """Raises a UserError where the scorer's file holds no key that can be read."""
         self._url = settings.url or ""
         self._model = settings.served_model
         self._timeout = aiohttp.ClientTimeout(total=settings.deadline)
-        self._headers = {"Content-Type": "application/json"} | _key(settings.key_file)
+        self._headers = {"Content-Type": "application/json"} | key_header(f"scorers.{name}.key_file", settings.key_file)
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> Answer:
         """Rewards of trajectories.
@@ -68,9 +67,10 @@ class Address:
         try:
             async with (
                 aiohttp.ClientSession(timeout=self._timeout, headers=self._headers) as session,
-                session.post(self._url, data=json.dumps(question, default=str)) as response,
+                session.post(self._url, data=json.dumps(question, default=str), allow_redirects=False) as response,
             ):
-                body = await _read(response, most_bytes)
+                if (body := await whole_body(response, most_bytes)) is None:
+                    raise ScorerFailed(Failure.TOO_LARGE, f"more than {most_bytes} bytes")
                 if response.status != 200:
                     raise ScorerFailed(Failure.HTTP, f"status {response.status}: {body[:200].decode(errors='replace')}")
         except TimeoutError:
@@ -81,21 +81,3 @@ class Address:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ScorerFailed(Failure.MALFORMED, f"no JSON: {error}"[:200]) from error
-
-
-async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > most_bytes:
-            raise ScorerFailed(Failure.TOO_LARGE, f"more than {most_bytes} bytes")
-    return bytes(body)
-
-
-def _key(file: Path | None) -> dict[str, str]:
-    if file is None:
-        return {}
-    try:
-        return {"Authorization": f"Bearer {file.read_text().strip()}"}
-    except (OSError, ValueError) as error:
-        raise UserError(f"scorers: the key file {file} cannot be read: {error}") from error

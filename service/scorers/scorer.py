@@ -35,7 +35,7 @@ class Scorer:
         if self._teaches and folder is not None:
             check_tokenizer(name, folder, model_folder)
         self._function = None if settings.use is None else user_function(name, settings)
-        self._address = None if settings.url is None else Address(settings)
+        self._address = None if settings.url is None else Address(name, settings)
         self._engine = engine
 
     async def reply(self, request: bytes) -> bytes:

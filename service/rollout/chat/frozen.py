@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,12 +16,12 @@ import msgspec
 import numpy as np
 
 from service.config.rollout import RoleConfig
-from service.errors import UserError
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Generation, Sampling
 from service.rollout.env_guard import TrajectoryFailed
 from service.rollout.environment import Message
+from service.rollout.outside import key_header, whole_body
 from service.types import NO_VERSION
 
 FIRST_PAUSE = 0.2
@@ -38,9 +37,9 @@ class FrozenModels:
     """Asks the models of frozen roles; one set of connections for a generator."""
 
     def __init__(self, roles: Mapping[str, RoleConfig]) -> None:
-        """Raises a UserError where a file with a key cannot be read."""
+        """Raises a UserError where a file holds no key that can be read."""
         self._roles = {name: role for name, role in roles.items() if role.mode == "frozen"}
-        self._headers = {name: _headers(name, role.key_file) for name, role in self._roles.items()}
+        self._headers = {name: key_header(f"roles.{name}.key_file", of.key_file) for name, of in self._roles.items()}
         self._session: aiohttp.ClientSession | None = None
 
     def __contains__(self, role: str) -> bool:
@@ -67,7 +66,7 @@ class FrozenModels:
                         if status not in AGAIN:
                             return _text(role, status, answer)
                         last = f"status {status}"
-                    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                    except aiohttp.ClientError as error:
                         last = f"{type(error).__name__}: {error}"
                     await asyncio.sleep(pause)
                     pause *= 2
@@ -77,11 +76,13 @@ class FrozenModels:
             late = f"roles.{role}: {asked.url} gave no answer within {deadline:g} s, at last {last}"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
 
-    async def _post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, bytes]:
+    async def _post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, bytes | None]:
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            # The deadline of `answer` bounds a request, and the trajectories that are played bound their number.
+            without = aiohttp.ClientTimeout(total=None)
+            self._session = aiohttp.ClientSession(timeout=without, connector=aiohttp.TCPConnector(limit=0))
         async with self._session.post(url, json=body, headers=headers, allow_redirects=False) as response:
-            return response.status, await response.content.read(ANSWER_BYTES)
+            return response.status, await whole_body(response, ANSWER_BYTES)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -102,21 +103,13 @@ def generation_of(text: str, chat: Chat, most: int) -> Generation:
     )
 
 
-def _text(role: str, status: int, answer: bytes) -> str:
+def _text(role: str, status: int, answer: bytes | None) -> str:
     try:
-        text = msgspec.json.decode(answer)["choices"][0]["message"]["content"]
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, IndexError, TypeError):
+        text = msgspec.json.decode(answer or b"")["choices"][0]["message"]["content"]
+    except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
         text = None
     if status != OK or not isinstance(text, str):
-        said = f"roles.{role} answered without a text, but with status {status} and {answer[:200]!r}"
+        what = f"more than {ANSWER_BYTES} bytes" if answer is None else repr(answer[:200])
+        said = f"roles.{role} answered without a text, but with status {status} and {what}"
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, said)
     return text
-
-
-def _headers(role: str, key_file: Path | None) -> dict[str, str]:
-    if key_file is None:
-        return {}
-    try:
-        return {"Authorization": f"Bearer {key_file.read_text().strip()}"}
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"roles.{role}.key_file: {key_file} cannot be read: {error}") from error

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from service.config.rollout import RoleConfig
+from service.config.rollout import RoleConfig, ScorerConfig
 from service.errors import UserError
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.roles import roles_from
@@ -20,6 +23,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.frozen import FrozenModels
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Message, StepResult
+from service.scorers.address import Address
 from service.types import NO_VERSION, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, limits, whole_prompts
 from tests.pure.rollout.test_retrieval import served
@@ -33,12 +37,16 @@ def turn(words: str, reward: float = 0.0, role: str = "main", **more: Any) -> St
 
 
 async def played(
-    chat: Chat, results: Sequence[StepResult], models: Mapping[str, RoleConfig] | None = None, says: str = "answer 17"
+    chat: Chat,
+    results: Sequence[StepResult],
+    models: Mapping[str, RoleConfig] | None = None,
+    says: str = "answer 17",
+    within: float = 60.0,
 ) -> tuple[list[Step], TrajectoryEnd, str, ScriptedEngine]:
     """A trajectory with the role `verifier`: its steps, its end, why it is lost, and the engine that was asked."""
     roles = {"verifier": RoleConfig()} if models is None else models
     allowed, columns, engine = (
-        limits(chat, roles={"main": None, **roles}),
+        limits(chat, roles={"main": None, **roles}, request_deadline=within),
         StepColumns(),
         ScriptedEngine(chat, lambda words: says),
     )
@@ -146,7 +154,74 @@ async def test_a_frozen_model_that_answers_without_a_text_loses_the_trajectory_o
     assert len(steps) == 1 and end.stop_reason == "environment_output"
 
 
-def test_a_key_that_cannot_be_read_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
-    role = RoleConfig(mode="frozen", url="http://h/v1", model="m", key_file=tmp_path / "none")
-    with pytest.raises(UserError, match=r"^roles\.verifier\.key_file: .*none cannot be read"):
+async def played_with_a_server_that(chat: Chat, *parts: bytes, pause: float = 0.0) -> tuple[list[Step], str]:
+    """A trajectory whose frozen role is asked at a server that sends these bytes, in so many parts, and closes."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answering.add(task := asyncio.current_task())
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"}]")
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(pause)
+            writer.close()
+            await writer.wait_closed()
+        answering.discard(task)
+
+    answering = set[asyncio.Task[None] | None]()
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        role = RoleConfig(mode="frozen", url=url, model="other")
+        results = [turn("?", role="verifier"), StepResult([], 1.0, True)]
+        steps, _, failure, _ = await played(chat, results, {"verifier": role}, within=0.5)
+        while answering:
+            await asyncio.sleep(0.01)
+    return steps, failure
+
+
+def http(text: object, length: int = 0) -> bytes:
+    body = json.dumps(said(text)[1]).encode()
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (length or len(body)) + body
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_comes_in_many_parts_is_read_to_its_end(chat: Chat) -> None:
+    whole = http("owl " + "17 " * 8)
+    steps, failure = await played_with_a_server_that(chat, whole[:60], whole[60:75], whole[75:], pause=0.02)
+    assert failure == "" and chat.text(steps[1].response_ids).startswith("owl 17 17")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n",),
+        (b"",),
+        (http("owl")[:-9],),
+        (http("owl", length=1 << 40),),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope",),
+        (b"HTTP/1.1 307 \r\nLocation: http://[\r\nContent-Length: 0\r\n\r\n",),
+        (http("owl\ud800"),),
+        (http("x" * (frozen.ANSWER_BYTES + 1)),),
+        (http([{"type": "text", "text": "owl"}]),),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000,),
+    ],
+)
+@pytest.mark.asyncio
+async def test_whatever_a_frozen_model_sends_it_costs_that_trajectory_only(chat: Chat, parts: tuple[bytes, ...]) -> None:
+    steps, failure = await played_with_a_server_that(chat, *parts)
+    assert len(steps) == 1 and "roles.verifier" in failure and "\n" not in failure and len(failure) < 500
+
+
+@pytest.mark.parametrize(
+    ("key", "why"), [(None, "cannot be read"), (b"", "holds no key"), (b"a\r\nHost: b", "holds no key"), (b"\xe4", "read")]
+)
+def test_a_key_that_is_none_is_refused_before_anything_is_asked(tmp_path: Path, key: bytes | None, why: str) -> None:
+    if key is not None:
+        (tmp_path / "key").write_bytes(key)
+    role = RoleConfig(mode="frozen", url="http://h/v1", model="m", key_file=tmp_path / "key")
+    with pytest.raises(UserError, match=rf"^roles\.verifier\.key_file: .*key .*{why}"):
         FrozenModels({"verifier": role})
+    with pytest.raises(UserError, match=rf"^scorers\.judge\.key_file: .*key .*{why}"):
+        Address("judge", ScorerConfig(url="http://h/score", key_file=tmp_path / "key"))
