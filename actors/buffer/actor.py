@@ -248,17 +248,21 @@ class BufferActor:
         return answer
 
     async def _settled(self) -> None:
-        """Wake the waiting polls and what asks scorers; return when all journalled events are on disk."""
-        if self._buffer.ledger.scoring:
-            self._asking.look()
-        async with self._changed:
-            self._changed.notify_all()
+        """Wake everything that waits for a change; return when all journalled events are on disk."""
+        await self._wake()
         position = self._journal.position
         self._queued.set()
         async with self._flushed:
             await self._flushed.wait_for(lambda: self._journal.synced >= position or self._failure is not None)
         if self._failure is not None:
             raise self._failure
+
+    async def _wake(self) -> None:
+        """Wake the waiting polls, and what asks scorers."""
+        if self._buffer.ledger.scoring:
+            self._asking.look()
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _work(self) -> None:
         """Sync the journal, check deadlines, ask scorers; an error is raised by the calls that wait for the journal."""
@@ -289,5 +293,4 @@ class BufferActor:
             self._buffer.tick()
             if self._journal.position > self._journal.synced:
                 self._queued.set()
-            async with self._changed:
-                self._changed.notify_all()
+            await self._wake()

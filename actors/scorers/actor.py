@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ class RayWorker:
     def renew(self) -> None:
         """End the process, which Ray starts anew."""
         if self._is_process:
-            ray.kill(ray.get_actor(self._name), no_restart=False)
+            with suppress(ValueError):  # no actor of that name, which the next question finds out
+                ray.kill(ray.get_actor(self._name), no_restart=False)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:

@@ -17,6 +17,7 @@ from service.config.rollout import ScorerConfig
 from service.handoff.scoring import Scoring
 from service.handoff.steps.wire import encode as encode_group
 from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, encode
+from service.types import StepGroup
 
 FIRST_PAUSE = 0.5
 """Seconds before a scorer is asked again about a group; each further pause is twice as long."""
@@ -73,12 +74,13 @@ class Asking:
                     for group_id in self._scoring.pending(name) if idle else ():
                         if idle and (name, group_id) not in self._asked:
                             self._asked.add((name, group_id))
-                            tasks.create_task(self._score(name, group_id, idle.pop()))
+                            # Not later: before the task begins, the group may have ended.
+                            row, group = self._scoring.group(group_id)
+                            tasks.create_task(self._score(name, group_id, row, group, idle.pop()))
 
-    async def _score(self, name: str, group_id: int, worker: Worker) -> None:
+    async def _score(self, name: str, group_id: int, row: int, group: StepGroup, worker: Worker) -> None:
         """Score one group: an answer, or the end of all attempts."""
         began = asyncio.get_running_loop().time()
-        row, group = self._scoring.group(group_id)
         request = encode(Request(row, await asyncio.to_thread(encode_group, group)))
         failure = None
         for attempt in range(self._settings[name].attempts):

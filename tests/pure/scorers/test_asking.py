@@ -142,6 +142,31 @@ def test_a_group_that_ends_while_it_is_scored_is_left_alone(tmp_path: Path) -> N
     assert world.buffer.status().ended == {"expired/run_end": 2} and world.closes()
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_group_that_ends_at_any_turn_of_the_loop_after_it_was_seen_is_left_alone(tmp_path: Path, turns: int) -> None:
+    world = opened(tmp_path, {"judge": JUDGE})
+
+    async def settled() -> None:
+        world.journal.sync()
+
+    async def scene() -> None:
+        asking = Asking(world.settings.scorers, world.buffer.scoring, {"judge": [Fake(lambda row, time: GOOD)]}, settled)
+        running = asyncio.ensure_future(asking.run())
+        await asyncio.sleep(0)
+        played(world)
+        asking.look()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        world.buffer.end()
+        await asyncio.wait([running], timeout=0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scene())
+    assert world.buffer.status().ended == {"expired/run_end": 2} and world.closes()
+
+
 def test_a_scorer_gets_the_rows_of_the_dataset_and_their_steps(tmp_path: Path) -> None:
     world = opened(tmp_path, {"judge": JUDGE})
     played(world)
