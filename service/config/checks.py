@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import urlsplit
 
-from service.config.checks_algorithm import GROUP_ESTIMATORS, TEMPORAL_ESTIMATORS
 from service.config.checks_algorithm import RULES as ALGORITHM_RULES
+from service.config.checks_algorithm import TEMPORAL_ESTIMATORS
 from service.config.checks_command import check_command
 from service.config.checks_trainer import RULES as TRAINER_RULES
 from service.config.lora import LINEAR, SLOT_RANKS
@@ -16,6 +16,7 @@ from service.config.rollout import MADE_SET
 from service.config.source import Source
 from service.config.tree import Config
 from service.errors import ConfigError
+from service.handoff.batches.score import GROUP_ESTIMATORS
 from service.handoff.group_bytes import ITEM_BYTES, worst_group_bytes, worst_journal_bytes, worst_step_bytes
 from service.handoff.steps.roles import ROLES
 from service.interop.user_functions import malformed_name

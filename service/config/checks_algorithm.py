@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from service.config.problem import Problem
 from service.config.tree import Config
 from service.handoff.batches.credit import TURN_ESTIMATORS, not_by_turn
+from service.handoff.batches.score import GROUP_ESTIMATORS
 from service.interop.user_functions import is_module_and_name
 
-GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
 TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
 
 

@@ -7,7 +7,7 @@ names have rewards, groups and baselines of their own; all other steps are the p
     group of prompt p        the main parts of its trajectories are compared, and the verifier parts are
 
 With `returns: last` a part's return is the reward of its last turn. A trajectory in which a named role had no turn has
-no part of that role.
+no part of that role. The only part of a role in a group has no baseline, and no advantage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from service.columns import lengths_of, offsets_of
 from service.handoff.batches.credit import Credit, TurnRewards, credited, in_order_of_ends, turn_rewards
-from service.handoff.batches.score import NotScored, ReturnRule, advantages, returns
+from service.handoff.batches.score import GROUP_ESTIMATORS, NotScored, ReturnRule, advantages, returns
 from service.handoff.steps.roles import ROLES, Role
 from service.handoff.steps.tables import role_of_steps
 from service.types import Ends, Float32s, Float64s, Int32s, Int64s, Steps
@@ -53,18 +53,23 @@ class Part(NamedTuple):
     """Where each of the turns stands among those of all roles."""
 
     def advantages(self, prompt_G: Int32s, rule: Rule) -> Float64s:
-        """[X] the advantage of each turn of the role.
+        """[X] the advantage of each turn of the role; 0 in a group in which only one trajectory has the role.
 
         Raises:
             NotScored: one of them is not finite; its trajectories are places of ends.
         """
-        group_V = prompt_G[self.number_V].astype(np.int64)
+        group_V, n_turns_V = prompt_G[self.number_V].astype(np.int64), lengths_of(self.turns.first_G)
         try:
             if rule.credit == "trajectory":
-                return np.repeat(advantages(rule.estimator, self.return_V, group_V), lengths_of(self.turns.first_G))
-            return credited(self.turns, group_V, rule.credit, rule.gamma, rule.estimator)
+                found_X = np.repeat(advantages(rule.estimator, self.return_V, group_V), n_turns_V)
+            else:
+                found_X = credited(self.turns, group_V, rule.credit, rule.gamma, rule.estimator)
         except NotScored as error:
             raise NotScored(str(error), self.number_V[error.trajectories].tolist()) from error
+        if rule.estimator not in GROUP_ESTIMATORS:
+            return found_X
+        alone_V = np.bincount(group_V)[group_V] == 1  # there is nothing to compare with
+        return np.where(np.repeat(alone_V, n_turns_V), 0.0, found_X)
 
 
 class Advantages(NamedTuple):

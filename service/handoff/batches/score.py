@@ -46,6 +46,9 @@ Estimator = Callable[[Float64s, Int64s], Float64s]
 
 ESTIMATORS: dict[str, Estimator] = {}
 
+GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
+"""Those that compare the trajectories of a group."""
+
 
 class NotScored(UserError):
     """An estimator gave some trajectories no finite advantage."""

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from service.config import Config, check, check_paths, load, load_config
-from service.config.checks import GROUP_ESTIMATORS, TEMPORAL_ESTIMATORS
+from service.config.checks_algorithm import TEMPORAL_ESTIMATORS
 from service.errors import ConfigError, UserError
-from service.handoff.batches.score import ESTIMATORS
+from service.handoff.batches.score import ESTIMATORS, GROUP_ESTIMATORS
 
 QUICKSTART = Path("configs/quickstart.yaml")
 AGENT = ["env.name=agent", "env.command=[codex]"]

@@ -9,9 +9,9 @@ import pytest
 
 from service.config.learn import AlgorithmConfig
 from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_batch, turn_advantages
-from service.handoff.batches.credit import Credit
+from service.handoff.batches.credit import TURN_ESTIMATORS, Credit
 from service.handoff.batches.filters import filtered
-from service.handoff.batches.score import ReturnRule, returns
+from service.handoff.batches.score import GROUP_ESTIMATORS, ReturnRule, returns
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import with_scores
 from service.handoff.ledger.versions import VersionHistory
@@ -83,6 +83,21 @@ def test_with_credit_by_turn_the_turns_of_a_role_are_counted_among_themselves(cr
     )
     expected = [main[0][0], verifier[0][0], main[0][1], verifier[0][1], main[1][0], verifier[1][0], main[2][0]]
     assert batch.turn_advantage_X is not None and batch.turn_advantage_X.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("credit", ["trajectory", "return_to_go"])
+def test_a_role_that_spoke_in_one_trajectory_of_a_group_has_no_baseline_and_no_advantage(
+    estimator: str, credit: Credit
+) -> None:
+    if credit != "trajectory" and estimator not in TURN_ESTIMATORS:
+        pytest.skip("refused by the configuration")
+    spoke_once = [[("main", 1.0, 0.0), ("verifier", 5.0, 0.0)], [("main", 0.0, 0.0)], [("main", 0.5, 0.0)]]
+    settings = BatchSettings(2, 256, estimator, "sum", credit, train=TRAIN, named_roles=NAMED)
+    groups = [group_of(spoke_once), group_of(GROUP, 1)]
+    found_X = form_mini_batch(1, groups, VersionHistory(), settings).turn_advantage_X
+    assert found_X is not None and found_X[1] == 0.0
+    assert found_X[0] != 0.0 and found_X[5] != 0.0
 
 
 def test_a_group_teaches_where_the_returns_of_a_trained_role_differ() -> None:

@@ -209,13 +209,14 @@ async def test_an_answer_that_comes_in_many_parts_is_read_to_its_end(chat: Chat)
     ],
 )
 @pytest.mark.asyncio
-async def test_whatever_a_frozen_model_sends_it_costs_that_trajectory_only(chat: Chat, parts: tuple[bytes, ...]) -> None:
+async def test_what_a_frozen_model_sends_costs_that_trajectory_only(chat: Chat, parts: tuple[bytes, ...]) -> None:
     steps, failure = await played_with_a_server_that(chat, *parts)
     assert len(steps) == 1 and "roles.verifier" in failure and "\n" not in failure and len(failure) < 500
 
 
 @pytest.mark.parametrize(
-    ("key", "why"), [(None, "cannot be read"), (b"", "holds no key"), (b"a\r\nHost: b", "holds no key"), (b"\xe4", "read")]
+    ("key", "why"),
+    [(None, "cannot be read"), (b"", "holds no key"), (b"a\r\nHost: b", "holds no key"), (b"\xe4", "cannot be read")],
 )
 def test_a_key_that_is_none_is_refused_before_anything_is_asked(tmp_path: Path, key: bytes | None, why: str) -> None:
     if key is not None:

@@ -150,7 +150,8 @@ def test_a_group_that_ends_at_any_turn_of_the_loop_after_it_was_seen_is_left_alo
         world.journal.sync()
 
     async def scene() -> None:
-        asking = Asking(world.settings.scorers, world.buffer.scoring, {"judge": [Fake(lambda row, time: GOOD)]}, settled)
+        workers = {"judge": [Fake(lambda row, time: GOOD)]}
+        asking = Asking(world.settings.scorers, world.buffer.scoring, workers, settled)
         running = asyncio.ensure_future(asking.run())
         await asyncio.sleep(0)
         played(world)
