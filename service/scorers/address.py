@@ -15,7 +15,7 @@ import aiohttp
 
 from service.config.rollout import ScorerConfig
 from service.handoff.scoring import Answer
-from service.rollout.outside import key_header, whole_body
+from service.rollout.chat.outside import key_header, whole_body
 from service.scorers.reply import MAX_REPLY_BYTES, Failure, ScorerFailed, answer_of
 from service.scorers.trajectories import Trajectory
 

@@ -18,10 +18,10 @@ import numpy as np
 from service.config.rollout import RoleConfig
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
+from service.rollout.chat.outside import key_header, whole_body
 from service.rollout.engine import Generation, Sampling
 from service.rollout.env_guard import TrajectoryFailed
 from service.rollout.environment import Message
-from service.rollout.outside import key_header, whole_body
 from service.types import NO_VERSION
 
 FIRST_PAUSE = 0.2
