@@ -26,6 +26,8 @@ class AdapterSlot:
 
         Raises:
             ValueError: the model has no such layers; the adapter before stays.
+            Exception: vLLM failed while it filled the slot, which may hold a part of the adapter: the engine has to
+                stay paused until another try or adapter has filled it.
         """
         manager = self._manager
         adapter = LoRAModel.from_lora_tensors(

@@ -20,6 +20,7 @@ from actors.generator.broadcasts import Broadcasts
 from actors.weights.adapter import AdapterShapes, adapter_shapes
 from actors.weights.checksum import PublishedWeights, checksum_of
 from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
+from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
 from service.types import PolicyVersion
 from tests.e2e.test_engine import CONFIG, SHAPE, Observed, dense, difference, prompt, started, weights_of
@@ -75,6 +76,15 @@ class WithBase(Observed):
 
     async def load_unknown(self, shapes: AdapterShapes) -> None:
         await self._running().collective_rpc("start_adapter", kwargs={"shapes": shapes, "rank": 6, "alpha": 12.0})
+
+    async def publish_unchecked(self, version: PolicyVersion, tensors: Adapter) -> None:
+        """Update to an adapter of any shapes, which the check before the pause would refuse."""
+        size, any_shapes = self._size, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._size = size._replace(elements=size.count(any_shapes.items()), adapter=any_shapes)
+        try:
+            await self.update_weights(version, *sent(tensors))
+        finally:
+            self._size = size
 
     async def generate_as_base(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Generation:
         engine = copy.copy(self)
@@ -204,6 +214,26 @@ def test_layers_that_the_model_lacks_are_refused_by_the_worker_and_the_old_adapt
     with pytest.raises(Exception, match=r"no layer with an adapter at model\.layers\.7\.mlp\.up_proj"):
         ray.get(engine.load_unknown.remote(adapter_shapes(LORA, [("model.layers.7.mlp.up_proj.weight", (4, 3))])))
     serves(engine, 54, merged(adapter(54)))
+
+
+def test_an_adapter_that_vllm_fails_to_activate_fails_the_update_and_no_token_is_sampled_before_the_next_one(
+    engine: Any,
+) -> None:
+    """vLLM fails after the old adapter was taken out of its slot."""
+    publish(engine, 55, adapter(55))
+    beyond_the_slot = LORA.slot_rank + 1
+    wide = {
+        name: torch.zeros((beyond_the_slot, n) if "lora_A" in name else (m, beyond_the_slot))
+        for name, (m, n) in shapes().items()
+    }
+    with pytest.raises(RunFailed, match=r"version 1:56 were not loaded in 2 tries"):
+        ray.get(engine.publish_unchecked.remote(PolicyVersion(1, 56), wide))
+    request = engine.generate.remote(prompt(57), Sampling(max_tokens=40), "r")
+    assert ray.wait([request], timeout=0.5)[0] == [], "the engine stays paused"
+    publish(engine, 57, adapter(57))
+    generation = ray.get(request)
+    assert difference(merged(adapter(57)), prompt(57), generation, 1.0) < BAR
+    assert set(generation.versions.tolist()) == {PolicyVersion(1, 57).pack()}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports

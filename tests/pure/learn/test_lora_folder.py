@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,28 @@ def test_transformers_computes_with_merged_weights_what_the_learner_computes_wit
     ours = learner.policy.logprobs([micro])[0]
     torch.testing.assert_close(ours, expected[torch.from_numpy(row.loss_mask)[1:]].detach(), atol=1e-6, rtol=1e-6)
     assert not torch.allclose(ours, learner.policy.base_logprobs([micro])[0], atol=1e-2)
+
+
+def test_peft_reads_the_adapter_and_computes_what_the_learner_does(model_folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    learner = trained(model_folder)
+    learner.export(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager", dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PEFT only warns of tensors that are missing or have other names
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    (row,) = made_rows(1, seed=3)
+    ids_T = torch.from_numpy(row.token_ids).long()
+    with torch.no_grad():
+        table_TV = (model(ids_T[None]).logits[0, :-1] / row.temperature).log_softmax(-1)
+        with model.disable_adapter():
+            base_TV = (model(ids_T[None]).logits[0, :-1] / row.temperature).log_softmax(-1)
+    mask_T = torch.from_numpy(row.loss_mask)[1:]
+    expected_M, base_M = (table.gather(1, ids_T[1:, None])[:, 0][mask_T] for table in (table_TV, base_TV))
+    micro = learner.policy.to_device(mini_batch([[[row]]], trajectories=1).ranks[0][0])
+    torch.testing.assert_close(learner.policy.logprobs([micro])[0], expected_M, atol=1e-5, rtol=0)
+    torch.testing.assert_close(learner.policy.base_logprobs([micro])[0], base_M, atol=1e-5, rtol=0)
+    assert not torch.allclose(expected_M, base_M, atol=1e-2)
 
 
 def test_a_run_that_begins_with_an_adapter_computes_what_the_adapter_did(model_folder: Path, tmp_path: Path) -> None:
