@@ -103,7 +103,7 @@ class BufferTelemetry:
         self._reporter = Reporter("buffer", "buffer", config, hub, self._refresh)
         self.batches = LeasedBatches(self._reporter.metrics)
         self._began = time.monotonic()
-        self._syncing = 0.0
+        self._syncing, self._syncs = 0.0, 0
 
     def start(self) -> None:
         """Start to push, in the running event loop."""
@@ -125,6 +125,7 @@ class BufferTelemetry:
         """The journal was written to the disk; that began then."""
         now = time.monotonic()
         self._syncing += now - began
+        self._syncs += 1
         if now - began >= SLOW_SYNC_SECONDS:
             self._reporter.trace.span("journal", "sync", began, now)
 
@@ -133,6 +134,7 @@ class BufferTelemetry:
         growing = {state: status.groups.get(state, 0) for state in ("issued", "open", "complete", "leased")}
         self._reporter.trace.counter("groups", growing)
         idle = time.monotonic() - self._began - self._syncing
+        metrics.count_to("baton_journal_syncs_total", self._syncs)
         measure_states(metrics, {"syncing": self._syncing, "idle": idle})
         measure_buffer(metrics, status, self._config)
         self._reporter.report("buffer", buffer_report(status, time.time()))

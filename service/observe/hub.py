@@ -7,7 +7,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from service.clock import Clock
 from service.observe.live_binding import Figures, Limits, Live, Window
@@ -76,10 +76,10 @@ class _Pushed:
         """The sum of a counter's series."""
         return sum(float(line.split()[-1]) for line in self.samples.get(name, b"").splitlines())
 
-    def sums(self, name: str, label: str) -> dict[str, float]:
-        """The sums of a histogram by one of its labels, added up over the others."""
+    def of_histogram(self, name: str, what: Literal["sum", "count"], label: str) -> dict[str, float]:
+        """The sums or counts of a histogram by one of its labels, added up over the others."""
         lines = self.samples.get(name, b"").splitlines(keepends=True)
-        kept = b"".join(line for line in lines if line.startswith(f"{name}_sum{{".encode()))
+        kept = b"".join(line for line in lines if line.startswith(f"{name}_{what}{{".encode()))
         return replace(self, samples={name: kept}).by_label(name, label)
 
     def sample(self, name: str, value: float) -> bytes:
@@ -151,12 +151,14 @@ class Hub:
         """The totals from which follows what binds the run."""
         by_role: dict[str, dict[str, dict[str, float]]] = {}
         trajectories: Counter[str] = Counter()
+        played = 0.0
         for pushed in self._sources.values():
             if states := pushed.by_label("baton_state_seconds_total", "state"):
                 by_role.setdefault(pushed.role, {})[pushed.ident] = states
-            trajectories.update(pushed.sums("baton_trajectory_seconds", "part"))
+            trajectories.update(pushed.of_histogram("baton_trajectory_seconds", "sum", "part"))
+            played += max(pushed.of_histogram("baton_trajectory_seconds", "count", "part").values(), default=0.0)
         sampled = [pushed for pushed in self._sources.values() if pushed.role == "generator"]
-        driver = self._sources.get("driver/driver")
+        driver, buffer = self._sources.get("driver/driver"), self._sources.get("buffer/buffer")
         return Figures(
             now,
             driver.total("baton_optimizer_steps_total") if driver is not None else 0.0,
@@ -165,7 +167,9 @@ class Hub:
             by_role.get("trainer", {}),
             trajectories,
             {pushed.ident: pushed.total("baton_generated_tokens_total") for pushed in sampled},
+            played,
             by_role.get("buffer", {}).get("buffer", {}).get("syncing", 0.0),
+            buffer.total("baton_journal_syncs_total") if buffer is not None else 0.0,
         )
 
     def _binding(self) -> Live | None:

@@ -1,7 +1,7 @@
 """What binds a run now: the measured shares of the last ten minutes, in the model of `service.plan.binding`.
 
-generation: the seconds in which generators had groups, divided as the time of their trajectories was; what the
-            journal's syncs took of it, the journal has
+generation: the seconds in which generators had groups, divided as the time of their trajectories was, and for the
+            journal the syncs for which each of their claims and ends waits
 training:   the seconds of the driver's states, without its waits for a mini-batch
 """
 
@@ -24,6 +24,9 @@ SLOW = 0.6
 WAITING = "waiting"
 IDLE = (WAITING, "starting", "evaluating")
 """States in which a generator plays no group."""
+SYNCS_OF_GROUP = 3.0
+"""Syncs for which a group's trajectories wait beside their own time: its claim and its end each come in the middle of
+one sync on average, and wait for the next one."""
 STATES = {
     "step": Part.TRAINER,
     "bookkeeping": Part.TRAINER,
@@ -61,8 +64,11 @@ class Figures:
     """Seconds of trajectories by part."""
     tokens: Mapping[str, float] = field(default_factory=dict)
     """Generator -> tokens that it sampled."""
+    played: float = 0.0
+    """Trajectories."""
     syncing: float = 0.0
     """Seconds of the journal's syncs."""
+    syncs: float = 0.0
 
     def since(self, before: Figures) -> Figures:
         """What the totals grew by; those of an actor that began anew count from its beginning."""
@@ -74,7 +80,9 @@ class Figures:
             {name: _grown(states, before.ranks.get(name, {})) for name, states in self.ranks.items()},
             _grown(self.trajectories, before.trajectories),
             _grown(self.tokens, before.tokens),
+            max(0.0, self.played - before.played),
             max(0.0, self.syncing - before.syncing),
+            max(0.0, self.syncs - before.syncs),
         )
 
 
@@ -99,10 +107,11 @@ def demand(grown: Figures, limits: Limits) -> Demand | None:
     playing = sum(
         seconds for states in grown.engines.values() for state, seconds in states.items() if state not in IDLE
     ) / len(grown.engines)
-    whole, synced = sum(grown.trajectories.values()), min(1.0, grown.syncing / grown.at)
-    generation = {Part.ENGINES: 0.0, Part.JOURNAL: playing * synced / grown.steps}
+    whole = sum(grown.trajectories.values())
+    waited = SYNCS_OF_GROUP * grown.played * grown.syncing / grown.syncs if grown.syncs else 0.0
+    generation = {Part.ENGINES: 0.0, Part.JOURNAL: playing * waited / whole / grown.steps if whole else 0.0}
     for part, seconds in grown.trajectories.items():
-        share = seconds / whole * (1 - synced) if whole else 0.0
+        share = seconds / whole if whole else 0.0
         generation[PARTS[part]] = generation.get(PARTS[part], 0.0) + playing * share / grown.steps
     training = {Part.TRAINER: 0.0}
     for state, seconds in grown.trainer.items():

@@ -144,6 +144,7 @@ BUFFER = (
     gauge("baton_scorer_waiting_groups", "Groups that wait for a scorer.", ("scorer",)),
     gauge("baton_journal_bytes", "Size of the journal on disk."),
     gauge("baton_journal_limit_bytes", "Size of the journal beyond which no more groups are admitted."),
+    counter("baton_journal_syncs_total", "Times that the journal was written to the disk."),
 )
 
 TRAINER = (

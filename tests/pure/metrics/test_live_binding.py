@@ -25,6 +25,7 @@ def figures(
     tokens: tuple[float, ...] = (100_000.0, 101_000.0),
     ranks: tuple[float, ...] = (300.0, 301.0),
     syncing: float = 0.04,
+    sync_seconds: float = 0.002,
 ) -> Figures:
     """Ten minutes of two engines and two ranks; what is given are fractions of them. Without anything the run is in
     balance."""
@@ -43,7 +44,9 @@ def figures(
         {f"trainer-{n}": {"forward_backward": seconds} for n, seconds in enumerate(ranks)},
         {part: 64 * MINUTES * share for part, share in spent.items()},
         {f"generator-{n}": sampled for n, sampled in enumerate(tokens)},
+        STEPS * 128,
         MINUTES * syncing,
+        MINUTES * syncing / sync_seconds,
     )
 
 
@@ -54,10 +57,10 @@ SLOW = {
         figures({"step": 0.2}, {"generating": 0.3, "environment": 0.6}, {"environment": 2.0}),
     ),
     "agents that work long between calls": (Part.ENVIRONMENT, figures({"step": 0.4}, {}, {"other": 3.0})),
-    "a slow disk, for which generators wait": (Part.JOURNAL, figures({"step": 0.2}, syncing=0.85)),
+    "a slow disk, for which generators wait": (Part.JOURNAL, figures({"step": 0.2}, syncing=0.85, sync_seconds=0.5)),
     "a slow disk, for which the trainer waits": (
         Part.JOURNAL,
-        figures({"step": 0.2, "commit": 0.7}, {"generating": 0.3}, syncing=0.4),
+        figures({"step": 0.2, "commit": 0.7}, {"generating": 0.3}, syncing=0.4, sync_seconds=0.2),
     ),
     "too few engines": (Part.ENGINES, figures({"step": 0.4}, {"generating": 0.95})),
     "a slow engine": (
@@ -89,6 +92,7 @@ HEALTHY = [
     figures({}, {"generating": 0.5}),
     figures({}, {"generating": 0.4}, {"environment": 0.4}, syncing=0.1),
     figures({"step": 0.6}, {"generating": 0.9}, syncing=0.15),
+    figures({"step": 0.6}, {"generating": 0.9}, syncing=0.7, sync_seconds=0.03),
 ]
 """Runs that spend their time on engines and trainer."""
 

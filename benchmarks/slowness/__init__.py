@@ -1,0 +1,1 @@
+"""Real runs in which one part becomes slow: `python -m benchmarks.slowness`."""
