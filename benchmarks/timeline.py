@@ -144,7 +144,7 @@ def main(folder: Path, picture: Path | None = None) -> None:
     timeline = Timeline(read_trace(folder))
     if picture is not None:
         draw(timeline, picture)
-    events = Counter(line.event[0] for line in read_trace(folder))
+    events = Counter(line.kind for line in read_trace(folder))
     played = sum(played for played, _, _ in timeline.totals.values())
     tools = sum(row[2] for _, _, sums in timeline.totals.values() for row in sums if row[1].startswith("tool:"))
     each = costs(max(1, round(tools / max(played, 1))))

@@ -10,18 +10,19 @@ hub's with the round trip of its pushes, and half of the shortest round trip bou
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, TypedDict
 
 import msgspec
 
 from service.errors import UserError
-from service.observe.trace.recorder import boot
+from service.observe.trace.recorder import COUNTER, SPAN, TOTALS, TRAJECTORY, boot
 from service.run.folder import TIMELINE, read_lines
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,49 @@ FILE_BYTES = 4 << 20
 FILES = 8
 """Files that are kept."""
 NAME = "{:06}.jsonl"
+
+Number = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+"""Seconds."""
+Whole = Annotated[int, msgspec.Meta(ge=-(10**11), le=10**11)]
+Numbers = dict[str, Whole | Number]
+
+
+class Hub(TypedDict):
+    """The clock to which those of all processes are aligned."""
+
+    host: str
+    boot: str
+    wall: Number
+
+
+class Lease(TypedDict):
+    """What a span of a lease says."""
+
+    lease: int
+    groups: list[int]
+
+
+class Commit(TypedDict):
+    """What a span of a commit says."""
+
+    lease: int
+
+
+Source = TypedDict(
+    "Source",
+    {"from": str, "host": str, "pid": int, "boot": str, "offset": Number | None, "error": Number, "dropped": int},
+)
+EVENTS: dict[str, Any] = {
+    SPAN: tuple[str, str, Number, Number, dict[str, str | Whole | Number | list[int] | None]],
+    COUNTER: tuple[str, Number, Numbers],
+    TRAJECTORY: tuple[
+        tuple[int, int, int], str, str, str, Number, Number, Numbers, list[tuple[str, Number, Number, Numbers]]
+    ],
+    TOTALS: tuple[int, int, list[tuple[str, str, int, Number, Number]]],
+}
+"""Kind of a line -> what follows in it."""
+DETAILS: dict[str, Any] = {"leases": Lease, "commits": Commit}
+"""Row of spans -> what their details have to hold."""
 
 
 class TraceFiles:
@@ -72,18 +116,21 @@ class TraceFiles:
 class Line(NamedTuple):
     """An event of one process."""
 
-    source: dict[str, Any]
-    """Whose it is: `from`, `host`, `pid`, ..."""
+    source: Source
+    """Whose it is."""
     shift: float
     """Seconds to add to its times for Unix time."""
-    event: list[Any]
+    kind: str
+    event: tuple[Any, ...]
+    """As in `EVENTS`."""
 
 
 def read_trace(folder: Path) -> Iterator[Line]:
     """The events of a run folder, oldest file first; a line that was cut off by a kill is left out.
 
     Raises:
-        UserError: the run kept no timeline, or a line is none of one.
+        UserError: the run kept no timeline, or a line is no JSON.
+        ValueError, TypeError, LookupError: a line is none of a timeline.
     """
     files = sorted((folder / TIMELINE).glob("*.jsonl"))
     if not files:
@@ -91,19 +138,29 @@ def read_trace(folder: Path) -> Iterator[Line]:
     for file in files:
         try:
             yield from _lines(file)
-        except ValueError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{file}: not JSON: {error}") from None
 
 
 def _lines(file: Path) -> Iterator[Line]:
-    hub, source, shift = dict[str, Any](), dict[str, Any](), 0.0
+    hub: Hub | None = None
+    source: Source | None = None
+    shift = 0.0
     for line in read_lines(file):
         if isinstance(line, list):
-            yield Line(source, shift, line)
+            if source is None:
+                raise ValueError("an event of no process")
+            kind, *event = line
+            found = msgspec.convert(event, EVENTS[kind])
+            if kind == SPAN and found[0] in DETAILS:
+                msgspec.convert(found[-1], DETAILS[found[0]])
+            yield Line(source, shift, kind, found)
         elif "hub" in line:
-            hub = line["hub"]
+            hub = msgspec.convert(line["hub"], Hub)
+        elif hub is None:
+            raise ValueError("no clock of the hub")
         else:
-            source, shift = line, hub["wall"]
+            source, shift = msgspec.convert(line, Source), hub["wall"]
             if source["boot"] == hub["boot"]:
                 source["error"] = 0.0
             else:

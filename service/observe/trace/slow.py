@@ -37,8 +37,8 @@ def spent(timeline: Timeline) -> list[Spent]:
     """The sums of all processes, those with most seconds first."""
     sums: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for _, _, rows in timeline.totals.values():
-        for env, name, *figures in rows:
-            sums.setdefault((str(env), str(name)), []).append((int(figures[0]), float(figures[1]), float(figures[2])))
+        for env, name, number, seconds, longest in rows:
+            sums.setdefault((env, name), []).append((number, seconds, longest))
     found = [
         Spent(env, name, sum(n for n, _, _ in of), sum(s for _, s, _ in of), max(most for _, _, most in of))
         for (env, name), of in sums.items()

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from service.observe.trace.files import Line
+from service.observe.trace.files import Line, Source
 from service.observe.trace.recorder import COUNTER, SPAN, TRAJECTORY
 from service.types import TrajectoryId
 
@@ -54,21 +54,21 @@ class Timeline:
     """The events of a run, by what they are."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
-        self.sources: dict[str, dict[str, Any]] = {}
+        self.sources: dict[str, Source] = {}
         """`role/ident` -> its newest description."""
         self.rows: dict[Row, list[Span]] = defaultdict(list)
         self.counters: list[Counter] = []
         self.trajectories: list[Sampled] = []
         """In the order of their beginning."""
-        self.totals: dict[str, tuple[int, int, list[list[Any]]]] = {}
+        self.totals: dict[str, tuple[int, int, list[tuple[str, str, int, float, float]]]] = {}
         """Process -> (its trajectories, every how many-th is kept, [environment, part or tool:NAME, number, seconds,
         longest]), over its life."""
-        for source, shift, (kind, *event) in lines:
+        for source, shift, kind, event in lines:
             owner = source["from"]
             self.sources[owner] = source
             if kind == SPAN:
                 row, name, began, ended, detail = event
-                self.rows[owner, str(row)].append(Span(began + shift, ended + shift, str(name), dict(detail)))
+                self.rows[owner, row].append(Span(began + shift, ended + shift, name, detail))
             elif kind == COUNTER:
                 name, at, values = event
                 self.counters.append(Counter(owner, at + shift, name, values))
@@ -103,7 +103,7 @@ def _joined(spans: list[Span]) -> list[Span]:
     return joined
 
 
-def _sampled(owner: str, shift: float, event: list[Any]) -> Sampled:
+def _sampled(owner: str, shift: float, event: tuple[Any, ...]) -> Sampled:
     of, why, env, reason, began, seconds, parts, calls = event
     began, trajectory = began + shift, TrajectoryId(*of)
     spans, turns = [], 0

@@ -269,3 +269,32 @@ def test_slow_trajectories_are_named_with_the_part_and_the_tool_that_took_longes
     assert said[0].startswith(name) and any("turn 2" in line and "queue 0.001 s" in line for line in said)
     assert main(["trajectories", "slow", str(tmp_path), "77"]) == 2
     assert "77: not among the 4" in capsys.readouterr().err
+
+
+DAMAGE: list[tuple[str, Any, Any]] = [
+    ("span", 3, None), ("span", 4, 10**400), ("span", 1, ["x"]), ("span", 5, {"reason": float("nan")}),
+    ("span leases", 5, {}), ("span leases", 5, {"lease": 1, "groups": [[]]}), ("span commits", 5, {"groups": []}),
+    ("counter", 2, "soon"), ("counter", 3, {"open": float("inf")}), ("trajectory", 1, [1, 2]), ("trajectory", 3, 7),
+    ("trajectory", 7, {"decode": "long"}), ("trajectory", 8, [["", 1.0]]), ("trajectory", 5, float("nan")),
+    ("totals", 3, [["lookup"]]), ("totals", 3, 1), ("span", 0, "of another version"), ("span", 0, []),
+    ("from", "host", None), ("from", "dropped", "x"), ("from", "error", {}),
+    ("hub", "hub", {"boot": "b", "wall": 1e300}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "place", "value"), DAMAGE)
+def test_a_timeline_with_a_damaged_line_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, place: Any, value: Any
+) -> None:
+    a_run(tmp_path)
+    [file] = (tmp_path / TIMELINE).glob("*.jsonl")
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    lines.append(["totals", 1, 1, [["lookup", "decode", 1, 0.5, 0.5]]])
+    names = kind.split()
+    damaged = next(line for line in lines if names == (line[: len(names)] if isinstance(line, list) else [*line][:1]))
+    damaged[place] = value
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for command in (["trace"], ["trajectories", "slow"]):
+        assert main([*command, str(tmp_path)]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1 and "its timeline is not one of this version" in said.err
