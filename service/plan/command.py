@@ -23,6 +23,9 @@ from service.run.folder import run_folder
 MODEL = "model"
 """The folder in a run folder of the model that the run made."""
 
+MOST_GPUS = 1_000_000
+PICTURES = (".png", ".svg", ".pdf")
+
 DOES_NOT_FIT = 3
 """Exit code where the answer is that the configuration does not fit."""
 
@@ -55,13 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, option in OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=option.metadata["help"])
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the plan as a picture (.png, .svg, .pdf)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw the plan as a picture ({', '.join(PICTURES)})")
 
 
 def run(config: Config, arguments: argparse.Namespace) -> int:
     """Print the plan; returns the exit code."""
-    if arguments.gpus is not None and arguments.gpus < 1:
-        raise UserError(f"--gpus {arguments.gpus}: give a positive number")
+    if arguments.gpus is not None and not 1 <= arguments.gpus <= MOST_GPUS:
+        raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MOST_GPUS}")
+    if arguments.plot is not None and arguments.plot.suffix not in PICTURES:
+        raise UserError(f"--plot {arguments.plot}: give a file that ends in {', '.join(PICTURES)}")
     device = named(arguments.gpu)
     work = work_of(config, arguments.lengths, {name: getattr(arguments, name) for name in OPTIONS})
     with model_of(config, arguments.lengths) as folder:

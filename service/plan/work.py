@@ -15,21 +15,21 @@ from service.observe.trajectories.records import find_recorded_run, load_records
 from service.run.folder import METRICS, read_lines, run_folder
 
 
-def _option(meaning: str) -> Any:
-    """A figure that is also an option of `baton plan`."""
-    return field(metadata={"help": meaning})
+def _option(meaning: str, lowest: float, highest: float) -> Any:
+    """A figure that is also an option of `baton plan`, and its bounds."""
+    return field(metadata={"help": meaning, "bounds": (lowest, highest)})
 
 
 @dataclass(frozen=True)
 class Work:
     """Means over trajectories; lengths in tokens, times in seconds."""
 
-    turns: float = _option("turns of a trajectory")
-    prompt_tokens: float = _option("tokens of a trajectory's first prompt")
-    response_tokens: float = _option("sampled tokens of a turn")
-    observation_tokens: float = _option("tokens that the environment adds between two turns")
-    sigma: float = _option("spread of trajectories' lengths: of the logarithm (0.5 moderate, 1.0 long tails)")
-    environment_seconds: float = _option("seconds of one call of the environment")
+    turns: float = _option("turns of a trajectory", 1.0, 1e5)
+    prompt_tokens: float = _option("tokens of a trajectory's first prompt", 1.0, 1e9)
+    response_tokens: float = _option("sampled tokens of a turn", 1.0, 1e9)
+    observation_tokens: float = _option("tokens that the environment adds between two turns", 0.0, 1e9)
+    sigma: float = _option("spread of trajectories' lengths: of the logarithm (0.5 moderate, 1.0 long tails)", 0.0, 5.0)
+    environment_seconds: float = _option("seconds of one call of the environment", 0.0, 1e6)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where each figure comes from, by its name."""
 
@@ -91,24 +91,30 @@ def of_run(run: str) -> dict[str, tuple[float, str]]:
     """The figures that the files of a run hold, each with its source, over the second half of its steps.
 
     Raises:
-        UserError: there is no such run, or it has made no step.
+        UserError: there is no such run, it has made no step, or its metrics are damaged.
     """
     folder = run_folder(run)
-    lines = list(read_lines(folder / METRICS))
+    try:
+        lines = list(read_lines(folder / METRICS))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--lengths {run}: {folder / METRICS} cannot be read: {error}") from None
     lines = lines[len(lines) // 2 :]
     if not lines:
         raise UserError(f"--lengths {run}: {folder} has no optimizer step in {METRICS}; name a run that has trained")
 
     def mean(key: str) -> float:
-        return statistics.fmean(float(line[key]) for line in lines if key in line)
+        found = [line[key] for line in lines if isinstance(line, dict) and isinstance(line.get(key), int | float)]
+        if not found:
+            raise UserError(f"--lengths {run}: {folder / METRICS} has no {key}; name a run of this version of Baton")
+        return statistics.fmean(found)
 
-    turns, sampled = mean("generate/avg_num_turns"), mean("generate/avg_assistant_tokens")
+    turns, sampled = max(mean("generate/avg_num_turns"), 1.0), mean("generate/avg_assistant_tokens")
     after_prompt = mean("generate/avg_num_tokens")
     where = f"{METRICS} of {folder.name}, mean of the last {len(lines)} steps"
     found = {
         "turns": (turns, where),
-        "response_tokens": (sampled / turns, where),
-        "observation_tokens": ((after_prompt - sampled) / max(turns - 1, 1.0), where),
+        "response_tokens": (max(sampled / turns, 1.0), where),
+        "observation_tokens": (max((after_prompt - sampled) / max(turns - 1, 1.0), 0.0), where),
     }
     prompts, lengths = _kept(folder)
     kept = f"trajectories.jsonl of {folder.name}, {len(lengths)} kept trajectories"
@@ -137,12 +143,13 @@ def work_of(config: Config, run: str | None, given: Mapping[str, float | None]) 
     """
     work = assumed(config)
     figures = of_run(run) if run is not None else {}
-    for name, value in given.items():
-        if value is not None:
-            lowest = 1.0 if name in ("turns", "prompt_tokens", "response_tokens") else 0.0
-            if not lowest <= value < math.inf:
-                raise UserError(f"--{name.replace('_', '-')} {value:g}: give a number of at least {lowest:g}")
-            figures[name] = (value, "given")
+    figures |= {name: (value, "given") for name, value in given.items() if value is not None}
+    for name, (value, source) in figures.items():
+        lowest, highest = OPTIONS[name].metadata["bounds"]
+        if not lowest <= value <= highest:
+            raise UserError(
+                f"--{name.replace('_', '-')} {value:g} ({source}): give a number from {lowest:g} to {highest:g}"
+            )
     values: dict[str, Any] = {name: value for name, (value, _) in figures.items()}
     sources = {**work.sources, **{name: source for name, (_, source) in figures.items()}}
     return replace(work, **values, sources=sources)

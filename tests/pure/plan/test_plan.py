@@ -108,11 +108,15 @@ def test_a_model_that_the_run_would_make_is_planned_on_this_machine(capsys: pyte
     ("words", "said"),
     [
         (["--gpu", "h1000"], "did you mean h100"),
-        (["--gpus", "0"], "--gpus 0: give a positive number"),
+        (["--gpus", "0"], "--gpus 0: give a number from 1"),
+        (["--gpus", str(10**20)], f"--gpus {10**20}: give a number from 1"),
         (["--gpus", "1"], "--gpus 1: an engine takes 1"),
-        (["--turns", "0"], "--turns 0: give a number of at least 1"),
-        (["--response-tokens", "nan"], "--response-tokens nan: give a number"),
-        (["--sigma", "-1"], "--sigma -1: give a number of at least 0"),
+        (["--turns", "0"], "--turns 0 (given): give a number from 1"),
+        (["--turns", "1e300"], "--turns 1e+300 (given): give a number from 1"),
+        (["--response-tokens", "nan"], "--response-tokens nan (given): give a number"),
+        (["--sigma", "-1"], "--sigma -1 (given): give a number from 0"),
+        (["--sigma", "1e300"], "--sigma 1e+300 (given): give a number from 0"),
+        (["--plot", "plan.exe"], "--plot plan.exe: give a file that ends in .png"),
         (["--lengths", "no-such-run"], "no-such-run"),
         (["model.path=/nowhere"], "/nowhere has no config.json"),
     ],
@@ -123,3 +127,36 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert main(["plan", *recipe, *words]) == 2
     printed = capsys.readouterr()
     assert said in printed.err and len(re.findall("^baton: ", printed.err, re.MULTILINE)) == 1 and not printed.out
+
+
+ODD_METRICS = {
+    "": "has no optimizer step",
+    "{}": "has no generate/avg_num_turns; name a run",
+    "[1]": "has no generate/avg_num_turns; name a run",
+    '{"generate/avg_num_turns": "x"}': "has no generate/avg_num_turns; name a run",
+    "{": "cannot be read",
+    "[" * 100_000: "cannot be read",
+    '{"generate/avg_num_turns": NaN, "generate/avg_assistant_tokens": 1, "generate/avg_num_tokens": 1}': "--turns nan",
+    '{"generate/avg_num_turns": 2, "generate/avg_assistant_tokens": 1e300, "generate/avg_num_tokens": 1}': "e+299",
+}
+
+
+@pytest.mark.parametrize("line", ODD_METRICS)
+def test_lengths_of_a_run_without_figures_are_refused_in_one_line(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
+) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / METRICS).write_text(f"{line}\n" if line else "")
+    assert main(["plan", *recipe, "--lengths", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert ODD_METRICS[line] in printed.err and printed.err.count("baton: ") == 1 and not printed.out
+
+
+def test_a_run_without_turns_or_tokens_is_planned_with_the_least_ones(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    line = {"generate/avg_num_turns": 0.0, "generate/avg_assistant_tokens": 0.0, "generate/avg_num_tokens": 0.0}
+    (tmp_path / METRICS).write_text(json.dumps(line) + "\n")
+    work: dict[str, float] = planned([*recipe, "--lengths", str(tmp_path)], capsys)["work"]  # type: ignore[assignment]
+    assert (work["turns"], work["response_tokens"], work["observation_tokens"]) == (1, 1, 0)
