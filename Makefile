@@ -72,11 +72,13 @@ format: dev ## format and fix with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-.PHONY: bench-handoff bench-learn bench-padded bench-sequence-parallel bench-shared-prefix gpu
+.PHONY: bench-handoff bench-learn bench-padded bench-peer bench-sequence-parallel bench-shared-prefix gpu
 bench-handoff: dev ## merging and batching against other systems, in one run
 	@$(BIN)/python -m benchmarks.handoff
 bench-padded: dev ## padded lengths of mini-batches, for three ways to form rows
 	@$(BIN)/python -m benchmarks.padded_lengths
+bench-peer: dev ## the quick start end to end against TRL, with fast and with slow environments (about an hour)
+	@$(BIN)/python -m benchmarks.peer
 gpu: dev ## what only a GPU can show: tests, speed, weights, agreement; under 25 minutes, into build/gpu.json
 	@$(BIN)/python -m benchmarks.gpu
 bench-learn: dev ## packed against padded learning, in one run

@@ -229,6 +229,7 @@ class Generator:
                     self._playing[trajectory] = playing
                     # A callback, because a task that is cancelled before it starts runs no line of `_play`.
                     playing.add_done_callback(partial(self._playing.pop, trajectory))
+            outbox.hurry()
         finally:
             self._groups -= 1
             self._room.set()

@@ -1,8 +1,8 @@
 """Sends steps and trajectory ends to the buffer: batched, numbered, and resent until acknowledged.
 
-append, append, end --linger--> message 7 --submit--> Receipt              acknowledged: forgotten
-                                                      no answer            the same bytes again, until the deadline
-                                                      Refusal              each trajectory in a message of its own
+append, append, end --hurry--> message 7 --submit--> Receipt               acknowledged: forgotten
+                                                     no answer             the same bytes again, until the deadline
+                                                     Refusal               each trajectory in a message of its own
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from service.types import Refusal, RefusalReason, Sender, StepGroup, Steps, Traj
 
 log = logging.getLogger(__name__)
 
-LINGER_SECONDS = 0.01
-"""Batching delay: turns end in bursts, and a message costs more than a step."""
+HOLD_SECONDS = 0.25
+"""Most seconds for which a message takes further items: the buffer needs no part of a group before the whole, and a
+message costs more than a step."""
 WINDOW = 4
 """Most messages in flight."""
 MESSAGE_BYTES = 4 << 20
@@ -46,7 +47,7 @@ class Unreachable(Exception):
 class _Message:
     columns: StepColumns = field(default_factory=StepColumns)
     hurried: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set where somebody waits for the answer, so that the message waits for no further items."""
+    """Set where the message waits for no further items."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     refused: set[TrajectoryId] = field(default_factory=set)
     superseded: set[int] = field(default_factory=set)
@@ -92,9 +93,14 @@ class Outbox:
         """Whether the buffer accepted what was queued last, a step of this trajectory; returns when it has answered."""
         if (message := self._open) is None:
             raise RuntimeError("nothing is queued")
-        message.hurried.set()
+        self.hurry()
         await message.answered.wait()
         return trajectory not in message.refused and trajectory.group_id not in message.superseded
+
+    def hurry(self) -> None:
+        """Send what is queued without waiting for further items, as when a group is complete."""
+        if self._open is not None:
+            self._open.hurried.set()
 
     def _message(self, routing: tuple[int, ...] | None) -> _Message:
         """The message for the next item; all routed experts of a message have the shape `routing`."""
@@ -105,12 +111,14 @@ class Outbox:
             or last.columns.name_bytes >= NAME_BYTES
             or (routing is not None and last.columns.routing not in (None, routing))
         ):
+            self.hurry()
             last = self._open = _Message()
             self._messages.put_nowait(last)
         return last
 
     async def flush(self) -> None:
         """Return when the buffer has answered everything that was queued."""
+        self.hurry()
         await self._messages.join()
 
     async def run(self) -> None:
@@ -124,7 +132,7 @@ class Outbox:
             while True:
                 message = await self._messages.get()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LINGER_SECONDS):
+                    async with asyncio.timeout(HOLD_SECONDS):
                         await message.hurried.wait()
                 await self._window.acquire()
                 if message is self._open:

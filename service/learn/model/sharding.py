@@ -12,14 +12,19 @@ Shards are chunks of dimension 0, all of one size but the last:
 With `trainer.shard_within: node` each node holds a whole copy in shards: weights are gathered within nodes only, and
 gradients of shards are summed over nodes.
 
+Layers are gathered one at a time. Those of a model so small that a message costs more than its bytes are gathered with
+the rest of it.
+
 `full_state_dict` gathers the whole weights again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -28,6 +33,11 @@ from torch.distributed.tensor import DTensor, Shard
 from service.errors import UserError
 from service.learn.host_copy import begin_host_copy, finish_host_copies
 from service.learn.model.logprob import accumulation_dtype
+
+SMALL_LAYER = 1 << 20
+"""Parameters below which a layer is gathered with the rest of the model."""
+MESSAGE_BYTES = 32 << 20
+"""Whole weights are gathered several parameters at a time, until these take so many bytes."""
 
 
 def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
@@ -57,6 +67,7 @@ def shard(
     cpu_offload: bool = False,
 ) -> None:
     """Shard the model layer by layer; `copies`: the ranks over which each copy of it is sharded."""
+    large = [layer for layer in layers if sum(map(torch.numel, layer.parameters())) >= SMALL_LAYER]
     if len(copies) == 1:
         mesh = init_device_mesh(device.type, (len(copies[0]),))
     else:
@@ -64,7 +75,7 @@ def shard(
     reduce = accumulation_dtype(compute)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    for module in (*layers, model):
+    for module in (*large, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # neither setting reaches the modules below; gloo, which reduces on CPU, cannot scale while it sums
     for module in model.modules():
@@ -113,17 +124,47 @@ def full_state_dict(
     Shards are cast before they are sent, from this device.
     """
     whole: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        tensor = parameter.detach()
-        if isinstance(tensor, DTensor):
-            cast = tensor.to_local().to(device, dtype)
-            mesh, placements = tensor.device_mesh, tensor.placements
-            tensor = DTensor.from_local(
-                cast, mesh, placements, shape=tensor.shape, stride=tensor.stride()
-            ).full_tensor()
+    for name, tensor in _whole_tensors(parameters, dtype, device):
         if everywhere:
             whole[name] = tensor.to(device, dtype, copy=True)
         elif rank == 0:
             whole[name] = begin_host_copy(tensor, dtype)
     finish_host_copies()
     return whole if everywhere or rank == 0 else None
+
+
+def _whole_tensors(
+    parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter by name; sharded ones are gathered, in this type, several in a message."""
+    together: dict[str, DTensor] = {}
+    for name, parameter in parameters.items():
+        if not isinstance(parameter, DTensor):
+            yield name, parameter.detach()
+            continue
+        together[name] = parameter
+        if sum(map(torch.numel, together.values())) * dtype.itemsize >= MESSAGE_BYTES:
+            yield from _gathered(together, dtype, device)
+            together = {}
+    if together:
+        yield from _gathered(together, dtype, device)
+
+
+def _gathered(
+    parameters: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole tensors of parameters that are sharded alike.
+
+    Rows 0 1 2 and 0 1 2 3 on two ranks: rank 0 sends 0 1 | 0 1, rank 1 sends 2 . | 2 3.
+    """
+    mesh = next(iter(parameters.values())).device_mesh
+    n_ranks, group = mesh.size(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+    sizes = [shard_bounds(len(p), 0, n_ranks)[1] * math.prod(p.shape[1:]) for p in parameters.values()]
+    own = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    for place, parameter in zip(own.split(sizes), parameters.values(), strict=True):
+        shard = parameter.detach().to_local()
+        place[: shard.numel()] = shard.reshape(-1)
+    of_ranks = torch.empty(n_ranks, len(own), dtype=dtype, device=device)
+    dist.all_gather_into_tensor(of_ranks, own, group=group)
+    for of_parameter, (name, parameter) in zip(of_ranks.split(sizes, dim=1), parameters.items(), strict=True):
+        yield name, of_parameter.reshape(-1, *parameter.shape[1:])[: len(parameter)]

@@ -91,10 +91,53 @@ def test_what_finishes_together_travels_together_in_order() -> None:
     assert (group.sender.generator, group.sender.incarnation, group.sender.sequence) == ("g", 3, 1)
 
 
+def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_group_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
+
+    async def main() -> None:
+        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
+        running = asyncio.ensure_future(outbox.run())
+        for index in range(3):
+            append_step(outbox, step(0, index))
+            await asyncio.sleep(0.01)  # turns end one after the other
+        outbox.end(end(0))
+        assert not buffer.sent
+        outbox.hurry()
+        append_step(outbox, step(1))  # too late for the message only once that is sent
+        await asyncio.sleep(0.01)
+        assert buffer.group_ids() == [0, 0, 0, 1] and len(buffer.sent) == 1
+        append_step(outbox, step(2))
+        await outbox.flush()
+        assert buffer.group_ids()[4:] == [2] and len(buffer.sent) == 2
+        running.cancel()
+
+    buffer = FakeBuffer()
+    asyncio.run(main())
+
+
+def test_a_turn_of_a_group_that_takes_long_is_not_held_back_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 0.01)
+
+    async def main() -> None:
+        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
+        running = asyncio.ensure_future(outbox.run())
+        append_step(outbox, step(0))
+        async with asyncio.timeout(10):
+            while not buffer.sent:
+                await asyncio.sleep(0.005)
+        running.cancel()
+
+    buffer = FakeBuffer()
+    asyncio.run(main())
+    assert buffer.group_ids() == [0]
+
+
 def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_delay_of_batching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox_module, "LINGER_SECONDS", 1000.0)
+    monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
 
     def answer(group: StepGroup) -> Answer:
         if 1 in group.steps.group_id_K:

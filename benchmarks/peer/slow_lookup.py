@@ -1,0 +1,34 @@
+"""The quick start's environment, whose calls take time, as those of tools do."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import Any
+
+from examples import lookup
+from examples.lookup import demonstrations as demonstrations
+from examples.lookup import vocabulary as vocabulary
+from service.rollout.environment import StepResult
+
+MEDIAN_SECONDS = 0.15
+SIGMA = 0.6
+LEAST_SECONDS, MOST_SECONDS = 0.05, 0.5
+
+_drawn = random.Random(0)
+
+
+class SlowLookup(lookup.Lookup):
+    """`Lookup`; each step takes a lognormal time, clipped to `LEAST_SECONDS` and `MOST_SECONDS`."""
+
+    async def step(self, text: str) -> StepResult:
+        """Answer after a while."""
+        seconds = _drawn.lognormvariate(math.log(MEDIAN_SECONDS), SIGMA)
+        await asyncio.sleep(min(max(seconds, LEAST_SECONDS), MOST_SECONDS))
+        return await super().step(text)
+
+
+def rows(n: int, seed: int) -> list[dict[str, Any]]:
+    """The rows of `lookup`, for the environment that the configuration names."""
+    return [{**row, "env_class": ""} for row in lookup.rows(n, seed)]

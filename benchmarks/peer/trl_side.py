@@ -1,0 +1,186 @@
+"""TRL's side, which runs in the peers' environment: `GRPOTrainer` with a `rollout_func` of batched turns.
+
+All open trajectories take their next turn together: one call of the engine in this process, then their environments
+at once. What the trainer is given are the settings of the quick start: the tokens of each prompt and turn, limits,
+sampling, estimator, clipping, learning rate; one micro-batch a step, the same engine settings. It leaves out the
+correction for engines that differ from the trainer, which would cost another forward pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from service.config import Config
+from service.rollout.chat.chat import Chat, load_chat
+from service.rollout.environment import Environment, Task
+from service.rollout.environments.factory import Environments
+from service.rollout.prompts.dataset import load_tasks
+
+
+class Episode:
+    """One trajectory so far: its prompt, and the tokens after it."""
+
+    def __init__(self, task: Task, environment: Environment, chat: Chat) -> None:
+        self.environment = environment
+        self.prompt_ids: list[int] = chat.prompt(task.prompt).tolist()
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.sampled: list[int] = []
+        """1 for the policy's tokens, 0 for those of the environment."""
+        self.reward = 0.0
+        self.done = False
+
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
+        """Append tokens."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.sampled += [int(sampled)] * len(token_ids)
+
+
+class Rollouts:
+    """The `rollout_func`."""
+
+    def __init__(self, config: Config, model_folder: Path, tasks: Sequence[Task]) -> None:
+        self._config = config
+        self._chat = load_chat(model_folder, config.generator)
+        self._environments = Environments(config.env)
+        self._tasks = {task.uid: task for task in tasks}
+
+    def __call__(self, uids: list[str], trainer: Any) -> dict[str, list[Any]]:
+        """Play a trajectory for each uid."""
+        return asyncio.run(self._play(uids, trainer.vllm_generation.llm))
+
+    async def _play(self, uids: list[str], llm: Any) -> dict[str, list[Any]]:
+        from vllm import SamplingParams
+
+        generator = self._config.generator
+        sampling = SamplingParams(
+            max_tokens=generator.max_generate_length - 1,  # leaves room for an appended end
+            temperature=generator.temperature,
+            stop_token_ids=list(self._chat.end_ids),
+            logprobs=0,
+            detokenize=False,
+        )
+        tasks = [self._tasks[uid] for uid in uids]
+        episodes = [Episode(task, self._environments.make(task), self._chat) for task in tasks]
+        await asyncio.gather(*(e.environment.reset(task, 0) for e, task in zip(episodes, tasks, strict=True)))
+        for turn in range(self._config.env.max_turns):
+            if not (open_ones := [episode for episode in episodes if not episode.done]):
+                break
+            prompts = [{"prompt_token_ids": e.prompt_ids + e.token_ids} for e in open_ones]
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            last = turn == self._config.env.max_turns - 1
+            turns = (self._turn(e, output.outputs[0], last) for e, output in zip(open_ones, outputs, strict=True))
+            await asyncio.gather(*turns)
+        return {
+            "prompt_ids": [episode.prompt_ids for episode in episodes],
+            "completion_ids": [episode.token_ids for episode in episodes],
+            "logprobs": [episode.logprobs for episode in episodes],
+            "env_mask": [episode.sampled for episode in episodes],
+            "reward": [episode.reward for episode in episodes],
+        }
+
+    async def _turn(self, episode: Episode, output: Any, last: bool) -> None:
+        """Take a response and the environment's answer to it."""
+        token_ids = list(output.token_ids)
+        logprobs = [at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True)]
+        episode.take(token_ids, logprobs, sampled=True)
+        if output.finish_reason != "stop":
+            episode.take([self._chat.end_id], [0.0], sampled=False)
+        result = await episode.environment.step(self._chat.text(token_ids))
+        episode.reward, episode.done = result.reward, result.done
+        if not (last or result.done):
+            delta = self._chat.delta(result.messages, episode.token_ids[-1]).tolist()
+            episode.take(delta, [0.0] * len(delta), sampled=False)
+
+
+class Look(NamedTuple):
+    """What one look at the run has found, after so many optimizer steps."""
+
+    step: int
+    wall: float
+    cpu: float
+    reward: float
+
+
+def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) -> list[Look]:
+    """Train for `run.max_steps`; what was found after each step."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    import torch
+    import trl.generation.vllm_generation as generation
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    tasks, found = load_tasks(tasks_file), list[Look]()
+    # TRL passes neither on
+    generation.LLM = partial(
+        generation.LLM,
+        enforce_eager=config.generator.enforce_eager,
+        kv_cache_memory_bytes=config.generator.kv_cache_bytes,
+    )
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            if "reward" in logs:
+                found.append(Look(state.global_step, time.monotonic(), time.process_time(), float(logs["reward"])))
+
+    trainer, algorithm = config.trainer, config.algorithm
+    samples = trainer.mini_batch_size * algorithm.n_samples_per_prompt
+    settings = GRPOConfig(
+        output_dir=str(work),
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        max_steps=config.run.max_steps,
+        seed=config.run.seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=samples,
+        num_generations=algorithm.n_samples_per_prompt,
+        learning_rate=trainer.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=trainer.warmup_steps,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        epsilon=algorithm.clip_low,
+        epsilon_high=algorithm.clip_high,
+        loss_type="dapo",  # the mean over tokens
+        temperature=config.generator.temperature,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=config.generator.max_input_length + config.generator.max_generate_length,
+        vllm_importance_sampling_correction=False,
+    )
+    GRPOTrainer(
+        model=str(model_folder),
+        reward_funcs=lambda reward, **_: reward,
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": [task.uid for task in tasks]}),
+        rollout_func=Rollouts(config, model_folder, tasks),
+        callbacks=[Watch()],
+    ).train()
+    return found
+
+
+def main(config_file: str, model_folder: str, tasks_file: str, work: str) -> None:
+    """Train, and write what was found to `work`/found.json."""
+    config = Config.model_validate_json(Path(config_file).read_text())
+    found = trained(config, Path(model_folder), Path(tasks_file), Path(work))
+    (Path(work) / "found.json").write_text(json.dumps([look._asdict() for look in found]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
