@@ -46,7 +46,7 @@ from service.config import (
     RunConfig,
     TrainerConfig,
 )
-from service.handoff.verbs import Assignment, Claim
+from service.handoff.verbs import Claim
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import AgentSession, Message, Task
@@ -236,9 +236,9 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
         groups = []
         for _ in range(SESSIONS // SAMPLES):
             group = await ask(buffer.claim, Claim("g", incarnation, engine.version), 10.0)
-            if not isinstance(group, Assignment):
+            if not isinstance(group, list):
                 raise RuntimeError(f"no group: {group}")
-            groups.append(group)
+            groups += group
         trajectories = [
             player.play(TrajectoryId(group.group_id, sample, attempt), tasks[group.row], outbox)
             for group in groups

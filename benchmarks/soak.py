@@ -127,10 +127,11 @@ class Producer:
     async def _one(self, incarnation: int) -> None:
         self._claims += 1
         claim = Claim(self._name, incarnation, self._serving, self._claims)
-        work = await self._buffer.claim.remote(claim, 2.0)
-        if not isinstance(work, Assignment):
+        claimed = await self._buffer.claim.remote(claim, 2.0)
+        if not isinstance(claimed, list):
             self.late += 1
             return
+        (work,) = claimed
         data = self._message(work, incarnation)
         began = time.monotonic()
         receipt = await self._buffer.submit.remote(data)

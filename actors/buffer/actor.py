@@ -150,9 +150,9 @@ class BufferActor:
         self._buffer.leave(generator, incarnation, reason)
         await self._settled()
 
-    async def claim(self, claim: Claim, wait_seconds: float) -> Assignment | Wait | Refusal:
-        """Claim one group; waits up to `wait_seconds` for a slot."""
-        return await self._poll(lambda: self._buffer.claim(claim), wait_seconds)
+    async def claim(self, claim: Claim, wait_seconds: float, most: int = 1) -> list[Assignment] | Wait | Refusal:
+        """Claim at most so many groups; waits up to `wait_seconds` for a slot of the first one."""
+        return await self._poll(lambda: self._buffer.claim_several(claim, most), wait_seconds)
 
     async def submit(self, data: bytes) -> Receipt | Refusal:
         """Accept a step group; returns when the journal is on disk."""

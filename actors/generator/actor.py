@@ -40,7 +40,7 @@ from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_steps
 from service.handoff.verbs import Assignment
 from service.interop.user_functions import enter_user_folder
-from service.observe.measure import measure_ended, measure_states, measure_steps
+from service.observe.measure import measure_states, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.player import Player
@@ -90,7 +90,7 @@ class Generator:
         self._engine = VllmEngine(self._config, Path(base or model_folder))
         self._player = Player(self._config, Path(model_folder), self._engine, keys, number)
         self._model_folder = Path(model_folder)
-        self._limit = GroupLimit(-(-self._config.generator.concurrent_groups // self._config.generator.min_engines))
+        self._limit = GroupLimit.of(self._config)
         self._groups = 0
         """Open groups."""
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
@@ -186,7 +186,7 @@ class Generator:
                     while self._groups >= self._limit.groups:
                         self._room.clear()
                         await self._room.wait()
-                    if (assignment := await claimer.next()) is None:
+                    if (assignment := await claimer.next(self._limit.room(self._groups))) is None:
                         break
                     reason = claimer.waited_for
                     if (idle_seconds := self._activity.busy(reason)) is not None:
@@ -238,7 +238,6 @@ class Generator:
 
     async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task, left: Steps | None) -> None:
         end = await self._player.play(trajectory, task, outbox, left)
-        measure_ended(self._metrics, end, task.env_class or self._config.env.name)
         self._counts.update(("trajectories", f"end_{end.stop_reason}"))
 
     def _close(self, group_id: int) -> None:
@@ -361,7 +360,7 @@ class Generator:
         self._unmeasured.clear()
         measure_steps(metrics, steps)
         measure_states(metrics, self._activity.by_state())
-        self._player.timelines.measure(metrics)
+        self._player.measure(metrics)
         self._player.timelines.record(self._reporter.trace)
         metrics.set("baton_generator_running_requests", self._engine.running)
         metrics.set("baton_generator_policy_version", self._engine.serving.step)

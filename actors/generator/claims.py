@@ -1,8 +1,8 @@
 """How a generator claims groups from the buffer.
 
-claim(wait 0 s) -> Wait(lookahead)    why there is no group now
-claim(wait 2 s) -> Wait(lookahead)    long poll
-claim(wait 2 s) -> Assignment         group 17
+claim(wait 0 s) -> Wait(lookahead)             why there is no group now
+claim(wait 2 s) -> Wait(lookahead)             long poll
+claim(wait 2 s) -> Assignment, Assignment      groups 17 and 18
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ POLL_SECONDS = 2.0
 RETRY_SECONDS = 0.2
 """Pause before an unreachable buffer is asked again."""
 
-ClaimAnswer = Assignment | Wait | Refusal
+ClaimAnswer = list[Assignment] | Wait | Refusal
 
 
 @dataclass(eq=False)
 class Claimer:
-    """Claims groups from the buffer, one at a time."""
+    """Claims groups from the buffer: as many as there is room for, given out one at a time."""
 
     generator: str
     incarnation: int
-    claim: Callable[[Claim, float], Awaitable[ClaimAnswer]]
-    """Asks the buffer, which may answer after that many seconds."""
+    claim: Callable[[Claim, float, int], Awaitable[ClaimAnswer]]
+    """Asks the buffer, which may answer after that many seconds, for at most that many groups."""
     serving: Callable[[], PolicyVersion]
     """The version that the engine serves."""
     deadline: float
@@ -40,7 +40,7 @@ class Claimer:
 
     def __post_init__(self) -> None:
         self._request_id = 0
-        """Number of the newest claim. Ray repeats a call whose answer was lost; the buffer answers a repeated number
+        """Number of the newest claim, one for each group. Ray repeats a call whose answer was lost; the buffer answers a repeated number
         with the same assignment."""
         self._arrived: list[Assignment] = []
         """Assignments not given out yet, also of polls that were no longer waited for."""
@@ -60,8 +60,10 @@ class Claimer:
         self._leaves = True
         self._look.set()
 
-    async def next(self) -> Assignment | None:
+    async def next(self, room: int = 1) -> Assignment | None:
         """The next group; None when no more will come, or this generator leaves.
+
+        `room`: groups that are asked for at once, where none has arrived.
 
         Raises:
             RunFailed: another incarnation took this generator's place.
@@ -70,11 +72,9 @@ class Claimer:
         # The first claim returns at once with the reason for waiting; the following ones are long polls.
         seconds = 0.0
         last_answer = time.monotonic()
-        while not self._arrived:
-            if self._leaves:
-                return None
+        while not (self._arrived or self._leaves):
             try:
-                answer = await self._poll(seconds)
+                answer = await self._poll(seconds, room)
             except Unreachable as error:
                 silent = time.monotonic() - last_answer
                 if silent > self.deadline:
@@ -84,23 +84,25 @@ class Claimer:
             last_answer = time.monotonic()
             if isinstance(answer, Refusal):
                 raise RunFailed(f"the buffer refuses work to {self.generator}: {answer}")
-            if isinstance(answer, Assignment):
-                self._arrived.append(answer)
+            if isinstance(answer, list):
+                self._arrived += answer
             elif answer is not None:
                 self.waiting = answer
                 if answer.reason == WaitReason.DRAINED:
                     return None
             seconds = POLL_SECONDS
+        if self._leaves:
+            return None  # what has arrived is handed over with the rest
         self.waited_for = str(self.waiting.reason) if self.waiting is not None else "claim"
         self.waiting = None
-        return self._arrived.pop()
+        return self._arrived.pop(0)
 
-    async def _poll(self, seconds: float) -> ClaimAnswer | None:
+    async def _poll(self, seconds: float, room: int) -> ClaimAnswer | None:
         """One claim; None where `look_again` asks for a new claim before the answer comes."""
         self._look.clear()
-        self._request_id += 1
-        claim = Claim(self.generator, self.incarnation, self.serving(), self._request_id)
-        poll = asyncio.ensure_future(self.claim(claim, seconds))
+        claim = Claim(self.generator, self.incarnation, self.serving(), self._request_id + 1)
+        self._request_id += room
+        poll = asyncio.ensure_future(self.claim(claim, seconds, room))
         look = asyncio.ensure_future(self._look.wait())
         try:
             await asyncio.wait([poll, look], return_when=asyncio.FIRST_COMPLETED)
@@ -115,6 +117,6 @@ class Claimer:
         if poll.cancelled() or poll.exception() is not None:
             return
         answer = poll.result()
-        if isinstance(answer, Assignment):
-            self._arrived.append(answer)
+        if isinstance(answer, list):
+            self._arrived += answer
             self._look.set()

@@ -6,7 +6,10 @@ Fewer open groups then finish sooner than many that preempt each other.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+from service.config import Config
 
 SHRINK_FACTOR = 0.75
 """Fraction of the open groups that may stay open after a preemption."""
@@ -69,10 +72,23 @@ class GroupLimit:
     7
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, at_once: float = 1.0) -> None:
+        """`at_once`: of the limit, how much is claimed at once."""
         self._most = most
+        self._at_once = at_once
         self._preemptions = 0
         self.groups = most
+
+    @staticmethod
+    def of(config: Config) -> GroupLimit:
+        """This generator's part of the configured groups; of a mini-batch it claims no more than its part at once."""
+        generator = config.generator
+        at_once = config.trainer.mini_batch_size / generator.concurrent_groups
+        return GroupLimit(-(-generator.concurrent_groups // generator.min_engines), at_once)
+
+    def room(self, open_groups: int) -> int:
+        """How many groups to claim at once, where there is room for one."""
+        return max(1, min(self.groups - open_groups, math.ceil(self._at_once * self._most)))
 
     def share(self, most: int) -> None:
         """There are more or fewer generators: another number may be open at most."""

@@ -109,6 +109,17 @@ class Buffer:
             return self._refuse(Refusal(RefusalReason.VERSION, "serving", claim.serving.step))
         return self._claims.answer(claim)
 
+    def claim_several(self, claim: Claim, most: int) -> list[Assignment] | Wait | Refusal:
+        """At most so many groups for a generator, as by claims with the request ids from that of `claim` on."""
+        given: list[Assignment] = []
+        for number in range(most):
+            answer = self.claim(claim._replace(request_id=claim.request_id + number))
+            if isinstance(answer, Assignment):
+                given.append(answer)
+            elif isinstance(answer, Refusal) or answer.reason is not WaitReason.ANSWERED:
+                break
+        return given or answer  # type: ignore[return-value]
+
     def submit(self, data: bytes) -> Receipt | Refusal:
         """Accept a step group; the receipt holds once the journal is synced up to its position."""
         message = decode(data, self._limits)

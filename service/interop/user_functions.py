@@ -11,6 +11,7 @@ import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -31,8 +32,8 @@ def user_folder() -> Path:
 
 def enter_user_folder() -> None:
     """Make the user's folder the current one where this machine has it: an environment may read files beside it."""
-    if user_folder().is_dir():
-        os.chdir(user_folder())
+    with suppress(OSError):  # each trajectory comes here, and looking first takes longer
+        os.chdir(os.environ.get(USER_FOLDER) or ".")
 
 
 def import_user_module(name: str) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -71,12 +72,15 @@ def measure_states(metrics: Metrics, seconds: Mapping[str, float]) -> None:
         metrics.count_to("baton_state_seconds_total", total, state=state)
 
 
-def measure_ended(metrics: Metrics, end: TrajectoryEnd, env: str) -> None:
-    """A generator finished a trajectory of an environment."""
-    if end.stop_reason.startswith("environment_"):
-        metrics.count("baton_environment_errors_total", env=env)
-    metrics.observe("baton_trajectory_turns", end.n_steps)
-    metrics.count("baton_completed_trajectories_total", stop_reason=end.stop_reason)
+def measure_ended(metrics: Metrics, ended: Sequence[tuple[TrajectoryEnd, str]]) -> None:
+    """A generator finished trajectories, each of the environment beside it."""
+    if not ended:
+        return
+    metrics.observe("baton_trajectory_turns", [end.n_steps for end, _ in ended])
+    for reason, n in Counter(end.stop_reason for end, _ in ended).items():
+        metrics.count("baton_completed_trajectories_total", n, stop_reason=reason)
+    for env, n in Counter(env for end, env in ended if end.stop_reason.startswith("environment_")).items():
+        metrics.count("baton_environment_errors_total", n, env=env)
 
 
 def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> None:

@@ -16,6 +16,8 @@ from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import StepColumns, StepSink
 from service.handoff.steps.tables import is_truncated_K
+from service.observe.measure import measure_ended
+from service.observe.metrics import Metrics
 from service.observe.trace.trajectories import TimedEngine, Timelines
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import load_chat
@@ -52,6 +54,8 @@ class Player:
         self.leaked = LeakedTasks()
         self.env_metrics = EnvMetrics()
         """The `info` of the environments, summed over the trajectories played for training."""
+        self._ended: list[tuple[TrajectoryEnd, str]] = []
+        """Trajectories of training that ended and are not measured yet, each with its environment."""
 
     async def play(
         self, trajectory: TrajectoryId, task: Task, sink: StepSink, left: Steps | None = None
@@ -64,11 +68,13 @@ class Player:
             RunFailed: too many environments did not return after they were cancelled; this process has to be renewed.
         """
         # All samples of a group share the environment's seed, so that only the policy differs.
-        with self.timelines.playing(trajectory, task.env_class or self._config.env.name) as line:
+        env = task.env_class or self._config.env.name
+        with self.timelines.playing(trajectory, env) as line:
             played = await self._play(trajectory, task, sink, f"{self._config.run.seed}/{trajectory.group_id}", left)
             self.timelines.ended(trajectory, line, played.end.stop_reason)
+        self._ended.append((played.end, env))
         if not played.failure:
-            self.env_metrics.add(task.env_class or self._config.env.name, played.info)
+            self.env_metrics.add(env, played.info)
         return played.end
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
@@ -103,6 +109,12 @@ class Player:
 
         rows = shard.rows(len(tasks))
         return await asyncio.gather(*(play(row, sample) for row in rows for sample in range(n_samples)))
+
+    def measure(self, metrics: Metrics) -> None:
+        """Measure the trajectories of training that ended since the last call."""
+        self.timelines.measure(metrics)
+        measure_ended(metrics, self._ended)
+        self._ended.clear()
 
     async def close(self) -> None:
         """End the processes of the environments."""

@@ -158,7 +158,7 @@ class DoomedBuffer(BufferActor):
 
     async def claim(self, *arguments: Any) -> Any:
         answer = await super().claim(*arguments)
-        if isinstance(answer, Assignment):
+        if isinstance(answer, list):
             self._doom.at("claim.after")
         return answer
 

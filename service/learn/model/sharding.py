@@ -161,10 +161,10 @@ def _gathered(
     n_ranks, group = mesh.size(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
     sizes = [shard_bounds(len(p), 0, n_ranks)[1] * math.prod(p.shape[1:]) for p in parameters.values()]
     own = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    for place, parameter in zip(own.split(sizes), parameters.values(), strict=True):
-        shard = parameter.detach().to_local()
-        place[: shard.numel()] = shard.reshape(-1)
+    for place, parameter in zip(torch.split(own, sizes), parameters.values(), strict=True):
+        rows = local_shard(parameter.detach())
+        place[: rows.numel()] = rows.reshape(-1)
     of_ranks = torch.empty(n_ranks, len(own), dtype=dtype, device=device)
     dist.all_gather_into_tensor(of_ranks, own, group=group)
-    for of_parameter, (name, parameter) in zip(of_ranks.split(sizes, dim=1), parameters.items(), strict=True):
+    for of_parameter, (name, parameter) in zip(torch.split(of_ranks, sizes, dim=1), parameters.items(), strict=True):
         yield name, of_parameter.reshape(-1, *parameter.shape[1:])[: len(parameter)]

@@ -21,14 +21,20 @@ def group(group_id: int) -> Assignment:
     return Assignment(group_id, f"p{group_id}", group_id, (0, 1), (0, 0))
 
 
+def groups(*group_ids: int) -> list[Assignment]:
+    return [group(group_id) for group_id in group_ids]
+
+
 class FakeBuffer:
     """Gives the scripted answers one after the other; a future is waited for."""
 
     def __init__(self, *answers: ClaimAnswer | BaseException | asyncio.Future[ClaimAnswer]) -> None:
         self.answers = list(answers)
         self.claims: list[tuple[Claim, float]] = []
+        self.most: list[int] = []
 
-    async def claim(self, claim: Claim, seconds: float) -> ClaimAnswer:
+    async def claim(self, claim: Claim, seconds: float, most: int) -> ClaimAnswer:
+        self.most.append(most)
         self.claims.append((claim, seconds))
         answer = self.answers.pop(0)
         if isinstance(answer, asyncio.Future):
@@ -49,7 +55,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 def test_the_first_claim_asks_at_once_and_the_next_ones_wait() -> None:
     async def main() -> None:
-        buffer = FakeBuffer(LOOKAHEAD, LOOKAHEAD, group(3))
+        buffer = FakeBuffer(LOOKAHEAD, LOOKAHEAD, groups(3))
         claimer = source(buffer)
         assert await claimer.next() == group(3)
         assert [seconds for _, seconds in buffer.claims] == [0.0, claims.POLL_SECONDS, claims.POLL_SECONDS]
@@ -66,7 +72,7 @@ def test_why_there_is_no_work_can_be_seen_while_there_is_none() -> None:
         while claimer.waiting is None:
             await asyncio.sleep(0)
         assert claimer.waiting == LOOKAHEAD
-        open_poll.set_result(group(1))
+        open_poll.set_result(groups(1))
         assert await waiting == group(1)
 
     run(main())
@@ -97,7 +103,7 @@ def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing()
     async def main() -> None:
         overtaken: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
         versions = [PolicyVersion(1, 0)]
-        buffer = FakeBuffer(LOOKAHEAD, overtaken, group(7), LOOKAHEAD, LOOKAHEAD, DRAINED)
+        buffer = FakeBuffer(LOOKAHEAD, overtaken, groups(7), LOOKAHEAD, LOOKAHEAD, DRAINED)
         claimer = source(buffer, versions)
         waiting = asyncio.ensure_future(claimer.next())
         while len(buffer.claims) < 2:
@@ -107,7 +113,7 @@ def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing()
         assert await waiting == group(7)
         assert [claim.serving.step for claim, _ in buffer.claims] == [0, 0, 1]
         assert len({claim.request_id for claim, _ in buffer.claims}) == 3, "Ray may repeat each of them"
-        overtaken.set_result(group(8))
+        overtaken.set_result(groups(8))
         await asyncio.sleep(0)
         assert await claimer.next() == group(8)
         assert await claimer.next() is None
@@ -119,7 +125,7 @@ def test_an_unreachable_buffer_is_asked_again_until_the_deadline(monkeypatch: py
     monkeypatch.setattr(claims, "RETRY_SECONDS", 0.01)
 
     async def main() -> None:
-        assert await source(FakeBuffer(Unreachable(), Unreachable(), group(1))).next() == group(1)
+        assert await source(FakeBuffer(Unreachable(), Unreachable(), groups(1))).next() == group(1)
         with pytest.raises(Starved, match="g waited"):
             await source(FakeBuffer(*[Unreachable()] * 1000), deadline=0.1).next()
 
@@ -130,5 +136,28 @@ def test_a_refused_claim_fails_with_the_reason() -> None:
     async def main() -> None:
         with pytest.raises(RunFailed, match="fenced"):
             await source(FakeBuffer(Refusal(RefusalReason.FENCED, "incarnation", 3))).next()
+
+    run(main())
+
+
+def test_the_groups_of_one_answer_are_given_out_one_by_one_without_another_claim() -> None:
+    async def main() -> None:
+        buffer = FakeBuffer(groups(3, 4, 5), groups(6), DRAINED)
+        claimer = source(buffer)
+        assert [await claimer.next(room=room) for room in (4, 3, 2, 1)] == groups(3, 4, 5, 6)
+        assert await claimer.next(room=2) is None
+        assert buffer.most == [4, 1, 2]
+        numbers = [claim.request_id for claim, _ in buffer.claims]
+        assert numbers == [1, 5, 6], "each group that was asked for has a number of its own"
+
+    run(main())
+
+
+def test_what_arrived_for_a_generator_that_leaves_is_left_to_others() -> None:
+    async def main() -> None:
+        claimer = source(FakeBuffer(groups(3, 4)))
+        assert await claimer.next(room=2) == group(3)
+        claimer.leave()
+        assert await claimer.next() is None
 
     run(main())

@@ -85,8 +85,9 @@ class FakeBuffer:
         self.answers = [*assignments, Wait(WaitReason.DRAINED, "", 0.0)]
         self.groups: list[StepGroup] = []
 
-    async def claim(self, claim: Claim, seconds: float) -> Assignment | Wait:
-        return self.answers.pop(0)
+    async def claim(self, claim: Claim, seconds: float, most: int) -> list[Assignment] | Wait:
+        answer = self.answers.pop(0)
+        return [answer] if isinstance(answer, Assignment) else answer
 
     async def submit(self, data: bytes) -> Receipt:
         group = decode(data, Limits.of(Config(), vocab_size=1000))

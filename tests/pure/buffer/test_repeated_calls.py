@@ -44,6 +44,18 @@ def test_a_repeated_claim_gives_the_same_work_and_issues_nothing(world: World) -
     assert world.buffer.status().issued == 2
 
 
+def test_a_claim_of_several_groups_gives_what_is_admitted_and_again_the_same_when_repeated(world: World) -> None:
+    asked = Claim(world.generator.name, world.generator.incarnation, START, 1)
+    given = world.buffer.claim_several(asked, 100)
+    assert isinstance(given, list) and [each.group_id for each in given] == list(range(len(given)))
+    assert 1 < len(given) == world.buffer.status().issued < 100
+    assert world.buffer.claim_several(asked, 100) == given
+    assert isinstance(why := world.buffer.claim_several(asked._replace(request_id=101), 2), Wait)
+    assert why.reason is WaitReason.LOOKAHEAD
+    restart(world)  # the work of all these numbers goes on under others
+    assert isinstance(why := world.buffer.claim_several(asked, 2), Wait) and why.reason is WaitReason.ANSWERED
+
+
 def test_a_claim_repeated_after_a_crash_gives_the_same_work(world: World) -> None:
     first = claimed(world, 1)
     world.crash()

@@ -34,7 +34,7 @@ def gradient_shares(rank: int, world_size: int, folder: Path) -> list[float]:
         held += sum(gradient.numel() for gradient in whole_gradients(model))
         shares.append(held / sum(parameter.numel() for parameter in model.parameters()))
 
-    model.register_forward_pre_hook(measure)
+    model.register_forward_pre_hook(measure, prepend=True)  # before the weights are gathered
     micros = [made_rows(2, seed=seed) for seed in range(N_MICRO_BATCHES)]
     learner.accumulate(mini_batch([micros] * world_size, trajectories=2))
     return shares[1:]

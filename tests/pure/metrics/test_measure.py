@@ -95,7 +95,7 @@ def step(prompt: int, response: int, extends: Extension | None = None) -> Step:
 
 def test_a_turn_counts_its_whole_prompt_and_only_sampled_tokens(metrics: Metrics) -> None:
     measure_steps(metrics, [steps_table([step(30, 5)]), steps_table([step(7, 5, Extension(0, 35, 0))])])
-    measure_ended(metrics, TrajectoryEnd(TrajectoryId(0, 0), "p", 2, "stop", 1.0), "env")
+    measure_ended(metrics, [(TrajectoryEnd(TrajectoryId(0, 0), "p", 2, "stop", 1.0), "env")])
     assert value(metrics, "baton_step_prompt_length_tokens_sum") == 30 + 42
     assert value(metrics, "baton_step_response_length_tokens_sum") == 10
     assert value(metrics, "baton_generated_tokens_total") == 8
@@ -197,7 +197,7 @@ def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
 
 def test_label_values_without_end_are_counted_together(metrics: Metrics) -> None:
     for number in range(3 * MAX_SERIES):
-        measure_ended(metrics, TrajectoryEnd(TrajectoryId(0, 0), "p", 1, f"reason-{number}", 0.0), "env")
+        measure_ended(metrics, [(TrajectoryEnd(TrajectoryId(0, 0), "p", 1, f"reason-{number}", 0.0), "env")])
     assert metrics.snapshot().count(b"baton_completed_trajectories_total{") == MAX_SERIES + 1
     assert value(metrics, "baton_completed_trajectories_total", stop_reason="other") == 2 * MAX_SERIES
 
