@@ -40,8 +40,8 @@ class Claimer:
 
     def __post_init__(self) -> None:
         self._request_id = 0
-        """Number of the newest claim, one for each group. Ray repeats a call whose answer was lost; the buffer answers a repeated number
-        with the same assignment."""
+        """Number of the newest claim; each group has one. Ray repeats a call whose answer was lost; the buffer answers
+        a repeated number with the same assignment."""
         self._arrived: list[Assignment] = []
         """Assignments not given out yet, also of polls that were no longer waited for."""
         self._look = asyncio.Event()
