@@ -164,7 +164,8 @@ def _gathered(
     for place, parameter in zip(torch.split(own, sizes), parameters.values(), strict=True):
         rows = local_shard(parameter.detach())
         place[: rows.numel()] = rows.reshape(-1)
-    of_ranks = torch.empty(n_ranks, len(own), dtype=dtype, device=device)
-    dist.all_gather_into_tensor(of_ranks, own, group=group)
+    gathered = torch.empty(n_ranks * len(own), dtype=dtype, device=device)
+    dist.all_gather_single(gathered, own, group=group)
+    of_ranks = gathered.view(n_ranks, -1)
     for of_parameter, (name, parameter) in zip(torch.split(of_ranks, sizes, dim=1), parameters.items(), strict=True):
         yield name, of_parameter.reshape(-1, *parameter.shape[1:])[: len(parameter)]
