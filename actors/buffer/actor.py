@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, TypeVar
 
 from actors.calls import resolve_actor
+from actors.heap import freeze_heap
 from actors.observe.logs import keep_log
 from actors.observe.telemetry import BufferTelemetry
 from actors.scorers.actor import workers
@@ -112,6 +113,7 @@ class BufferActor:
         self._queued = asyncio.Event()
         self._flushed = asyncio.Condition()
         self._background = asyncio.ensure_future(self._work())
+        freeze_heap()
 
     def __repr__(self) -> str:
         return "Buffer(cannot start)" if self._opened is None else f"Buffer(policy {self._opened.version})"

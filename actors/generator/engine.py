@@ -30,6 +30,7 @@ from actors.generator.engine_arguments import engine_env as engine_env
 from actors.generator.engine_times import EngineTimes
 from actors.generator.engine_update import load, start_adapter
 from actors.generator.group_limit import EngineLoad
+from actors.heap import freeze_heap
 from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.cuda_ipc import ipc_update_info
 from actors.weights.nccl_broadcast import decode_announcement, init_info, update_info
@@ -125,6 +126,7 @@ class VllmEngine:
         if arguments.get("enable_return_routed_experts"):
             _check_experts(self._model_folder, warm_up)
         self.counts.clear()
+        freeze_heap()
         # The engine's processes are there; a program that an environment starts may have modules beside it.
         os.environ.pop(SAFE_PATH, None)
 

@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from actors.calls import resolve_actor
 from actors.driver.cuda import unusable_cuda
+from actors.heap import freeze_heap
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import checksum_of
@@ -141,6 +142,7 @@ class TrainerRank:
         policy = Policy(config, *where, nodes=nodes, checkpointing=checkpointing)
         self._learner = Learner(config, *where, policy)
         self._learner.began = self._states.enter
+        freeze_heap()
         self._states.enter("waiting")
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
