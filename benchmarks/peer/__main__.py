@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import own_environment
 from benchmarks.in_process import warm_started
 from benchmarks.peer.baton_side import trained
@@ -40,6 +42,7 @@ def compare(part: str, seed: int, steps: int, cores: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-peer-") as name:
         folder = Path(name)
         config = load([RECIPE], settings).config
+        torch.set_num_threads(1)  # on busy cores several wait for each other
         prepared, model = warm_started(config, folder)
         (folder / "config.json").write_text(config.model_dump_json())
         sides = {

@@ -25,6 +25,17 @@ from service.rollout.environments.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
 
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+}
+"""Of the process, before vLLM is imported: the engine is in it, and set up as Baton's are."""
+
+
 class Episode:
     """One trajectory so far: its prompt, and the tokens after it."""
 
@@ -113,8 +124,7 @@ class Look(NamedTuple):
 
 def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) -> list[Look]:
     """Train for `run.max_steps`; what was found after each step."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    os.environ |= ENVIRONMENT
     import torch
     import trl.generation.vllm_generation as generation
     from datasets import Dataset
