@@ -24,7 +24,6 @@ from service.rollout.environment import Environment, Task
 from service.rollout.environments.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
 
-
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
