@@ -126,8 +126,8 @@ class EnvGuard:
         """The newest call, and its answer."""
         self._gave_up = False
         """The task was cancelled during a call, which may still run."""
-        self._goes_on = True
-        """False once the environment has no snapshot and cannot be played again."""
+        self._snapshot: bytes | bool = b""
+        """The environment's last answer; an environment without a snapshot has the same one for all its steps."""
         self._tools: frozenset[str] = frozenset()
         """Names of the tools that the task describes."""
 
@@ -156,11 +156,9 @@ class EnvGuard:
         Raises:
             TrajectoryFailed: `snapshot` raised, was late, or gave something else.
         """
-        if self._goes_on:
-            found: bytes | bool = await self._answer("snapshot", _snapshot, snapshot_of)
-            self._goes_on = found is not False
-            return found
-        return False
+        if isinstance(self._snapshot, bytes):
+            self._snapshot = await self._answer("snapshot", _snapshot, snapshot_of)
+        return self._snapshot
 
     async def restore(self, snapshot: bytes) -> None:
         """Bring the environment, after its `reset`, into the state of a snapshot.
