@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.last is not None:
         timeline.since(timeline.ended - 60 * arguments.last)
     output = arguments.output or folder / "trace.json"
+    if not output.name:
+        raise UserError(f"--output {output}: give the name of a file")
     found = chrome_trace(timeline)
     with atomic_file(output) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(trace_lines(found))

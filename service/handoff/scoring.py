@@ -19,7 +19,7 @@ from service.errors import UserError
 from service.handoff.batches.filters import examine
 from service.handoff.group_bytes import INFO_BYTES
 from service.handoff.ledger import events
-from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.scores import LOGPROBS
 from service.handoff.status import ScorerStatus
@@ -80,9 +80,9 @@ class Scoring:
         self._teacher_of_row = teacher_of_row
         self._only_teacher = tuple(name for name, scorer in config.scorers.items() if scorer.kind == "teacher")[:1]
         self._status = {name: ScorerStatus() for name in config.scorers}
-        for group_id in list(record.ledger.scoring):
-            for name in record.ledger.state.groups[group_id].awaited:
-                if name not in config.scorers:
+        for group_id, group in list(record.ledger.state.groups.items()):
+            for name in group.awaited:  # also of groups that are not finished yet
+                if name not in config.scorers and group.state in (*UNFINISHED, GroupState.SCORING):
                     self._go_on(group_id, name, REMOVED)
 
     def of_row(self, row: int) -> tuple[str, ...]:

@@ -39,6 +39,10 @@ def violations(ledger: Ledger) -> list[str]:
         (o for o, g in state.groups.items() if g.state is GroupState.COMPLETE), key=lambda o: state.groups[o].finished
     ):
         found.append("the order of completion does not hold the complete groups")
+    if sorted(ledger.scoring) != sorted(
+        o for o, g in state.groups.items() if g.state is GroupState.SCORING and g.awaited
+    ):
+        found.append("those that wait for a scorer are not the groups in that state")
     if list(ledger.slots) != sorted(o for o, g in state.groups.items() if g.state not in USED):
         found.append("the slots are not the unused groups in order of admission")
     unfinished = [

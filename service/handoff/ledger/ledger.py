@@ -175,7 +175,7 @@ class Ledger:
         if group_id not in self.unassigned and not held:
             group.attempts = attempts_of(group)
             group.lengths = tuple(t.tokens for t in group.trajectories if not t.given_up)
-            if group.scorers:
+            if group.awaited:
                 self._enter(group, GroupState.SCORING)
                 self.scoring[group_id] = None
             else:
@@ -193,7 +193,7 @@ class Ledger:
             return
         group.scored = (*group.scored, event.scorer)
         group.n_bytes += event.n_bytes
-        if not group.awaited:
+        if not group.awaited and event.group_id in self.scoring:  # an unfinished one goes on
             del self.scoring[event.group_id]
             self._finish(event.group_id, group)
 

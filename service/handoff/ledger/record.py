@@ -173,7 +173,8 @@ class Store:
         held.rearrange([table for table in kept if len(table)])
         held.ends = {sample: end for sample, end in held.ends.items() if sample not in samples}
         self.n_bytes -= held.n_bytes
-        held.n_bytes = sum(map(self.table_bytes, held.steps)) + sum(map(end_bytes, held.ends.values()))
+        scores = sum(score.n_bytes for score in held.scores.values())
+        held.n_bytes = sum(map(self.table_bytes, held.steps)) + sum(map(end_bytes, held.ends.values())) + scores
         self.n_bytes += held.n_bytes
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:

@@ -170,6 +170,20 @@ def test_a_scorer_that_was_removed_from_the_configuration_is_not_waited_for(tmp_
     assert world.batch().return_G.tolist() == [1.0, 0.0, 1.0, 0.0]
 
 
+def test_an_unfinished_group_does_not_wait_for_a_scorer_that_was_removed_meanwhile(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE, "style": JUDGE | {"combine": "add"}})
+    played(world, 1)
+    work = world.generator.claimed()
+    world.settings = world.settings.model_copy(update={"scorers": config(scorers={"style": JUDGE}).scorers})
+    world.crash()
+    world.generator.finish(work)
+    assert world.buffer.scoring.pending("style") == [0, 1] and "judge" not in waits(world).detail
+    scored(world, "style", (0.25, 0.75), (0.5, 0.0))
+    world.crash()
+    assert world.batch().return_G.tolist() == [0.25, 0.75, 0.5, 0.0]
+    assert violations(world.buffer.ledger) == [] and world.closes()
+
+
 def teacher_N(batch: MiniBatch) -> list[float]:
     [[micro]] = batch.ranks
     assert micro.teacher_logprobs_N is not None
