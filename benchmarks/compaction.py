@@ -35,7 +35,7 @@ WAYS = {
     "no compaction, long context": ("env.options.compact=false", "generator.max_input_length=128"),
 }
 SHOWN = 10
-"""Mini-batches at the end over which a way's numbers are averaged."""
+"""Mini-batches over which rewards are averaged, and at the end the tokens that are read."""
 
 
 class Point(NamedTuple):
@@ -65,18 +65,22 @@ def _point(groups: Sequence[CompleteGroup]) -> Point:
 
 
 def plot(curves: dict[str, list[Point]], path: Path) -> None:
-    """Reward against optimizer steps, as a picture."""
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
+    """Reward, a mean over `SHOWN` mini-batches beside each one's, and tokens of context, as a picture."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for name, points in curves.items():
-        axes.plot([point.reward for point in points], label=f"{name} (context {max(p.longest for p in points)} tokens)")
-    axes.set(xlabel="optimizer step", ylabel="reward", ylim=(0, 1))
-    axes.legend(fontsize="small")
+        rewards = [point.reward for point in points]
+        (line,) = left.plot([statistics.fmean(rewards[max(0, i - SHOWN + 1) : i + 1]) for i in range(len(rewards))])
+        left.plot(rewards, color=line.get_color(), alpha=0.25, linewidth=0.8)
+        right.plot([point.longest for point in points], color=line.get_color(), label=name)
+    left.set(xlabel="optimizer step", ylabel="reward", ylim=(0, 1))
+    right.set(xlabel="optimizer step", ylabel="longest prompt with its response, tokens", ylim=(0, None))
+    right.legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    """Train in each way, print the numbers of the last mini-batches as JSON, and draw the curves."""
+    """Train in each way, print rewards and tokens as JSON, and draw the curves."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compaction", description=main.__doc__)
     parser.add_argument("--steps", type=int, default=60, help="mini-batches of each training")
     parser.add_argument("--output", type=Path, help="write a picture of the curves to this file")
@@ -91,10 +95,9 @@ def main() -> None:
             config = load([RECIPE], [*own, *settings]).config
             curves[name] = asyncio.run(curve(config, arguments.steps, *started))
     for name, points in curves.items():
-        last = points[-SHOWN:]
-        reward, read = statistics.fmean(p.reward for p in last), statistics.fmean(p.read for p in last)
-        found = {"reward": reward, "first": points[0].reward, "longest": max(p.longest for p in last), "read": read}
-        print(json.dumps({"way": name, **found}))
+        rewards = [statistics.fmean(p.reward for p in points[i : i + SHOWN]) for i in range(0, len(points), SHOWN)]
+        read, longest = statistics.fmean(p.read for p in points[-SHOWN:]), max(p.longest for p in points)
+        print(json.dumps({"way": name, "rewards": rewards, "longest": longest, "read": read}))
     if arguments.output is not None:
         plot(curves, arguments.output)
 
