@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from service.config import Config
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Environment, Task
@@ -105,7 +107,7 @@ class Rollouts:
         episode.take(token_ids, logprobs, sampled=True)
         if output.finish_reason != "stop":
             episode.take([self._chat.end_id], [0.0], sampled=False)
-        result = await episode.environment.step(self._chat.text(token_ids))
+        result = await episode.environment.step(self._chat.text(np.array(token_ids, np.int32)))
         episode.reward, episode.done = result.reward, result.done
         if not (last or result.done):
             delta = self._chat.delta(result.messages, episode.token_ids[-1]).tolist()
