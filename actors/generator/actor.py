@@ -183,7 +183,7 @@ class Generator:
                 if self._config.env.workers == "outside" and self._player.agents is not None:
                     await self._player.agents.listen()  # workers wait there for the first group
                 while True:
-                    while self._groups >= self._limit.groups:
+                    while self._groups >= self._limit.groups and not claimer.arrived:
                         self._room.clear()
                         await self._room.wait()
                     if (assignment := await claimer.next(self._limit.room(self._groups))) is None:

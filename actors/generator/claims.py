@@ -42,7 +42,7 @@ class Claimer:
         self._request_id = 0
         """Number of the newest claim; each group has one. Ray repeats a call whose answer was lost; the buffer answers
         a repeated number with the same assignment."""
-        self._arrived: list[Assignment] = []
+        self.arrived: list[Assignment] = []
         """Assignments not given out yet, also of polls that were no longer waited for."""
         self._look = asyncio.Event()
         self._leaves = False
@@ -72,7 +72,7 @@ class Claimer:
         # The first claim returns at once with the reason for waiting; the following ones are long polls.
         seconds = 0.0
         last_answer = time.monotonic()
-        while not (self._arrived or self._leaves):
+        while not (self.arrived or self._leaves):
             try:
                 answer = await self._poll(seconds, room)
             except Unreachable as error:
@@ -85,7 +85,7 @@ class Claimer:
             if isinstance(answer, Refusal):
                 raise RunFailed(f"the buffer refuses work to {self.generator}: {answer}")
             if isinstance(answer, list):
-                self._arrived += answer
+                self.arrived += answer
             elif answer is not None:
                 self.waiting = answer
                 if answer.reason == WaitReason.DRAINED:
@@ -95,7 +95,7 @@ class Claimer:
             return None  # what has arrived is handed over with the rest
         self.waited_for = str(self.waiting.reason) if self.waiting is not None else "claim"
         self.waiting = None
-        return self._arrived.pop(0)
+        return self.arrived.pop(0)
 
     async def _poll(self, seconds: float, room: int) -> ClaimAnswer | None:
         """One claim; None where `look_again` asks for a new claim before the answer comes."""
@@ -118,5 +118,5 @@ class Claimer:
             return
         answer = poll.result()
         if isinstance(answer, list):
-            self._arrived += answer
+            self.arrived += answer
             self._look.set()

@@ -152,6 +152,35 @@ async def test_every_sample_of_a_claimed_group_reaches_the_buffer_and_is_counted
     assert counted.encode() in generator._metrics.snapshot()
 
 
+async def test_groups_that_were_claimed_together_are_played_also_where_there_is_room_for_fewer_by_then(
+    generator: Generator, tmp_path: Path
+) -> None:
+    class Shrinking(FakeBuffer):
+        async def claim(self, claim: Claim, seconds: float, most: int) -> list[Assignment] | Wait:
+            if claim.request_id > 1:
+                return self.answers[-1]  # type: ignore[return-value]
+            generator._limit.groups = 1  # as after a preemption in the engine
+            return [Assignment(g % 2, f"lookup-0-{g % 2}", g % 2, (g,), (0,)) for g in range(min(most, 3))]
+
+    buffer = Shrinking()
+    engine, may_answer, asked = join(generator, Config(), tmp_path, buffer), asyncio.Event(), list[str]()
+    answered = engine.generate
+
+    async def generate(prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
+        asked.append(request_id)
+        await may_answer.wait()
+        return await answered(prompt_ids, sampling, request_id)
+
+    engine.generate = generate  # type: ignore[method-assign]
+    running = asyncio.create_task(generator.run())
+    async with asyncio.timeout(120):
+        while len(asked) < 3:
+            await asyncio.sleep(0.005)
+        may_answer.set()
+        await running
+    assert (await generator.status())["counts"]["groups"] == 3
+
+
 async def test_each_call_of_an_agent_is_in_the_buffer_before_its_answer_and_a_step_of_its_trajectory(
     generator: Generator, tmp_path: Path
 ) -> None:
