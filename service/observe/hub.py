@@ -172,11 +172,10 @@ class Hub:
             buffer.total("baton_journal_syncs_total") if buffer is not None else 0.0,
         )
 
-    def _binding(self) -> Live | None:
-        """What binds the run now; None where too little is known."""
+    def _limits(self) -> Limits:
         run = self._parts.get("run", {})
         ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
-        return self._window.live(Limits(run.get("ranks", 1), run.get("lookahead", 2), ahead))
+        return Limits(run.get("ranks", 1), run.get("lookahead", 2), ahead)
 
     def page(self) -> bytes:
         """All metrics as Prometheus text; families in the order of the table."""
@@ -189,7 +188,7 @@ class Hub:
             elif metric.name == "baton_actor_age_seconds":
                 lines = [actor.sample(metric.name, actor.age(now)) for actor in actors]
             elif metric.name == "baton_binding_ratio":
-                found = self._binding()
+                found = self._window.live(self._limits())
                 lines = [] if found is None else [_binding_sample(metric.name, found)]
             else:
                 served = [actor for actor in actors if metric.kind != "gauge" or actor.is_up(now)]
@@ -212,7 +211,7 @@ class Hub:
             }
             for _, pushed in sorted(self._sources.items())
         ]
-        found = self._binding()
+        found = self._window.now(self._limits())
         more = {"agents": self._agents(now), "binding": None if found is None else found.report()}
         return status_document(self._parts, actors, self._clock.wall()) | more
 

@@ -1,4 +1,4 @@
-"""What binds a run now: the measured shares of the last ten minutes, in the model of `service.plan.binding`.
+"""What binds a run now: the measured shares of the last minutes, in the model of `service.plan.binding`.
 
 generation: the seconds in which generators had groups, divided as the time of their trajectories was, and for the
             journal the syncs for which each of their claims and ends waits
@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 from service.plan.binding import Binding, Demand, Part, Side, binding
 
 WINDOW_SECONDS = 600.0
+"""What alerts count: what binds for a moment only, such as an evaluation, is no reason for one."""
+NOW_SECONDS = 40.0
+"""What status looks back, and further where steps are long: a part that becomes slow is named within a minute."""
 SAMPLE_SECONDS = 10.0
 LEAST_STEPS = 3
 """Optimizer steps in the window from which a judgement is made."""
@@ -139,7 +142,7 @@ class Live(NamedTuple):
     def sentence(self) -> str:
         """One line for people."""
         slow = f"; {self.slow}" if self.slow else ""
-        return f"{self.found.sentence()}{slow} (last {max(1, round(self.seconds / 60))} min)"
+        return f"{self.found.sentence()}{slow} (last {_duration(self.seconds)})"
 
 
 def live(grown: Figures, limits: Limits) -> Live | None:
@@ -193,5 +196,17 @@ class Window:
         self._kept.append(figures)
 
     def live(self, limits: Limits) -> Live | None:
-        """What binds now; None where too little is known."""
+        """What binds over the whole window; None where too little is known."""
         return live(self._kept[-1].since(self._kept[0]), limits) if len(self._kept) > 1 else None
+
+    def now(self, limits: Limits) -> Live | None:
+        """What binds now: over the shortest time to this moment that tells; None where too little is known."""
+        for before in reversed(self._kept):
+            grown = self._kept[-1].since(before)
+            if grown.at >= NOW_SECONDS and grown.steps >= LEAST_STEPS:
+                return live(grown, limits)
+        return self.live(limits)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -6,7 +6,7 @@ import pytest
 
 from service.config import Config
 from service.observe.hub import Hub
-from service.observe.live_binding import SAMPLE_SECONDS, Figures, Limits, live
+from service.observe.live_binding import NOW_SECONDS, SAMPLE_SECONDS, WINDOW_SECONDS, Figures, Limits, Window, live
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
 from service.observe.status import run_report
@@ -128,6 +128,32 @@ def test_nothing_is_said_after_too_few_steps_and_a_restarted_actor_counts_from_i
     assert live(Figures(600.0, 2.0), LIMITS) is None
     before, now = figures({"step": 0.9}), figures({"step": 0.4})
     assert now.since(before).trainer["step"] == now.trainer["step"]
+
+
+def test_a_part_that_becomes_slow_after_an_hour_is_named_within_a_minute_and_stays_out_of_ten_minutes() -> None:
+    window, at = Window(), 0.0
+    totals = {"step": 0.0, "waiting": 0.0, "decode": 0.0, "environment": 0.0, "generating": 0.0}
+
+    def go_on(seconds: float, **shares: float) -> None:
+        nonlocal at
+        for _ in range(round(seconds / SAMPLE_SECONDS)):
+            at += SAMPLE_SECONDS
+            for name, share in shares.items():
+                totals[name] += share * SAMPLE_SECONDS
+            driver = {name: totals[name] for name in ("step", "waiting")}
+            trajectories = {name: totals[name] for name in ("decode", "environment")}
+            engines = {"generator-0": {"generating": totals["generating"]}}
+            window.add(Figures(at, at, driver, engines, trajectories=trajectories, played=at))
+
+    go_on(6 * WINDOW_SECONDS, step=0.4, waiting=0.6, decode=60.0, environment=4.0, generating=0.98)
+    healthy = window.now(LIMITS)
+    go_on(NOW_SECONDS + SAMPLE_SECONDS, step=0.1, waiting=0.9, decode=10.0, environment=54.0, generating=0.98)
+    slow, long = window.now(LIMITS), window.live(LIMITS)
+    assert (
+        healthy is not None and healthy.found.part == Part.ENGINES and f"last {NOW_SECONDS:.0f} s" in healthy.sentence()
+    )
+    assert slow is not None and slow.found.part == Part.ENVIRONMENT
+    assert long is not None and long.found.part == Part.ENGINES and "last 10 min" in long.sentence()
 
 
 class Clock:
