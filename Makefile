@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 # Tests without Ray and vLLM share no process, port or folder: several run at once. Each of the others needs all cores.
 AT_ONCE := -n logical --maxprocesses 8 tests/pure tests/machine tests/sim
-IN_TURN := tests/e2e tests/browser tests/chaos tests/gpu
+IN_TURN := tests/e2e tests/browser tests/chaos tests/hosts tests/gpu
 # Settings of `make quickstart` over its configuration, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
 # On a machine with one or two GPUs the quick start fits them: a rank and an engine share one, or have one each.
@@ -35,6 +35,10 @@ dev: ## the same, with the tools for lint, types and tests
 quickstart: venv ## train a small model through vLLM, the buffer and FSDP (minutes)
 	@echo "baton: training; configuration configs/quickstart.yaml"
 	@$(BIN)/baton run --config configs/quickstart.yaml $(FIT_$(GPUS)) $(SET)
+
+.PHONY: cluster-demo
+cluster-demo: venv ## the same over four Ray hosts on this machine (root, Linux); says how to look and disturb
+	@$(BIN)/python -m tests.hosts.demo $(SET)
 
 .PHONY: servers test test-fast test-full test-chaos worlds soak
 servers: dev ## Prometheus, Alertmanager and Chromium for the tests, as root with apt-get (BATON_SERVERS=no: never)

@@ -24,6 +24,7 @@ from actors.driver.cuda import refuse_unusable_cuda
 from actors.driver.local_ray import is_failed_start, start_local_ray
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import (
+    buffer_options,
     engine_bundle,
     engine_index,
     engine_options,
@@ -184,7 +185,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     scorers = place_scorers(config, prepared.model_folder, prepared.tasks_file, has_gpu=bool(gpus))
     buffer = (
         ray.remote(BufferActor)
-        .options(name=BUFFER, num_cpus=0, max_concurrency=1000, max_restarts=-1, max_task_retries=-1)
+        .options(name=BUFFER, **buffer_options(config))
         .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing)
     )
 
@@ -196,7 +197,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
 
     async def place(number: int) -> Placed:
         own = [engine_bundle(config, gpus)]
-        of = await reserve(own, math.inf, lambda missing: None)
+        of = await reserve(own, config.generator.start_deadline, lambda missing: None)
         try:
             await asyncio.to_thread(check_nodes, of, own, files)
             return Placed(generator(number, of, 0, max_restarts=0), of)

@@ -14,6 +14,7 @@ from actors.buffer.actor import Leased
 from actors.calls import call, in_a_line
 from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
+from actors.driver.hosts import HostWatch
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
@@ -73,6 +74,7 @@ class Coordinator:
         )
         asked = partial(asked_for, folder.path, config)
         self._scaling = Scaling(config, self._generator_pool, cluster.place, asked, say)
+        self._hosts = HostWatch(say)
         self._checkpoints = Checkpointer(config, folder.path, cluster, self._telemetry.checkpointed)
         self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
         self._evaluations = Evaluations(
@@ -114,13 +116,14 @@ class Coordinator:
                 return
             generating = asyncio.ensure_future(self._generator_pool.run())
             training = asyncio.ensure_future(self._train())
-            scaling = asyncio.ensure_future(self._scaling.run())
-            await asyncio.wait([training, generating, scaling], return_when=asyncio.FIRST_COMPLETED)
-            for other in (generating, scaling):
+            beside = [asyncio.ensure_future(self._scaling.run()), asyncio.ensure_future(self._hosts.run())]
+            await asyncio.wait([training, generating, *beside], return_when=asyncio.FIRST_COMPLETED)
+            for other in (generating, *beside):
                 if other.done():
                     other.result()
             await training
-            scaling.cancel()
+            for other in beside:
+                other.cancel()
             await self._finish()
             await generating
             await ask_buffer(self._buffer.stop)  # last: the hub serves no gauges of a buffer that is silent
@@ -155,6 +158,7 @@ class Coordinator:
         elif self._prepared.warmed_model is not None:
             await self._make_base(self._prepared.warmed_model)
         url = await self._all_up()
+        await self._hosts.begin()
         say_which_are_elsewhere(self._config, self._folder.path / LOGS, self._say)
         self._url = url
         self._folder.write_address(url)

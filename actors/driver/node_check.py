@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.calls import in_a_line
+from actors.driver.placement import Bundle
 from service.errors import RunFailed, UserError
 
 NODE_SECONDS = 300.0
@@ -48,14 +49,14 @@ class RunFiles(NamedTuple):
         return None
 
 
-def check_nodes(room: PlacementGroup, bundles: Sequence[Mapping[str, float]], files: RunFiles) -> None:
+def check_nodes(room: PlacementGroup, bundles: Sequence[Bundle], files: RunFiles) -> None:
     """Check each node that has a bundle of the placement group.
 
     Raises:
         UserError: a line for each node that cannot use its GPUs or lacks a file.
         RunFailed: a node did not answer.
     """
-    gpus = [bundle.get("GPU", 0) for bundle in bundles]
+    gpus = [bundle.resources.get("GPU", 0) for bundle in bundles]
     bundle_of = {node: bundle for bundle, node in placement_group_table(room)["bundles_to_node_id"].items()}
     here = ray.get_runtime_context().get_node_id()
     said = [look(files, gpus[bundle_of.pop(here)] > 0)] if here in bundle_of else []

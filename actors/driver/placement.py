@@ -1,4 +1,4 @@
-"""Reserves room for the trainer's ranks and the engines: one placement group, all of it or nothing.
+"""Reserves room for the trainer's ranks and the engines: one placement group, all of it or nothing; places the buffer.
 
 A bundle is the room of one rank or of one engine, whose GPUs are on one node. Two ranks and an engine of two GPUs:
 
@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -40,7 +40,15 @@ SHARED_UTILIZATION = 0.35
 QUIET_SECONDS = 2.0
 """How long a run waits for room before it says what is missing."""
 
-Bundle = dict[str, float]
+NODE_ID = "ray.io/node-id"
+"""Label of every node of Ray."""
+
+
+class Bundle(NamedTuple):
+    """The room of one rank or engine: what it takes, and labels that its node must have."""
+
+    resources: Mapping[str, float]
+    labels: Mapping[str, str] = {}
 
 
 class Node(NamedTuple):
@@ -48,6 +56,15 @@ class Node(NamedTuple):
 
     address: str
     resources: Mapping[str, float]
+    labels: Mapping[str, str] = {}
+
+    def fits(self, labels: Mapping[str, str]) -> bool:
+        """Whether the node has these labels, in Ray's form: `value`, `!value`, `in(one, other)`, `!in(one, other)`."""
+        for name, choice in labels.items():
+            values = choice.removeprefix("!").removeprefix("in(").removesuffix(")").replace(" ", "").split(",")
+            if (self.labels.get(name) in values) == choice.startswith("!"):
+                return False
+        return True
 
 
 def gpus_each() -> int:
@@ -57,20 +74,20 @@ def gpus_each() -> int:
 
 def rank_bundle(config: Config, gpus: int) -> Bundle:
     """The room of one rank; with CUDA IPC that of an engine too, which shares the rank's GPU."""
-    bundle = _bundle(gpus)
+    resources = _resources(gpus)
     if config.weights.transport == "ipc":
-        bundle["CPU"] *= 2
+        resources["CPU"] *= 2
     if config.trainer.accelerator is not None:
-        bundle[f"accelerator_type:{config.trainer.accelerator}"] = ACCELERATOR_SHARE
-    return bundle
+        resources[f"accelerator_type:{config.trainer.accelerator}"] = ACCELERATOR_SHARE
+    return Bundle(resources, config.placement.trainer)
 
 
 def engine_bundle(config: Config, gpus: int) -> Bundle:
     """The room of one engine."""
-    return _bundle(gpus * config.generator.tensor_parallel_size)
+    return Bundle(_resources(gpus * config.generator.tensor_parallel_size), config.placement.generators)
 
 
-def _bundle(gpus: int) -> Bundle:
+def _resources(gpus: int) -> dict[str, float]:
     # half a CPU without GPUs, so that a small run fits on two cores
     return {"CPU": 1.0, "GPU": float(gpus)} if gpus else {"CPU": 0.5}
 
@@ -89,7 +106,10 @@ async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str],
     Raises:
         RunFailed: there was no room for `within` seconds.
     """
-    room = placement_group(list(bundles), strategy="PACK")
+    labels = [dict(bundle.labels) for bundle in bundles]
+    room = placement_group(
+        [dict(bundle.resources) for bundle in bundles], "PACK", bundle_label_selector=labels if any(labels) else None
+    )
     deadline = time.monotonic() + within
     said = ""
     try:
@@ -104,26 +124,34 @@ async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str],
     except asyncio.CancelledError:
         remove_placement_group(room)
         raise
+    remove_placement_group(room)
     raise RunFailed(f"no room in the Ray cluster for {within:g} s: {missing_room(bundles, nodes())}")
 
 
 def nodes() -> list[Node]:
     """The nodes of the cluster."""
-    return [Node(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    found = (node for node in ray.nodes() if node["Alive"])
+    return [Node(node["NodeManagerAddress"], node["Resources"], node["Labels"]) for node in found]
 
 
-def missing_room(bundles: Iterable[Bundle], nodes: Sequence[Node]) -> str:
+def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
     """The bundles that find no place on these nodes, in words, with what every node has."""
-    free = [Counter(node.resources) for node in nodes]
+    free = [(node, Counter(node.resources)) for node in nodes]
     homeless: Counter[str] = Counter()
-    for bundle in sorted(bundles, key=lambda bundle: -bundle.get("GPU", 0)):
-        home = next((node for node in free if all(node[name] >= n for name, n in bundle.items())), None)
+    for resources, labels in sorted(bundles, key=lambda bundle: -bundle.resources.get("GPU", 0)):
+        fitting = (left for node, left in free if node.fits(labels))
+        home = next((left for left in fitting if all(left[name] >= n for name, n in resources.items())), None)
         if home is None:
-            homeless[_in_words(bundle)] += 1
+            homeless[_in_words(resources, labels)] += 1
         else:
-            home.subtract(bundle)
+            home.subtract(resources)
     needed = "; ".join(f"{number} x ({words})" for words, number in homeless.items())
-    has = "; ".join(f"{node.address} has {_in_words(node.resources) or 'none of it'}" for node in nodes)
+    asked = {name for bundle in bundles for name in bundle.labels}
+    own = ({name: value for name, value in node.labels.items() if name in asked} for node in nodes)
+    has = "; ".join(
+        f"{node.address} has {_in_words(node.resources, labels) or 'none of it'}"
+        for node, labels in zip(nodes, own, strict=True)
+    )
     if not homeless:
         return f"other work of the cluster holds what this run needs ({has})"
     return f"no node has room for {needed}, each on one node ({has})"
@@ -162,10 +190,11 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     )
 
 
-def _in_words(resources: Mapping[str, float]) -> str:
-    """`2 GPU, 1 CPU`: without memory and the names of nodes."""
+def _in_words(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
+    """`2 GPU, 1 CPU, ray.io/market-type: spot`: without memory and the names of nodes."""
     named = {name: n for name, n in resources.items() if name in ("GPU", "CPU") or name.startswith("accelerator_type:")}
-    return ", ".join(f"{n:g} {name}" for name, n in sorted(named.items(), reverse=True))
+    counted = [f"{n:g} {name}" for name, n in sorted(named.items(), reverse=True)]
+    return ", ".join([*counted, *(f"{name}: {value}" for name, value in labels.items())])
 
 
 def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> dict[str, Any]:
@@ -176,9 +205,9 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
     env_vars = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if gpus and not shares else {}
     return {
         "name": f"trainer-{rank}",
-        "num_cpus": _bundle(gpus)["CPU"],
+        "num_cpus": _resources(gpus)["CPU"],
         "num_gpus": SHARED_GPU if gpus and shares else gpus,
-        "resources": {name: n for name, n in bundle.items() if name.startswith("accelerator_type:")},
+        "resources": {name: n for name, n in bundle.resources.items() if name.startswith("accelerator_type:")},
         "max_restarts": -1,
         "runtime_env": {"env_vars": env_vars},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank),
@@ -189,11 +218,25 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
     """Actor options of an actor that holds an engine, in this bundle of its own or of a rank."""
     shares = config.weights.transport == "ipc"
     return {
-        "num_cpus": _bundle(gpus)["CPU"],
+        "num_cpus": _resources(gpus)["CPU"],
         "num_gpus": SHARED_GPU if gpus and shares else gpus * config.generator.tensor_parallel_size,
         "max_concurrency": 1000,
         "runtime_env": {"env_vars": engine_env(config)},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),
+    }
+
+
+def buffer_options(config: Config) -> dict[str, Any]:
+    """Actor options of the buffer: on the driver's node, whose loss ends the run anyway, where that has the labels."""
+    labels = dict(config.placement.buffer)
+    here = {**labels, NODE_ID: ray.get_runtime_context().get_node_id()}
+    return {
+        "num_cpus": 0,
+        "max_concurrency": 1000,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "label_selector": here,
+        "fallback_strategy": [{"label_selector": labels}, {"label_selector": {}}],
     }
 
 

@@ -50,6 +50,8 @@ class Reporter:
         self._run = config.run.name
         self._ray_gauges: dict[str, Gauge] = {}
         self._is_in_ray = ray.is_initialized()
+        if self._is_in_ray:
+            self.metrics.set("baton_actor_host_info", 1.0, host=ray.util.get_node_ip_address())
         self._clock_at = -CLOCK_SECONDS
         """When the hub's clock was asked for last."""
 

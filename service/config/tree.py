@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from service.config.command import AGENT
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
@@ -21,6 +22,29 @@ from service.config.rollout import (
 )
 from service.config.section import Fraction, MergeMode, NotNegative, Positive, Seconds, Section
 from service.handoff.steps.roles import MAX_NAMED, TRAINED
+
+_VALUE = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_NAME = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_VALUE}")
+_CHOICE = re.compile(rf"!?({_VALUE}|in\({_VALUE}(, ?{_VALUE})*\))")
+
+MARKET = "ray.io/market-type"
+"""The label by which Ray names a host `spot` that may be taken away at short notice."""
+
+
+def _label(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"must be the name of a label, such as {MARKET}")
+    return name
+
+
+def _choice(text: str) -> str:
+    if not _CHOICE.fullmatch(text):
+        raise ValueError("must be a value, !value, in(one, other) or !in(one, other)")
+    return text
+
+
+Labels = dict[Annotated[str, AfterValidator(_label)], Annotated[str, AfterValidator(_choice)]]
+"""Ray's label selector: what each of these labels of a host must be."""
 
 RoleName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 
@@ -137,6 +161,18 @@ class BufferConfig(Section):
     """Longest difference in tokens that `drift: realign` accepts."""
 
 
+class PlacementConfig(Section):
+    """Labels of the hosts that hold a part of the run: a value, `!value`, `in(one, other)`, `!in(one, other)`."""
+
+    trainer: Labels = {}
+    """Of the hosts of the trainer's ranks."""
+    generators: Labels = {}
+    """Of the hosts of the generators; `{ray.io/market-type: spot}`: hosts that may be taken away at short notice."""
+    buffer: Labels = {MARKET: "!spot"}
+    """Of the host that the buffer prefers: the driver's own if it has these labels, else another that has them, else
+    any."""
+
+
 class WandbConfig(Section):
     """Weights & Biases, besides `metrics.jsonl` and TensorBoard; needs the package wandb."""
 
@@ -175,6 +211,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
+    placement: PlacementConfig = PlacementConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @property

@@ -205,6 +205,7 @@ class Hub:
             {
                 "role": pushed.role,
                 "ident": pushed.ident,
+                "host": next(iter(pushed.by_label("baton_actor_host_info", "host")), ""),
                 "state": "up" if pushed.is_up(now) else "silent",
                 "age_seconds": round(pushed.age(now), 3),
                 "leaked_tasks": int(pushed.value("baton_environment_leaked_tasks")),

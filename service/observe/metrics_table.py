@@ -269,6 +269,7 @@ SERVICE = (
         "Fraction of ten minutes for which one side waited for the other, by the part that binds; 0 in balance.",
         ("part",),
     ),
+    gauge("baton_actor_host_info", "1, with the address of the actor's host in the cluster.", labels=("host",)),
     gauge("baton_actor_up", "1 while the actor pushes metrics, 0 when it is silent."),
     gauge("baton_actor_age_seconds", "Seconds since the actor last pushed metrics."),
     counter(

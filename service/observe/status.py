@@ -4,7 +4,8 @@
  "state": "training", "policy_version": {"incarnation": 1, "step": 37}, "time": 1790.5,
  "buffer": {"groups": {"open": 32, "complete": 5, ...}, ...}, "tokens": {"trained": 51200, "open": 800, ...},
  "waits": [{"who": "trainer", "reason": "groups", "detail": "11 of 16", "since": 1790.1}],
- "actors": [{"role": "trainer", "ident": "trainer-0", "state": "up", "age_seconds": 0.4, "leaked_tasks": 0}],
+ "actors": [{"role": "trainer", "ident": "trainer-0", "host": "10.0.0.7", "state": "up", "age_seconds": 0.4,
+             "leaked_tasks": 0}],
  "step": {"reward/avg_raw_reward": 0.61, "generate/batch_padded_seq_len": 57}}
 """
 

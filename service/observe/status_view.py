@@ -135,6 +135,12 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
     for wait in status["waits"]:
         detail = f": {wait['detail']}" if wait["detail"] else ""
         yield "waits", f"{wait['who']} for {wait['reason']}{detail}, {_duration(now - wait['since'])}"
+    of_host: dict[str, list[str]] = {}
+    for actor in status["actors"]:
+        of_host.setdefault(actor.get("host", ""), []).append(actor["ident"])
+    if len(of_host) > 1:
+        for host, idents in sorted(of_host.items()):
+            yield "host", f"{host or 'not known'}: {', '.join(idents)}"
     if silent := [actor["ident"] for actor in status["actors"] if actor["state"] != "up"]:
         yield "silent", ", ".join(silent)
     leaks = ((actor["ident"], actor.get("leaked_tasks")) for actor in status["actors"])

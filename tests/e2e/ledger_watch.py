@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 FATE = re.compile(r"^baton_tokens\{.*\} (\S+)$", re.MULTILINE)
@@ -21,7 +22,9 @@ def difference(page: str) -> float:
 class LedgerWatch:
     """Watches the run whose folder this is, from when it serves its metrics until `stop`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, enter: Callable[[], None] = lambda: None) -> None:
+        """`enter` is called first in the thread that scrapes, which may have to enter the network of the run."""
+        self._enter = enter
         self._address = folder / "address.json"
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -29,6 +32,8 @@ class LedgerWatch:
         """Pages that showed accepted tokens."""
         self.open: list[float] = []
         """The difference of each page that did not close."""
+        self.lost: list[float] = []
+        """By how many accepted tokens a page fell behind an earlier one."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -37,10 +42,16 @@ class LedgerWatch:
         self._thread.join(30)
 
     def _watch(self) -> None:
+        self._enter()
+        most = 0.0
         while not self._stopped.wait(1.0):
             page = self._page()
             if ACCEPTED.search(page):
                 self.scrapes += 1
+                accepted = sum(map(float, ACCEPTED.findall(page)))
+                if accepted < most:
+                    self.lost.append(most - accepted)
+                most = max(most, accepted)
                 if difference(page):
                     self.open.append(difference(page))
 

@@ -16,7 +16,7 @@ import asyncio, os, subprocess, sys, tempfile
 from pathlib import Path
 import ray
 from actors.driver.node_check import RunFiles, check_nodes
-from actors.driver.placement import reserve
+from actors.driver.placement import Bundle, reserve
 from service.errors import UserError
 
 shared, head = Path(sys.argv[1]), None
@@ -30,6 +30,7 @@ with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as f
     second = subprocess.Popen(["unshare", "--mount", "sh", "-c", hidden], start_new_session=True)
     try:
         for bundles in ([{"CPU": 1.0}, {"CPU": 2.0}], [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]):
+            bundles = [Bundle(resources) for resources in bundles]
             room = asyncio.run(reserve(bundles, 120, lambda line: None))
             try:
                 check_nodes(room, bundles, RunFiles.of(shared / "model", [shared / "train.jsonl"], shared))

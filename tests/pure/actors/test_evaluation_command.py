@@ -15,9 +15,10 @@ import pytest
 
 from actors.driver import placement
 from actors.driver.node_check import RunFiles
-from actors.driver.placement import reserve
+from actors.driver.placement import Bundle, reserve
 from actors.evaluation import command
 from service.config import load_config
+from service.errors import RunFailed
 from service.evaluation.scores import EvalTrajectory
 from service.evaluation.target import eval_target
 from service.run.prepare import prepare
@@ -78,12 +79,13 @@ def test_a_stop_signal_ends_the_wait_for_room_in_the_cluster(monkeypatch: pytest
     within = 300.0
     full = SimpleNamespace(wait=lambda seconds: time.sleep(seconds))
     monkeypatch.setattr(placement, "placement_group", lambda *_, **__: full)
+    monkeypatch.setattr(placement, "remove_placement_group", lambda room: None)  # Ray would start itself for it
     monkeypatch.setattr(placement, "nodes", list)
     monkeypatch.setattr(placement, "QUIET_SECONDS", 0.05)
 
     async def stopped() -> None:
         said = asyncio.Event()
-        waiting = asyncio.ensure_future(reserve([{"CPU": 1.0}], within, lambda line: said.set()))
+        waiting = asyncio.ensure_future(reserve([Bundle({"CPU": 1.0})], within, lambda line: said.set()))
         await asyncio.wait_for(said.wait(), 60)
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -91,3 +93,13 @@ def test_a_stop_signal_ends_the_wait_for_room_in_the_cluster(monkeypatch: pytest
     began = time.monotonic()
     asyncio.run(stopped())
     assert time.monotonic() - began < within / 2
+
+
+def test_room_that_was_not_there_in_time_is_not_asked_for_any_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, removed = SimpleNamespace(wait=lambda seconds: None), list[object]()
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **__: full)
+    monkeypatch.setattr(placement, "remove_placement_group", removed.append)
+    monkeypatch.setattr(placement, "nodes", list)
+    with pytest.raises(RunFailed, match=r"no room in the Ray cluster for 0\.01 s: no node has room for 1 x \(1 CPU\)"):
+        asyncio.run(reserve([Bundle({"CPU": 1.0})], 0.01, lambda line: None))
+    assert removed == [full]

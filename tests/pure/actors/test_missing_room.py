@@ -1,12 +1,13 @@
 """What a cluster lacks for the ranks and engines of a run, node by node."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from actors.driver.placement import Node, missing_room, refuse_too_few_gpus, run_bundles
+from actors.driver.placement import Bundle, Node, missing_room, refuse_too_few_gpus, run_bundles
 from service.config import Config, check, load_config
 from service.errors import UserError
 
@@ -23,10 +24,11 @@ def node(name: str, gpus: int) -> Node:
 
 
 def test_a_run_has_a_bundle_for_each_rank_and_each_engine() -> None:
-    assert run_bundles(FOUR_AND_TWO, 1) == [{"CPU": 1.0, "GPU": 1.0}] * 4 + [{"CPU": 1.0, "GPU": 2.0}] * 2
-    assert run_bundles(FOUR_AND_TWO, 0) == [{"CPU": 0.5}] * 6
+    ranks, engines = [Bundle({"CPU": 1.0, "GPU": 1.0})] * 4, [Bundle({"CPU": 1.0, "GPU": 2.0})] * 2
+    assert run_bundles(FOUR_AND_TWO, 1) == ranks + engines
+    assert run_bundles(FOUR_AND_TWO, 0) == [Bundle({"CPU": 0.5})] * 6
     shared = config(trainer={"ranks": 2}, generator={"engines": 2}, weights={"transport": "ipc"})
-    assert run_bundles(shared, 1) == [{"CPU": 2.0, "GPU": 1.0}] * 2
+    assert run_bundles(shared, 1) == [Bundle({"CPU": 2.0, "GPU": 1.0})] * 2
 
 
 def test_gpus_enough_in_all_do_not_help_an_engine_whose_gpus_lie_on_two_nodes() -> None:
@@ -44,7 +46,33 @@ def test_large_bundles_are_placed_first() -> None:
 def test_each_kind_of_bundle_that_finds_no_place_is_counted() -> None:
     said = missing_room(run_bundles(FOUR_AND_TWO, 1), [node("a", 3)])
     assert "1 x (2 GPU, 1 CPU); 3 x (1 GPU, 1 CPU)" in said
-    assert "a has none of it" in missing_room([{"GPU": 1.0}], [Node("a", {"memory": 1.0})])
+    assert "a has none of it" in missing_room([Bundle({"GPU": 1.0})], [Node("a", {"memory": 1.0})])
+
+
+def test_hosts_without_the_labels_of_the_configuration_are_no_room_and_the_labels_are_said() -> None:
+    spot = {"ray.io/market-type": "spot"}
+    placed = config(placement={"generators": spot, "trainer": {"ray.io/market-type": "!spot"}})
+    cluster = [Node("a", {"CPU": 16.0}), Node("b", {"CPU": 16.0}, spot)]
+    assert "other work of the cluster" in missing_room(run_bundles(placed, 0), cluster)
+    assert "room for 1 x (0.5 CPU, ray.io/market-type: spot)" in missing_room(run_bundles(placed, 0), cluster[:1])
+    said = missing_room(run_bundles(placed, 0), cluster[1:])
+    assert "room for 2 x (0.5 CPU, ray.io/market-type: !spot), each on one node (b has 16 CPU, ray.io/market-t" in said
+
+
+@pytest.mark.parametrize(
+    ("choice", "fits"),
+    [("red", "a"), ("!red", "bc"), ("in(red, blue)", "ab"), ("!in(red,blue)", "c"), ("green", "")],
+)
+def test_a_choice_of_labels_means_what_it_means_to_ray(choice: str, fits: str) -> None:
+    nodes = [Node("a", {}, {"color": "red"}), Node("b", {}, {"color": "blue"}), Node("c", {})]
+    assert "".join(node.address for node in nodes if node.fits({"color": choice})) == fits
+    Config.model_validate({"placement": {"buffer": {"color": choice}}})
+
+
+@pytest.mark.parametrize("labels", [{"color": "re d"}, {"color": "!!red"}, {"color": "in()"}, {"co lor": "red"}])
+def test_what_ray_would_not_take_as_a_label_is_refused_with_the_configuration(labels: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"placement\.trainer.* must be (a value|the name of a label), "):
+        load_config(["configs/quickstart.yaml"], [f"placement.trainer={json.dumps(labels)}"])
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,27 @@ def test_the_status_has_the_sessions_of_agents_and_their_calls_a_second_over_all
     assert hub.status()["agents"] == {}
 
 
+def test_the_status_has_a_line_for_each_host_where_there_are_several() -> None:
+    hub = Hub(_Turned())
+
+    def push(role: str, ident: str, host: str) -> None:
+        metrics = Metrics(role, ident, Config())
+        metrics.set("baton_actor_host_info", 1.0, host=host)
+        hub.push(f"{role}/{ident}", metrics.snapshot())
+
+    def shown() -> list[list[str]]:
+        return [line.split() for line in status_lines(hub.status(), 90) if line.startswith("  host ")]
+
+    push("buffer", "buffer", "10.0.0.1")
+    push("driver", "driver", "10.0.0.1")
+    assert shown() == []
+    push("generator", "generator-0", "10.0.0.2")
+    assert [actor["host"] for actor in hub.status()["actors"]] == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
+    assert shown() == [["host", "10.0.0.1:", "buffer,", "driver"], ["host", "10.0.0.2:", "generator-0"]]
+    push("buffer", "buffer", "10.0.0.2")
+    assert shown()[1] == ["host", "10.0.0.2:", "buffer,", "generator-0"], "the buffer has moved"
+
+
 def test_a_run_that_got_the_address_of_a_killed_one_does_not_answer_for_it() -> None:
     async def scenario() -> None:
         hub = hub_on(0)

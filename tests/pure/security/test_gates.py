@@ -161,7 +161,7 @@ def test_s5_the_metrics_service_listens_on_loopback_unless_told_otherwise() -> N
 def test_s5_labels_are_few_short_and_never_a_text_from_a_rollout() -> None:
     assert {label for metric in TABLE for label in metric.labels} <= {
         "state", "fate", "reason", "stop_reason", "of", "env", "run", "baton_version", "turns",
-        "dialect", "how", "status", "step_role", "success", "part", "tool", "scorer", "outcome",
+        "dialect", "how", "status", "step_role", "success", "part", "tool", "scorer", "outcome", "host",
     }  # fmt: skip
     metrics = Metrics("generator", "generator-0", Config())
     for number in range(10 * MAX_SERIES):

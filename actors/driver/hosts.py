@@ -1,0 +1,86 @@
+"""The hosts of a run: what each holds, and which come and go, a line each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ray
+from ray._private.state import state as cluster_state
+
+from service.config.tree import MARKET
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at the cluster."""
+
+
+class Host(NamedTuple):
+    """A living host of the cluster."""
+
+    name: str
+    """Its address, and its kind where that is known, such as `spot`."""
+    parts: tuple[str, ...]
+    """The parts of the run that it holds."""
+
+
+def hosts() -> dict[str, Host]:
+    """The living hosts by Ray's id of their node, in the order of their addresses."""
+    if not ray.is_initialized():
+        return {}
+    context = ray.get_runtime_context()
+    parts = {context.get_node_id(): ["driver"]}
+    for actor in cluster_state.actor_table(None, context.job_id, "ALIVE").values():
+        parts.setdefault(actor["Address"]["NodeID"], []).append(actor["Name"] or actor["ActorClassName"])
+    found = {}
+    for node in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])):
+        if node["Alive"]:
+            kind = f" ({node['Labels'][MARKET]})" if MARKET in node["Labels"] else ""
+            found[node["NodeID"]] = Host(node["NodeManagerAddress"] + kind, (*sorted(parts.get(node["NodeID"], ())),))
+    return found
+
+
+class HostWatch:
+    """Says which host holds what at the start, and afterwards which hosts came and went, and where parts went."""
+
+    def __init__(self, say: Callable[[str], None], look: Callable[[], dict[str, Host]] = hosts) -> None:
+        self._say, self._look = say, look
+        self._hosts: dict[str, Host] = {}
+        self._adrift: set[str] = set()
+        """Parts whose host is gone, until they are on another one."""
+
+    async def begin(self) -> None:
+        """Say what each host holds, where there are several."""
+        self._hosts = await asyncio.to_thread(self._look)
+        if len(self._hosts) > 1:
+            for host in self._hosts.values():
+                self._say(f"host {host.name}: {', '.join(host.parts) or 'nothing of this run'}")
+
+    async def run(self) -> None:
+        """Say what changes, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                found = await asyncio.to_thread(self._look)
+            except Exception as error:  # noqa: BLE001 - Ray's control store is away; what it raises is its own affair
+                log.debug("the hosts are not known: %s", error)
+            else:
+                self.changed(found)
+
+    def changed(self, found: dict[str, Host]) -> None:
+        """Say what is different from the last look."""
+        for node, host in self._hosts.items():
+            if node not in found:
+                held = f"; it held {', '.join(host.parts)}" if host.parts else ""
+                self._say(f"host {host.name} is gone{held}")
+                self._adrift.update(host.parts)
+        for node, host in found.items():
+            if node not in self._hosts:
+                self._say(f"host {host.name} has joined")
+            if settled := self._adrift.intersection(host.parts):
+                self._say(f"host {host.name} now holds {', '.join(sorted(settled))}")
+                self._adrift -= settled
+        self._hosts = found

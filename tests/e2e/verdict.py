@@ -1,0 +1,18 @@
+"""What has to hold of a run that has ended, whatever befell it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def judged(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """The run's lines of `metrics.jsonl`: each step is there once, and no token was trained twice or is left open."""
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["trainer/global_step"] for line in lines] == list(range(1, steps + 1))
+    assert [line["trainer/incarnation"] for line in lines] == sorted(line["trainer/incarnation"] for line in lines)
+    tokens = json.loads((folder / "summary.json").read_text())["tokens"]
+    assert tokens["open"] == tokens["stepped"] == tokens["rolled_back"] == 0
+    assert tokens["trained"] == sum(line["tokens/loss"] for line in lines) > 0
+    return lines
