@@ -100,6 +100,10 @@ class Scoring:
         sender = Sender("", 0, group_id)
         return self._record.ledger.state.groups[group_id].row, StepGroup(sender, *self._record.store.unscored(group_id))
 
+    def answers(self, group_id: int) -> tuple[events.Scored, ...]:
+        """What scorers said so far about a group; nothing if it is not in memory."""
+        return self._record.store.scores(group_id) if group_id in self._record.store else ()
+
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         """Journal a scorer's answer about a group; None also where an answer is not needed any more."""
         if not self.awaits(group_id, scorer):

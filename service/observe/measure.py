@@ -15,6 +15,7 @@ from service.handoff.steps.tables import by_turn
 from service.observe.alert_thresholds import alert_thresholds
 from service.observe.metrics import Metrics
 from service.observe.metrics_table import TABLE
+from service.scorers.reply import REASONS as SCORER_REASONS
 from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Steps, TrajectoryEnd
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> No
         metrics.count_to("baton_scorer_seconds_total", of.seconds, scorer=scorer)
         for outcome, groups in (("scored", of.scored), ("fallback", of.fallbacks), ("refused", of.refused)):
             metrics.count_to("baton_scorer_groups_total", groups, scorer=scorer, outcome=outcome)
-        for reason, times in of.failures.items():
+        for reason, times in {**dict.fromkeys(SCORER_REASONS, 0), **of.failures}.items():
             metrics.count_to("baton_scorer_failures_total", times, scorer=scorer, reason=reason)
     metrics.set_all("baton_curriculum_prompts", "success", status.prompts)
     metrics.count_to("baton_curriculum_passed_over_total", status.passed_over)

@@ -11,6 +11,7 @@ import numpy as np
 
 from service.handoff.ledger.scores import LOGPROBS
 from service.handoff.scoring import Answer
+from service.types import RefusalReason
 
 
 class Failure(StrEnum):
@@ -26,6 +27,10 @@ class Failure(StrEnum):
     MALFORMED = "malformed"
     """The answer has another form."""
     TOO_LARGE = "too_large"
+
+
+REASONS = (*Failure, RefusalReason.LENGTH_MISMATCH, RefusalReason.REWARD, RefusalReason.LOGPROB)
+"""Why an answer may count as a failure."""
 
 
 class ScorerFailed(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import statistics
 import time
@@ -20,8 +21,9 @@ Run the real buffer under a virtual clock with simulated generators and a simula
 
 Without --worlds: reports throughput, waiting and staleness for a configuration and for lengths, times and costs.
 A run's few longest trajectories have much influence: --seeds N reports the mean of N runs and its standard error.
-With --worlds N: N seeded worlds full of deaths, freezes, lost, doubled and overtaken messages, full disks and jumping
-clocks, each checked against the promises; the seed of a failure is printed, and --worlds 1 --seed S repeats it.
+With --worlds N: N seeded worlds full of deaths, freezes, lost, doubled and overtaken messages, full disks, jumping
+clocks, and scorers that hang, die or answer badly; each is checked against the promises. The seed of a failure is
+printed, and --worlds 1 --seed S repeats it.
 """
 
 EXAMPLES = """\
@@ -129,6 +131,7 @@ def _lines(runs: Sequence[tuple[Report, Report]], config: Config) -> list[str]:
 def _worlds(first_seed: int, count: int) -> int:
     """Check worlds one after the other; the first lines of the output are the failures."""
     began, events, faults, failed = time.process_time(), 0, 0, []
+    logging.getLogger("service.scorers").setLevel(logging.ERROR)  # scorers fail on purpose
     for seed in range(first_seed, first_seed + count):
         world = fault_world(seed)
         try:
@@ -137,7 +140,7 @@ def _worlds(first_seed: int, count: int) -> int:
             failed.append(seed)
             print(f"FAILED seed {seed}: {broken}\n  again: baton simulate --worlds 1 --seed {seed}", flush=True)
         events += world.loop.events
-        faults += world.fault_count
+        faults += world.fault_count + world.host.bad_answers
     seconds = time.process_time() - began
     print(
         f"{count} worlds from seed {first_seed}: {events} events, {faults} faults, {len(failed)} broke a promise "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from service.handoff.verbs import Wait
 from service.simulate.disk import MemoryDisk
 from service.simulate.loop import Activity, Network, Process, Resume, VirtualClock, Waiting
 from service.simulate.scenario import Scenario
+from service.simulate.scorers import SimulatedScorers
 from service.simulate.witness import Witness
 from service.types import PolicyVersion
 
@@ -41,21 +42,32 @@ class Host(Process):
     """Answers requests with `Buffer`; an answer is sent only when the journal is synced."""
 
     def __init__(
-        self, config: Config, network: Network, witness: Witness, rng: np.random.Generator, segment_bytes: int
+        self,
+        config: Config,
+        scenario: Scenario,
+        network: Network,
+        witness: Witness,
+        rngs: Sequence[np.random.Generator],
+        segment_bytes: int,
     ) -> None:
+        """`rngs`: of the process and of its scorers."""
         super().__init__(network.loop)
         self.config = config
         self.network = network
         self.witness = witness
         self.disk = MemoryDisk()
         self.buffer: Buffer
+        self.scorers: SimulatedScorers
         self.journal: Journal
         self.clock: VirtualClock
         self.alive = False
         self.on_death: Callable[[], None] = lambda: None
         self.doom: tuple[str, int] | None = None
         """The seam at which to die, `before_sync` or `after_sync`, and how many passes of it to survive first."""
-        self._rng = rng
+        self.answers = self.bad_answers = 0
+        """Of all scorers so far."""
+        self._scenario = scenario
+        self._rng, self._scorer_rng = rngs
         self._segment_bytes = segment_bytes
         self._unsynced: list[tuple[int, Resume, Any]] = []
         self._polls: list[Poll] = []
@@ -71,12 +83,15 @@ class Host(Process):
         self.alive = True
         self.journal.sync()
         self.witness.look(self.buffer)
+        self.witness.scored(self.buffer)
+        self.scorers = SimulatedScorers(self, self._scenario, self._scorer_rng)
         self.run(self._tick())
 
     def die(self) -> None:
         """End as by kill -9 and loss of power: unsynced bytes are lost and no more answers are sent."""
         super().die()
         self.alive = False
+        self.scorers.end()
         self._unsynced, self._polls, self._sync_is_due = [], [], False
         self.disk.lose_power(self._rng)
         self.on_death()
@@ -100,6 +115,10 @@ class Host(Process):
             self._polls.append(Poll(self.loop.now + patience, request, reply, serving))
         else:
             self._answer(answer, reply)
+
+    def settled(self, reply: Callable[[], None]) -> None:
+        """Call a function when what happened until now is on the disk."""
+        self._answer(None, lambda _: reply())
 
     def look_soon(self) -> None:
         """Serve the waiting requests again, because something outside the buffer changed."""
@@ -132,6 +151,8 @@ class Host(Process):
         yield self.wait(seconds)
         self._sync_is_due = False
         synced = self.journal.sync()
+        if synced == self.journal.position:
+            self.witness.scored(self.buffer)
         if self._doomed("after_sync"):
             return
         leaving = [(reply, answer) for position, reply, answer in self._unsynced if position <= synced]
@@ -147,6 +168,8 @@ class Host(Process):
         self._look_is_due = False
         if not self.alive:
             return
+        if self.buffer.ledger.scoring:
+            self.scorers.look()
         polls, self._polls = self._polls, []
         blocked: PolicyVersion | None = None
         for poll in polls:

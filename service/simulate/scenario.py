@@ -41,6 +41,8 @@ class Faults:
     """Fraction of trajectories whose environment fails in the last turn."""
     undelivered: float = _fault(0.0, 0.1)
     """Fraction of turns whose response nobody receives, so that it is not trained."""
+    bad_answers: float = _fault(0.0, 0.3)
+    """Fraction of a scorer's answers that are late, lost, wrong or twofold."""
 
     @classmethod
     def drawn(cls, rng: np.random.Generator, until: float) -> Faults:
@@ -68,6 +70,7 @@ class Scenario:
     )
     sync_seconds: float = _option(0.0, "seconds from an optimizer step to engines that serve it")
     """The trainer does not wait for the weights to arrive."""
+    scorer_seconds: float = _option(1.0, "mean seconds in which a scorer answers about a group")
     steps: int = _option(60, "optimizer steps to simulate")
     linger_seconds: float = 0.05
     """Seconds that a finished step waits for others to share its message."""

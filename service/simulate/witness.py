@@ -9,8 +9,9 @@ import numpy as np
 from service.config import Config
 from service.errors import BatonError
 from service.handoff.buffer import Buffer
+from service.handoff.ledger.events import Scored
 from service.handoff.ledger.invariant import violations
-from service.handoff.ledger.lifecycle import USED
+from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.steps.stop_reason import FAILURES
 from service.simulate.loop import Loop
 from service.types import MiniBatch, PolicyVersion, TrajectoryId
@@ -21,8 +22,12 @@ REASONS = {
     "expired/run_end",
     "refused/max_attempts",
     "refused/max_lease_attempts",
+    "refused/scorer",
 }
 """Why a group may end; no group ends for being slow, because attempts end only by death, failure and silence."""
+
+
+SCORED = (GroupState.SCORING, GroupState.COMPLETE, GroupState.LEASED)
 
 
 class Broken(BatonError):
@@ -49,6 +54,8 @@ class Witness:
         self._loop = loop
         self._acknowledged: dict[int, set[tuple[int, int, int]]] = {}
         """By group_id the (sample, attempt, step index) that the buffer acknowledged."""
+        self._scores: dict[tuple[int, str], Scored] = {}
+        """By group_id and scorer the answer that was journalled."""
         self._undone = 0
         """Optimizer steps that were undone; so many groups may be trained out of their order in time."""
 
@@ -64,6 +71,7 @@ class Witness:
             raise Broken(f"groups {again} are to be trained again; steps {[self.trained[o] for o in again]} used them")
         if len(set(batch.groups)) != self._config.trainer.mini_batch_size:
             raise Broken(f"a mini-batch of groups {batch.groups}")
+        self._check_returns(batch)
         lookahead = self._config.buffer.lookahead
         ahead = self._config.buffer.max_staleness if lookahead == "auto" else lookahead
         oldest = ahead + self._config.weights.sync_every - 1 + self._undone
@@ -77,6 +85,24 @@ class Witness:
                 raise Broken(
                     f"a token is {ages_N.max()} versions old in strict order, {self._undone} steps were undone"
                 )
+
+    def scored(self, buffer: Buffer) -> None:
+        """All that happened is on the disk: raise Broken if a scorer's answer is not the one that was journalled."""
+        for group_id, group in buffer.ledger.state.groups.items():
+            if group.scored and group.state in SCORED:
+                for score in buffer.scoring.answers(group_id):
+                    before = self._scores.setdefault((group_id, score.scorer), score)
+                    if before != score:
+                        raise Broken(f"group={group_id} was scored as {before}, and is now {score}")
+
+    def _check_returns(self, batch: MiniBatch) -> None:
+        """Raise Broken unless the judge's groups have the rewards that it gave."""
+        for place, group_id in enumerate(batch.groups):
+            score = self._scores.get((group_id, "judge"))
+            if score is not None and score.rewards is not None and score.replaces:
+                used = batch.return_G[batch.prompt_of_trajectory_G == place].tolist()
+                if used != [*score.rewards]:
+                    raise Broken(f"group={group_id} is trained with {used}, and its scorer said {score.rewards}")
 
     def committed(self, version: PolicyVersion, batch: MiniBatch) -> None:
         """The trainer received the answer that its step is committed."""

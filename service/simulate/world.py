@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -34,12 +34,12 @@ class World:
 
     def __init__(self, config: Config, scenario: Scenario, seed: int, segment_bytes: int = 64 << 20) -> None:
         self.scenario, self.seed = scenario, seed
-        rngs = [np.random.default_rng((seed, part)) for part in range(5)]
+        rngs = [np.random.default_rng((seed, part)) for part in range(6)]
         faults = scenario.faults
         self.loop = Loop()
         self.witness = Witness(config, self.loop)
         network = Network(self.loop, rngs[2], faults.delay, faults.lost, faults.doubled)
-        self.host = Host(config, network, self.witness, rngs[1], segment_bytes)
+        self.host = Host(config, scenario, network, self.witness, (rngs[1], rngs[5]), segment_bytes)
         self.generators = [
             SimulatedGenerator(f"g{i}", self.host, scenario, rngs[3]) for i in range(scenario.generators)
         ]
@@ -66,6 +66,9 @@ class World:
         except BaseException as error:  # also a bug's, and an interrupt's: the seed repeats what led to it
             error.add_note(f"seed {self.seed}")
             raise
+        finally:
+            self.host.scorers.end()
+            self.loop.run(lambda: self.host.scorers.ended)
 
     def _run(self) -> None:
         self.begin()
@@ -239,6 +242,21 @@ def fault_world(seed: int) -> FaultyWorld:
     return FaultyWorld(_config(rng), scenario, seed, segment_bytes=int(rng.choice([1, 3_000, 1 << 20])))
 
 
+_JUDGE = "url: http://judge, workers: 2, deadline: 5, attempts: 3"
+_TEACHER = "kind: teacher, url: http://teacher, tokenizer: /teacher, workers: 3, deadline: 5"
+_SCORERS: Sequence[Sequence[str]] = (
+    (),
+    (f"scorers={{judge: {{{_JUDGE}}}}}",),
+    (f"scorers={{judge: {{{_JUDGE}, combine: add, fallback: environment_reward}}}}",),
+    (
+        f"scorers={{judge: {{{_JUDGE}}}, teacher: {{{_TEACHER}}}}}",
+        "algorithm.teacher={}",
+        "algorithm.filter_zero_variance=false",
+    ),
+)
+"""Settings of the scorers of a world."""
+
+
 def _config(rng: np.random.Generator) -> Config:
     lookahead = rng.integers(0, 4)
     settings = [
@@ -260,4 +278,4 @@ def _config(rng: np.random.Generator) -> Config:
         "trainer.max_tokens_per_micro_batch=1024",
         f"trainer.checkpoint_every={rng.integers(1, 4)}",
     ]
-    return load_config([], settings)
+    return load_config([], [*settings, *_SCORERS[int(rng.integers(len(_SCORERS)))]])

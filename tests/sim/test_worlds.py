@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from service.errors import JournalError
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
+from service.handoff.ledger.events import Event, Scored
 from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record, Store
+from service.handoff.scoring import Answer, Scoring
 from service.simulate.host import Host
 from service.simulate.witness import Broken
 from service.simulate.world import fault_world
+from service.types import Refusal
 
 Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_every_promise_holds_in_worlds_full_of_faults(first: int) -> None:
-    faults = 0
+    faults = answers = bad_answers = 0
     for seed in range(first, first + 10):
         world = fault_world(seed)
         world.run()
         faults += world.fault_count
-    assert faults > 20
+        answers += world.host.answers
+        bad_answers += world.host.bad_answers
+    assert faults > 20 and answers > 100 and bad_answers > 10
 
 
 @pytest.mark.full
@@ -87,6 +94,26 @@ def gives_up_segments_that_are_needed(patch: Patch) -> None:
     patch.setattr(Record, "needed_from", lambda self: self.journal.position)
 
 
+def keeps_scores_out_of_the_journal(patch: Patch) -> None:
+    def add(self: Record, event: Event) -> None:
+        self.apply(event) if isinstance(event, Scored) else added(self, event)
+
+    added = Record.add
+    patch.setattr(Record, "add", add)
+
+
+def takes_a_scorers_newest_answer(patch: Patch) -> None:
+    def accept(self: Scoring, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
+        group = self._record.ledger.state.groups.get(group_id)
+        if group is not None and group.state is GroupState.COMPLETE and answer.rewards is not None:
+            scores = self._record.store._held[group_id].scores
+            scores[scorer] = msgspec.structs.replace(scores[scorer], rewards=tuple(answer.rewards))
+        return accepted(self, group_id, scorer, answer)
+
+    accepted = Scoring.accept
+    patch.setattr(Scoring, "accept", accept)
+
+
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -97,6 +124,8 @@ def gives_up_segments_that_are_needed(patch: Patch) -> None:
         keeps_superseded_steps,
         leaves_the_leases_out_of_snapshots,
         gives_up_segments_that_are_needed,
+        keeps_scores_out_of_the_journal,
+        takes_a_scorers_newest_answer,
     ],
     ids=lambda sabotage: sabotage.__name__,
 )

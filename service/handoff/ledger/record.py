@@ -179,9 +179,13 @@ class Store:
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
         """All steps and ends of a complete group, with what its scorers said."""
+        scores = self.scores(group_id)
+        return *with_scores(*self.unscored(group_id), scores), scores
+
+    def scores(self, group_id: int) -> tuple[events.Scored, ...]:
+        """What scorers said about a group so far, by name."""
         scores = self._held[group_id].scores
-        by_name = tuple(scores[name] for name in sorted(scores))
-        return *with_scores(*self.unscored(group_id), by_name), by_name
+        return tuple(scores[name] for name in sorted(scores))
 
     def unscored(self, group_id: int) -> tuple[Steps, Ends]:
         """All steps and ends of a complete group as they came; its steps become one table."""

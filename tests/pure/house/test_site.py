@@ -18,10 +18,15 @@ from actors.driver.commands import VLLM_ON_CPU
 from service.cli.parser import main
 from service.config import load
 from service.config.checks import problems
+from service.handoff.steps.wire import encode as encode_group
+from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
 from service.rollout.prompts.dataset import load_tasks
 from service.run.folder import TARGETS
+from service.scorers.reply import Request, answer_from, encode
+from service.scorers.scorer import Scorer
+from tests.pure.scorers.test_scorer import GROUP, TASKS, WORDS
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -149,6 +154,29 @@ def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: 
         assert asyncio.run(play(["x", "y"])) == (0.0, True, "")
     finally:
         sys.modules.pop("own_envs", None)
+
+
+@pytest.mark.parametrize("page", ["scorers.md", "roles.md"])
+def test_the_configurations_of_a_page_are_right(page: str, tmp_path: Path) -> None:
+    for number, text in enumerate(blocks(DOCS / page, "yaml")):
+        (file := tmp_path / f"{number}.yaml").write_text(text)
+        assert problems(load([file], ["model.make={}", "data.make_rows=8"]).config) == []
+
+
+def test_the_judge_of_ones_own_scores_each_trajectory_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = [block for block in blocks(DOCS / "scorers.md", "python") if "def score" in block]
+    (tmp_path / "my_judge.py").write_text(code)
+    (tmp_path / "judge.yaml").write_text(blocks(DOCS / "scorers.md", "yaml")[0])
+    make_tokenizer(tmp_path, WORDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        judge = Scorer(load([tmp_path / "judge.yaml"]).config, "judge", tmp_path, TASKS)
+        answer = answer_from(asyncio.run(judge.reply(encode(Request(0, encode_group(GROUP))))), room=0)
+    finally:
+        sys.modules.pop("my_judge", None)
+    assert answer.rewards == [1 / 3, 1 / 3] and answer.info == ["2 turns", "2 turns"]
 
 
 def test_the_reward_of_ones_own_changes_only_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

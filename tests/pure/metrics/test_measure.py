@@ -23,6 +23,7 @@ from service.observe.measure import (
     measure_steps,
 )
 from service.observe.metrics import MAX_SERIES, Metrics
+from service.scorers.reply import REASONS
 from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd, TrajectoryId
 
 
@@ -193,6 +194,16 @@ def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
     assert value(metrics, "baton_length_distance", of="tokens") == 0.5
     assert value(metrics, "baton_journal_bytes") == 2048, "what was given up takes no room"
     assert value(metrics, "baton_journal_limit_bytes") == 4096
+
+
+def test_a_scorer_that_has_not_failed_yet_has_a_zero_for_each_reason_for_which_it_may(metrics: Metrics) -> None:
+    status: Any = FakeBufferStatus(scorers={"judge": ScorerStatus()})
+    measure_buffer(metrics, status, Config())
+    for reason in REASONS:
+        assert value(metrics, "baton_scorer_failures_total", scorer="judge", reason=reason) == 0
+    status.scorers["judge"].failures["died"] += 2
+    measure_buffer(metrics, status, Config())
+    assert value(metrics, "baton_scorer_failures_total", scorer="judge", reason="died") == 2
 
 
 def test_label_values_without_end_are_counted_together(metrics: Metrics) -> None:
