@@ -43,6 +43,7 @@ from actors.generator.scaling import Placed
 from actors.observe.logs import log_env
 from actors.observe.metrics_hub import MetricsHub
 from actors.scorers.actor import actor_names, place_scorers
+from actors.scorers.frozen import place_roles
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from service.agents.keys import Keys
@@ -149,6 +150,8 @@ class Cluster:
     place: Callable[[int], Awaitable[Placed]]
     """Makes a further generator, with its number, as soon as there is room for it."""
     scorers: tuple[Any, ...] = ()
+    roles: tuple[Any, ...] = ()
+    """Of frozen roles that the run serves."""
     retrieval: Any | None = None
     """Kept here because an actor ends with its last handle."""
 
@@ -183,6 +186,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         .remote(with_free_port(config).model_dump_json(), str(journal.parent))
     )
     scorers = place_scorers(config, prepared.model_folder, prepared.tasks_file, has_gpu=bool(gpus))
+    roles = place_roles(config, has_gpu=bool(gpus), hub=HUB)
     buffer = (
         ray.remote(BufferActor)
         .options(name=BUFFER, **buffer_options(config))
@@ -210,7 +214,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
 
     engines = range(config.generator.min_engines)
     generators = tuple(generator(n, room, engine_index(config, n), max_restarts=-1) for n in engines)
-    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), place, scorers, retrieval)
+    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), place, scorers, roles, retrieval)
 
 
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:

@@ -21,6 +21,7 @@ from actors.generator.scaling import Scaling
 from actors.observe.logs import say_which_are_elsewhere
 from actors.observe.metrics_hub import ray_targets, run_target, serving
 from actors.observe.telemetry import RunTelemetry
+from actors.scorers.actor import all_up
 from actors.trainer.group import TrainerLost
 from actors.trainer.profiles import Profiles
 from service.cli.phases import phase
@@ -62,7 +63,7 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._hub, self._buffer, self._trainer = cluster.hub, cluster.buffer, cluster.trainer
-        self._scorers = cluster.scorers
+        self._scorers, self._roles = cluster.scorers, cluster.roles
         self._folder = folder
         self._prepared = prepared
         self._say = say
@@ -201,7 +202,9 @@ class Coordinator:
             "the generators": self._generator_pool.start(),
         }
         if self._scorers:
-            starting["the scorers"] = self._scorers_up()
+            starting["the scorers"] = all_up(self._scorers, self._config.scorers, "a scorer")
+        if self._roles:
+            starting["the frozen roles' models"] = all_up(self._roles, self._config.served_roles, "a role's model")
         waited_for = dict.fromkeys(starting)
 
         async def up(name: str) -> str | None:
@@ -212,11 +215,6 @@ class Coordinator:
         with phase("loading the model: engines and trainer ranks start", self._say, lambda: ", ".join([*waited_for])):
             url, *_ = await asyncio.gather(*(up(name) for name in starting))
         return str(url)
-
-    async def _scorers_up(self) -> None:
-        """Wait for every scorer; a user's code that cannot be loaded ends the run before its first step."""
-        within = max(scorer.start_deadline for scorer in self._config.scorers.values())
-        await asyncio.gather(*(call(scorer.ready, who="a scorer", within=within) for scorer in self._scorers))
 
     async def _start_fresh(self) -> None:
         """Do the warm start, unless it was done, and measure its success rate; then evaluate the initial weights."""

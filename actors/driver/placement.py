@@ -169,6 +169,7 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     searching = 0 if config.env.retrieval is None else math.ceil(config.env.retrieval.gpus)
     scorers = [scorer for scorer in config.scorers.values() for _ in range(scorer.workers if scorer.use else 1)]
     searching += sum(math.ceil(scorer.gpus) for scorer in scorers)
+    searching += sum(math.ceil(role.gpus) for role in config.served_roles.values())
     if (needed := ranks + engines * each + searching) <= gpus:
         return
     left = gpus - searching if gpus > searching else gpus

@@ -25,6 +25,8 @@ from actors.driver.placement import engine_bundle, engine_options, gpus_each, ra
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
 from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.generator.retrieval import with_retrieval
+from actors.scorers.actor import all_up
+from actors.scorers.frozen import place_roles
 from service.cli.phases import phase
 from service.config import Config
 from service.config.paths import check_retrieval, with_absolute_paths
@@ -138,6 +140,7 @@ async def _evaluate(
             await _export(config, target, manifest, exported, say)
     model = (exported if manifest is not None else target.weights(None)).absolute()
     gpus = gpus_each()
+    roles = place_roles(config, has_gpu=bool(gpus), hub=None)
     bundles = [engine_bundle(config, gpus)] * config.generator.min_engines
     room = await reserve(bundles, config.generator.start_deadline, say)
     await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, files.values()))
@@ -149,7 +152,8 @@ async def _evaluate(
     ]
     with phase("loading the model: engines start", say):
         await asyncio.gather(
-            *(call(engine.start, who="an engine", within=config.generator.start_deadline) for engine in engines)
+            *(call(engine.start, who="an engine", within=config.generator.start_deadline) for engine in engines),
+            all_up(roles, config.served_roles, "a role's model"),
         )
     results = []
     for name, path in files.items():

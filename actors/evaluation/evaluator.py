@@ -11,6 +11,7 @@ from actors.calls import call
 from actors.generator.engine import VllmEngine
 from actors.generator.vllm_parser import use_parser
 from actors.observe.logs import keep_log
+from actors.scorers.frozen import ask_role
 from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
 from service.interop.user_functions import enter_user_folder
@@ -40,7 +41,7 @@ class Evaluator:
         enter_user_folder()
         self._config = Config.model_validate_json(config_json)
         self._engine = VllmEngine(self._config, Path(model_folder))
-        self._player = Player(self._config, Path(model_folder), self._engine)
+        self._player = Player(self._config, Path(model_folder), self._engine, served=ask_role)
         self._model_folder = Path(model_folder)
 
     async def start(self) -> None:

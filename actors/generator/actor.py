@@ -28,6 +28,7 @@ from actors.generator.outbox import Outbox, Unreachable
 from actors.generator.vllm_parser import use_parser
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
+from actors.scorers.frozen import ask_role
 from actors.weights.checksum import WeightBytes
 from actors.weights.weight_group import Meeting
 from service.agents.agents import Agents
@@ -88,7 +89,7 @@ class Generator:
         self._buffer = resolve_actor(buffer)
         self._tasks = load_tasks(Path(tasks_file))
         self._engine = VllmEngine(self._config, Path(base or model_folder))
-        self._player = Player(self._config, Path(model_folder), self._engine, keys, number)
+        self._player = Player(self._config, Path(model_folder), self._engine, keys, number, ask_role)
         self._model_folder = Path(model_folder)
         self._limit = GroupLimit.of(self._config)
         self._groups = 0
@@ -365,10 +366,7 @@ class Generator:
         metrics.set("baton_generator_running_requests", self._engine.running)
         metrics.set("baton_generator_policy_version", self._engine.serving.step)
         metrics.set("baton_generator_group_limit", self._limit.groups)
-        metrics.set("baton_environment_leaked_tasks", len(self._player.leaked))
         metrics.count_to("baton_prefix_cached_tokens_total", self._engine.counts["cached_tokens"])
-        if self._player.agents is not None:
-            self._player.agents.measure(metrics)
         if (load := self._engine.load) is not None:
             metrics.set("baton_generator_waiting_requests", load.waiting)
             metrics.set("baton_generator_kv_cache_ratio", load.kv_cache_ratio)

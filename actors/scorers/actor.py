@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from actors.calls import in_a_line
+from actors.calls import call, in_a_line
 from actors.generator.engine_arguments import engine_env
 from actors.observe.logs import keep_log
-from actors.scorers.engine import TeacherEngine
+from actors.scorers.engine import FrozenEngine
 from service.config import Config
+from service.config.rollout import RoleConfig, ScorerConfig
 from service.rollout.prompts.dataset import load_tasks
 from service.scorers.asking import Worker
 from service.scorers.reply import Failure, ScorerFailed
@@ -34,7 +36,7 @@ class ScorerActor:
         config = Config.model_validate_json(config_json)
         teacher = config.scorers[name].model
         try:
-            self._engine = TeacherEngine(config, teacher) if teacher is not None else None
+            self._engine = FrozenEngine(config, teacher) if teacher is not None else None
             engine = None if self._engine is None else self._engine.logprobs
             self._scorer = Scorer(config, name, Path(model_folder), load_tasks(Path(tasks_file)), engine)
         except Exception as error:  # noqa: BLE001 - raised by `ready`
@@ -130,3 +132,9 @@ def place_scorers(config: Config, model_folder: Path, tasks_file: Path, has_gpu:
         for name, actors in actor_names(config).items()
         for actor in actors
     )
+
+
+async def all_up(actors: Sequence[Any], settings: Mapping[str, ScorerConfig | RoleConfig], who: str) -> None:
+    """Wait until every actor can be asked; what cannot be loaded ends the run before its first step."""
+    within = max((each.start_deadline for each in settings.values()), default=0.0)
+    await asyncio.gather(*(call(actor.ready, who=who, within=within) for actor in actors))

@@ -196,14 +196,20 @@ def _roles(config: Config) -> Iterator[Problem]:
     for name, role in config.roles.items():
         if name in ROLES:
             yield Problem(f"roles.{name}", f"{', '.join(ROLES)} are there in every run; give another name")
-        if role.mode != "frozen" and (role.url or role.model or role.key_file):
+        if role.mode != "frozen" and (role.url or role.model or role.key_file or role.gpus):
             yield Problem(
                 f"roles.{name}",
-                f"url, model and key_file name another model, but with mode={role.mode} the policy plays the role, so "
-                "that model would never be asked; use mode=frozen, or leave them out",
+                f"url, model, key_file and gpus are those of another model, but with mode={role.mode} the policy plays "
+                "the role, so that model would never be asked; use mode=frozen, or leave them out",
             )
-        if role.mode == "frozen" and (role.url is None or role.model is None):
-            yield Problem(f"roles.{name}", "is frozen, but nothing says who plays it; give url and model")
+        if role.mode == "frozen" and role.model is None:
+            yield Problem(
+                f"roles.{name}", "is frozen, but nothing says who plays it; give model (a folder), or url and model"
+            )
+        elif role.mode == "frozen" and role.url is not None and role.gpus:
+            yield Problem(f"roles.{name}.gpus", "are of an engine of this run, but url names another one; use 0")
+        elif role.is_served and role.key_file is not None:
+            yield Problem(f"roles.{name}.key_file", "is for url, which is not set; leave it out")
         elif role.url is not None and not _is_address(role.url):
             yield Problem(f"roles.{name}.url", f"{role.url!r} is no address; give http://HOST:PORT/v1")
 

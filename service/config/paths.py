@@ -11,6 +11,7 @@ from shutil import which
 from typing import Literal, NamedTuple
 
 from service.config.model_folder import check_model_folder, is_model_folder
+from service.config.rollout import RoleConfig
 from service.config.tree import Config
 from service.errors import UserError
 from service.interop.user_functions import find_user_module
@@ -61,7 +62,7 @@ def with_absolute_paths(config: Config) -> Config:
             ),
             "data": data.model_copy(update=update),
             "roles": {
-                name: role.model_copy(update={"key_file": _absolute(role.key_file)})
+                name: role.model_copy(update={"key_file": _absolute(role.key_file), "model": _model_of(role)})
                 for name, role in config.roles.items()
             },
             "agents": agents and agents.model_copy(update={"worker_key_file": _absolute(agents.worker_key_file)}),
@@ -73,6 +74,10 @@ def with_absolute_paths(config: Config) -> Config:
 
 def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
+
+
+def _model_of(role: RoleConfig) -> str | None:
+    return str(Path(role.model).absolute()) if role.is_served and role.model else role.model
 
 
 def check_retrieval(config: Config) -> None:
@@ -106,6 +111,8 @@ def _problems(config: Config) -> Iterator[_PathProblem]:
     yield from _path_problems("agents.worker_key_file", key_file, "worker key", "file", "give a text file")
     for name, role in config.roles.items():
         yield from _path_problems(f"roles.{name}.key_file", role.key_file, "key", "file", "give a text file")
+        own = Path(role.model) if role.is_served and role.model else None
+        yield from _path_problems(f"roles.{name}.model", own, "model folder", "folder", "give a Hugging Face folder")
     yield from _scorer_problems(config)
     yield from _module_problems(config)
     if _kind("run.dir", config.run.dir) == "file":

@@ -160,11 +160,21 @@ class RoleConfig(Section):
     """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays it and is not; `frozen`:
     another model plays it."""
     url: str | None = None
-    """Of a frozen role: address of an OpenAI-compatible endpoint, up to and with `/v1`."""
+    """Of a frozen role: address of an OpenAI-compatible endpoint, up to and with `/v1`; None: an engine of this run
+    serves the model."""
     model: str | None = None
-    """Of a frozen role: the model's name at `url`."""
+    """Of a frozen role: the model's name at `url`; without `url`, its Hugging Face folder."""
     key_file: Path | None = None
     """Of a frozen role: file with the key for `url`; None: none is sent."""
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs that Ray reserves for the engine of a frozen role without `url`."""
+    start_deadline: Seconds = 600.0
+    """Seconds in which that engine must start."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether an engine of the run plays the role without being the policy's."""
+        return self.mode == "frozen" and self.url is None
 
 
 class EnginesRange(Section):

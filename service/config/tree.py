@@ -236,6 +236,11 @@ class Config(Section):
         return (*kinds, *(name for name, role in self.roles.items() if role.mode == "trained"))
 
     @property
+    def served_roles(self) -> dict[str, RoleConfig]:
+        """Frozen roles whose models are served by engines of this run."""
+        return {name: role for name, role in self.roles.items() if role.is_served}
+
+    @property
     def most_steps(self) -> int:
         """Most steps of a trajectory: turns in an environment, calls of an agent."""
         return max(self.env.max_turns, self.endpoint.max_calls if self.endpoint is not None else 0)

@@ -233,6 +233,12 @@ GENERATORS_AND_WEIGHTS = (
     ),
     counter("baton_agent_refused_total", "Requests of agents that were refused, by HTTP status.", ("status",)),
     counter("baton_agent_undelivered_total", "Answers to agents that had left."),
+    counter(
+        "baton_frozen_role_turns_total",
+        "Turns of frozen roles (`roles`): `answered` by their model, or `failed`, which costs the trajectory.",
+        ("step_role", "outcome"),
+    ),
+    counter("baton_frozen_role_seconds_total", "Seconds of waiting for frozen roles' models.", ("step_role",)),
     gauge(
         "baton_agent_sessions",
         "Sessions of agents: open ones that wait for the policy (`calling`), for their agent (`idle`) or for a worker "

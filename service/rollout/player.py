@@ -21,7 +21,7 @@ from service.observe.metrics import Metrics
 from service.observe.trace.trajectories import TimedEngine, Timelines
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import load_chat
-from service.rollout.chat.frozen import FrozenModels
+from service.rollout.chat.frozen import FrozenModels, Served
 from service.rollout.engine import Engine
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
@@ -36,15 +36,21 @@ class Player:
     """Plays trajectories in the process of their engine."""
 
     def __init__(
-        self, config: Config, model_folder: Path, engine: Engine, keys: Keys | None = None, number: int = 0
+        self,
+        config: Config,
+        model_folder: Path,
+        engine: Engine,
+        keys: Keys | None = None,
+        number: int = 0,
+        served: Served | None = None,
     ) -> None:
-        """`keys`, `number`: those of `Agents`."""
+        """`keys`, `number`: those of `Agents`; `served`: that of `FrozenModels`."""
         self._config = config
         self.timelines = Timelines(config.generator.min_engines)
         self._engine: Engine = TimedEngine(engine, self.timelines)
         self._chat = load_chat(model_folder, config.generator)
         self._limits = AgentLimits.of(config, self._chat)
-        self._frozen = FrozenModels(config.roles)
+        self._frozen = FrozenModels(config.roles, served)
         self._environments = Environments(config.env)
         self.agents: Agents | None = None
         if config.endpoint is not None:
@@ -111,10 +117,14 @@ class Player:
         return await asyncio.gather(*(play(row, sample) for row in rows for sample in range(n_samples)))
 
     def measure(self, metrics: Metrics) -> None:
-        """Measure the trajectories of training that ended since the last call."""
+        """Measure what happened while trajectories were played, and those of training that ended since the last call."""
         self.timelines.measure(metrics)
         measure_ended(metrics, self._ended)
         self._ended.clear()
+        self._frozen.measure(metrics)
+        metrics.set("baton_environment_leaked_tasks", len(self.leaked))
+        if self.agents is not None:
+            self.agents.measure(metrics)
 
     async def close(self) -> None:
         """End the processes of the environments."""

@@ -13,11 +13,12 @@ import torch
 
 from actors.generator.engine_arguments import engine_env
 from actors.scorers.actor import RayWorker, place_scorers
-from actors.scorers.engine import TeacherEngine
+from actors.scorers.engine import FrozenEngine
 from service.config import AlgorithmConfig, Config
 from service.config.rollout import ScorerConfig
 from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer
+from service.rollout.engine import Sampling
 from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, encode
 from service.types import TrajectoryId
 from tests.e2e.test_engine import CONFIG, VOCABULARY, dense
@@ -27,10 +28,10 @@ from tests.pure.scorers.test_scorer import group_of
 pytestmark = pytest.mark.slow
 
 
-def test_a_teachers_engine_agrees_with_a_forward_pass(local_ray: None, tmp_path: Path) -> None:
+def test_a_frozen_engine_agrees_with_a_forward_pass(local_ray: None, tmp_path: Path) -> None:
     model, rng = dense(3), np.random.default_rng(0)
     model.save_pretrained(tmp_path)
-    engine = ray.remote(TeacherEngine).options(runtime_env={"env_vars": engine_env(CONFIG)}).remote(CONFIG, tmp_path)
+    engine = ray.remote(FrozenEngine).options(runtime_env={"env_vars": engine_env(CONFIG)}).remote(CONFIG, tmp_path)
     rows = [rng.integers(3, VOCABULARY, length).tolist() for length in (2, 17, 64, 320)]
     rows.append([*rows[2], *rows[1]])  # begins as another one
     found = ray.get([engine.logprobs.remote(row) for row in rows], timeout=300)
@@ -39,6 +40,10 @@ def test_a_teachers_engine_agrees_with_a_forward_pass(local_ray: None, tmp_path:
             logits = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
         expected = logits.gather(1, torch.tensor(row[1:])[:, None])[:, 0].numpy()
         assert given[0] is None and np.abs(np.array(given[1:]) - expected).max() < 1e-3
+    sampled = ray.get(engine.sampled.remote(rows[1], Sampling(max_tokens=4, temperature=0.0)), timeout=60)
+    with torch.no_grad():
+        continued = model(torch.tensor([[*rows[1], *sampled]])).logits[0].argmax(-1)
+    assert [*sampled] == continued[len(rows[1]) - 1 : -1].tolist()
 
 
 def test_code_that_hangs_or_dies_is_followed_by_another_process(local_ray: None, tmp_path: Path) -> None:

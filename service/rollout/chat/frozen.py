@@ -1,6 +1,6 @@
 """The models that play a run's frozen roles: they are asked in text, at an OpenAI-compatible endpoint each.
 
-    conversation of the role -> POST {url}/chat/completions -> text
+    conversation of the role -> POST {url}/chat/completions, or an engine of this run -> text
 
 Whatever the model's own tokens are, its turn is kept in those of the policy, without loss.
 """
@@ -8,7 +8,9 @@ Whatever the model's own tokens are, its turn is kept in those of the policy, wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -17,6 +19,7 @@ import numpy as np
 
 from service.config.rollout import RoleConfig
 from service.handoff.steps.stop_reason import StopReason
+from service.observe.metrics import Metrics
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.outside import key_header, whole_body
 from service.rollout.engine import Generation, Sampling
@@ -33,14 +36,35 @@ ANSWER_BYTES = 4 << 20
 """Most bytes of an answer."""
 
 
+Served = Callable[[str, Sequence[Message], Sampling], Awaitable[str]]
+"""What the engine of this role says next; raises `TrajectoryFailed`, or ConnectionError where it may be asked again."""
+
+
 class FrozenModels:
     """Asks the models of frozen roles; one set of connections for a generator."""
 
-    def __init__(self, roles: Mapping[str, RoleConfig]) -> None:
-        """Raises a UserError where a file holds no key that can be read."""
+    def __init__(self, roles: Mapping[str, RoleConfig], served: Served | None = None) -> None:
+        """`served` asks the engines of roles without an address.
+
+        Raises:
+            UserError: a file holds no key that can be read.
+        """
         self._roles = {name: role for name, role in roles.items() if role.mode == "frozen"}
         self._headers = {name: key_header(f"roles.{name}.key_file", of.key_file) for name, of in self._roles.items()}
         self._session: aiohttp.ClientSession | None = None
+        self._served = served
+        self._counts = Counter[tuple[str, str]]()
+        """By role and outcome."""
+        self._seconds = dict.fromkeys(self._roles, 0.0)
+
+    def measure(self, metrics: Metrics) -> None:
+        """Record how often the models were asked, and how long they took."""
+        for role in self._roles:
+            for outcome in ("answered", "failed"):
+                metrics.count_to(
+                    "baton_frozen_role_turns_total", self._counts[role, outcome], step_role=role, outcome=outcome
+                )
+            metrics.count_to("baton_frozen_role_seconds_total", self._seconds[role], step_role=role)
 
     def __contains__(self, role: str) -> bool:
         return role in self._roles
@@ -51,30 +75,54 @@ class FrozenModels:
         Raises:
             TrajectoryFailed: it does not answer within `deadline` seconds, refuses, or answers without a text.
         """
+        began = time.monotonic()
+        try:
+            text = await self._answer_within(role, messages, sampling, deadline)
+        except TrajectoryFailed:
+            self._counts[role, "failed"] += 1
+            raise
+        finally:
+            self._seconds[role] += time.monotonic() - began
+        self._counts[role, "answered"] += 1
+        return text
+
+    async def _answer_within(self, role: str, messages: Sequence[Message], sampling: Sampling, deadline: float) -> str:
+        """Ask until there is an answer, a refusal, or no time any more."""
         asked, last, pause = self._roles[role], "no answer", FIRST_PAUSE
+        try:
+            async with asyncio.timeout(deadline) as scope:
+                while True:
+                    try:
+                        return await self._asked(role, messages, sampling)
+                    except aiohttp.ClientError as error:
+                        last = f"{type(error).__name__}: {error}"
+                    except ConnectionError as error:
+                        last = str(error)
+                    await asyncio.sleep(pause)
+                    pause *= 2
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            late = f"roles.{role}: {asked.url or asked.model} gave no answer within {deadline:g} s, at last {last}"
+            raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
+
+    async def _asked(self, role: str, messages: Sequence[Message], sampling: Sampling) -> str:
+        """The answer; raises `aiohttp.ClientError` or ConnectionError where the model may be asked again."""
+        asked = self._roles[role]
+        if asked.is_served:
+            if self._served is None:
+                raise ValueError(f"roles.{role}: this process has no way to the engine")
+            return await self._served(role, messages, sampling)
         body = {
             "model": asked.model,
             "messages": list(messages),
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
         }
-        try:
-            async with asyncio.timeout(deadline) as scope:
-                while True:
-                    try:
-                        status, answer = await self._post(f"{asked.url}/chat/completions", body, self._headers[role])
-                        if status not in AGAIN:
-                            return _text(role, status, answer)
-                        last = f"status {status}"
-                    except aiohttp.ClientError as error:
-                        last = f"{type(error).__name__}: {error}"
-                    await asyncio.sleep(pause)
-                    pause *= 2
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            late = f"roles.{role}: {asked.url} gave no answer within {deadline:g} s, at last {last}"
-            raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
+        status, answer = await self._post(f"{asked.url}/chat/completions", body, self._headers[role])
+        if status in AGAIN:
+            raise ConnectionError(f"status {status}")
+        return _text(role, status, answer)
 
     async def _post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, bytes | None]:
         if self._session is None:
