@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from service.config.tree import ModelConfig
+from service.config.tree import Config, ModelConfig
 from service.handoff import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.batches.credit import Credit
 from service.handoff.ledger.versions import VersionHistory
@@ -84,15 +84,21 @@ def gradient(learner: Learner, batch: MiniBatch) -> np.ndarray:
     return torch.cat(parts).double().numpy()
 
 
-@pytest.fixture(scope="module", params=["packed", "padded", "shared_prefix"])
-def learner(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Learner]:
-    config = settings(ALGORITHM | {"clip_low": 0.9, "clip_high": 10.0}, {"layout": request.param})
+def in_float64(config: Config, model_folder: Path) -> Learner:
+    """A learner all of whose numbers are float64."""
     config = config.model_copy(update={"model": ModelConfig.model_construct(dtype="float64")})
     learner = Learner(config, model_folder, CPU, 0, 1)
     for module in learner.policy.model.modules():
         if type(module).__name__.endswith("RMSNorm"):  # the model's own computes in float32
             shape, eps = module.weight.shape, module.variance_epsilon
             module.forward = partial(F.rms_norm, normalized_shape=shape, weight=module.weight, eps=eps)
+    return learner
+
+
+@pytest.fixture(scope="module", params=["packed", "padded", "shared_prefix"])
+def learner(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Learner]:
+    config = settings(ALGORITHM | {"clip_low": 0.9, "clip_high": 10.0}, {"layout": request.param})
+    learner = in_float64(config, model_folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "prefix_order", partial(prefix_order, least=1))  # rows share tokens from the first on
         yield learner
