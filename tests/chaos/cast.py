@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -40,6 +41,7 @@ from service.handoff.steps.builder import append_step
 from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason
+from service.scorers.trajectories import Trajectory
 from service.types import (
     Extension,
     Int32s,
@@ -60,6 +62,9 @@ VOCABULARY = 1000
 DEADLINE = 120.0
 """Seconds without any answer of the buffer after which a generator gives up."""
 LOOK_SECONDS = 0.01
+JUDGE = "scorer-judge-0"
+"""The name of the judge's actor."""
+JUDGE_SECONDS = 0.02
 POLL_SECONDS = 1.0
 
 
@@ -130,6 +135,28 @@ def acknowledged(folder: Path) -> set[tuple[int, int, int, int]]:
     return {tuple(map(int, line.split())) for line in lines}  # type: ignore[misc]
 
 
+def noted_scores(folder: Path) -> dict[int, list[float]]:
+    """The judge's rewards of each group, as they were when they came to the buffer's disk."""
+    file = folder / "scores.txt"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {int(group_id): json.loads(rewards) for group_id, _, rewards in (line.partition(" ") for line in lines)}
+
+
+# -- a scorer ---------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """What it says about a group is something else each time."""
+
+    def __init__(self, folder: str) -> None:
+        came_up(Path(folder), JUDGE)
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """A random reward for each trajectory."""
+        time.sleep(JUDGE_SECONDS)
+        return [random.random() for _ in trajectories]
+
+
 # -- the buffer -------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +169,7 @@ class DoomedBuffer(BufferActor):
         self._doom = Doom(self._folder / "doom" / "buffer.json")
         disk = DoomedDisk(self._doom)
         actors.buffer.actor.Journal = partial(Journal, disk=disk, segment_bytes=segment_bytes)  # type: ignore[misc]
+        self._noted = noted_scores(self._folder)
         super().__init__(config_json, VOCABULARY, str(self._folder / "tasks.jsonl"), journal, hub)
         self._look()
         with (self._folder / "restarts.txt").open("a") as file:
@@ -155,6 +183,28 @@ class DoomedBuffer(BufferActor):
         for group_id, sample, attempt, index in acknowledged(self._folder):
             if lost(self._buffer.ledger, group_id, sample, attempt, index):
                 break_promise(self._folder, f"lost: group={group_id}/sample={sample}/attempt={attempt}/step={index}")
+
+    async def _settled(self) -> None:
+        news = self._newly_scored()
+        await super()._settled()
+        if news:
+            with (self._folder / "scores.txt").open("a") as file:
+                file.writelines(f"{group_id} {json.dumps(rewards)}\n" for group_id, rewards in news.items())
+
+    def _newly_scored(self) -> dict[int, list[float]]:
+        """What the judge said and was not noted yet; something else than what was noted breaks a promise."""
+        said = {
+            group_id: [*(score.rewards or ())]
+            for group_id, group in self._buffer.ledger.state.groups.items()
+            if group.scored
+            for score in self._buffer.scoring.answers(group_id)
+        }
+        for group_id, rewards in said.items():
+            if self._noted.get(group_id, rewards) != rewards:
+                break_promise(self._folder, f"scored twice: group={group_id}, {self._noted[group_id]} and {rewards}")
+        news = {group_id: rewards for group_id, rewards in said.items() if group_id not in self._noted}
+        self._noted |= news
+        return news
 
     async def claim(self, *arguments: Any) -> Any:
         answer = await super().claim(*arguments)
@@ -411,6 +461,11 @@ class FakeTrainer(Player):
             break_promise(self._folder, f"trained twice: {sorted(again)} of {batch.groups}")
         for what in wrong_rows(batch, self._config.env.max_turns):
             break_promise(self._folder, what)
+        noted = noted_scores(self._folder) if self._config.scorers else {}
+        for place, group_id in enumerate(batch.groups if self._config.scorers else ()):
+            used = batch.return_G[batch.prompt_of_trajectory_G == place].tolist()
+            if used != noted.get(group_id):
+                break_promise(self._folder, f"another score: group={group_id}, {used} and not {noted.get(group_id)}")
         chain = xxhash.xxh3_64((self._history[-1]["chain"] if self._history else "").encode())
         for micro_batch in batch.ranks[0]:
             chain.update(micro_batch.token_ids_N.tobytes() + micro_batch.loss_mask_N.tobytes())

@@ -26,9 +26,11 @@ import ray.exceptions
 
 from actors.generator.outbox import Unreachable
 from actors.observe.logs import log_env
+from actors.scorers.actor import place_scorers
 from service.config import Config
 from service.files import write_atomic
-from tests.chaos.cast import AnsweringEarly, DoomedBuffer, FakeGenerator, FakeTrainer, Scraper
+from service.rollout.chat.tokenizer import make_tokenizer
+from tests.chaos.cast import VOCABULARY, AnsweringEarly, DoomedBuffer, FakeGenerator, FakeTrainer, Scraper
 
 RETRY_SECONDS = 0.05
 MOST_ERRORS = 20
@@ -66,6 +68,9 @@ async def play(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
     lasting: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 1000}
     hub = ray.remote(Scraper).options(name="hub", **lasting).remote(where)
     await hub.push.options(max_task_retries=-1).remote("stage", b"")
+    if config.scorers:
+        make_tokenizer(folder / "model", [f"w{i}" for i in range(VOCABULARY)])
+    scorers = place_scorers(config, folder / "model", folder / "tasks.jsonl", has_gpu=False)
     buffer = (
         ray.remote(AnsweringEarly if told["early"] else DoomedBuffer)
         .options(name="buffer", max_task_retries=-1, **lasting)
@@ -90,6 +95,7 @@ async def play(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
     history = await training
     slow = sorted(seconds for answers in await asyncio.gather(*generating) for seconds in answers)
     report: dict[str, Any] = await buffer.report.remote()
+    del scorers  # an actor ends with its last handle
     return {**report, "history": history, "ack_seconds": slow}
 
 

@@ -182,7 +182,7 @@ class Play:
         self.figures["kills"] += sum(self.kills.values())
         broken = self.folder / "broken.txt"
         found = [line.partition(":")[0] for line in broken.read_text().splitlines()] if broken.exists() else []
-        for promise in ("lost", "trained twice"):
+        for promise in ("lost", "trained twice", "scored twice", "another score"):
             self.figures[promise] += found.count(promise)
         if (self.folder / "restarts.txt").exists():
             self.at_most("replay of the buffer", max(self.restart_seconds()))
