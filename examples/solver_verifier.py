@@ -3,9 +3,11 @@
     main      user: what is the age of fox ?     assistant: look fox age      user: 17      assistant: answer 12
     verifier  user: fox age 17 ? answer 12       assistant: wrong
 
-The verifier reads the record that the question is about, and the solver's answer. The solver's reward is 1 for the
-right answer, the verifier's 1 for the right verdict. The better the solver gets, the rarer are wrong answers: what the
-verifier has to say changes as both learn.
+The verifier reads the record that the question is about, and an answer. The solver's reward is 1 for the right answer,
+the verifier's 1 for the right verdict. Half of the prompts show the verifier a right answer, half a wrong one, however
+often the solver is right: the solver's own where it is of that kind, else one that the environment makes. With the
+solver's own answers alone, the verdict that is right more often would be rewarded more, whatever the verifier reads,
+and a policy learns that first.
 """
 
 from __future__ import annotations
@@ -33,29 +35,36 @@ class SolverVerifier(lookup.Lookup):
         super().__init__()
         self._asked: lookup.Puzzle | None = None
         self._actions = 0
-        self._solved: float | None = None
-        """1 where the solver's answer is right; None before there is one."""
+        self._shows_right = False
+        """Whether the verifier is shown a right answer."""
+        self._is_claimed = False
+        """Whether it has been shown one."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The row's prompt."""
         self._asked = lookup.puzzle(int(task.extra_info["seed"]))
+        self._shows_right = seed % 2 == 0
         return await super().reset(task, seed)
 
     async def step(self, text: str) -> StepResult:
         """Look up a fact or take the solver's answer; then score the verdict."""
-        if self._solved is not None:
-            says_right = text.split() == [RIGHT]
-            knows = says_right == bool(self._solved) and text.split() in ([RIGHT], [WRONG])
-            return StepResult((), float(knows), True, {f"verdict_on_{self._kind}": float(knows), self._kind: 1.0})
+        if self._is_claimed:
+            kind = RIGHT if self._shows_right else WRONG
+            knows = float(text.split() == [kind])
+            return StepResult((), knows, True, {f"verdict_on_{kind}": knows, kind: 1.0})
         result, self._actions = await super().step(text), self._actions + 1
         if result.done and self._asked is not None:
-            self._solved = result.reward
-            return StepResult((claim(self._asked, text),), result.reward, False, role=VERIFIER)
+            self._is_claimed = True
+            shown = text if self._shows_right == bool(result.reward) else self._made(self._asked)
+            return StepResult((claim(self._asked, shown),), result.reward, False, role=VERIFIER)
         return result._replace(done=self._actions == MAX_ACTIONS)
 
-    @property
-    def _kind(self) -> str:
-        return RIGHT if self._solved else WRONG
+    def _made(self, asked: lookup.Puzzle) -> str:
+        """An answer of the kind that the solver's is not."""
+        if self._shows_right:
+            return f"answer {asked.answer}"
+        place = lookup.VALUES.index(asked.answer) + 1 + lookup.ENTITIES.index(asked.subject) % (len(lookup.VALUES) - 1)
+        return f"answer {lookup.VALUES[place % len(lookup.VALUES)]}"
 
 
 def claim(asked: lookup.Puzzle, answer: str) -> Message:

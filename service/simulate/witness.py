@@ -54,7 +54,7 @@ class Witness:
         self._loop = loop
         self._acknowledged: dict[int, set[tuple[int, int, int]]] = {}
         """By group_id the (sample, attempt, step index) that the buffer acknowledged."""
-        self._scores: dict[tuple[int, str], Scored] = {}
+        self._scores: dict[int, dict[str, Scored]] = {}
         """By group_id and scorer the answer that was journalled."""
         self._undone = 0
         """Optimizer steps that were undone; so many groups may be trained out of their order in time."""
@@ -91,18 +91,18 @@ class Witness:
         for group_id, group in buffer.ledger.state.groups.items():
             if group.scored and group.state in SCORED:
                 for score in buffer.scoring.answers(group_id):
-                    before = self._scores.setdefault((group_id, score.scorer), score)
+                    before = self._scores.setdefault(group_id, {}).setdefault(score.scorer, score)
                     if before != score:
                         raise Broken(f"group={group_id} was scored as {before}, and is now {score}")
 
     def _check_returns(self, batch: MiniBatch) -> None:
-        """Raise Broken unless the judge's groups have the rewards that it gave."""
+        """Raise Broken unless groups have their scorers' rewards, where these replace the environment's."""
         for place, group_id in enumerate(batch.groups):
-            score = self._scores.get((group_id, "judge"))
-            if score is not None and score.rewards is not None and score.replaces:
-                used = batch.return_G[batch.prompt_of_trajectory_G == place].tolist()
-                if used != [*score.rewards]:
-                    raise Broken(f"group={group_id} is trained with {used}, and its scorer said {score.rewards}")
+            said = [score for score in self._scores.get(group_id, {}).values() if score.rewards is not None]
+            if any(score.replaces for score in said):
+                used = batch.return_G[batch.prompt_of_trajectory_G == place]
+                if not np.allclose(used, np.sum([score.rewards for score in said], axis=0), atol=1e-9):
+                    raise Broken(f"group={group_id} is trained with {used}, and its scorers said {said}")
 
     def committed(self, version: PolicyVersion, batch: MiniBatch) -> None:
         """The trainer received the answer that its step is committed."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,21 @@ import numpy as np
 import pytest
 import ray
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.generator.engine_arguments import engine_env
 from actors.scorers.actor import RayWorker, place_scorers
 from actors.scorers.engine import FrozenEngine
+from examples import solver_verifier
 from service.config import AlgorithmConfig, Config
 from service.config.rollout import ScorerConfig
 from service.handoff.steps.wire import encode as encode_group
-from service.rollout.chat.tokenizer import make_tokenizer
+from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Sampling
+from service.run.folder import read_lines
 from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, encode
 from service.types import TrajectoryId
-from tests.e2e.test_engine import CONFIG, VOCABULARY, dense
+from tests.e2e.test_engine import CONFIG, SHAPE, VOCABULARY, dense
 from tests.pure.buffer.world import step
 from tests.pure.scorers.test_scorer import group_of
 
@@ -75,3 +80,24 @@ def test_code_that_hangs_or_dies_is_followed_by_another_process(local_ray: None,
 
     asyncio.run(story())
     assert len(actors) == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_run_is_scored_by_its_judge_and_its_frozen_role_has_an_engine_of_its_own(
+    drive: Callable[..., Any], tmp_path: Path
+) -> None:
+    make_tokenizer(other := tmp_path / "other", solver_verifier.vocabulary())
+    torch.manual_seed(3)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"vocab_size": len(load_tokenizer(other))})).save_pretrained(other)
+    settings = ["run.max_steps=2", "model.warm_start.steps=40", "model.warm_start.probe_prompts=0", "metrics.port=0"]
+    settings += [f"roles={{verifier: {{mode: frozen, model: {other}}}}}", "run.trajectories_per_step=8"]
+    settings += ["scorers={judge: {use: 'tests.pure.scorers.mine:lengths', combine: add}}"]
+    run = drive([*settings, "trainer.ranks=1"], "solver_verifier_tiny")
+    assert run.end() == 0, "".join(run.said)
+    assert json.loads((run.folder / "summary.json").read_text())["state"] == "finished"
+    kept = list(read_lines(run.folder / "trajectories.jsonl"))
+    assert kept and all(record["scores"]["judge"]["reward"] > 0 for record in kept if record["fate"] == "trained")
+    steps = [step for record in kept for step in record["steps"] if step["role"] == "verifier"]
+    assert steps and not any(step["trains"] or any(step["loss_mask"]) for step in steps)
+    assert {version for step in steps for _, version in step["versions"]} == {None}

@@ -106,6 +106,7 @@ async def play(
     task: Task = QUESTION,
     observe: Callable[[Played], None] | None = None,
     leaked: LeakedTasks | None = None,
+    seed: int = 0,
     **changed: object,
 ) -> tuple[list[Step], TrajectoryEnd]:
     """One whole trajectory: its steps and its end."""
@@ -113,7 +114,7 @@ async def play(
     columns = StepColumns()
     of = TrajectoryId(3, 1)
     guard = EnvGuard("scripted", lambda: environment, allowed, leaked)
-    played = await run_trajectory(of, task, guard, engine, chat, allowed, 0, columns)
+    played = await run_trajectory(of, task, guard, engine, chat, allowed, seed, columns)
     if columns.ends != [played.end]:
         raise AssertionError(f"one end: {columns.ends}")
     if observe is not None:

@@ -40,23 +40,34 @@ def test_rows_demonstrations_and_the_environment_are_found_by_name(name: str, ch
     make_environment(name, {}).check_task(task_of(made.rows(1, 0)[0]))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("answers_right", "verdict", "knows"), [(True, RIGHT, 1), (True, WRONG, 0), (False, WRONG, 1)])
+@pytest.mark.parametrize("shows_right", [True, False])
+@pytest.mark.parametrize("answers_right", [True, False])
+@pytest.mark.parametrize("verdict", [RIGHT, WRONG])
 @pytest.mark.asyncio
 async def test_solver_and_verifier_are_rewarded_each_for_its_own_part(
-    chat_of_both: Chat, answers_right: bool, verdict: str, knows: int
+    chat_of_both: Chat, answers_right: bool, shows_right: bool, verdict: str
 ) -> None:
     [row] = solver_verifier.rows(1, 3)
     puzzle = lookup.puzzle(row["extra_info"]["seed"])
-    answer = f"answer {puzzle.answer if answers_right else 'owl'}"
+    right, wrong = f"answer {puzzle.answer}", "answer owl"
+    answer = right if answers_right else wrong
     says = iter([f"look {puzzle.subject} {puzzle.attribute}", answer, verdict])
     engine = ScriptedEngine(chat_of_both, lambda words: next(says))
     steps, end = await play(
-        chat_of_both, engine, SolverVerifier(), task_of(row), roles={"main": None, VERIFIER: None}, max_input_length=128
+        chat_of_both,
+        engine,
+        SolverVerifier(),
+        task_of(row),
+        seed=1 - shows_right,
+        roles={"main": None, VERIFIER: None},
+        max_input_length=128,
     )
+    knows = float((verdict == RIGHT) == shows_right)
     assert roles_from(end.roles, 3, [VERIFIER]) == ["main", "main", VERIFIER]
     assert [step.reward for step in steps] == [0.0, float(answers_right), knows] and end.reward == answers_right
     record = f"{puzzle.subject} {puzzle.attribute} {puzzle.answer}"
-    assert chat_of_both.text(np.array(engine.prompts[2])).endswith(f"{record} ? {answer} assistant")
+    *_, shown = chat_of_both.text(np.array(engine.prompts[2])).removesuffix(" assistant").partition(f"{record} ? ")
+    assert shown == answer if answers_right == shows_right else (shown == right) == shows_right
 
 
 @pytest.mark.asyncio
