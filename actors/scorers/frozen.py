@@ -52,6 +52,7 @@ class FrozenActor:
 
     async def answer(self, messages: Sequence[Message], sampling: Sampling) -> str:
         """What the model says next in a conversation."""
+        await self.ready()  # also after Ray has started it anew
         own = replace(sampling, stop_token_ids=self._chat.end_ids)
         prompt: list[int] = self._chat.prompt(messages).tolist()
         return self._chat.text(np.array(await self._engine.sampled(prompt, own), np.int32))

@@ -117,7 +117,7 @@ class Player:
         return await asyncio.gather(*(play(row, sample) for row in rows for sample in range(n_samples)))
 
     def measure(self, metrics: Metrics) -> None:
-        """Measure what happened while trajectories were played, and those of training that ended since the last call."""
+        """Measure what was played; trajectories of training once, after they ended."""
         self.timelines.measure(metrics)
         measure_ended(metrics, self._ended)
         self._ended.clear()
