@@ -24,7 +24,7 @@ VERIFIER = "verifier"
 RIGHT, WRONG = "right", "wrong"
 MAX_ACTIONS = 4
 """Turns of the solver."""
-VERIFIER_FRACTION, VERDICT_RIGHT_FRACTION = 0.5, 0.75
+VERIFIER_FRACTION, VERDICT_RIGHT_FRACTION = 0.5, 0.9
 """Fraction of the demonstrations that show verdicts, and fraction of those that are right."""
 
 

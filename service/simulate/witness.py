@@ -98,10 +98,11 @@ class Witness:
     def _check_returns(self, batch: MiniBatch) -> None:
         """Raise Broken unless groups have their scorers' rewards, where these replace the environment's."""
         for place, group_id in enumerate(batch.groups):
-            said = [score for score in self._scores.get(group_id, {}).values() if score.rewards is not None]
+            said = self._scores.get(group_id, {}).values()
             if any(score.replaces for score in said):
                 used = batch.return_G[batch.prompt_of_trajectory_G == place]
-                if not np.allclose(used, np.sum([score.rewards for score in said], axis=0), atol=1e-9):
+                rewards = [score.rewards for score in said if score.rewards is not None]
+                if not np.allclose(used, np.array(rewards).sum(axis=0), atol=1e-9):
                     raise Broken(f"group={group_id} is trained with {used}, and its scorers said {said}")
 
     def committed(self, version: PolicyVersion, batch: MiniBatch) -> None:
