@@ -112,8 +112,9 @@ def answer_of(given: Any, n_trajectories: int) -> Answer:
     Raises:
         ScorerFailed: it has another form, or another number of rewards.
     """
-    rewards, info = given if isinstance(given, tuple) and len(given) == 2 else (given, ())
     try:
+        both = isinstance(given, tuple) and len(given) == 2 and np.ndim(given[0]) > 0  # not two rewards
+        rewards, info = given if both else (given, ())
         if isinstance(rewards, str | bytes | dict) or isinstance(info, str | bytes | dict):
             raise TypeError(f"{type(rewards).__name__} and {type(info).__name__} are no lists")
         if len(rewards) != n_trajectories or len(info) not in (0, n_trajectories):

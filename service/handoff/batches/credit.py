@@ -35,6 +35,7 @@ from numpy.typing import ArrayLike, NDArray
 from service.columns import lengths_of, offsets_of
 from service.errors import UserError
 from service.handoff.batches.score import EPSILON, FINITE, NotScored, advantages, deviation, grpo_no_std, numbered, rloo
+from service.handoff.prefixes.merge import check_choice
 from service.handoff.prefixes.step_equality import in_order
 from service.handoff.steps.tables import end_of_items, reward_of_steps
 from service.types import Bools, Ends, Float64s, Int32s, Int64s, Steps
@@ -73,13 +74,17 @@ def turn_advantages(
     `scores`: likewise the scores of the states after the turns, for `potential`; NaN where there is none.
 
     Raises:
-        ValueError: a reward is not finite, a score is infinite, or a trajectory has no prompt uid or other turns.
+        ValueError: a reward is not finite, a score is infinite, a trajectory has no prompt uid or other turns, there is
+            no such credit, or `gamma` is not in [0, 1].
         NotScored: an advantage is not finite.
         UserError: the estimator has no meaning by turn, or there is none of that name.
 
     >>> [advantage_T.tolist() for advantage_T in turn_advantages([[0.0, 1.0], [1.0]], ["a", "a"])]
     [[0.0, 1.0], [0.0]]
     """
+    check_choice("credit", credit, Credit)
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma={gamma}: a discount is between 0 and 1")
     reward_G = [np.asarray(turns, np.float64) for turns in rewards]
     score_G = [np.full(len(r), np.nan) for r in reward_G] if scores is None else [np.asarray(s) for s in scores]
     if [len(s) for s in score_G] != [len(r) for r in reward_G] or len(prompt_uids) != len(reward_G):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -350,3 +351,11 @@ def test_credit_by_turn_is_refused_where_it_has_no_meaning(
     config = Config(algorithm=AlgorithmConfig.model_validate({**algorithm, "credit": credit}))
     found = [problem.message for problem in problems(config) if problem.path == "algorithm.credit"]
     assert found == [] if wrong is None else wrong in found[0] and len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"credit": "return-to-go"}, {"gamma": float("nan")}, {"gamma": 1.5}, {"gamma": -0.1}]
+)
+def test_a_credit_or_a_discount_that_is_none_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
+        turn_advantages([[1.0, 2.0], [3.0]], ["a", "a"], **wrong)

@@ -25,7 +25,7 @@ from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
-from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, encode
+from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, answer_of, encode
 from service.scorers.scorer import Scorer
 from service.scorers.teacher import taught
 from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
@@ -70,6 +70,20 @@ def test_a_users_function_gets_texts_and_may_say_why(tmp_path: Path) -> None:
     answer = answered(tmp_path, use=f"{MINE}:lengths")
     assert answer.rewards is not None and len(answer.rewards) == 2 and min(answer.rewards) > 0
     assert [*answer.info] == ['{"uid":"p"}'] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "info"),
+    [
+        ((0.5, 1), []),
+        ([np.float32(0.5), True], []),
+        (np.array([0.5, 1.0]), []),
+        ((np.array([0.5, 1.0]), ("so", None)), ["so", ""]),
+        (([0.5, 1.0], ()), []),
+    ],
+)
+def test_rewards_come_in_any_sequence_alone_or_with_infos(given: Any, info: list[str]) -> None:
+    assert answer_of(given, 2) == ([0.5, 1.0], info, None)
 
 
 def test_a_users_class_gets_its_options_and_the_row(tmp_path: Path) -> None:
