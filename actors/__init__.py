@@ -13,6 +13,10 @@ RAY_ENV = {
 }
 """Environment of the Ray that a run starts, and of its workers."""
 
+SKIPPED = r"^Task \S+ failed\. There are .*retries remaining|^The node with node id: .* has been marked dead"
+"""What Ray does not print, for each call and node, when a host goes: the run says that in one line (`HostWatch`)."""
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SKIPPED)
+
 if not os.environ.get("RAY_ADDRESS"):
     # Ray reads its settings when it is imported, and every module of this package imports Ray after this one.
     for key, value in RAY_ENV.items():

@@ -59,9 +59,9 @@ class Node(NamedTuple):
     labels: Mapping[str, str] = {}
 
     def fits(self, labels: Mapping[str, str]) -> bool:
-        """Whether the node has these labels, in Ray's form: `value`, `!value`, `in(one, other)`, `!in(one, other)`."""
+        """Whether the node has these labels, in Ray's form: `value`, `!value`, `in(one,other)`, `!in(one,other)`."""
         for name, choice in labels.items():
-            values = choice.removeprefix("!").removeprefix("in(").removesuffix(")").replace(" ", "").split(",")
+            values = choice.removeprefix("!").removeprefix("in(").removesuffix(")").split(",")
             if (self.labels.get(name) in values) == choice.startswith("!"):
                 return False
         return True

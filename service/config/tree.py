@@ -40,7 +40,7 @@ def _label(name: str) -> str:
 def _choice(text: str) -> str:
     if not _CHOICE.fullmatch(text):
         raise ValueError("must be a value, !value, in(one, other) or !in(one, other)")
-    return text
+    return text.replace(" ", "")  # to Ray a space is part of the value that follows
 
 
 Labels = dict[Annotated[str, AfterValidator(_label)], Annotated[str, AfterValidator(_choice)]]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+from ray._private.ray_logging import LogDeduplicator
+
+from actors import SKIPPED
 from actors.driver.hosts import Host, HostWatch
 
 HEAD, RANKS, SPOT = (
@@ -50,3 +54,18 @@ def test_a_host_that_goes_is_said_once_with_what_it_held_and_where_that_went() -
         "host 10.0.0.2 has joined",
         "host 10.0.0.2 now holds trainer-0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "printed"),
+    [
+        ("Task BufferActor.submit failed. There are infinite retries remaining, so the task will be retried.", False),
+        ("Task BufferActor.claim failed. There are 3 retries remaining, so the task will be retried.", False),
+        ("The node with node id: 4a10 and address: 10.0.0.3 and node name: b has been marked dead because\n(1)", False),
+        ("A worker died or was killed while executing a task by an unexpected system error.", True),
+    ],
+)
+def test_what_ray_says_of_each_call_when_a_host_goes_is_not_printed(line: str, printed: bool) -> None:
+    ray = LogDeduplicator(5, None, SKIPPED)
+    shown = ray.deduplicate({"ip": "", "pid": "raylet", "lines": [line], "job": "", "task_name": "", "actor_name": ""})
+    assert bool(shown and shown[0]["lines"]) == printed

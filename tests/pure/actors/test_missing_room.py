@@ -65,8 +65,9 @@ def test_hosts_without_the_labels_of_the_configuration_are_no_room_and_the_label
 )
 def test_a_choice_of_labels_means_what_it_means_to_ray(choice: str, fits: str) -> None:
     nodes = [Node("a", {}, {"color": "red"}), Node("b", {}, {"color": "blue"}), Node("c", {})]
-    assert "".join(node.address for node in nodes if node.fits({"color": choice})) == fits
-    Config.model_validate({"placement": {"buffer": {"color": choice}}})
+    labels = Config.model_validate({"placement": {"buffer": {"color": choice}}}).placement.buffer
+    assert "".join(node.address for node in nodes if node.fits(labels)) == fits
+    assert " " not in labels["color"], "to Ray a space is part of the value that follows"
 
 
 @pytest.mark.parametrize("labels", [{"color": "re d"}, {"color": "!!red"}, {"color": "in()"}, {"co lor": "red"}])
