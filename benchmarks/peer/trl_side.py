@@ -114,6 +114,16 @@ class Rollouts:
             episode.take(delta, [0.0] * len(delta), sampled=False)
 
 
+def sync_weights(generation: Any) -> None:
+    """In place of `VLLMGeneration.sync_weights`: vLLM's CPU build packs its weights, so they can only be reloaded."""
+    from actors.weights.worker_extension import repack_for_cpu
+
+    runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
+    runner.reload_weights(weights_iterator=generation._iter_named_params())
+    repack_for_cpu(runner.model)
+    generation.llm.reset_prefix_cache()
+
+
 class Look(NamedTuple):
     """What one look at the run has found, after so many optimizer steps."""
 
@@ -140,6 +150,7 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) ->
         enforce_eager=config.generator.enforce_eager,
         kv_cache_memory_bytes=config.generator.kv_cache_bytes,
     )
+    generation.VLLMGeneration.sync_weights = sync_weights
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
