@@ -22,6 +22,7 @@ from service.handoff.batches.batch import CompleteGroup, batch_of_rank
 from service.handoff.batches.form import BatchJob
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
+from service.handoff.ledger.events import Lost
 from service.handoff.scoring import teachers_of
 from service.handoff.steps.validate import Routing
 from service.handoff.steps.wire import encode_mini_batch
@@ -213,9 +214,9 @@ class BufferActor:
         self._buffer.drain(reason)
         await self._settled()
 
-    async def resume(self) -> None:
-        """Issue prompts again, after an end or a `drain`."""
-        self._buffer.resume()
+    async def resume(self, lost: Lost | None = None) -> None:
+        """Issue prompts again, after an end or a `drain`; the tokens that a process lost count as rolled back."""
+        self._buffer.resume(lost)
         await self._settled()
 
     async def end(self) -> list[dict[str, Any]]:

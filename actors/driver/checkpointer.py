@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from actors.calls import call
 from service.config import Config
+from service.handoff.ledger.events import Lost
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS
+from service.run.folder import CHECKPOINTS, JOURNAL
+from service.run.store.claim import FolderMark
+from service.run.store.uploads import Uploads
 from service.types import PolicyVersion
 
 if TYPE_CHECKING:
     from actors.driver.cluster import Cluster
+
+
+HOLD_ATTEMPTS = 3
+"""Times that the journal is looked at for an upload; a segment of it may be removed meanwhile."""
 
 
 class _Begun(NamedTuple):
@@ -35,8 +42,10 @@ class Checkpointer:
         run_folder: Path,
         cluster: Cluster,
         checkpointed: Callable[[int, float], None] = lambda step, began: None,
+        uploads: Uploads | None = None,
     ) -> None:
         """`checkpointed`: is given the step of each durable checkpoint, and when it was begun."""
+        self._run, self._uploads = run_folder, uploads
         self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
@@ -50,14 +59,35 @@ class Checkpointer:
         """The newest whole checkpoint."""
         return self._checkpoints.newest()
 
+    async def resume(self, manifest: Manifest) -> None:
+        """Let the buffer go on from a checkpoint, to which its journal must belong, and as far as which it must reach.
+
+        Raises:
+            UserError: it does not.
+        """
+        status = await call(self._buffer.status, who="the buffer")
+        manifest.check_journal(status["journal_synced"], self._run / JOURNAL)
+        mark = FolderMark.read(self._run)
+        lost = None if mark is None or mark.lost is None else Lost(*mark.lost)
+        await call(self._buffer.resume, lost, who="the buffer")
+
     async def begin(self, version: PolicyVersion) -> None:
         """Copy the trainer's state, and start to write the copy."""
         await self.settle()
         at = time.monotonic()
-        status = await call(self._buffer.status, who="the buffer")
+        status = await self._status()
         folder = await asyncio.to_thread(self._checkpoints.begin, version.step)
         await self._trainer.save(folder / TRAINER)
         self._begun = _Begun(version, status, at)
+
+    async def _status(self) -> dict[str, Any]:
+        """The buffer's status, whose journal is kept for the upload of the checkpoint, if there is one."""
+        for _ in range(HOLD_ATTEMPTS):
+            status: dict[str, Any] = await call(self._buffer.status, who="the buffer")
+            begins, ends = status["journal_start"], status["journal_synced"]
+            if self._uploads is None or await asyncio.to_thread(self._uploads.hold_journal, begins, ends):
+                break
+        return status
 
     async def settle(self) -> None:
         """Wait for the files of the begun checkpoint, write its manifest, and notify the buffer."""
@@ -70,7 +100,15 @@ class Checkpointer:
         )
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
         self._checkpointed(step, self._begun.at)
+        if self._uploads is not None:
+            await asyncio.to_thread(self._uploads.checkpoint, step, status["accepted_tokens"])
         self._begun = None
+
+    async def note_reached(self, step: int) -> None:
+        """Let the store have from time to time how far the run came, for one that goes on from an older checkpoint."""
+        if self._uploads is not None and self._uploads.reached_is_due:
+            status = await call(self._buffer.status, who="the buffer")
+            self._uploads.reached(step, status["accepted_tokens"])
 
     def abandon(self) -> None:
         """Give up the checkpoint that was begun: the ranks that were writing it died."""

@@ -14,7 +14,7 @@ import psutil
 
 from service.cli.phases import phase, say
 from service.errors import UserError
-from service.run.folder import CONFIG, run_folder
+from service.run.folder import CONFIG
 
 SHORT_SECONDS = 1.0
 """Reading a configuration is announced only if it takes longer, so that a wrong one prints a single line."""
@@ -36,9 +36,11 @@ def refuse_missing_vllm() -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run a training."""
-    resume: Path | None = arguments.resume
-    if resume is not None:
-        resume = run_folder(resume)
+    resume: Path | None = None
+    if arguments.resume is not None:
+        from service.run.resuming import folder_to_resume, resumed
+
+        resume, overrides = folder_to_resume(arguments.resume, arguments.config, overrides, say)
         arguments.config.insert(0, resume / CONFIG)
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.agents.keys import WORKER_KEY, worker_key
@@ -55,14 +57,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with ExitStack() as held:
         manifest = None
         if resume is not None:
-            from service.run.resuming import resumed
-
-            manifest = held.enter_context(resumed(config, resume.resolve()))
+            manifest = held.enter_context(resumed(config, resume))
         with phase(LOADING):
             from actors.driver.run import run
 
         with source.named_in_errors():
-            code = run(config, None if resume is None else resume.resolve(), manifest)
+            code = run(config, resume, manifest)
     say(f"{time.time() - psutil.Process().create_time():.0f} s in all, from the start of the command to its end")
     return code
 

@@ -32,11 +32,12 @@ from service.observe.logprob_mismatch import LogprobCheck
 from service.observe.progress import QUIET_SECONDS, Progress
 from service.observe.trajectories.records import describe_ends, trained
 from service.run.checkpoints import Manifest
-from service.run.folder import FINAL, JOURNAL, LOGS
+from service.run.folder import FINAL, LOGS
 from service.run.metrics_port import DEFAULT_PORT
 from service.run.prepare import Prepared, demonstrations
 from service.run.repeated_failures import FailureWatch
 from service.run.scale import asked_for
+from service.run.store.uploads import Uploads
 from service.run.writer import RunWriter
 from service.types import PolicyVersion, Refusal
 
@@ -60,6 +61,7 @@ class Coordinator:
         prepared: Prepared,
         say: Callable[[str], None],
         resume_from: Manifest | None,
+        uploads: Uploads | None = None,
     ) -> None:
         self._config = config
         self._hub, self._buffer, self._trainer = cluster.hub, cluster.buffer, cluster.trainer
@@ -69,14 +71,14 @@ class Coordinator:
         self._say = say
         self._resume_from = resume_from
         self._progress = Progress(config, folder, say)
-        self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path))
+        self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
         self._generator_pool = GeneratorPool(
             config, cluster.generators, cluster.trainer, self._telemetry, say, cluster.buffer
         )
         asked = partial(asked_for, folder.path, config)
         self._scaling = Scaling(config, self._generator_pool, cluster.place, asked, say)
         self._hosts = HostWatch(say)
-        self._checkpoints = Checkpointer(config, folder.path, cluster, self._telemetry.checkpointed)
+        self._checkpoints = Checkpointer(config, folder.path, cluster, self._telemetry.checkpointed, uploads)
         self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
         self._evaluations = Evaluations(
             config, self._generator_pool, folder, prepared.eval_files, say, lambda: self._stopping
@@ -150,10 +152,7 @@ class Coordinator:
         with phase("starting the actors", self._say):
             await ask_buffer(self._buffer.ready)
         if self._resume_from is not None:
-            # The journal must belong to the checkpoint and reach as far as it does.
-            status = await ask_buffer(self._buffer.status)
-            self._resume_from.check_journal(status["journal_synced"], self._folder.path / JOURNAL)
-            await ask_buffer(self._buffer.resume)
+            await self._checkpoints.resume(self._resume_from)
             # Not earlier: what the buffer refuses must leave the run's settings, and how the run ended, as they were.
             self._folder.begin(self._config)
         elif self._prepared.warmed_model is not None:
@@ -308,6 +307,7 @@ class Coordinator:
         line = self._progress.stepped(self._version, leased.metrics, {**report.metrics, **evaluated}, generators)
         self._telemetry.stepped(self._version, line)
         await self._write_targets()
+        await self._checkpoints.note_reached(self._version.step)
 
     async def _evaluate(self) -> dict[str, float]:
         """Evaluate the weights where that is due, while training waits; returns the metrics."""

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.driver.cluster import place_actors, ray_session
 from actors.driver.coordinator import Coordinator
-from actors.driver.signals import exit_on_stop_signals, force_after, on_stop_signal
+from actors.driver.signals import exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
 from actors.observe.logs import begin_logs
 from service.agents.keys import WORKER_KEY, Keys, run_keys
 from service.cli.phases import phase, say
@@ -26,13 +27,26 @@ from service.handoff.prompts import opening
 from service.observe.progress import end_early
 from service.rollout.prompts.dataset import rows_digest
 from service.run.checkpoints import Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, DRIVER_LOG, JOURNAL, LOGS, SUMMARY, lock_run, new_run_folder
+from service.run.folder import (
+    CHECKPOINTS,
+    DRIVER_LOG,
+    IN_RAY_JOB,
+    JOURNAL,
+    LOGS,
+    SUMMARY,
+    lock_run,
+    new_run_folder,
+    runs_folder,
+)
 from service.run.log_file import log_into
 from service.run.prepare import Prepared, check_checkpoint, prepare
+from service.run.store.claim import claim_store
+from service.run.store.objects import open_store
+from service.run.store.uploads import Uploads
 from service.run.writer import RunWriter
 
-IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable that Ray sets for the entry point of a Ray job."""
+UPLOAD_QUIET_SECONDS = 1.0
+"""Seconds of the last uploads after which a line says that they go on."""
 
 
 def run(config: Config, resume: Path | None = None, manifest: Manifest | None = None) -> int:
@@ -80,6 +94,7 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
         try:
             prepared = prepare(with_absolute_paths(config), folder.path)
             keys = run_keys(folder.path, config, os.environ.pop(WORKER_KEY, ""))
+            uploads = claimed_store(config, folder) if manifest is None else None
         except UserError:
             if manifest is None:
                 shutil.rmtree(folder.path)
@@ -92,30 +107,65 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
         check_begun(folder.path / JOURNAL, opened)
         checkpoints = Checkpoints(folder.path / CHECKPOINTS, config.trainer.keep_checkpoints)
         check_checkpoint(config, prepared.base, checkpoints.path(manifest.step))
+        uploads = claimed_store(config, folder)
     say(f"run folder: {folder.path}")
-    return _run_on_ray(config, folder, prepared, keys, manifest)
+    seconds, heeded = config.run.stop_grace, heeded_signals()
+    with force_after(seconds, partial(end_by_force, folder, seconds)) as countdown:
+        try:
+            code = _run_on_ray(config, folder, prepared, keys, manifest, uploads, countdown)
+        except BaseException:  # what the run leaves is worth more now
+            wait_for_uploads(uploads, heeded)
+            raise
+        if uploads is not None:
+            uploads.ended()
+        return wait_for_uploads(uploads, heeded) or code
 
 
 def _run_on_ray(
-    config: Config, folder: RunWriter, prepared: Prepared, keys: Keys | None, manifest: Manifest | None
+    config: Config,
+    folder: RunWriter,
+    prepared: Prepared,
+    keys: Keys | None,
+    manifest: Manifest | None,
+    uploads: Uploads | None,
+    countdown: Callable[[int], None],
 ) -> int:
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
     begin_logs(config, folder.path / LOGS)
     with contextlib.ExitStack() as held:
-        seconds = config.run.stop_grace
-        countdown = held.enter_context(force_after(seconds, partial(end_by_force, folder, seconds)))
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
             held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
         cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL, keys)
-        coordinator = Coordinator(config, cluster, folder, prepared, say, manifest)
+        coordinator = Coordinator(config, cluster, folder, prepared, say, manifest, uploads)
         return asyncio.run(_until_stopped(coordinator, countdown))
 
 
-def runs_folder(config: Config) -> Path:
-    """The folder of run folders. A Ray job works in a temporary copy, so there a relative path starts at home."""
-    return Path.home() / config.run.dir if IN_RAY_JOB in os.environ else config.run.dir
+def claimed_store(config: Config, folder: RunWriter) -> Uploads | None:
+    """The uploads to the run's store, which is this process's from now on; None: the run has no store."""
+    url = config.run.store
+    return None if url is None else claim_store(open_store(url), config, folder.path, say)
+
+
+def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals]) -> int:
+    """Wait until the store has what the run leaves; returns the exit code, which is 0 if it has everything.
+
+    The run itself has ended as its summary says, and its folder is whole. A stop signal ends the waiting.
+    """
+    if uploads is None:
+        return 0
+    waiting = phase(f"uploading to {uploads.url}", say, uploads.left, after=UPLOAD_QUIET_SECONDS)
+    try:
+        with exit_on_stop_signals(heeded), waiting:
+            uploads.finish()
+    except RunFailed as failure:
+        say(str(failure))
+        return failure.exit_code
+    except SystemExit as stopped:
+        say(f"stopped before everything was uploaded: {uploads.url} lacks {uploads.left()}")
+        return int(stopped.code or 0)
+    return 0
 
 
 async def _until_stopped(coordinator: Coordinator, countdown: Callable[[int], None]) -> int:

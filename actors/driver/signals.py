@@ -27,9 +27,12 @@ def heeded_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def exit_on_stop_signals() -> Iterator[None]:
-    """Turn the first stop signal into `SystemExit(128 + number)`, so that the block cleans up; ignore further ones."""
-    before = {number: signal.getsignal(number) for number in heeded_signals()}
+def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iterator[None]:
+    """Turn the first stop signal into `SystemExit(128 + number)`, so that the block cleans up; ignore further ones.
+
+    `heeded`: the signals that count, also where they are ignored now; None: those that are not.
+    """
+    before = {number: signal.getsignal(number) for number in (heeded_signals() if heeded is None else heeded)}
 
     def end(number: int, frame: FrameType | None) -> None:
         _ignore(before)

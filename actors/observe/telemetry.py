@@ -17,10 +17,12 @@ from service.observe.measure import (
     measure_state,
     measure_states,
     measure_step,
+    measure_store,
 )
 from service.observe.metrics import Metrics
 from service.observe.status import buffer_report, run_report
 from service.observe.trace.recorder import States
+from service.run.store.uploads import Uploads
 from service.types import PolicyVersion
 
 SLOW_SYNC_SECONDS = 0.02
@@ -30,8 +32,9 @@ SLOW_SYNC_SECONDS = 0.02
 class RunTelemetry:
     """Reports the run's state and its steps, for the driver."""
 
-    def __init__(self, config: Config, hub: Any, folder: str) -> None:
+    def __init__(self, config: Config, hub: Any, folder: str, uploads: Uploads | None = None) -> None:
         self._hub = hub
+        self._uploads = uploads
         self._reporter = Reporter("driver", "driver", config, hub, self._measure_now)
         self._states = States(self._reporter.trace, "trainer", "starting")
         self._run = run_report(config, folder, time.time())
@@ -88,6 +91,9 @@ class RunTelemetry:
 
     def _measure_now(self, metrics: Metrics) -> None:
         measure_states(metrics, self._states.seconds())
+        if self._uploads is not None:
+            measure_store(metrics, self._uploads.status)
+            self._report_run(store={"url": self._uploads.url, **self._uploads.status._asdict()})
 
     def _report_run(self, **changes: Any) -> None:
         self._run.update(changes)

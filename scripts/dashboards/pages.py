@@ -310,7 +310,7 @@ TRAINER = dashboard(
     "baton-trainer",
     "Baton: trainer",
     "Does the optimization behave.",
-    (2, 3, 3, 3, 2),
+    (2, 3, 3, 3, 3),
     graph("Reward", "Mean reward of the mini-batch.", Query(last("baton_reward"), "reward")),
     graph("Loss", "Near zero by construction.", Query(last("baton_policy_loss"), "loss")),
     graph(
@@ -341,6 +341,12 @@ TRAINER = dashboard(
         "Optimizer steps a second. An aborted step changes nothing, and its batch is leased again.",
         Query(rate("baton_optimizer_steps_total"), "applied"),
         Query(rate("baton_aborted_steps_total"), "aborted"),
+    ),
+    graph(
+        "Object store",
+        "With `run.store`: steps since the newest checkpoint there, and uploads that failed and are tried again.",
+        Query(f"{last('baton_policy_version')} - on (instance) {last('baton_store_checkpoint_step')}", "steps behind"),
+        Query(rate("baton_store_failures_total"), "failures a second"),
     ),
     graph(
         "Groups without variance",

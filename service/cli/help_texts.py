@@ -39,6 +39,7 @@ examples:
   baton run --config configs/quickstart.yaml buffer.lookahead=0        # strictly on-policy
   baton run --config mine.yaml model.path=models/qwen3-0.6b data.train=data/train.jsonl
   baton run --resume runs/quickstart                                   # continue a run that was stopped or killed
+  baton run --resume s3://bucket/run                                   # ... on another machine, from its run.store
 
 Ctrl-C ends the run in order: the optimizer step is finished and the final weights are written. After run.stop_grace
 seconds the run is ended by force.

@@ -134,8 +134,8 @@ def _add_init(added: Any) -> None:
 def _add_run(added: Any) -> None:
     parser = _command(added, "run", commands.in_ray, "run a training", help_texts.RUN, help_texts.RUN_EXAMPLES)
     _add_settings(parser)
-    resume = "continue a run from its newest checkpoint, with its configuration: a run folder, or the name of a run"
-    parser.add_argument("--resume", type=Path, metavar="RUN", help=resume)
+    resume = "continue a run from its newest checkpoint, with its configuration: its folder, name or store address"
+    parser.add_argument("--resume", metavar="RUN", help=resume)
 
 
 def _add_eval(added: Any) -> None:

@@ -19,6 +19,7 @@ from service.errors import ConfigError
 from service.handoff.batches.score import GROUP_ESTIMATORS
 from service.handoff.group_bytes import ITEM_BYTES, worst_group_bytes, worst_journal_bytes, worst_step_bytes
 from service.handoff.steps.roles import ROLES
+from service.interop.store_url import store_url_problem
 from service.interop.user_functions import malformed_name
 
 LOSSES = (
@@ -348,7 +349,13 @@ def _quantization(config: Config) -> Iterator[Problem]:
         )
 
 
+def _store(config: Config) -> Iterator[Problem]:
+    if config.run.store is not None and (wrong := store_url_problem(config.run.store)) is not None:
+        yield Problem("run.store", wrong)
+
+
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _store,
     _one_model,
     _warm_start,
     _lora,

@@ -165,6 +165,9 @@ def _module_problems(config: Config) -> Iterator[_PathProblem]:
     if config.metrics.wandb is not None and find_spec("wandb") is None:
         message = "metrics.wandb: the package wandb is not installed; install it, or remove metrics.wandb"
         yield _PathProblem(message, False)
+    if config.run.store is not None and find_spec("obstore") is None:
+        message = "run.store: the package obstore is not installed; pip install obstore, or remove run.store"
+        yield _PathProblem(message, False)
     for name in ("estimator", "loss"):
         yield from _user_module_problems(f"algorithm.{name}", getattr(config.algorithm, name).rpartition(":")[0])
 

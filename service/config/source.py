@@ -219,7 +219,9 @@ class _Reader:
 
 
 def plain(text: str) -> str:
-    """The text itself if it is short and has one line, else as `short` shows it."""
+    """The text itself if it is short and has one line, else as `short` shows it; without an address's credentials."""
+    text = re.sub(r"(\w://)[^/?#\s]*@", r"\1***@", text)
+    text = re.sub(r"(\w://[^?#\s]*[?#])[^\s]+", r"\1***", text)
     return text if text.isprintable() and len(text) <= SHOWN else short(text)
 
 

@@ -72,6 +72,11 @@ class RunConfig(Section):
     the final weights."""
     stall_deadline: Seconds = 600.0
     """Seconds without a mini-batch after which the run fails."""
+    store: str | None = None
+    """Address of an object store, such as `s3://bucket/run`, to which checkpoints and the final weights are uploaded;
+    needs the package obstore. Credentials come from the environment."""
+    store_deadline: Seconds = 600.0
+    """Seconds without progress of its uploads after which the end of a run waits for them no longer."""
 
 
 class MakeModelConfig(Section):

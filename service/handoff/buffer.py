@@ -76,7 +76,6 @@ class Buffer:
         self._max_trajectory_bytes = worst_trajectory_bytes(config, experts_per_token)
         self._admission = Admission(config, self._lookahead, experts_per_token)
         journal.configure(config.buffer.max_journal_bytes // JOURNAL_SEGMENTS, config.buffer.record)
-        algorithm = config.algorithm
         opened = opening(config, vocab_size, seed, prompt_uids, rows_digest)
         self._record = opened_record(opened, self._limits, journal, clock)
         self.ledger = self._record.ledger
@@ -91,7 +90,7 @@ class Buffer:
         self._duplicates = 0
         self._late = 0
         buffer, mode = config.buffer, config.merge_mode
-        self._one_row = None if algorithm.step_wise else Rule(mode, buffer.drift, buffer.max_drift_tokens)
+        self._one_row = None if config.algorithm.step_wise else Rule(mode, buffer.drift, buffer.max_drift_tokens)
         self._examines = examines(config)
         groups = self.ledger.state.groups.items()
         examine(self._record, config, [o for o, group in groups if not group.lease_count and not group.rolled_back])
@@ -267,9 +266,8 @@ class Buffer:
 
         Nothing is journalled: after a restart of the buffer every deadline begins anew.
         """
-        sender = Sender(generator, incarnation, 0)
         for of in trajectories:
-            if self.ledger.plays(sender, of):
+            if self.ledger.plays(Sender(generator, incarnation, 0), of):
                 self.ledger.holdings.renew((of.group_id, of.sample), self._clock.monotonic())
 
     def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
@@ -293,8 +291,10 @@ class Buffer:
             for group_id in list(self.ledger.unassigned):
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
-    def resume(self) -> None:
-        """Issue prompts again after a drain."""
+    def resume(self, lost: events.Lost | None = None) -> None:
+        """Issue prompts again after a drain; what another process lost with its disk is counted once."""
+        if lost is not None and lost.owner not in self.ledger.state.lost:
+            self._record.add(lost)
         if self.ledger.state.draining is not None:
             self._record.add(events.Drained(None))
 

@@ -20,6 +20,7 @@ from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Steps, Traje
 
 if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
+    from service.run.store.uploads import Uploaded
 
 
 def measure_run(metrics: Metrics, config: Config, name: str, version: str) -> None:
@@ -65,6 +66,15 @@ def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
         metrics.count("baton_responses_total", n_responses, turns=turns)
         metrics.count("baton_truncated_responses_total", n_truncated, turns=turns)
     metrics.count("baton_generated_tokens_total", sum(int(np.count_nonzero(steps.loss_mask_N)) for steps in tables))
+
+
+def measure_store(metrics: Metrics, uploaded: Uploaded) -> None:
+    """How the uploads to the object store stand."""
+    if uploaded.step is not None:
+        metrics.set("baton_store_checkpoint_step", uploaded.step)
+    metrics.set("baton_store_failing", bool(uploaded.failing))
+    metrics.count_to("baton_store_failures_total", uploaded.failures)
+    metrics.count_to("baton_store_uploaded_bytes_total", uploaded.bytes)
 
 
 def measure_states(metrics: Metrics, seconds: Mapping[str, float]) -> None:

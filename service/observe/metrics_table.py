@@ -198,6 +198,10 @@ TRAINER = (
     ),
     gauge("baton_grad_norm", "Norm of the gradient in the last step.", key="policy/grad_norm"),
     gauge("baton_learning_rate", "Learning rate of the last step.", key="policy/policy_lr"),
+    gauge("baton_store_checkpoint_step", "Step of the newest checkpoint in the object store."),
+    gauge("baton_store_failing", "1 while the newest upload to the object store failed, else 0."),
+    counter("baton_store_failures_total", "Uploads to the object store that failed and are tried again."),
+    counter("baton_store_uploaded_bytes_total", "Bytes that were uploaded to the object store."),
 )
 
 GENERATORS_AND_WEIGHTS = (

@@ -130,6 +130,9 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         reward, length = _number(step["reward/avg_raw_reward"], 3), _number(step.get("generate/batch_padded_seq_len"))
         ago = f", {_duration(now - run['stepped'])} ago" if "stepped" in run else ""
         yield "last step", f"reward {reward}, padded length {length} tokens{ago}"
+    if store := run.get("store"):
+        held = "no checkpoint" if store["step"] is None else f"the checkpoint of step {store['step']}"
+        yield "store", f"{store['url']} has {held}" + (f"; {store['failing']}" if store["failing"] else "")
     if found := status.get("binding"):
         yield "binds", found["sentence"]
     for wait in status["waits"]:

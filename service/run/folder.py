@@ -16,12 +16,15 @@ final/              the final weights, a Hugging Face folder, or the adapter in 
 logs/               what each part of the run prints: `driver.log`, `generator-0.log`, ...
 summary.json        how the run ended
 scale.json          how many generators `baton scale` asked for
+uploads/            links to files that are to be uploaded to `run.store`
+store.json          which run `run.store` holds, and which process wrote into it last
 session_secret      where agents call the policy: what the keys of their sessions derive from
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +35,9 @@ from service.files import lock_folder
 
 if TYPE_CHECKING:  # `baton status` loads no pydantic
     from service.config import Config
+
+IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable that Ray sets for the entry point of a Ray job."""
 
 RUNS = Path("runs")
 """Where a run is looked for by its name."""
@@ -46,9 +52,13 @@ SUMMARY = "summary.json"
 SCALE = "scale.json"
 JOURNAL = "journal"
 CHECKPOINTS = "checkpoints"
+DATA = "data"
+MODEL = "model"
 WARM_START = "warm_start"
 FINAL = "final"
 LOGS = "logs"
+UPLOADS = "uploads"
+STORE_MARK = "store.json"
 TARGETS = ".prometheus"
 """Folder beside the run folders, with a file of scrape targets for each run that is going on."""
 DRIVER_LOG = "driver.log"
@@ -95,6 +105,11 @@ def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserEr
     return UserError(f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/")
 
 
+def runs_folder(config: Config) -> Path:
+    """The folder of run folders. A Ray job works in a temporary copy, so there a relative path starts at home."""
+    return Path.home() / config.run.dir if IN_RAY_JOB in os.environ else config.run.dir
+
+
 def new_run_folder(parent: Path, name: str) -> Path:
     """Make `parent/name`, or `parent/name-2`, `-3`, ... where a run of that name exists.
 
@@ -133,7 +148,7 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 def initial_model(config: Config, run: Path) -> Path:
     """The Hugging Face folder that a run began with: `model.path`, or the one that the run made itself."""
-    return config.model.path or run / "model"
+    return config.model.path or run / MODEL
 
 
 def warmed_model(config: Config, run: Path) -> Path | None:

@@ -34,7 +34,7 @@ from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
-from service.run.folder import initial_model, warmed_model
+from service.run.folder import DATA, initial_model, warmed_model
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
@@ -68,7 +68,7 @@ def prepare(config: Config, folder: Path) -> Prepared:
     Raises:
         UserError: a file or folder is missing or malformed, or the model does not fit the configuration.
     """
-    tasks_file = train_file(config.data, config.env, folder / "data", config.run.seed)
+    tasks_file = train_file(config.data, config.env, folder / DATA, config.run.seed)
     tasks = load_tasks(tasks_file)
     check_environments(config.env, tasks, tasks_file)
     evals = prepare_evaluation(config, folder)
@@ -143,7 +143,7 @@ def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:
     Raises:
         UserError: a set is missing or malformed, or needs an environment that cannot be made.
     """
-    files = eval_files(config.data, config.env, folder / "data", config.run.seed)
+    files = eval_files(config.data, config.env, folder / DATA, config.run.seed)
     for path in files.values():
         check_environments(config.env, load_tasks(path), path)
     return files

@@ -5,15 +5,46 @@ Everything is checked before Ray starts, so a refusal takes no time and leaves t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from service.config import Config
+from service.config import Config, load
 from service.errors import UserError
 from service.files import recover_folder
+from service.interop.store_url import is_store_url
 from service.run.checkpoints import Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, FINAL, lock_run
+from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, find_run, lock_run, no_such_run
+from service.run.store.fetch import fetched
+from service.run.store.objects import open_store
+
+
+def folder_to_resume(
+    run: str, configs: Sequence[Path], overrides: Sequence[str], say: Callable[[str], None]
+) -> tuple[Path, list[str]]:
+    """The folder of the run that a word names, with the overrides of its configuration.
+
+    A run is named by its folder, by its name, or by the address of its store; where this disk has nothing of the run,
+    its folder is made from the store that the address or the configuration names.
+
+    Raises:
+        UserError: there is no such run.
+    """
+
+    def loaded(*files: Path) -> Config:
+        return load([*files, *configs], overrides).config
+
+    if is_store_url(run):
+        return fetched(open_store(run), loaded, say), [*overrides, f"run.store={run}"]
+    folder = find_run(run)
+    store = loaded().run.store if folder is None and configs else None
+    if folder is not None and not any(any((folder / name).glob("*")) for name in (CHECKPOINTS, JOURNAL)):
+        store = loaded(folder / CONFIG).run.store
+    if store is not None:
+        folder = fetched(open_store(store), loaded, say, into=folder and folder.resolve())
+    if folder is None:
+        raise no_such_run(run, besides="the address of a store, ")
+    return folder.resolve(), [*overrides]
 
 
 @contextmanager

@@ -212,6 +212,14 @@ class Covered(Event, frozen=True):
     oldest_kept: int
 
 
+class Lost(Event, frozen=True):
+    """A run goes on from a checkpoint in an object store: what was accepted after it is not in this journal."""
+
+    owner: str
+    """The process that had accepted it."""
+    tokens: int
+
+
 class Drained(Event, frozen=True):
     """No more prompts are issued; or, without a reason, prompts are issued again."""
 

@@ -17,7 +17,16 @@ from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.holdings import Holdings
 from service.handoff.ledger.lifecycle import GIVEN_UP, NEXT_STATES, Fate, GroupState
-from service.handoff.ledger.state import BUCKETS, MESSAGES_REMEMBERED, Group, Lease, Member, State, Success, Trajectory
+from service.handoff.ledger.state import (
+    MESSAGES_REMEMBERED,
+    Group,
+    Lease,
+    Member,
+    State,
+    Success,
+    Trajectory,
+    bucket,
+)
 from service.handoff.ledger.versions import VersionHistory
 from service.types import Sender, TrajectoryId
 
@@ -57,6 +66,7 @@ class Ledger:
             events.Committed: self._committed,
             events.Released: self._released,
             events.Covered: self._covered,
+            events.Lost: lambda event: self.state.count_lost(event.owner, event.tokens),
         }
 
     def snapshot(self) -> bytes:
@@ -292,7 +302,7 @@ class Ledger:
             for fate, tokens in _used_fates(group, Fate.STEPPED):
                 self._move_tokens(waiting, fate, tokens)
             group.rolled_back, group.step, group.trajectories = False, event.version.step, []
-            _note_trained(self.state, group)
+            self.state.note_trained(group)
             self._enter(group, GroupState.STEPPED)
             self.slots.pop(group_id)
         if event.final:
@@ -331,7 +341,7 @@ class Ledger:
                 used = Fate.STEPPED if group.state is GroupState.STEPPED else Fate.TRAINED
                 for fate, tokens in _used_fates(group, used):
                     self._move_tokens(fate, Fate.ROLLED_BACK, tokens)
-                _note_trained(self.state, group, times=-1)
+                self.state.note_trained(group, times=-1)
                 group.rolled_back, group.step, group.lease_count = True, 0, 0
                 self._wait_again(group_id, group)
                 self.slots[group_id] = None
@@ -372,21 +382,9 @@ def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
     return (loss, group.loss_tokens), *masked, *group.untrained.items()
 
 
-def bucket(tokens: int) -> int:
-    """The bucket of `Lengths` in which a trajectory of so many tokens counts."""
-    return min(tokens.bit_length(), BUCKETS - 1)
-
-
 def attempts_of(group: Group) -> tuple[int, ...]:
     """By sample the attempt that counts; GIVEN_UP where none does."""
     return group.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in group.trajectories)
-
-
-def _note_trained(state: State, group: Group, times: int = 1) -> None:
-    """The trajectories of a group were trained, or with `times` -1 that was undone."""
-    for tokens, loss in zip(group.lengths, group.losses, strict=True):
-        state.lengths.trained[bucket(tokens)] += times
-        state.lengths.loss_tokens[bucket(tokens)] += times * loss
 
 
 def _note_received(member: Member, sequence: int, position: int) -> None:

@@ -83,7 +83,8 @@ class Fate(StrEnum):
     SUPERSEDED = "superseded"
     """A newer attempt of its trajectory replaced it."""
     ROLLED_BACK = "rolled_back"
-    """The optimizer step that used it was undone; its group waits to be trained again."""
+    """The optimizer step that used it was undone, and its group waits to be trained again; or it was accepted after the
+    checkpoint from which the run went on on an empty disk."""
 
 
 GIVEN_UP = -1

@@ -185,6 +185,11 @@ class Lengths:
         return distance(self.generated_tokens, self.loss_tokens)
 
 
+def bucket(tokens: int) -> int:
+    """The bucket of `Lengths` in which a trajectory of so many tokens counts."""
+    return min(tokens.bit_length(), BUCKETS - 1)
+
+
 def distance(a: list[int], b: list[int]) -> float:
     """Largest difference of two histograms' distribution functions, 0 (alike) to 1; 0 while one is empty.
 
@@ -258,3 +263,17 @@ class State:
     """The next place of the dataset's order of issue."""
     successes: dict[int, Success] = field(default_factory=dict)
     """By row: how its prompt has gone so far; empty without a curriculum."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """By process: tokens that it had accepted and that no journal has any more; they count as rolled back."""
+
+    def note_trained(self, group: Group, times: int = 1) -> None:
+        """The trajectories of a group were trained, or with `times` -1 that was undone."""
+        for tokens, loss in zip(group.lengths, group.losses, strict=True):
+            self.lengths.trained[bucket(tokens)] += times
+            self.lengths.loss_tokens[bucket(tokens)] += times * loss
+
+    def count_lost(self, owner: str, tokens: int) -> None:
+        """A process had accepted so many tokens that no journal has any more."""
+        self.lost[owner] = tokens
+        self.accepted += tokens
+        self.fates[Fate.ROLLED_BACK] += tokens

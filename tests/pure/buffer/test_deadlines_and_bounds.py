@@ -4,8 +4,7 @@ import pytest
 
 from service.handoff.group_bytes import worst_journal_bytes
 from service.handoff.ledger.invariant import violations
-from service.handoff.ledger.ledger import bucket
-from service.handoff.ledger.state import Lengths, distance
+from service.handoff.ledger.state import Lengths, bucket, distance
 from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId

@@ -41,7 +41,7 @@ def rows(seed: int) -> list[dict[str, Any]]:
     return list(synthetic_data("lookup", {}, ()).rows(4, seed))
 
 
-def trained(config: Config, folder: RunWriter, prepared: Prepared, keys: object, manifest: object) -> int:
+def trained(config: Config, folder: RunWriter, prepared: Prepared, *others: object) -> int:
     """A run without Ray: it leaves a journal, a checkpoint and a summary."""
     journal, uids = Journal(folder.path / JOURNAL, SystemClock()), [task.uid for task in prepared.tasks]
     digest = rows_digest(prepared.tasks)

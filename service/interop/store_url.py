@@ -1,0 +1,32 @@
+"""The address of an object store: `run.store`, or what `baton run --resume` goes on from."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+SCHEMES = ("s3", "gs", "az", "abfss", "file")
+
+
+def is_store_url(word: str) -> bool:
+    """Whether a word is meant as an address, not as a path or a name."""
+    return "://" in word
+
+
+def store_url_problem(url: str) -> str | None:
+    """What is wrong with an address, without what may be a secret in it; None: nothing."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return f"is no address ({error}); give one like s3://bucket/run"
+    if parts.username is not None or parts.password is not None:
+        return "holds a user or password, which would be printed and stored; put credentials into the environment"
+    if parts.query or parts.fragment:
+        return "has a part after ? or #, which may hold a secret; put settings of the store into the environment"
+    if parts.scheme not in SCHEMES:
+        return f"its scheme {parts.scheme[:20]!r} is none of {', '.join(SCHEMES)}; give an address like s3://bucket/run"
+    if parts.scheme == "file":
+        return None if parts.path.strip("/") and not parts.netloc else "needs a path, such as file:///mnt/store/run"
+    if not parts.netloc:
+        return f"names no bucket; give one, such as {parts.scheme}://bucket/run"
+    return None if parts.path.strip("/") else "needs a path of the run's own in the bucket, such as s3://bucket/run"

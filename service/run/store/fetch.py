@@ -1,0 +1,168 @@
+"""A run's folder made from its object store, on a disk that has nothing of the run.
+
+The folder is as it was when the checkpoint was written: its journal ends there, so the buffer begins there, and what
+the run did later is done again. The run then goes on as after any other stop.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from service.config import Config
+from service.errors import StoreFailed, UserError
+from service.files import sync
+from service.run.checkpoints import Checkpoints
+from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
+from service.run.store.claim import FolderMark, Lost
+from service.run.store.contents import (
+    RunMark,
+    StoredCheckpoint,
+    StoredFile,
+    read_mark,
+    read_reached,
+    stored_steps,
+)
+from service.run.store.objects import Objects
+
+AT_ONCE = 8
+"""Files that are read at once."""
+
+Load = Callable[[Path], Config]
+"""Reads the configuration of a run, with what the command line sets over it."""
+
+
+def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path | None = None) -> Path:
+    """The folder of the run in a store: `into`, which has no checkpoint, or a new one in `run.dir`, or an older one
+    there that is as new as the store.
+
+    Raises:
+        UserError: the store cannot be read, or holds no checkpoint that is whole.
+    """
+    try:
+        sizes = objects.sizes()
+        mark = read_mark(objects, sizes)
+        if mark is None:
+            raise UserError(f"{objects.url} holds no run; look for {CHECKPOINTS}/ in the store")
+        wrong = []
+        for step in stored_steps(sizes):
+            try:
+                return _fetched_step(objects, mark, sizes, step, load, say, into)
+            except _Damaged as error:
+                say(f"the checkpoint of step {step} in {objects.url} is passed over: {error}")
+                wrong.append(f"step {step}: {error}")
+    except StoreFailed as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: {error.strerror}; the run's folder cannot be made from {objects.url}"
+        ) from None
+    if wrong:
+        raise UserError(f"{objects.url}: every checkpoint is damaged ({'; '.join(wrong)}); begin a new run")
+    raise UserError(f"{objects.url} holds no whole checkpoint: the run ended before its first one; begin a new run")
+
+
+class _Damaged(UserError):
+    """A checkpoint in the store that is not what was written."""
+
+
+def _fetched_step(
+    objects: Objects, mark: RunMark, sizes: dict[str, int], step: int, load: Load, say: Callable[[str], None],
+    into: Path | None,
+) -> Path:  # fmt: skip
+    manifest = _manifest(objects, mark, sizes, step)
+    with tempfile.TemporaryDirectory() as temporary:
+        _read_file(objects, Path(temporary), (CONFIG, manifest.files[CONFIG]))
+        config = load(Path(temporary) / CONFIG)
+    parent = runs_folder(config).resolve() if into is None else into.parent
+    if into is None and (here := _as_new(parent, mark, config)) is not None:
+        say(f"{here} is as new as {objects.url}: the run goes on there")
+        return here
+    megabytes = sum(file.bytes for file in manifest.files.values()) / 1e6
+    say(f"reading the checkpoint of step {step} from {objects.url}: {len(manifest.files)} files, {megabytes:.0f} MB")
+    partial_folder = parent / f".partial.{mark.run}"
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    try:
+        partial_folder.mkdir(parents=True)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(partial(_read_file, objects, partial_folder), manifest.files.items()))
+        lost = _lost(objects, sizes, manifest, say)
+        FolderMark(run=mark.run, owner=mark.owner, lost=lost).write(partial_folder)
+        folder = into or new_run_folder(parent, config.run.name)
+        _move(partial_folder, folder)
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    return folder
+
+
+def _manifest(objects: Objects, mark: RunMark, sizes: dict[str, int], step: int) -> StoredCheckpoint:
+    try:
+        manifest = StoredCheckpoint.read(objects, step)
+    except UserError as error:
+        raise _Damaged(str(error)) from None
+    if manifest.run != mark.run:
+        raise _Damaged("it is of another run")
+    if missing := manifest.missing(sizes):
+        raise _Damaged(missing)
+    if CONFIG not in manifest.files:
+        raise _Damaged(f"it has no {CONFIG}")
+    return manifest
+
+
+def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) -> None:
+    """Write one file of the manifest into a folder, and compare it with its checksum."""
+    path, stored = entry
+    file, hasher = folder / path, xxhash.xxh3_64()
+    private = path.startswith(f"{JOURNAL}/")
+    file.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+    with open(file, "wb", opener=partial(os.open, mode=0o600 if private else 0o666)) as opened:
+        for chunk in objects.get(stored.object):
+            hasher.update(chunk)
+            opened.write(chunk)
+    sync(file)
+    if hasher.hexdigest() != stored.xxh3_64:
+        raise _Damaged(f"{stored.object} has other bytes than were written")
+
+
+def _lost(
+    objects: Objects, sizes: dict[str, int], manifest: StoredCheckpoint, say: Callable[[str], None]
+) -> Lost | None:
+    """What the run did after the checkpoint, as far as the store has it; it counts as rolled back."""
+    reached = read_reached(objects, sizes)
+    if reached is None or reached.accepted_tokens <= manifest.accepted_tokens or reached.step < manifest.step:
+        say(f"what the run did after step {manifest.step} counts as rolled back, and is generated again")
+        return None
+    steps, tokens = reached.step - manifest.step, reached.accepted_tokens - manifest.accepted_tokens
+    say(
+        f"the run had come to step {reached.step} at least: {steps} optimizer steps and {tokens} accepted tokens after "
+        f"step {manifest.step} count as rolled back, and are generated again"
+    )
+    return Lost(owner=reached.owner, tokens=tokens)
+
+
+def _as_new(parent: Path, mark: RunMark, config: Config) -> Path | None:
+    """A folder of the same run from which nothing was lost: no other process has written into the store since."""
+    for file in sorted(parent.glob(f"*/{STORE_MARK}")):
+        own = FolderMark.read(file.parent)
+        if own is not None and own.run == mark.run and mark.owner in (own.owner, own.previous):
+            checkpoints = Checkpoints(file.parent / CHECKPOINTS, config.trainer.keep_checkpoints)
+            if checkpoints.newest() is not None:
+                return file.parent
+    return None
+
+
+def _move(source: Path, folder: Path) -> None:
+    """Move what was read into a folder that has no checkpoint; the configuration last, which makes it a run's."""
+    for entry in sorted(source.iterdir(), key=lambda entry: entry.name == CONFIG):
+        target = folder / entry.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(entry, target)
+    sync(folder)

@@ -1,0 +1,142 @@
+"""An object store as Baton uses it: whole objects by name, below the address of one run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from service.errors import StoreFailed, UserError
+from service.interop.store_url import store_url_problem
+
+CHUNK_BYTES = 16 << 20
+"""Larger objects go in parts of this size, or of a larger one: S3 takes at most 10,000 parts."""
+MOST_PARTS = 9_000
+PARTS_AT_ONCE = 8
+SECONDS = "120s"
+"""Longest time of one request, which carries one part."""
+RETRIES = {"max_retries": 2, "retry_timeout": timedelta(seconds=60)}
+"""Within a request; an upload as a whole is repeated by `Uploads`."""
+SHOWN = 200
+"""Characters of the store's answer that a message repeats."""
+
+ANSWERS = {
+    "NoSuchBucket": "there is no such bucket",
+    "ContainerNotFound": "there is no such container",
+    "AccessDenied": "the credentials do not permit it",
+    "InvalidAccessKeyId": "the store does not know the access key of the environment",
+    "SignatureDoesNotMatch": "the secret key of the environment is wrong",
+    "ExpiredToken": "the credentials of the environment have expired",
+}
+METADATA_SERVICE = "169.254.169.254"
+"""Where the libraries of clouds ask for the role of the machine when the environment has no credentials."""
+
+
+class Objects(Protocol):
+    """The objects of one run."""
+
+    url: str
+
+    def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        """Write an object of `size` bytes; it appears whole, or not at all."""
+
+    def get(self, name: str) -> Iterator[bytes]:
+        """The bytes of an object, in chunks."""
+
+    def sizes(self) -> dict[str, int]:
+        """The size of every object, by name."""
+
+    def delete(self, names: list[str]) -> None:
+        """Delete objects; those that are gone already do not matter."""
+
+
+def open_store(url: str) -> Objects:
+    """The objects below an address; nothing is asked yet.
+
+    Raises:
+        UserError: the address is wrong, or the package for object stores is missing.
+    """
+    if problem := store_url_problem(url):
+        raise UserError(f"run.store: {problem}")
+    if find_spec("obstore") is None:
+        raise UserError("run.store: the package obstore is not installed: pip install 'baton-rl[store]'")
+    return RemoteObjects(url)
+
+
+class RemoteObjects:
+    """Objects through the library obstore; credentials and endpoint come from the environment, as the library reads it.
+
+    Every method raises `StoreFailed` where the store did not do what it was asked for.
+    """
+
+    def __init__(self, url: str) -> None:
+        import obstore
+        from obstore.store import from_url
+
+        self.url = url.rstrip("/")
+        self._obstore: Any = obstore
+        options: dict[str, Any] = {"mkdir": True} if url.startswith("file:") else {
+            "client_options": {"timeout": SECONDS, "connect_timeout": "10s", **_plain_http()}, "retry_config": RETRIES
+        }  # fmt: skip
+        with self._named("opening it"):
+            self._store = from_url(self.url, **options)
+
+    def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        """Write an object of `size` bytes; it appears whole, or not at all."""
+        part = max(CHUNK_BYTES, -(-size // MOST_PARTS))
+        in_parts = size > part
+        with self._named(f"writing {name}"):
+            data = iter(chunks) if in_parts else b"".join(chunks)
+            self._obstore.put(
+                self._store, name, data, use_multipart=in_parts, chunk_size=part, max_concurrency=PARTS_AT_ONCE
+            )
+
+    def get(self, name: str) -> Iterator[bytes]:
+        """The bytes of an object, in chunks."""
+        with self._named(f"reading {name}"):
+            for chunk in self._obstore.get(self._store, name).stream(min_chunk_size=CHUNK_BYTES):
+                yield bytes(chunk)
+
+    def sizes(self) -> dict[str, int]:
+        """The size of every object, by name."""
+        with self._named("listing it"):
+            return {found["path"]: found["size"] for batch in self._obstore.list(self._store) for found in batch}
+
+    def delete(self, names: list[str]) -> None:
+        """Delete objects; those that are gone already do not matter."""
+        with self._named("deleting"):
+            for name in names:
+                try:
+                    self._obstore.delete(self._store, name)
+                except FileNotFoundError:
+                    continue
+
+    @contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        """Every error of the library as `StoreFailed`, in a line without the library's own dump of the request."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError, ValueError) as error:
+            raise StoreFailed(f"{self.url}: {doing}: {_reason(error)}") from None
+
+
+def _plain_http() -> dict[str, bool]:
+    """A server of the own network may speak HTTP without TLS; the library demands that this is said."""
+    return {"allow_http": True} if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://") else {}
+
+
+def _reason(error: Exception) -> str:
+    """The store's answer as a short line; requests, keys and signatures that the library adds are left out."""
+    text = str(error)
+    if code := re.search(r"<Code>(\w{1,60})</Code>", text):
+        return ANSWERS.get(code[1], code[1])
+    if METADATA_SERVICE in text:
+        return "the environment has no credentials for it, and this machine has no role"
+    first = re.sub(r"\?\S*", "", text.partition("\n")[0])
+    return first.removeprefix("Generic S3 error: ")[:SHOWN]

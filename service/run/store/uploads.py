@@ -1,0 +1,378 @@
+"""Uploads a run's checkpoints while training goes on, and at the end its final weights.
+
+    begin step 40     hold_journal     links to the journal, up to the position of the checkpoint
+    step 40 durable   checkpoint       links to its files; a thread uploads them, its manifest last
+    end of the run    ended, finish    final/ and how the run ended; waits until everything is there
+
+An upload that fails is tried again, with growing pauses, until it succeeds or a newer checkpoint takes its place.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from service.errors import RunFailed, StoreFailed, UserError
+from service.run.folder import EVALUATIONS, FINAL, METRICS, SUMMARY, TRAJECTORIES, UPLOADS
+from service.run.store.contents import (
+    FILES,
+    REACHED,
+    RUN,
+    Reached,
+    RunMark,
+    StoredCheckpoint,
+    StoredFile,
+    manifest_name,
+    read_mark,
+    stored_steps,
+)
+from service.run.store.objects import Objects
+from service.run.store.staging import Staged, link_checkpoint, link_journal
+
+READ_BYTES = 8 << 20
+REACHED_SECONDS = 30.0
+"""Seconds between two notes in the store of how far the run came."""
+FIRST_PAUSE = 1.0
+MOST_PAUSE = 60.0
+"""Shortest and longest pause in seconds before an upload is tried again."""
+ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
+"""Files of the run folder that are uploaded at the end; the summary is the last."""
+
+
+class Uploaded(NamedTuple):
+    """How the uploads stand."""
+
+    step: int | None
+    """The newest checkpoint in the store; None: there is none."""
+    bytes: int
+    """Bytes that were uploaded so far."""
+    failures: int
+    """Attempts that failed so far."""
+    failing: str
+    """Why the newest attempt failed; empty while uploads succeed."""
+
+
+@dataclass
+class _Job:
+    """One upload: of a checkpoint, or of how the run ended."""
+
+    what: str
+    files: list[Staged]
+    step: int | None = None
+    """Of a checkpoint."""
+    folder: Path | None = None
+    """Its links."""
+    accepted_tokens: int = 0
+    done: set[str] = field(default_factory=set)
+    """Paths of files that are in the store."""
+
+
+class _TakenOver(Exception):
+    """Another process writes into the store."""
+
+
+class Uploads:
+    """A thread with at most one upload under way and one checkpoint waiting; a newer one takes the waiting one's place.
+
+    The methods are called from one thread.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        run: Path,
+        mark: RunMark,
+        keep: int,
+        deadline: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """`deadline`: seconds without progress after which the end of the run waits no longer."""
+        self.url = objects.url
+        self._objects, self._run, self._mark, self._keep, self._say = objects, run, mark, keep, say
+        self._deadline = deadline
+        self._known = objects.sizes()
+        """Objects in the store, by name."""
+        self._manifests: dict[int, StoredCheckpoint] = {}
+        self._digests: dict[tuple[str, int, int, int], str] = {}
+        self._folders = (run / UPLOADS / str(number) for number in count())
+        self._held: tuple[Path, list[Staged]] | None = None
+        """The journal of the checkpoint that was begun, with the folder of its links."""
+        self._changed = threading.Condition()
+        self._jobs: list[_Job] = []
+        """The first one is under way."""
+        self._reached: Reached | None = None
+        """What is to be noted in the store."""
+        self._reached_at = -REACHED_SECONDS
+        self._stopped = False
+        self._taken_over = False
+        self._bug: Exception | None = None
+        self._status = Uploaded(next(iter(stored_steps(self._known)), None), 0, 0, "")
+        self._progress = time.monotonic()
+        """When bytes were uploaded last."""
+        shutil.rmtree(run / UPLOADS, ignore_errors=True)
+        threading.Thread(target=self._work, name="uploads", daemon=True).start()
+
+    # -- what the run calls -------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> Uploaded:
+        """How the uploads stand now."""
+        return self._status
+
+    def hold_journal(self, start: int, position: int) -> bool:
+        """Keep the journal from `start` to `position` for the checkpoint that begins; False if it has moved on."""
+        if self._held is not None:  # of a checkpoint that was given up
+            shutil.rmtree(self._held[0], ignore_errors=True)
+        folder = next(self._folders)
+        held = self._on_disk(lambda: link_journal(self._run, folder, start, position))
+        self._held = None if held is None else (folder, held)
+        return held is not None
+
+    def checkpoint(self, step: int, accepted_tokens: int) -> None:
+        """The checkpoint whose journal was held is durable: upload it in the background."""
+        if self._held is None:
+            return self._failed("the journal is not in the run folder here, so the checkpoint would be of no use")
+        (folder, journal), self._held = self._held, None
+        files = self._on_disk(lambda: link_checkpoint(self._run, folder, step))
+        if files is not None:
+            self._add(_Job(f"the checkpoint of step {step}", [*files, *journal], step, folder, accepted_tokens))
+
+    def ended(self) -> None:
+        """The final weights and the summary are written: upload them too."""
+        files = [file for file in sorted((self._run / FINAL).rglob("*")) if file.is_file()]
+        files += [self._run / name for name in ENDS if (self._run / name).is_file()]
+        staged = [Staged(str(file.relative_to(self._run)), file, file.stat().st_size, shared=False) for file in files]
+        self._add(_Job("the final weights", staged))
+
+    @property
+    def reached_is_due(self) -> bool:
+        """Whether the store should be told again how far the run came."""
+        return time.monotonic() - self._reached_at >= REACHED_SECONDS
+
+    def reached(self, step: int, accepted_tokens: int) -> None:
+        """Note in the store how far the run came."""
+        with self._changed:
+            self._reached_at = time.monotonic()
+            self._reached = Reached(owner=self._mark.owner, step=step, accepted_tokens=accepted_tokens)
+            self._changed.notify_all()
+
+    def left(self) -> str:
+        """What is not uploaded yet, in words."""
+        with self._changed:
+            return ", ".join(_left(job) for job in self._jobs)
+
+    def finish(self) -> None:
+        """Wait until everything is uploaded, as long as there is progress.
+
+        Raises:
+            RunFailed: something is not uploaded; the message says what and why.
+        """
+        with self._changed:
+            self._progress = time.monotonic()
+            while self._jobs and (left := self._progress + self._deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._stopped = True
+            self._changed.notify_all()
+            missing = " and ".join(job.what for job in self._jobs)
+        if self._bug is not None:
+            raise self._bug
+        if self._taken_over:
+            raise RunFailed(_taken_over(self.url))
+        if missing:
+            why = self._status.failing or f"no byte was uploaded for {self._deadline:g} s"
+            raise RunFailed(f"{self.url} lacks {missing}, which only {self._run} has now: {why}")
+        shutil.rmtree(self._run / UPLOADS, ignore_errors=True)
+
+    def _on_disk(self, link: Callable[[], list[Staged] | None]) -> list[Staged] | None:
+        """What `link` returns; a full or failing disk costs the upload, not the run."""
+        try:
+            return link()
+        except OSError as error:
+            self._failed(f"{error.filename}: {error.strerror}")
+            return None
+
+    def _add(self, job: _Job) -> None:
+        with self._changed:
+            if self._bug is not None:
+                raise self._bug
+            if not self._taken_over:
+                for waiting in [waiting for waiting in self._jobs[1:] if None not in (waiting.step, job.step)]:
+                    self._remove(waiting)
+                self._jobs.append(job)
+            elif job.folder is not None:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            self._changed.notify_all()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                self._upload(job)
+                with self._changed:
+                    self._remove(job)
+                    self._changed.notify_all()
+        except _TakenOver:
+            self._say(f"{_taken_over(self.url)}; this process uploads no more")
+            with self._changed:
+                self._taken_over, self._status = True, self._status._replace(failing=_taken_over(self.url))
+                for job in list(self._jobs):
+                    self._remove(job)
+                self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - raised by the next call of the run
+            with self._changed:
+                self._bug, self._jobs = error, []
+                self._changed.notify_all()
+
+    def _next(self) -> _Job | None:
+        """Wait for a job; meanwhile note how far the run came. None: there are no more."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._stopped or self._reached is not None)
+                reached, self._reached = self._reached, None
+                if self._stopped:
+                    return None
+                job = self._jobs[0] if self._jobs else None
+            if reached is not None:
+                try:
+                    self._check_owner()
+                    self._put_bytes(REACHED, reached.model_dump_json().encode())
+                    self._succeeded(None)
+                except StoreFailed as error:
+                    self._failed(str(error))
+            if job is not None:
+                return job
+
+    def _upload(self, job: _Job) -> None:
+        """Upload until that succeeds, a newer checkpoint waits, or the run ends without it."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                self._attempt(job)
+                return self._succeeded(job.step)
+            except (StoreFailed, OSError) as error:
+                self._failed(f"{job.what} is not uploaded: {error}")
+            with self._changed:
+                if self._changed.wait_for(lambda: self._stopped or self._is_superseded(job), pause):
+                    return
+            pause = min(2 * pause, MOST_PAUSE)
+
+    def _attempt(self, job: _Job) -> None:
+        self._check_owner()
+        files = {staged.path: self._put(job, staged) for staged in job.files}
+        if job.step is None:
+            return
+        manifest = StoredCheckpoint(run=self._mark.run, step=job.step, accepted_tokens=job.accepted_tokens, files=files)
+        self._check_owner()
+        self._put_bytes(manifest_name(job.step), manifest.sealed())
+        self._manifests[job.step] = manifest
+        self._sweep(job.step)
+
+    def _put(self, job: _Job, staged: Staged) -> StoredFile:
+        """Write a file's object, unless it is there already."""
+        checksum = (staged.checksum or self._digest(staged)) if staged.shared else ""
+        name = f"{FILES}/{staged.path}/{checksum}" if staged.shared else staged.path
+        if staged.path not in job.done and not (staged.shared and self._known.get(name) == staged.bytes):
+            hasher = xxhash.xxh3_64()
+            self._objects.put(name, self._counted(chunks(staged), hasher), staged.bytes)
+            if checksum and hasher.hexdigest() != checksum:
+                raise StoreFailed(f"{staged.path} has other bytes than were written; its disk is damaged")
+            self._known[name], self._progress = staged.bytes, time.monotonic()
+        job.done.add(staged.path)
+        return StoredFile(object=name, bytes=staged.bytes, xxh3_64=checksum)
+
+    def _digest(self, staged: Staged) -> str:
+        """The checksum of a file; one that has not changed since is not read again."""
+        stat = staged.file.stat()
+        key = (staged.path, staged.bytes, stat.st_ino, stat.st_mtime_ns)
+        if key not in self._digests:
+            hasher = xxhash.xxh3_64()
+            for chunk in chunks(staged):
+                hasher.update(chunk)
+            self._digests[key] = hasher.hexdigest()
+        return self._digests[key]
+
+    def _counted(self, chunks: Iterator[bytes], hasher: xxhash.xxh3_64) -> Iterator[bytes]:
+        for chunk in chunks:
+            hasher.update(chunk)
+            yield chunk
+            with self._changed:
+                self._progress = time.monotonic()
+                self._status = self._status._replace(bytes=self._status.bytes + len(chunk))
+
+    def _put_bytes(self, name: str, data: bytes) -> None:
+        self._objects.put(name, [data], len(data))
+        self._known[name] = len(data)
+
+    def _sweep(self, step: int) -> None:
+        """Delete checkpoints that are too old or of a later step, and every file that none of the others needs."""
+        self._known = self._objects.sizes()
+        kept: list[StoredCheckpoint] = []
+        for found in stored_steps(self._known):
+            if found <= step and len(kept) < self._keep and (manifest := self._readable(found)) is not None:
+                kept.append(manifest)
+        needed = {manifest_name(manifest.step) for manifest in kept}.union(*(manifest.objects for manifest in kept))
+        manifests = [name for name in map(manifest_name, stored_steps(self._known)) if name not in needed]
+        parts = tuple(f"{folder}/" for folder in (FILES, "checkpoints"))
+        others = [name for name in self._known if name.startswith(parts) and name not in needed.union(manifests)]
+        self._objects.delete([*manifests, *others])
+        for name in (*manifests, *others):
+            del self._known[name]
+
+    def _readable(self, step: int) -> StoredCheckpoint | None:
+        try:
+            manifest = self._manifests.get(step) or StoredCheckpoint.read(self._objects, step)
+        except UserError:
+            return None
+        return None if manifest.run != self._mark.run or manifest.missing(self._known) else manifest
+
+    def _check_owner(self) -> None:
+        mark = read_mark(self._objects, {RUN: 0})
+        if mark is None or mark.owner != self._mark.owner:
+            raise _TakenOver
+
+    def _is_superseded(self, job: _Job) -> bool:
+        return job.step is not None and any(other.step is not None for other in self._jobs[1:])
+
+    def _remove(self, job: _Job) -> None:
+        if job in self._jobs:
+            self._jobs.remove(job)
+        if job.folder is not None:
+            shutil.rmtree(job.folder, ignore_errors=True)
+
+    def _succeeded(self, step: int | None) -> None:
+        if self._status.failing:
+            self._say(f"{self.url}: uploads succeed again")
+        self._status = self._status._replace(failing="", step=self._status.step if step is None else step)
+
+    def _failed(self, why: str) -> None:
+        """Count a failed attempt; the first of several is printed."""
+        if not self._status.failing:
+            self._say(f"{why}; training goes on, and the upload is tried again")
+        self._status = self._status._replace(failures=self._status.failures + 1, failing=why)
+
+
+def chunks(staged: Staged) -> Iterator[bytes]:
+    """The bytes of a file that count."""
+    left = staged.bytes
+    with staged.file.open("rb") as file:
+        while left > 0 and (chunk := file.read(min(READ_BYTES, left))):
+            left -= len(chunk)
+            yield chunk
+
+
+def _left(job: _Job) -> str:
+    left = [staged.bytes for staged in job.files if staged.path not in job.done]
+    return f"{job.what} ({len(left)} of {len(job.files)} files, {sum(left) / 1e6:.0f} MB)"
+
+
+def _taken_over(url: str) -> str:
+    return f"{url} was taken over by another process that goes on with this run"

@@ -1,0 +1,54 @@
+"""A run that loses its machine and its disk goes on from the object store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.run.store.contents import stored_steps
+from service.run.store.objects import open_store
+from tests.e2e.test_adapter_resume import SETTINGS, history
+from tests.s3_server import BUCKET, s3_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
+
+URL = f"s3://{BUCKET}/team/run"
+STEPS = 6
+CHANGES = ["model.lora=null", "model.warm_start.steps=50", "trainer.checkpoint_every=2", f"run.max_steps={STEPS}"]
+SHORT = [*SETTINGS, *CHANGES]
+
+
+def test_killed_with_its_disk_a_run_goes_on_from_s3_with_the_history_of_the_uninterrupted_one(
+    drive: Callable[[list[str]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = drive(SHORT)
+    assert whole.end() == 0, whole.tail()
+    with s3_server() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        killed = drive([*SHORT, f"run.dir={tmp_path / 'first'}", f"run.store={URL}"])
+        killed.folder = tmp_path / "first" / "quickstart"
+        store = open_store(URL)
+        killed.until_true(lambda: max(stored_steps(store.sizes()), default=0) >= 2, "a checkpoint in the store")
+        killed.process.kill()
+        killed.process.wait(timeout=60)
+        shutil.rmtree(killed.folder, ignore_errors=True)
+
+        resumed = drive(["--resume", URL, f"run.dir={tmp_path / 'second'}"])
+        resumed.folder = tmp_path / "second" / "quickstart"
+        assert resumed.end() == 0, resumed.tail()
+        assert stored_steps(store.sizes())[0] == STEPS
+        final = json.loads(b"".join(store.get("summary.json")))
+        weights = resumed.folder / "final" / "model.safetensors"
+        assert b"".join(store.get("final/model.safetensors")) == weights.read_bytes()
+    assert final["state"] == "finished"
+    assert any("count as rolled back" in line or "counts as rolled back" in line for line in resumed.said)
+    expected, found = history(whole.folder), history(resumed.folder)
+    assert len(expected) == len(found) == STEPS
+    for step, (before, after) in enumerate(zip(expected, found, strict=True), 1):
+        assert after == pytest.approx(before, rel=1e-3, abs=1e-4), f"step {step}"

@@ -1,0 +1,45 @@
+"""An object store in memory that fails where a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from service.errors import StoreFailed
+
+
+class MemoryObjects:
+    """The objects of one run; every answer can be a failure, before or after the store has done what was asked."""
+
+    def __init__(self, held: dict[str, bytes] | None = None) -> None:
+        self.url = "memory://bucket/run"
+        self.held = {} if held is None else held
+        self.fails: Callable[[str, str], bool] = lambda doing, name: False
+        """Is asked with (`put`, `cut` after half of an object, `done` after a put, `get`, `delete`) and the name."""
+        self.puts: list[str] = []
+
+    def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        self._ask("put", name)
+        data = b"".join(chunks)
+        assert len(data) == size, f"{name} has {len(data)} bytes, announced were {size}"
+        self._ask("cut", name)
+        self.held[name] = data
+        self.puts.append(name)
+        self._ask("done", name)
+
+    def get(self, name: str) -> Iterator[bytes]:
+        self._ask("get", name)
+        if name not in self.held:
+            raise StoreFailed(f"{self.url}: {name} is not there")
+        yield self.held[name]
+
+    def sizes(self) -> dict[str, int]:
+        return {name: len(data) for name, data in self.held.items()}
+
+    def delete(self, names: list[str]) -> None:
+        for name in names:
+            self._ask("delete", name)
+            self.held.pop(name, None)
+
+    def _ask(self, doing: str, name: str) -> None:
+        if self.fails(doing, name):
+            raise StoreFailed(f"{self.url}: {doing} {name} failed")

@@ -1,0 +1,212 @@
+"""A run goes on from its store on an empty disk as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from service.config import Config, load
+from service.errors import UserError
+from service.handoff.ledger.events import Lost
+from service.handoff.ledger.lifecycle import Fate
+from service.run.folder import CONFIG, JOURNAL, find_run
+from service.run.resuming import folder_to_resume, resumed
+from service.run.store import fetch
+from service.run.store.claim import FolderMark
+from service.run.store.contents import REACHED, RUN, manifest_name, stored_steps
+from tests.pure.store.memory import MemoryObjects
+from tests.pure.store.scripted import STEPS, ScriptedRun, settings
+from tests.waiting import until
+
+
+def begun(folder: Path, objects: MemoryObjects | None, steps: int = STEPS) -> ScriptedRun:
+    """A run that has taken some steps and was killed then."""
+    run = ScriptedRun(folder / "runs" / "scripted", settings(folder / "runs"), objects)
+    run.train(steps)
+    return run
+
+
+def gone_on(disk: Path, objects: MemoryObjects, said: list[str] | None = None, steps: int = STEPS) -> ScriptedRun:
+    """The run, resumed from the store on another disk."""
+
+    def loaded(file: Path) -> Config:
+        return load([file], [f"run.dir={disk / 'runs'}"]).config
+
+    folder = fetch.fetched(objects, loaded, (said if said is not None else []).append)
+    config = loaded(folder / CONFIG)
+    with resumed(config, folder) as manifest:
+        run = ScriptedRun(folder, config, objects, manifest)
+    run.train(steps)
+    return run
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of the run that nothing interrupts."""
+    return begun(tmp_path_factory.mktemp("whole"), None).history()
+
+
+def test_a_run_goes_on_on_an_empty_disk_with_the_history_of_the_uninterrupted_one(
+    tmp_path: Path, history: list[str]
+) -> None:
+    objects, said = MemoryObjects(), list[str]()
+    killed = begun(tmp_path / "first", objects, 5)
+    assert killed.uploads is not None
+    run = gone_on(tmp_path / "second", objects, said)
+    assert run.history() == history
+    assert said[0].startswith("reading the checkpoint of step 4 from memory://bucket/run: ")
+    assert said[1:] == ["what the run did after step 4 counts as rolled back, and is generated again"]
+    run.end()
+    assert stored_steps(objects.sizes()) == [6, 4]
+    assert gone_on(tmp_path / "third", objects).history() == history  # from what the second process uploaded
+
+
+@pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.full)])
+def test_killed_at_any_moment_of_any_upload_a_run_goes_on_with_the_same_history(
+    tmp_path: Path, history: list[str], stride: int
+) -> None:
+    moments = 0
+    for dies_at in count(0, stride):
+        objects, disk, asked = MemoryObjects(), tmp_path / str(dies_at), 0
+
+        def dead(doing: str, name: str) -> bool:
+            nonlocal asked
+            asked += doing != "get"
+            return asked > dies_at  # noqa: B023 - is called in this round only
+
+        run = ScriptedRun(disk / "first" / "runs" / "scripted", settings(disk / "first" / "runs"), objects)
+        objects.fails = dead
+        run.train(5)
+        if asked <= dies_at:
+            break
+        moments += 1
+        assert gone_on(disk / "second", MemoryObjects(dict(objects.held))).history() == history
+    assert moments > 50 // stride  # two checkpoints, each with its files at three moments, and what is deleted
+
+
+def test_what_was_accepted_after_the_checkpoint_counts_as_rolled_back_once(tmp_path: Path) -> None:
+    objects, said = MemoryObjects(), list[str]()
+    killed = begun(tmp_path / "first", objects, 5)
+    assert killed.uploads is not None
+    accepted = killed.world.buffer.status().accepted_tokens
+    killed.uploads.reached(5, accepted)
+    until(lambda: REACHED in objects.held, 10)
+    run = gone_on(tmp_path / "second", objects, said)
+    lost = FolderMark.read(run.folder)
+    assert lost is not None and lost.lost is not None and lost.lost.tokens > 0
+    assert said[-1] == (
+        f"the run had come to step 5 at least: 1 optimizer steps and {lost.lost.tokens} accepted tokens after step 4 "
+        "count as rolled back, and are generated again"
+    )
+    ledger = run.world.buffer.ledger.state
+    assert ledger.fates[Fate.ROLLED_BACK] == lost.lost.tokens
+    assert ledger.accepted == sum(ledger.fates.values()) > accepted
+    run.world.buffer.resume(Lost(*lost.lost))
+    assert ledger.fates[Fate.ROLLED_BACK] == lost.lost.tokens
+
+
+Spoil = Callable[[MemoryObjects], object]
+
+
+def replace(objects: MemoryObjects, name: str, data: bytes) -> None:
+    objects.held[name] = data
+
+
+def rewritten(objects: MemoryObjects, step: int, change: Callable[[dict[str, object]], object]) -> None:
+    manifest = json.loads(objects.held[manifest_name(step)])
+    change(manifest)
+    objects.held[manifest_name(step)] = json.dumps(manifest).encode()
+
+
+def weights(objects: MemoryObjects) -> str:
+    return next(name for name in objects.held if name.startswith("files/checkpoints/step_4/trainer/rank_0"))
+
+
+SPOILT: dict[str, Spoil] = {
+    "is missing": lambda objects: objects.held.pop(weights(objects)),
+    "has another size than was written": lambda objects: replace(objects, weights(objects), b"short"),
+    "has other bytes than were written": lambda objects: replace(objects, weights(objects), b"12345678"),
+    "is damaged (its checksum is another one)": lambda objects: rewritten(
+        objects, 4, lambda manifest: manifest.update(accepted_tokens=1)
+    ),
+    "is damaged (Invalid JSON": lambda objects: replace(objects, manifest_name(4), b"{"),
+    "is no path in the run folder": lambda objects: rewritten(
+        objects,
+        4,
+        lambda manifest: manifest["files"].update({"../../x": {"object": "x", "bytes": 1, "xxh3_64": "0"}}),  # type: ignore[attr-defined]
+    ),
+}
+
+
+@pytest.mark.parametrize("why", SPOILT)
+def test_a_damaged_checkpoint_is_passed_over_and_without_another_one_refused(
+    tmp_path: Path, history: list[str], why: str
+) -> None:
+    objects, said = MemoryObjects(), list[str]()
+    begun(tmp_path / "first", objects, 5)
+    SPOILT[why](objects)
+    assert gone_on(tmp_path / "second", MemoryObjects(dict(objects.held)), said).history() == history
+    assert [line for line in said if line.startswith("the checkpoint of step 4 in ") and why in line]
+    del objects.held[manifest_name(2)]
+    with pytest.raises(UserError) as refused:
+        gone_on(tmp_path / "third", objects)
+    assert "every checkpoint is damaged (step 4: " in str(refused.value) and why in str(refused.value)
+    assert not list((tmp_path / "third" / "runs").glob("*")), "a part of a run is left"
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_was_uploaded_is_refused(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    begun(tmp_path / "first", objects, 0)
+    del objects.held[manifest_name(0)]
+    with pytest.raises(
+        UserError, match="holds no whole checkpoint: the run ended before its first one; begin a new run"
+    ):
+        gone_on(tmp_path / "second", objects)
+
+
+def test_a_store_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="memory://bucket/run holds no run"):
+        gone_on(tmp_path, MemoryObjects())
+    objects = MemoryObjects()
+    begun(tmp_path, objects, 0)
+    del objects.held[RUN]
+    with pytest.raises(UserError, match="and no run"):
+        gone_on(tmp_path / "second", objects)
+
+
+def test_where_the_disk_is_as_new_as_the_store_the_run_goes_on_there(tmp_path: Path, history: list[str]) -> None:
+    objects, said = MemoryObjects(), list[str]()
+    killed = begun(tmp_path, objects, 5)
+    run = gone_on(tmp_path, objects, said)
+    assert run.folder == killed.folder
+    assert said == [f"{run.folder} is as new as memory://bucket/run: the run goes on there"]
+    assert run.history() == history
+    elsewhere = gone_on(tmp_path / "second", objects, steps=STEPS + 1)
+    back = gone_on(tmp_path, objects, steps=STEPS + 1)
+    assert back.folder.name == "scripted-2", "the older folder stays as it was"
+    assert back.history() == elsewhere.history()
+
+
+def test_a_folder_or_a_configuration_that_names_the_store_is_enough(
+    tmp_path: Path, history: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, runs = MemoryObjects(), tmp_path / "second" / "runs"
+    killed = begun(tmp_path / "first", objects, 5)
+    monkeypatch.setattr("service.run.resuming.open_store", lambda url: objects)
+    empty = runs / "scripted"
+    empty.mkdir(parents=True)
+    (empty / CONFIG).write_bytes((killed.folder / CONFIG).read_bytes())
+    folder, overrides = folder_to_resume(str(empty), [], [f"run.dir={runs}"], print)
+    assert (folder, overrides) == (empty, [f"run.dir={runs}"]) and list((folder / JOURNAL).iterdir())
+
+    named, _ = folder_to_resume("gone", [killed.folder / CONFIG], [f"run.dir={tmp_path / 'third'}"], print)
+    assert find_run(named) == tmp_path / "third" / "scripted"
+    url = "s3://bucket/run"
+    _, overrides = folder_to_resume(url, [], [f"run.dir={tmp_path / 'fourth'}"], print)
+    assert overrides[-1] == f"run.store={url}"
+    with pytest.raises(UserError, match="neither the address of a store, a run folder"):
+        folder_to_resume("gone", [], [], print)

@@ -1,0 +1,93 @@
+"""`baton run` with a store: what is refused before Ray starts, and what is in the store when the command ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from actors.driver import run as running
+from service.config import Config, load_config
+from service.errors import RunFailed, UserError
+from service.run.folder import FINAL, SUMMARY
+from service.run.store.uploads import Uploads
+from service.run.writer import RunWriter
+from tests.pure.store.memory import MemoryObjects
+
+SUMMARY_OF_RUN = {"state": "finished", "steps": 3}
+
+
+def trained(config: Config, folder: RunWriter, *others: object) -> int:
+    """A run without Ray: it leaves the final weights and a summary."""
+    (folder.path / FINAL).mkdir()
+    (folder.path / FINAL / "model.safetensors").write_bytes(b"weights")
+    folder.write_summary(SUMMARY_OF_RUN)
+    return 0
+
+
+@pytest.fixture
+def objects(monkeypatch: pytest.MonkeyPatch) -> MemoryObjects:
+    store = MemoryObjects()
+    monkeypatch.setattr(running, "open_store", lambda url: store)
+    monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
+    monkeypatch.setattr(running, "refuse_open_ray", lambda environment, insecure: None)
+    monkeypatch.setattr(running, "_run_on_ray", trained)
+    return store
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    settings = [f"run.dir={tmp_path}", "run.store=s3://bucket/run", "run.store_deadline=0.05", "model.warm_start=null"]
+    return load_config([Path("configs/quickstart.yaml")], settings)
+
+
+def test_when_the_command_ends_the_store_has_how_the_run_ended(
+    objects: MemoryObjects, config: Config, tmp_path: Path
+) -> None:
+    assert running.run(config) == 0
+    assert objects.held["final/model.safetensors"] == b"weights"
+    assert json.loads(objects.held[SUMMARY]) == SUMMARY_OF_RUN
+    with pytest.raises(UserError, match="holds another run"):
+        running.run(config)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["quickstart"]
+
+
+def test_a_store_that_cannot_be_written_ends_the_command_with_a_line_before_ray_starts(
+    objects: MemoryObjects, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_run_on_ray", None)
+    objects.fails = lambda doing, name: doing == "put"
+    with pytest.raises(UserError, match=r"^run.store: memory://bucket/run: put run.json failed$"):
+        running.run(config)
+    assert not (tmp_path / "quickstart").exists()
+
+
+def test_what_could_not_be_uploaded_is_said_and_the_run_is_as_it_ended(
+    objects: MemoryObjects, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects.fails = lambda doing, name: name.startswith(FINAL)
+    assert running.run(config) == RunFailed.exit_code
+    assert json.loads((tmp_path / "quickstart" / SUMMARY).read_text()) == SUMMARY_OF_RUN
+    said = capsys.readouterr().out
+    assert re.search(
+        r"memory://bucket/run lacks the final weights, which only \S+/quickstart has now: .* failed\n", said
+    )
+
+
+def test_a_run_that_fails_uploads_its_checkpoints_and_then_says_why_it_failed(
+    objects: MemoryObjects, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = list[bool]()
+    finish: Callable[[Uploads], None] = Uploads.finish
+    monkeypatch.setattr(Uploads, "finish", lambda uploads: (waited.append(True), finish(uploads)))
+
+    def failing(*arguments: object) -> int:
+        raise RunFailed("an actor failed")
+
+    monkeypatch.setattr(running, "_run_on_ray", failing)
+    with pytest.raises(RunFailed, match="an actor failed"):
+        running.run(config)
+    assert waited and SUMMARY not in objects.held

@@ -1,0 +1,165 @@
+"""Uploads go on beside the run, and what the store holds is whole or does not count."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from service.errors import RunFailed, UserError
+from service.run.folder import STORE_MARK, UPLOADS
+from service.run.store import uploads as uploading
+from service.run.store.claim import claim_store
+from service.run.store.contents import StoredCheckpoint, stored_steps
+from tests.pure.store.memory import MemoryObjects
+from tests.pure.store.scripted import EVERY, STEPS, ScriptedRun, settings
+from tests.waiting import until
+
+
+def run_in(folder: Path, objects: MemoryObjects | None, **changes: object) -> ScriptedRun:
+    return ScriptedRun(folder / "runs" / "scripted", settings(folder / "runs", **changes), objects)
+
+
+def test_the_store_holds_as_many_checkpoints_as_the_disk_and_how_the_run_ended(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    run.train()
+    run.end()
+
+    assert stored_steps(objects.sizes()) == sorted(run.checkpoints.steps(), reverse=True) == [6, 4]
+    assert objects.held["final/model.safetensors"] == (run.folder / "final" / "model.safetensors").read_bytes()
+    assert objects.puts[-1] == "summary.json"
+    needed = {name for step in (4, 6) for name in StoredCheckpoint.read(objects, step).objects}
+    assert {name for name in objects.held if name.startswith("files/")} == needed
+    assert not (run.folder / UPLOADS).exists()
+
+
+def test_a_segment_of_the_journal_that_two_checkpoints_need_is_uploaded_once(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    run.train()
+    older, newer = (StoredCheckpoint.read(objects, step).objects for step in (4, 6))
+    both = {name for name in older.keys() & newer.keys() if "/journal/" in name}
+    assert both
+    assert all(objects.puts.count(name) == 1 for name in both)
+
+
+def test_an_upload_that_fails_is_repeated_and_said_once_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploading, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(uploading, "MOST_PAUSE", 0.001)
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    failures = 5
+
+    def fails(doing: str, name: str) -> bool:
+        return doing == "cut" and run.uploads is not None and run.uploads.status.failures < failures
+
+    objects.fails = fails
+    run.train(EVERY)
+    assert run.uploads is not None
+    until(lambda: run.uploads is not None and run.uploads.status.step == EVERY, 10)
+    assert run.uploads.status._replace(bytes=0) == (EVERY, 0, failures, "")
+    assert [line.partition(":")[0] for line in run.said] == [
+        f"the checkpoint of step {EVERY} is not uploaded",
+        "memory",  # the address: uploads succeed again
+    ]
+
+
+def test_training_never_waits_for_the_store_and_a_newer_checkpoint_takes_the_place_of_one_that_waits(
+    tmp_path: Path,
+) -> None:
+    objects, goes_on = MemoryObjects(), threading.Event()
+    run = run_in(tmp_path, objects)
+    objects.fails = lambda doing, name: doing == "put" and not goes_on.wait(10)
+    run.settles = lambda: None
+    run.train()
+    assert run.step == STEPS
+    assert len(list((run.folder / UPLOADS).iterdir())) == 2  # one under way, one that waits
+    goes_on.set()
+    assert run.uploads is not None
+    until(lambda: run.uploads is not None and not run.uploads.left(), 10)
+    assert stored_steps(objects.sizes())[0] == STEPS // EVERY * EVERY
+
+
+def test_a_run_whose_store_is_silent_ends_after_its_deadline_and_names_what_only_the_disk_has(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    run.train(2)
+    objects.fails = lambda doing, name: True
+    with pytest.raises(RunFailed, match=r"lacks the final weights, which only .*/scripted has now: .* failed"):
+        run.end()
+
+
+def test_a_damaged_file_is_never_part_of_a_checkpoint_in_the_store(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    finish = run.checkpoints.finish
+
+    def damaged(*arguments: int) -> int:
+        oldest = finish(*arguments)
+        next(run.checkpoints.path(arguments[0]).rglob("*.safetensors")).write_bytes(b"12345678")
+        return oldest
+
+    run.checkpoints.finish = damaged  # type: ignore[method-assign]
+    run.train(2)
+    assert run.uploads is not None and "its disk is damaged" in run.uploads.status.failing
+    assert stored_steps(objects.sizes()) == [0]
+
+
+def test_a_store_belongs_to_one_run(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run_in(tmp_path, objects).train(2)
+    with pytest.raises(UserError, match=r"holds another run; give another place, or go on with that run: baton run"):
+        run_in(tmp_path / "other", objects)
+    with pytest.raises(UserError, match=r"holds other files \(a/b, ...\) and no run; give an empty place"):
+        run_in(tmp_path / "other", MemoryObjects({"a/b": b""}))
+    with pytest.raises(UserError, match=r"its run.json is not of a run"):
+        run_in(tmp_path / "other", MemoryObjects({"run.json": b"{}"}))
+
+
+def test_a_store_without_any_checkpoint_can_be_used_by_another_run(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run_in(tmp_path, None).train(0)
+    claim_store(objects, settings(tmp_path), tmp_path / "runs" / "scripted", print)
+    run_in(tmp_path / "other", objects).train(2)
+    assert stored_steps(objects.sizes()) == [2, 0]
+
+
+def test_of_two_processes_the_newer_one_uploads_and_the_older_one_says_so_and_trains_on(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    older = run_in(tmp_path, objects)
+    older.train(2)
+    newer = claim_store(objects, settings(tmp_path), older.folder, print)
+    older.train()
+    assert stored_steps(objects.sizes()) == [2, 0]
+    assert [line for line in older.said if "was taken over by another process" in line]
+    with pytest.raises(RunFailed, match="was taken over by another process"):
+        older.end()
+    newer.finish()
+
+
+def test_a_folder_that_is_older_than_the_store_is_refused(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    run.train(2)
+    kept = (run.folder / STORE_MARK).read_bytes()
+    for _ in range(2):
+        claim_store(objects, settings(tmp_path), run.folder, print)
+    (run.folder / STORE_MARK).write_bytes(kept)
+    with pytest.raises(UserError, match="this run went on from memory://bucket/run in another folder since"):
+        claim_store(objects, settings(tmp_path), run.folder, print)
+
+
+def test_a_process_that_is_killed_while_it_claims_the_store_does_not_lock_its_run_out(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    run.train(2)
+    for moment in ("put", "done"):
+        objects.fails = lambda doing, name, moment=moment: doing == moment  # type: ignore[misc]
+        with pytest.raises(UserError, match="failed"):
+            claim_store(objects, settings(tmp_path), run.folder, print)
+        objects.fails = lambda doing, name: False
+        claim_store(objects, settings(tmp_path), run.folder, print).finish()
