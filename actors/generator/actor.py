@@ -281,6 +281,8 @@ class Generator:
         try:
             update = await self._engine.update_weights(PolicyVersion.unpack(version), data, checksum)
         except RunFailed as error:
+            if self._stopping:  # nobody waits for the update any more
+                raise
             self._metrics.count("baton_weight_sync_failures_total")
             raise self._failed(error) from error.__cause__
         if self._joined is not None:

@@ -80,6 +80,7 @@ class VllmEngine:
         self._config = config
         self._model_folder = Path(model_folder)
         self._llm: AsyncLLM | None = None
+        self._stopped = False
         self._update_lock = asyncio.Lock()
         self._size = PolicySize(0, tied=False)
         """An update must bring as many numbers."""
@@ -291,16 +292,21 @@ class VllmEngine:
 
     def _death(self) -> RunFailed | None:
         """The error to raise instead of vLLM's where its core is dead: the driver cannot import vLLM's errors."""
+        if self._stopped:
+            return RunFailed("the engine is stopped")
         dead = self._llm is not None and self._llm.errored
         return RunFailed("the engine core died; its log says why") if dead else None
 
     def stop(self) -> None:
-        """End the engine's processes."""
-        if self._llm is not None:
-            self._llm.shutdown(timeout=5)
-            self._llm = None
+        """End the engine's processes; what waits for an answer of the core gets an error."""
+        self._stopped = True
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown(timeout=5)
 
     def _running(self) -> AsyncLLM:
+        if self._stopped:
+            raise RunFailed("the engine is stopped")
         if self._llm is None:
             raise RuntimeError("the engine is not started")
         return self._llm

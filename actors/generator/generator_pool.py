@@ -66,7 +66,7 @@ class GeneratorPool:
         self._say = say
         self._failures: Counter[str] = Counter()
         self._down: set[str] = set()
-        """Names of the generators that restart; they are not called for weights or evaluations."""
+        """Names of the generators that restart or stop; they are not called for weights or evaluations."""
         self._latest: tuple[PolicyVersion, PublishedWeights] | None = None
         """The newest weights that were sent to the engines."""
         self._sync: asyncio.Task[float] | None = None
@@ -164,6 +164,7 @@ class GeneratorPool:
         generator = self._generators[name]
         with suppress(*GENERATOR_FAILED):  # what it cannot hand over, the buffer gives to others below
             await call(generator.leave, grace, who=name, within=grace + HAND_OVER_SECONDS)
+            self._down.add(name)
             await call(generator.stop, who=name, within=STOP_SECONDS)
         await self._forget(name)
         self._say(f"{name} has left")
@@ -177,10 +178,12 @@ class GeneratorPool:
         self._share()
 
     async def _forget(self, name: str) -> None:
-        async with self._broadcasting, self._locks.pop(name):
-            self._broadcasts.forget(name)
-            generator = self._generators.pop(name)
-        _give_back(generator, self._rooms.pop(name, None))
+        """End the process of a generator that leaves or failed, and what it was asked; then forget it."""
+        _give_back(self._generators[name], self._rooms.pop(name, None))
+        self._broadcasts.forget(name)
+        async with self._broadcasting, self._locks.pop(name):  # an update has these until it ends with the process
+            del self._generators[name]
+            self._down.discard(name)
         await call(self._buffer.leave, name, None, "gone", who="the buffer")
         self._telemetry.left(name)
 
@@ -318,6 +321,8 @@ class GeneratorPool:
                 self._not_taken(name, version, error)
 
     def _not_taken(self, name: str, version: PolicyVersion, error: BaseException) -> None:
+        if name in self._leaving:
+            return  # it needs none any more
         self._telemetry.sync_failed()
         self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
 

@@ -100,6 +100,9 @@ class FakeVllm:
         await self.does("version")
         return "1"
 
+    def shutdown(self, timeout: float) -> None:
+        """Requests that are under way get no answer any more."""
+
 
 class Request(NamedTuple):
     update_info: dict[str, Any] | None = None
@@ -258,6 +261,23 @@ async def test_a_core_that_dies_amid_an_update_is_said_though_it_never_answers(
     llm.errored = True
     with pytest.raises(RunFailed, match="the engine core died"):
         await asyncio.wait_for(updating, 60)
+    assert files_open() == 0
+
+
+async def test_an_update_of_an_engine_that_is_stopped_ends_at_once(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.generator.engine, "CHECK_SECONDS", 0.01)
+    llm = llm_of(engine)
+    llm.silent = "load"
+    updating = asyncio.ensure_future(engine.update_weights(NEW, *sent()))
+    while "load" not in llm.did:
+        await asyncio.sleep(0.005)
+    engine.stop()
+    with pytest.raises(RunFailed, match="the engine is stopped"):
+        await asyncio.wait_for(updating, 60)
+    with pytest.raises(RunFailed, match="the engine is stopped"):
+        await engine.update_weights(NEW, *sent())
     assert files_open() == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from actors.generator import scaling
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
 from actors.weights.checksum import PublishedWeights
-from service.config import Config
+from actors.weights.weight_group import Meeting
+from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
 from service.types import PolicyVersion
@@ -75,31 +77,45 @@ class Told:
         self.gone.append(f"{generator} {incarnation} {reason}")
 
 
+class Sends:
+    """A trainer that takes part in every broadcast."""
+
+    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
+        return True
+
+
 class World:
     """A pool that begins with one generator and may have three."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: str = "memory") -> None:
         self.said, self.told, self.lines = list[str](), Told(), list[str]()
         self.killed, self.rooms = list[str](), list[str]()
-        monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda actor: self.killed.append(actor.name))
+        self.ends = defaultdict[str, asyncio.Event](asyncio.Event)
+        """Of each generator: its process is ended."""
+        monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", self.kill)
         monkeypatch.setattr(actors.generator.generator_pool, "remove_placement_group", self.rooms.append)
         monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0.0)
         engines = {"min": 1, "max": 3}
         settings = GeneratorConfig.model_validate(
             {"engines": engines, "concurrent_groups": GROUPS, "leave_grace": GRACE}
         )
-        self.config, self.wanted = Config(generator=settings), 1
+        weights = WeightsConfig.model_validate({"transport": transport})
+        self.config, self.wanted = Config(generator=settings, weights=weights), 1
         self.there = {0: Here("generator-0", self.said)}
         self.failing: BaseException | None = None
         self.pool = GeneratorPool(
             self.config,
             [self.there[0]],
-            None,
+            Sends(),
             self.told,
             self.lines.append,
             self.told,  # type: ignore[arg-type]
         )
         self.scaling = Scaling(self.config, self.pool, self.place, lambda: self.wanted, self.lines.append)
+
+    def kill(self, actor: Here) -> None:
+        self.killed.append(actor.name)
+        self.ends[actor.name].set()
 
     async def place(self, number: int) -> Placed:
         made = self.there[number] = Here(f"generator-{number}", self.said, node="b")
@@ -149,6 +165,34 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2))
     await world.pool.published()
     assert [line.split()[0] for line in world.said] == ["generator-0"]
+    world.there[0].ended.set()
+    await running
+
+
+@pytest.mark.parametrize("transport", ["memory", "nccl"])
+async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    """Its engine may have stopped in the middle of an update, which then never ends."""
+    world = World(monkeypatch, transport)
+    running, world.wanted = await world.running(), 2
+    await world.settled("generator-0", "generator-1")
+    leaving, updating = world.there[1], asyncio.Event()
+
+    async def update(*arguments: Any) -> None:
+        updating.set()
+        await world.ends["generator-1"].wait()
+        raise died()
+
+    leaving.update_weights = Method(update)
+    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2))
+    world.wanted = 1
+    async with asyncio.timeout(30):
+        await updating.wait()
+        world.scaling.look({})
+        await world.pool.published()
+        while "generator-1 has left" not in world.lines:
+            await asyncio.sleep(0)
+    assert [line for line in world.said if line.startswith("generator-0 takes 1:2")]
+    assert not [line for line in world.lines if "did not take" in line]
     world.there[0].ended.set()
     await running
 
