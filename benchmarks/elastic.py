@@ -3,8 +3,9 @@
     python -m benchmarks.elastic                       # throughput up to 64 generators, the buffer with 100 and 10,000
     python -m benchmarks.elastic --generators 100 1000
 
-The buffer is the real one with its journal, under a virtual clock. Its time is the CPU time inside its verbs, over the
-groups that were trained, while each generator leaves after a minute on average and another one joins.
+The buffer is the real one with its journal, under a virtual clock. Its time is the CPU time inside its verbs and of
+serving the claims that wait, over the groups that were trained, while each generator leaves after a minute on average
+and another one joins.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from service.simulate.report import simulated
 from service.simulate.scenario import Faults, Scenario
 from service.simulate.world import FaultyWorld
 
-VERBS = ("join", "leave", "claim", "submit", "begin_lease", "lease", "commit", "covered", "tick")
+VERBS = ("join", "leave", "claim_several", "submit", "begin_lease", "lease", "commit", "covered", "tick")
 SEGMENT_BYTES = 64 << 20
 STAY_SECONDS = 60.0
 """Simulated seconds that a generator stays, on average."""
@@ -75,8 +76,9 @@ def buffer_cost(generators: int, steps: int = 8) -> Cost:
     scenario = Scenario(generators, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=steps, faults=faults)
     world = FaultyWorld(settings(generators), scenario, seed=0, segment_bytes=SEGMENT_BYTES)
     clock = _Clock()
-    for verb in VERBS:
-        setattr(world.host.buffer, verb, clock.timed(getattr(world.host.buffer, verb)))
+    for of, verbs in ((world.host.buffer, VERBS), (world.host.claims, ("answer", "look", "expire"))):
+        for verb in verbs:
+            setattr(of, verb, clock.timed(getattr(of, verb)))
     world.begin()
     world.loop.run(lambda: world.trainer.version.step >= steps)
     status = world.host.buffer.status()

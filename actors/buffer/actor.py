@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO, TypeVar
+from typing import Any, Literal, NamedTuple, TextIO
 
 from actors.calls import resolve_actor
 from actors.heap import freeze_heap
@@ -27,12 +27,11 @@ from service.handoff.scoring import teachers_of
 from service.handoff.steps.validate import Routing
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
+from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.observe.trajectories.records import LostTrajectories, trajectory_records
 from service.rollout.prompts.dataset import load_tasks, rows_digest
 from service.scorers.asking import Asking
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
-
-Answer = TypeVar("Answer")
 
 TICK_SECONDS = 0.5
 SWITCH_SECONDS = 0.0005
@@ -110,7 +109,11 @@ class BufferActor:
         self._telemetry = BufferTelemetry(self._config, resolve_actor(hub), self._buffer)
         self._telemetry.start()
         self._asking = Asking(self._config.scorers, self._buffer.scoring, workers(self._config), self._settled)
+        self._claims = WaitingClaims(self._opened.claim_several)
+        self._served = 0
+        """The buffer's revision when what waits was served last."""
         self._changed = asyncio.Condition()
+        """Leases wait for it."""
         self._queued = asyncio.Event()
         self._flushed = asyncio.Condition()
         self._background = asyncio.ensure_future(self._work())
@@ -153,9 +156,16 @@ class BufferActor:
         self._buffer.leave(generator, incarnation, reason)
         await self._settled()
 
-    async def claim(self, claim: Claim, wait_seconds: float, most: int = 1) -> list[Assignment] | Wait | Refusal:
+    async def claim(self, claim: Claim, wait_seconds: float, most: int = 1) -> ClaimAnswer:
         """Claim at most so many groups; waits up to `wait_seconds` for a slot of the first one."""
-        return await self._poll(lambda: self._buffer.claim_several(claim, most), wait_seconds)
+        _ = self._buffer  # raises what kept it from starting
+        answered: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
+        deadline = time.monotonic() + wait_seconds if wait_seconds else None
+        self._claims.answer(claim, most, deadline, answered.set_result)
+        answer = await answered
+        if not isinstance(answer, Wait):
+            await self._settled()
+        return answer
 
     async def submit(self, data: bytes) -> Receipt | Refusal:
         """Accept a step group; returns when the journal is on disk."""
@@ -168,7 +178,7 @@ class BufferActor:
 
         The mini-batch is formed and encoded in a thread, while the actor goes on to accept steps.
         """
-        answer = await self._poll(lambda: self._buffer.begin_lease(trainer_incarnation), wait_seconds)
+        answer = await self._begin_lease(trainer_incarnation, wait_seconds)
         began = time.monotonic()
         if isinstance(answer, BatchJob):
             made = await asyncio.to_thread(answer.run)
@@ -235,24 +245,25 @@ class BufferActor:
         await asyncio.wait([self._background])
         self._telemetry.stop()
 
-    async def _poll(self, ask: Callable[[], Answer], wait_seconds: float) -> Answer:
-        """Call `ask` whenever the buffer changes, until the answer is not a `Wait` or the time is over."""
+    async def _begin_lease(self, incarnation: int, wait_seconds: float) -> MiniBatch | Wait | Refusal | BatchJob:
+        """Ask whenever the buffer changes, until the answer is not a `Wait` or the time is over."""
         deadline = time.monotonic() + wait_seconds
-        answer = ask()
+        answer = self._buffer.begin_lease(incarnation)
         while isinstance(answer, Wait) and (left := deadline - time.monotonic()) > 0:
             try:
                 async with self._changed:
                     await asyncio.wait_for(self._changed.wait(), left)
             except TimeoutError:
                 break
-            answer = ask()
+            answer = self._buffer.begin_lease(incarnation)
         if not isinstance(answer, Wait):
             await self._settled()
         return answer
 
     async def _settled(self) -> None:
-        """Wake everything that waits for a change; return when all journalled events are on disk."""
-        await self._wake()
+        """Serve and wake what waits for a change; return when all journalled events are on disk."""
+        if self._served != self._buffer.revision:
+            await self._wake()
         position = self._journal.position
         self._queued.set()
         async with self._flushed:
@@ -261,7 +272,9 @@ class BufferActor:
             raise self._failure
 
     async def _wake(self) -> None:
-        """Wake the waiting polls, and what asks scorers."""
+        """Serve waiting claims; wake waiting leases, and what asks scorers."""
+        self._claims.look()
+        self._served = self._buffer.revision
         if self._buffer.ledger.scoring:
             self._asking.look()
         async with self._changed:
@@ -296,4 +309,5 @@ class BufferActor:
             self._buffer.tick()
             if self._journal.position > self._journal.synced:
                 self._queued.set()
-            await self._wake()
+            self._claims.expire(time.monotonic())
+            await self._wake()  # also without an event: the disk may have room again

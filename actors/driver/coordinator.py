@@ -70,6 +70,7 @@ class Coordinator:
         self._prepared = prepared
         self._say = say
         self._resume_from = resume_from
+        self._stopping = False
         self._progress = Progress(config, folder, say)
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
         self._generator_pool = GeneratorPool(
@@ -80,9 +81,8 @@ class Coordinator:
         self._hosts = HostWatch(say)
         self._checkpoints = Checkpointer(config, folder.path, cluster, self._telemetry.checkpointed, uploads)
         self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
-        self._evaluations = Evaluations(
-            config, self._generator_pool, folder, prepared.eval_files, say, lambda: self._stopping
-        )
+        eval_files, stopped, evaluated = prepared.eval_files, lambda: self._stopping, self._telemetry.evaluated
+        self._evaluations = Evaluations(config, self._generator_pool, folder, eval_files, say, stopped, evaluated)
         self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
         self._version = PolicyVersion(0, 0)
         self._waits_for = ""
@@ -94,7 +94,6 @@ class Coordinator:
         self._trainer_failures = 0
         self._starting: asyncio.Task[None] | None = None
         """Set while the actors start."""
-        self._stopping = False
         self.stopped_by: int | None = None
 
     def stop(self, number: int) -> None:
@@ -171,6 +170,7 @@ class Coordinator:
                 await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
                 await self._continue_from(self._resume_from.step)
             self._say(f"resuming after step {self._resume_from.step}")
+            await self._evaluate(self._evaluations.go_on_from(self._resume_from.step))
         else:
             await self._start_fresh()
         self._progress.begin()
@@ -227,12 +227,12 @@ class Coordinator:
             samples = self._config.algorithm.n_samples_per_prompt
             with phase("warm start: measuring the success rate", self._say):
                 await self._generator_pool.published()
-                probe = await self._generator_pool.evaluate(
+                probe = await self._evaluations.of_set(
                     "warm_start", self._prepared.tasks_file, samples, settings.probe_prompts
                 )
             if probe is not None:
                 self._progress.probed(probe.avg_score, settings.expected_success)
-        await self._evaluate()
+        await self._evaluate(self._evaluations.is_due(0))
 
     async def _warm_start(self) -> None:
         """Take the supervised steps of the warm start, if it is configured."""
@@ -250,6 +250,7 @@ class Coordinator:
         incarnation = await ask_buffer(self._buffer.join, "trainer", "trainer", step)
         self._version = PolicyVersion(incarnation, step)
         self._progress.go_on_from(step)
+        self._evaluations.go_on_from(step)
         await self._generator_pool.publish(self._version, await self._trainer.weights(self._version))
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -300,22 +301,23 @@ class Coordinator:
         every = self._config.trainer.checkpoint_every
         if every and self._version.step % every == 0:
             await self._checkpoints.begin(self._version)
-        evaluated = await self._evaluate()
+        await self._evaluate(self._evaluations.is_due(self._version.step))
         self._telemetry.doing("bookkeeping")
         generators = await self._generator_pool.statuses()
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
-        line = self._progress.stepped(self._version, leased.metrics, {**report.metrics, **evaluated}, generators)
+        measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
+        line = self._progress.stepped(self._version, leased.metrics, measured, generators)
         self._telemetry.stepped(self._version, line)
         await self._write_targets()
         await self._checkpoints.note_reached(self._version.step)
 
-    async def _evaluate(self) -> dict[str, float]:
-        """Evaluate the weights where that is due, while training waits; returns the metrics."""
-        if not self._evaluations.are_due(self._version.step):
-            return {}
+    async def _evaluate(self, is_due: bool) -> None:
+        """Evaluate the weights where that is due, beside training or while it waits."""
+        if not is_due or self._evaluations.begin(self._version.step):
+            return
         self._telemetry.doing("evaluating")
         self._progress.synced(await self._generator_pool.published())
-        return await self._evaluations.at(self._version.step)
+        await self._evaluations.at(self._version.step)
 
     async def _lease(self) -> Leased | None:
         """Wait for the next mini-batch; None if the run was stopped meanwhile."""
@@ -373,7 +375,7 @@ class Coordinator:
         self._telemetry.doing("stopping")
         with phase("writing the final weights", self._say):
             await self._trainer.export(self._folder.path / FINAL)
-        await self._checkpoints.settle()
+        await asyncio.gather(self._checkpoints.settle(), self._evaluations.settled())
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
             await self._checkpoints.settle()

@@ -40,6 +40,8 @@ SHARED_UTILIZATION = 0.35
 QUIET_SECONDS = 2.0
 """How long a run waits for room before it says what is missing."""
 
+CALLS = 100_000
+"""Calls that the buffer may have open: every claim that waits is one, and steps must not wait behind claims."""
 NODE_ID = "ray.io/node-id"
 """Label of every node of Ray."""
 
@@ -233,7 +235,7 @@ def buffer_options(config: Config) -> dict[str, Any]:
     here = {**labels, NODE_ID: ray.get_runtime_context().get_node_id()}
     return {
         "num_cpus": 0,
-        "max_concurrency": 1000,
+        "max_concurrency": CALLS,
         "max_restarts": -1,
         "max_task_retries": -1,
         "label_selector": here,

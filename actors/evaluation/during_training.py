@@ -1,62 +1,213 @@
-"""The evaluations of a run: every set on the weights of one step, written to the run folder and the terminal."""
+"""The evaluations of a run: every set on the weights of one step, written to the run folder and the terminal.
+
+pause    training waits until all engines have evaluated
+beside   some engines keep the evaluated weights, the others and the trainer go on; the numbers come with a later step
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from actors.generator.generator_pool import GeneratorPool
+from actors.calls import in_a_line
+from actors.evaluation.evaluator import Kept, evaluate_on
+from actors.generator.generator_pool import GENERATOR_FAILED, GeneratorPool
 from service.config import Config
+from service.errors import Starved
 from service.evaluation.report import table
 from service.evaluation.scores import Evaluation
+from service.run.folder import EVALUATIONS, read_lines
 from service.run.writer import RunWriter
 
 STOP_CHECK_SECONDS = 0.5
 """Seconds between two checks whether the run was stopped."""
 
+Ended = Callable[[int, float], None]
+"""Called with the step that was evaluated, and when that began."""
 
-@dataclass(frozen=True, slots=True)
+
 class Evaluations:
-    """Evaluates on the run's generators while training waits."""
+    """Evaluates on the run's generators, while training waits or beside it."""
 
-    config: Config
-    generator_pool: GeneratorPool
-    folder: RunWriter
-    files: Mapping[str, Path]
-    """Set -> its rows."""
-    say: Callable[[str], None]
-    is_stopped: Callable[[], bool]
+    def __init__(
+        self,
+        config: Config,
+        generator_pool: GeneratorPool,
+        folder: RunWriter,
+        files: Mapping[str, Path],
+        say: Callable[[str], None],
+        is_stopped: Callable[[], bool],
+        ended: Ended = lambda step, began: None,
+    ) -> None:
+        """`files`: set -> its rows."""
+        self._config, self._pool, self._folder, self._files = config, generator_pool, folder, files
+        self._say, self._is_stopped, self._ended = say, is_stopped, ended
+        self._running: asyncio.Task[None] | None = None
+        """The evaluation beside training."""
+        self._of_step = 0
+        """The step that it evaluates."""
+        self._evaluated: int | None = None
+        """The newest step of which there are numbers."""
+        self._numbers: dict[str, float] = {}
+        """Of evaluations that no line of `metrics.jsonl` has yet."""
 
-    def are_due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Every `data.eval_every` steps, and after the last one if the engines get its weights."""
-        every, sync_every = self.config.data.eval_every, self.config.weights.sync_every
-        is_last = step == self.config.run.max_steps and step % sync_every == 0
+        every, sync_every = self._config.data.eval_every, self._config.weights.sync_every
+        is_last = step == self._config.run.max_steps and step % sync_every == 0
         return every > 0 and (step % every == 0 or is_last)
 
-    async def at(self, step: int) -> dict[str, float]:
-        """Evaluate every set unless the run is stopped; returns the metrics for the step's line of `metrics.jsonl`.
+    def go_on_from(self, step: int) -> bool:
+        """A trainer begins at this step; returns whether an evaluation of it or of a step before is missing."""
+        self._look()
+        if self._running is not None and self._of_step > step:
+            self._running.cancel()
+            self._running = None
+        if self._numbers.get("eval/step", 0) > step:
+            self._numbers.clear()
+        recorded = [line["step"] for line in read_lines(self._folder.path / EVALUATIONS)]
+        self._evaluated = max(recorded, default=None)
+        every = self._config.data.eval_every
+        missing = every > 0 and (self._evaluated is None or self._evaluated < step - step % every)
+        return missing and self._running is None
+
+    def begin(self, step: int) -> bool:
+        """Begin to evaluate the newest weights, those of this step, beside training; False where training has to wait.
+
+        An evaluation that is due while another one runs is left out.
+        """
+        data = self._config.data
+        if data.eval_mode == "pause" or step == self._config.run.max_steps:
+            return False
+        self._look()
+        if self._running is not None:
+            self._say(f"the evaluation after step {step} is left out: that of step {self._of_step} still runs")
+            return True
+        kept = self._keep()
+        if kept is not None:
+            self._of_step = step
+            self._running = asyncio.ensure_future(self._beside(kept))
+        return kept is not None
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """What a step's line of `metrics.jsonl` has of evaluations: those that have ended since the line before."""
+        self._look()
+        numbers, self._numbers = self._numbers, {}
+        if every := self._config.data.eval_every:
+            numbers["eval/lag_intervals"] = (step - (self._evaluated or 0)) / every
+        return numbers
+
+    async def at(self, step: int) -> None:
+        """Evaluate every set on all engines, while training waits, unless the run is stopped.
 
         A sample of `data.eval_rows` rows of each set; after the last step all rows.
         """
-        start = time.monotonic()
-        data, is_last = self.config.data, step == self.config.run.max_steps
-        rows = None if is_last else data.eval_rows
+        await self.settled()
+        start, data = time.monotonic(), self._config.data
+        rows = None if step == self._config.run.max_steps else data.eval_rows
         results: list[Evaluation] = []
-        for name, path in self.files.items():
-            evaluating = asyncio.ensure_future(self.generator_pool.evaluate(name, path, data.eval_samples, rows))
-            while not evaluating.done() and not self.is_stopped():
-                await asyncio.wait([evaluating], timeout=STOP_CHECK_SECONDS)
-            if not evaluating.done():
-                evaluating.cancel()
-            elif (evaluation := evaluating.result()) is not None:
+        for name, path in self._files.items():
+            evaluation = await self._unless_stopped(self.of_set(name, path, data.eval_samples, rows))
+            if evaluation is not None:
                 results.append(evaluation)
-        if results:
-            self.folder.append_evaluations(step, [evaluation.record() for evaluation in results])
-            self.say(f"evaluation after step {step}:")
-            for line in table(results).splitlines():
-                self.say(f"  {line}")
-        metrics = {key: value for evaluation in results for key, value in evaluation.metrics().items()}
-        return {**metrics, "timing/eval": time.monotonic() - start}
+        self._record(step, start, results)
+
+    async def settled(self) -> None:
+        """Wait for the evaluation beside training, unless the run is stopped."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            await self._unless_stopped(running)
+
+    async def of_set(self, name: str, tasks_file: Path, n_samples: int, most: int | None = None) -> Evaluation | None:
+        """Evaluate a set, or a sample of `most` prompts, on all engines; None where the evaluation failed.
+
+        No trajectory is submitted to the buffer.
+        """
+        up = self._pool.up()
+        if not up:
+            self._say(f"the evaluation of {name} was given up: no generator is up")
+            return None
+        try:
+            return await self._evaluated_on(up, name, tasks_file, n_samples, most)
+        except GENERATOR_FAILED as error:
+            self._say(f"the evaluation of {name} was given up: {in_a_line(error)}")
+            return None
+
+    def _look(self) -> None:
+        """Whether the evaluation beside training has ended; raises what it failed with."""
+        if self._running is not None and self._running.done():
+            self._running.result()
+            self._running = None
+
+    def _keep(self) -> Kept | None:
+        return self._pool.keep(self._config.data.eval_engines)
+
+    async def _beside(self, kept: Kept | None) -> None:
+        """Evaluate every set on engines that keep their weights; where one is lost, begin anew with the newest."""
+        data = self._config.data
+        for tries_left in reversed(range(self._config.run.max_restarts + 1)):
+            if kept is None:
+                return self._say(f"the evaluation after step {self._of_step} was given up: too few engines are up")
+            start, results = time.monotonic(), list[Evaluation]()
+            try:
+                if kept.arriving is not None:
+                    await asyncio.wait([kept.arriving])
+                for name, path in self._files.items():
+                    of = kept.generators, name, path, data.eval_samples, data.eval_rows, kept.version.pack()
+                    results.append(await self._evaluated_on(*of))
+                return self._record(kept.version.step, start, results)
+            except GENERATOR_FAILED as error:
+                given_up = isinstance(error, Starved) or not tries_left
+                why = "was given up" if given_up else "begins anew with the newest weights"
+                self._say(f"the evaluation after step {kept.version.step} {why}: {in_a_line(error)}")
+                if given_up:
+                    return
+            finally:
+                await self._pool.let_go_on(kept)
+            if (kept := self._keep()) is not None:
+                self._of_step = kept.version.step
+
+    async def _evaluated_on(
+        self, up: Mapping[str, Any], name: str, path: Path, n_samples: int, most: int | None, version: int | None = None
+    ) -> Evaluation:
+        """Evaluate a set on these generators, none of which leaves of its own accord meanwhile.
+
+        Raises:
+            Starved: it took longer than `data.eval_deadline`.
+        """
+        deadline = self._config.data.eval_deadline
+        self._pool.evaluating |= set(up)
+        try:
+            async with asyncio.timeout(deadline):
+                return await evaluate_on(list(up.values()), name, path, n_samples, most, version)
+        except TimeoutError:
+            raise Starved(f"it took more than {deadline:.0f} s") from None
+        finally:
+            self._pool.evaluating -= set(up)
+
+    async def _unless_stopped(self, evaluating: Any) -> Any:
+        """Wait for an evaluation, or end it where the run is stopped."""
+        task = asyncio.ensure_future(evaluating)
+        while not task.done() and not self._is_stopped():
+            await asyncio.wait([task], timeout=STOP_CHECK_SECONDS)
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
+
+    def _record(self, step: int, start: float, results: Sequence[Evaluation]) -> None:
+        self._numbers["timing/eval"] = time.monotonic() - start
+        if not results:
+            return
+        self._ended(step, start)
+        self._evaluated = step
+        self._folder.append_evaluations(step, [evaluation.record() for evaluation in results])
+        self._say(f"evaluation after step {step}:")
+        for line in table(results).splitlines():
+            self._say(f"  {line}")
+        self._numbers["eval/step"] = step
+        for evaluation in results:
+            self._numbers |= evaluation.metrics()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from actors.calls import call
 from actors.generator.engine import VllmEngine
@@ -19,14 +19,33 @@ from service.rollout.player import Player
 from service.types import PolicyVersion
 
 
+class Kept(NamedTuple):
+    """Engines that keep a version while others go on."""
+
+    version: PolicyVersion
+    generators: dict[str, Any]
+    """By name."""
+    arriving: asyncio.Task[float] | None
+    """Ends when these engines have the version; None: they have it."""
+
+
 async def evaluate_on(
-    engines: Sequence[Any], name: str, tasks_file: Path, n_samples: int, most: int | None = None
+    engines: Sequence[Any],
+    name: str,
+    tasks_file: Path,
+    n_samples: int,
+    most: int | None = None,
+    version: int | None = None,
 ) -> Evaluation:
-    """Split a set, or a sample of `most` prompts, over generators or evaluators; summarizes all their trajectories."""
+    """Split a set, or a sample of `most` prompts, over generators or evaluators; summarizes all their trajectories.
+
+    `version`: what the generators have to serve, packed.
+    """
     shards = [EvalShard(number, len(engines), most) for number in range(len(engines))]
+    of = () if version is None else (version,)
     played = await asyncio.gather(
         *(
-            call(engine.evaluate, name, str(tasks_file), n_samples, shard, who="an engine", within=None)
+            call(engine.evaluate, name, str(tasks_file), n_samples, shard, *of, who="an engine", within=None)
             for engine, shard in zip(engines, shards, strict=True)
         )
     )

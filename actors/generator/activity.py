@@ -59,6 +59,11 @@ class Activity:
             self._evaluations -= 1
             self._look()
 
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation is under way."""
+        return self._evaluations > 0
+
     def by_state(self) -> dict[str, float]:
         """Seconds by state so far."""
         return self._states.seconds()

@@ -45,7 +45,7 @@ from service.observe.measure import measure_states, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.player import Player
-from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.dataset import load_tasks, task_of
 from service.types import PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Generator:
         left: list[Assignment] = []
         claimer, outbox = joined
         for assignment in await self._ask(self._buffer.unfinished, self._name, claimer.incarnation):
-            task, taken = self._task_of(assignment), list[tuple[int, int, bytes]]()
+            task, taken = task_of(self._tasks, *assignment[1:3]), list[tuple[int, int, bytes]]()
             for of, sent in assignment.trajectories():
                 steps = accepted_steps(sent) if sent else steps_table(())
                 if self._player.restore(of, task, steps, outbox):
@@ -184,7 +184,7 @@ class Generator:
                 if self._config.env.workers == "outside" and self._player.agents is not None:
                     await self._player.agents.listen()  # workers wait there for the first group
                 while True:
-                    while self._groups >= self._limit.groups and not claimer.arrived:
+                    while self._is_full and not (claimer.leaves or claimer.arrived):
                         self._room.clear()
                         await self._room.wait()
                     if (assignment := await claimer.next(self._limit.room(self._groups))) is None:
@@ -200,7 +200,13 @@ class Generator:
     def _begin(self, groups: asyncio.TaskGroup, outbox: Outbox, assignment: Assignment) -> None:
         self._groups += 1
         self._counts["groups"] += 1
-        groups.create_task(self._play_group(outbox, assignment, self._task_of(assignment)))
+        groups.create_task(self._play_group(outbox, assignment, task_of(self._tasks, *assignment[1:3])))
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether no group is claimed now; an engine that keeps weights for an evaluation claims none."""
+        keeps_weights = self._activity.is_evaluating and self._config.data.eval_mode == "beside"
+        return keeps_weights or self._groups >= self._limit.groups
 
     async def _renew(self, incarnation: int, agents: Agents) -> None:
         """Say which sessions are open: one may wait longer for its agent than the buffer waits for a step."""
@@ -209,15 +215,6 @@ class Generator:
             open_ones = [session.trajectory for session in agents.sessions.open()]
             with suppress(Unreachable):  # the next renewal comes long before the deadline
                 await self._ask(self._buffer.renew, self._name, incarnation, open_ones)
-
-    def _task_of(self, assignment: Assignment) -> Task:
-        task = self._tasks[assignment.row]
-        if task.uid != assignment.prompt_uid:
-            raise RunFailed(
-                f"row {assignment.row} of the dataset is {task.uid}, but the buffer means {assignment.prompt_uid}: "
-                "the dataset changed under the run"
-            )
-        return task
 
     async def _play_group(self, outbox: Outbox, assignment: Assignment, task: Task) -> None:
         try:
@@ -246,8 +243,7 @@ class Generator:
             self._cancel(trajectory)
 
     def _cancel(self, trajectory: TrajectoryId) -> None:
-        playing = self._playing.get(trajectory)
-        if playing is not None:
+        if (playing := self._playing.get(trajectory)) is not None:
             self._counts["cancelled"] += 1
             playing.cancel()
 
@@ -297,11 +293,21 @@ class Generator:
         """Join a group with the trainer's first rank, which broadcasts weights in it; see `VllmEngine.join`."""
         await self._engine.join(meeting, first_rank)
 
-    async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
-        """Sample trajectories of one shard of an evaluation set; they are not submitted to the buffer."""
+    async def evaluate(
+        self, name: str, tasks_file: str, n_samples: int, shard: EvalShard, version: int | None = None
+    ) -> list[EvalTrajectory]:
+        """Sample trajectories of one shard of an evaluation set; they are not submitted to the buffer.
+
+        Raises:
+            RunFailed: the engine served another version than this packed one at some time.
+        """
         concurrency = self._limit.groups * self._config.algorithm.n_samples_per_prompt
-        with self._activity.evaluating():
-            return await self._player.evaluate(name, Path(tasks_file), n_samples, shard, concurrency)
+        try:
+            with self._activity.evaluating():
+                check = partial(self._engine.check_serves, version)
+                return await self._player.evaluate(name, Path(tasks_file), n_samples, shard, concurrency, check)
+        finally:
+            self._room.set()
 
     async def status(self) -> dict[str, Any]:
         """The generator's state and its counts since the start."""
@@ -341,6 +347,7 @@ class Generator:
             return
         claimer, outbox = self._joined
         claimer.leave()
+        self._room.set()
         if self._playing:
             await asyncio.wait(self._playing.values(), timeout=grace)
         for trajectory in list(self._playing):
@@ -359,20 +366,13 @@ class Generator:
         await asyncio.to_thread(self._engine.stop)
 
     def _measure_now(self, metrics: Metrics) -> None:
-        steps = self._unmeasured.copy()
+        measure_steps(metrics, self._unmeasured)
         self._unmeasured.clear()
-        measure_steps(metrics, steps)
         measure_states(metrics, self._activity.by_state())
-        self._player.measure(metrics)
-        self._player.timelines.record(self._reporter.trace)
-        metrics.set("baton_generator_running_requests", self._engine.running)
-        metrics.set("baton_generator_policy_version", self._engine.serving.step)
         metrics.set("baton_generator_group_limit", self._limit.groups)
-        metrics.count_to("baton_prefix_cached_tokens_total", self._engine.counts["cached_tokens"])
-        if (load := self._engine.load) is not None:
-            metrics.set("baton_generator_waiting_requests", load.waiting)
-            metrics.set("baton_generator_kv_cache_ratio", load.kv_cache_ratio)
-            metrics.count_to("baton_generator_preemptions_total", load.preemptions)
+        metrics.set("baton_generator_evaluating", self._activity.is_evaluating)
+        self._player.measure(metrics, self._reporter.trace)
+        self._engine.measure(metrics)
 
     async def _watch_engine(self) -> None:
         """Raise when the engine died; adapt the number of open groups to the engine's KV cache."""

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from actors.generator.outbox import Unreachable
 from service.errors import RunFailed, Starved
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
+from service.handoff.waiting_claims import ClaimAnswer
 from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0
 """Length of one long poll."""
 RETRY_SECONDS = 0.2
 """Pause before an unreachable buffer is asked again."""
-
-ClaimAnswer = list[Assignment] | Wait | Refusal
 
 
 @dataclass(eq=False)
@@ -45,7 +44,8 @@ class Claimer:
         self.arrived: list[Assignment] = []
         """Assignments not given out yet, also of polls that were no longer waited for."""
         self._look = asyncio.Event()
-        self._leaves = False
+        self.leaves = False
+        """No more is claimed."""
         self.waiting: Wait | None = None
         """Why the buffer gives no group at the moment; None: it was not asked, or gave one."""
         self.waited_for = "claim"
@@ -57,7 +57,7 @@ class Claimer:
 
     def leave(self) -> None:
         """Claim no more."""
-        self._leaves = True
+        self.leaves = True
         self._look.set()
 
     async def next(self, room: int = 1) -> Assignment | None:
@@ -72,7 +72,7 @@ class Claimer:
         # The first claim returns at once with the reason for waiting; the following ones are long polls.
         seconds = 0.0
         last_answer = time.monotonic()
-        while not (self.arrived or self._leaves):
+        while not (self.arrived or self.leaves):
             try:
                 answer = await self._poll(seconds, room)
             except Unreachable as error:
@@ -91,7 +91,7 @@ class Claimer:
                 if answer.reason == WaitReason.DRAINED:
                     return None
             seconds = POLL_SECONDS
-        if self._leaves:
+        if self.leaves:
             return None  # what has arrived is handed over with the rest
         self.waited_for = str(self.waiting.reason) if self.waiting is not None else "claim"
         self.waiting = None

@@ -38,6 +38,7 @@ from actors.weights.shared_memory_file import open_shared_memory_file, write_sha
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import RunFailed, Starved, UserError, WeightsCutOff
+from service.observe.metrics import Metrics
 from service.rollout.engine import Generation, Sampling
 from service.run.environment_variables import SAFE_PATH
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
@@ -278,6 +279,27 @@ class VllmEngine:
     def load(self) -> EngineLoad | None:
         """The engine's load; None where its KV cache cannot overflow."""
         return self._recorder.load if self._recorder is not None else None
+
+    def measure(self, metrics: Metrics) -> None:
+        """What the engine does and did so far."""
+        metrics.set("baton_generator_running_requests", self.running)
+        metrics.set("baton_generator_policy_version", self.serving.step)
+        metrics.count_to("baton_prefix_cached_tokens_total", self.counts["cached_tokens"])
+        if (load := self.load) is not None:
+            metrics.set("baton_generator_waiting_requests", load.waiting)
+            metrics.set("baton_generator_kv_cache_ratio", load.kv_cache_ratio)
+            metrics.count_to("baton_generator_preemptions_total", load.preemptions)
+
+    def check_serves(self, version: int | None) -> None:
+        """Check that this packed version is served; None: any may be.
+
+        Raises:
+            RunFailed: another one is served, or the engine is dead or stopped.
+        """
+        if (death := self._death()) is not None:
+            raise death
+        if version is not None and self.serving.pack() != version:
+            raise RunFailed(f"the engine serves {self.serving}; to be evaluated is {PolicyVersion.unpack(version)}")
 
     async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
         """Wait for the engine core's answer, or raise once the core is dead: vLLM would wait for ever."""

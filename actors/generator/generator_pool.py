@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import ray
@@ -19,7 +19,7 @@ import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.calls import CALL_SECONDS, call, in_a_line, may_be_dropped
-from actors.evaluation.evaluator import evaluate_on
+from actors.evaluation.evaluator import Kept
 from actors.generator.broadcasts import Broadcasts
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerGroup, TrainerLost
@@ -27,7 +27,6 @@ from actors.weights.checksum import PublishedWeights
 from actors.weights.node_files import NodeFiles
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved, UserError, WeightsGone
-from service.evaluation.scores import Evaluation
 from service.types import PolicyVersion
 
 STOP_SECONDS = 10.0
@@ -82,8 +81,10 @@ class GeneratorPool:
         self._ended: asyncio.Queue[str] = asyncio.Queue()
         """Names of generators whose keepers have ended."""
         self._drained = False
-        self.evaluating = False
-        """No generator is to leave of its own accord meanwhile."""
+        self.evaluating: set[str] = set()
+        """Names of the generators that evaluate; none of them is to leave of its own accord."""
+        self._kept: dict[str, PolicyVersion] = {}
+        """The version that an engine keeps for an evaluation."""
 
     async def start(self) -> None:
         """Start every engine."""
@@ -134,13 +135,12 @@ class GeneratorPool:
 
     def nodes(self) -> dict[str, str]:
         """The node of each generator that generates and does not leave, by number."""
-        staying = sorted(self._keepers.keys() - self._leaving, key=_number)
+        staying = sorted(self._keepers.keys() - self._leaving, key=lambda name: int(name.rpartition("-")[2]))
         return {name: self._files.node_of(name) for name in staying}
 
     def free_number(self) -> int:
         """The lowest number that no generator has."""
-        taken = {_number(name) for name in self._generators}
-        return next(number for number in range(len(taken) + 1) if number not in taken)
+        return next(n for n in range(len(self._generators) + 1) if f"generator-{n}" not in self._generators)
 
     async def join(self, name: str, generator: Any, room: PlacementGroup) -> None:
         """Start a generator in its own room, send it the newest weights, and let it generate."""
@@ -149,12 +149,13 @@ class GeneratorPool:
         except BaseException:  # also when fewer are asked for meanwhile
             _give_back(generator, room)
             raise
+        loaded = time.monotonic()
         self._generators[name], self._rooms[name], self._locks[name] = generator, room, asyncio.Lock()
         self._leaving.discard(name)  # an earlier one of that name had left
         self._files.register(name, node)
         await self._update(name)
         self._begin(name)
-        self._say(f"{name} has joined")
+        self._say(f"{name} has joined, {time.monotonic() - loaded:.1f} s after its engine had loaded")
         self._share()
 
     async def leave(self, name: str, grace: float) -> None:
@@ -290,7 +291,7 @@ class GeneratorPool:
         if (lock := self._locks.get(name)) is None:
             return  # it has left
         async with lock:
-            if self._latest is None or name in self._down or name not in self._generators:
+            if self._latest is None or not self._takes(name):
                 return
             version, weights = self._latest
             try:
@@ -309,7 +310,7 @@ class GeneratorPool:
     async def _broadcast(self, names: list[str]) -> None:
         """Update those of these engines that are up by one broadcast."""
         async with self._broadcasting:
-            up = [name for name in names if name in self._generators and name not in self._down]
+            up = [name for name in names if self._takes(name)]
             if self._latest is None or not up:
                 return
             version, weights = self._latest
@@ -319,6 +320,11 @@ class GeneratorPool:
                 lost = dict.fromkeys(up, trainer_lost)
             for name, error in lost.items():
                 self._not_taken(name, version, error)
+
+    def _takes(self, name: str) -> bool:
+        """Whether an engine is up, and keeps no older weights than the newest."""
+        is_up = name in self._generators and name not in self._down
+        return is_up and (self._latest is None or self._kept.get(name, self._latest[0]) == self._latest[0])
 
     def _not_taken(self, name: str, version: PolicyVersion, error: BaseException) -> None:
         if name in self._leaving:
@@ -345,27 +351,25 @@ class GeneratorPool:
         """Cut off a broadcast that is under way: the trainer's processes are gone."""
         self._broadcasts.cut_off("the trainer restarts")
 
-    async def evaluate(self, name: str, tasks_file: Path, n_samples: int, most: int | None = None) -> Evaluation | None:
-        """Evaluate a set, or a sample of `most` prompts, on the served weights; None where the evaluation failed.
-
-        No trajectory is submitted to the buffer.
-        """
+    def up(self) -> dict[str, Any]:
+        """The generators that are up and do not leave."""
         unable = self._down | self._leaving
-        up = [generator for other, generator in self._generators.items() if other not in unable]
-        if not up:
-            self._say(f"the evaluation of {name} was given up: no generator is up")
+        return {name: generator for name, generator in self._generators.items() if name not in unable}
+
+    def keep(self, count: int) -> Kept | None:
+        """Let so many engines keep the newest weights until `let_go_on`; None where no other would go on."""
+        up = self.up()
+        if self._latest is None or len(up) <= count:
             return None
-        deadline, self.evaluating = self._config.data.eval_deadline, True
-        try:
-            async with asyncio.timeout(deadline):
-                return await evaluate_on(up, name, tasks_file, n_samples, most)
-        except TimeoutError:
-            self._say(f"the evaluation of {name} was given up after {deadline:.0f} s")
-        except GENERATOR_FAILED as error:
-            self._say(f"the evaluation of {name} was given up: {in_a_line(error)}")
-        finally:
-            self.evaluating = False
-        return None
+        kept = Kept(self._latest[0], dict(islice(up.items(), count)), self._sync)
+        self._kept |= dict.fromkeys(kept.generators, kept.version)
+        return kept
+
+    async def let_go_on(self, kept: Kept) -> None:
+        """Give these engines the newest weights."""
+        for name in kept.generators:
+            del self._kept[name]
+        await asyncio.gather(*(self._update(name) for name in kept.generators))
 
     async def statuses(self) -> list[dict[str, Any]]:
         """The status of each generator that answers."""
@@ -374,10 +378,9 @@ class GeneratorPool:
 
     async def _status(self, generator: Any) -> dict[str, Any] | None:
         try:
-            status: dict[str, Any] = await call(generator.status, who="a generator", within=STATUS_SECONDS)
+            return dict(await call(generator.status, who="a generator", within=STATUS_SECONDS))
         except (ray.exceptions.RayActorError, Starved):
             return None
-        return status
 
     async def stop(self) -> None:
         """End the open trajectories and the engines; weights on their way are given up, which nobody needs any more."""
@@ -387,11 +390,6 @@ class GeneratorPool:
             self._sync.cancel()
         stops = (call(generator.stop, who="a generator") for generator in self._generators.values())
         await asyncio.wait([asyncio.gather(*stops, return_exceptions=True)], timeout=STOP_SECONDS)
-
-
-def _number(name: str) -> int:
-    """That of `generator-3` is 3."""
-    return int(name.rpartition("-")[2])
 
 
 def _give_back(generator: Any, room: PlacementGroup | None) -> None:

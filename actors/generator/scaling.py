@@ -93,8 +93,8 @@ class Scaling:
         for name, node in there.items():
             if node in draining:
                 self._let_go(name, "its node is drained", self._within(draining[node]))
-        if not self._pool.evaluating:
-            for name in staying[wanted:]:
+        for name in staying[wanted:]:
+            if name not in self._pool.evaluating:
                 self._let_go(name, f"{wanted} generators are asked for", self._grace)
         if self._joining is not None and self._joining.done():
             self._joining.result()

@@ -52,6 +52,10 @@ class RunTelemetry:
         """The checkpoint of a step is durable; it was begun then."""
         self._reporter.trace.span("checkpoints", f"step {step}", began, time.monotonic())
 
+    def evaluated(self, step: int, began: float) -> None:
+        """The evaluation of a step is done; it was begun then."""
+        self._reporter.trace.span("evaluations", f"step {step}", began, time.monotonic())
+
     def state(self, state: str) -> None:
         """The run entered a state: starting, warm_start, training, stopping, finished or stopped."""
         measure_state(self._reporter.metrics, state)

@@ -310,7 +310,7 @@ TRAINER = dashboard(
     "baton-trainer",
     "Baton: trainer",
     "Does the optimization behave.",
-    (2, 3, 3, 3, 3),
+    (3, 3, 3, 3, 3),
     graph("Reward", "Mean reward of the mini-batch.", Query(last("baton_reward"), "reward")),
     graph("Loss", "Near zero by construction.", Query(last("baton_policy_loss"), "loss")),
     graph(
@@ -367,6 +367,11 @@ TRAINER = dashboard(
         "Prompts passed over",
         "Prompts a second that the curriculum passed over: what is not sampled in vain.",
         Query(rate("baton_curriculum_passed_over_total"), "passed over"),
+    ),
+    graph(
+        "Evaluations",
+        "Intervals of `data.eval_every` since the newest evaluated step; above 2 an evaluation takes longer than one.",
+        Query(last("baton_evaluation_lag_intervals"), "behind"),
     ),
     graph(
         "What the trainer does",

@@ -163,6 +163,13 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             f"the made set would take the place of data.eval.{MADE_SET}, which would never be played; give that one "
             "another name",
         )
+    engines, evaluating = config.generator.min_engines, config.data.eval_engines
+    if config.data.eval_every and config.data.eval_mode == "beside" and engines <= evaluating:
+        yield Problem(
+            "data.eval_mode",
+            f"beside lets {evaluating} of at least {engines} engines evaluate, so none may be left to go on with "
+            f"training; set generator.engines to {evaluating + 1} or more, or data.eval_mode=pause",
+        )
     every, sync_every = config.data.eval_every, config.weights.sync_every
     if every % sync_every:
         yield Problem(

@@ -56,6 +56,11 @@ class DataConfig(Section):
     """Make an evaluation set `made` of so many synthetic rows with the environment's generator."""
     eval_every: NotNegative = 0
     """Optimizer steps between evaluations; 0: none while training."""
+    eval_mode: Literal["pause", "beside"] = "pause"
+    """What training does during an evaluation: it waits (`pause`), or goes on while `eval_engines` engines keep the
+    evaluated weights (`beside`). After the last step, and where too few engines are up, it waits in any case."""
+    eval_engines: Positive = 1
+    """Engines that evaluate with `eval_mode: beside`; they claim nothing until the evaluation is done."""
     eval_samples: Positive = 1
     """Trajectories of each evaluation prompt."""
     eval_rows: Positive | None = 512

@@ -172,6 +172,11 @@ TRAINER = (
         ("success",),
     ),
     counter("baton_curriculum_passed_over_total", "Prompts that the curriculum passed over."),
+    gauge(
+        "baton_evaluation_lag_intervals",
+        "Steps since the newest step of which an evaluation has ended, in intervals of `data.eval_every`.",
+        key="eval/lag_intervals",
+    ),
     gauge("baton_groups_all_zero", "Fraction of groups of which every return is 0.", key="reward/groups_all_zero"),
     gauge("baton_groups_all_one", "Fraction of groups of which every return is 1.", key="reward/groups_all_one"),
     gauge("baton_policy_loss", "Loss of the last optimizer step.", key="policy/policy_loss"),
@@ -216,6 +221,7 @@ GENERATORS_AND_WEIGHTS = (
     gauge("baton_generator_group_limit", "Groups that a generator may have open; lowered when the KV cache overflows."),
     counter("baton_prefix_cached_tokens_total", "Prompt tokens that an engine found in its KV cache."),
     gauge("baton_generator_policy_version", "Optimizer steps of the policy that an engine serves."),
+    gauge("baton_generator_evaluating", "1 while the generator evaluates; beside training it keeps older weights."),
     gauge("baton_generators_expected", "Generators that joined and stay, at least those with which the run starts."),
     histogram(
         "baton_trajectory_seconds",

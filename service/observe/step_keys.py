@@ -77,7 +77,8 @@ STEP_KEYS: dict[str, str] = {
     "policy/by_staleness/<versions>/differing_fraction": (
         f"Fraction whose log-probability differs by more than `weights.verify_tolerance` {_AT_STALENESS}"
     ),
-    "timing/eval": "Seconds of the evaluations after this step.",
+    "timing/eval": "Seconds of the evaluation that ended with this step.",
+    "eval/step": "Step whose weights were evaluated; with `data.eval_mode: beside` an earlier one than the line's.",
     "eval/<set>/avg_score": "Mean return over the evaluation set.",
     "eval/<set>/pass_at_<k>": "Chance that one of `<k>` samples of a prompt has a positive return.",
     "eval/<set>/avg_turns": "Mean turns of an evaluated trajectory.",

@@ -246,9 +246,9 @@ class Planner:
         return update(transport, sent * self.shape.width, self.device, nodes, gpus)
 
     def _evaluation(self, generation_seconds: float) -> float:
-        """Seconds of a step for evaluations, during which training waits."""
+        """Seconds of a step for evaluations, during which training waits; those beside training cost it engines."""
         data = self.config.data
-        if not data.eval_every:
+        if not data.eval_every or data.eval_mode == "beside":
             return 0.0
         rows = data.eval_make_rows or data.eval_rows or EVALUATED_ROWS
         return generation_seconds * rows * data.eval_samples / self.trajectories / data.eval_every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from service.handoff.steps.builder import StepColumns, StepSink
 from service.handoff.steps.tables import is_truncated_K
 from service.observe.measure import measure_ended
 from service.observe.metrics import Metrics
+from service.observe.trace.recorder import Trace
 from service.observe.trace.trajectories import TimedEngine, Timelines
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import load_chat
@@ -93,10 +95,17 @@ class Player:
         return self.agents.restore(trajectory, deepcopy(task), steps, sink)
 
     async def evaluate(
-        self, name: str, tasks_file: Path, n_samples: int, shard: EvalShard, concurrency: int
+        self,
+        name: str,
+        tasks_file: Path,
+        n_samples: int,
+        shard: EvalShard,
+        concurrency: int,
+        check: Callable[[], None] = lambda: None,
     ) -> list[EvalTrajectory]:
         """Play `n_samples` trajectories of every task of a shard, at most `concurrency` at once.
 
+        `check` is called before each trajectory and after the last; what it raises ends the evaluation.
         The environments' seeds depend on set and prompt only. The group_ids are negative; those of training start at 0.
         """
         tasks = await asyncio.to_thread(load_tasks, tasks_file)
@@ -107,6 +116,7 @@ class Player:
         async def play(row: int, sample: int) -> EvalTrajectory:
             columns, uid = StepColumns(), tasks[row].uid
             async with running:
+                check()
                 seed = f"{self._config.run.seed}/eval/{name}/{uid}"
                 end = (await self._play(TrajectoryId(-1 - row, sample), tasks[row], columns, seed)).end
             steps = columns.steps()
@@ -114,11 +124,14 @@ class Player:
             return EvalTrajectory(uid, end.reward, end.n_steps, n_tokens, end.stop_reason, n_truncated)
 
         rows = shard.rows(len(tasks))
-        return await asyncio.gather(*(play(row, sample) for row in rows for sample in range(n_samples)))
+        played = await asyncio.gather(*(play(row, sample) for row in rows for sample in range(n_samples)))
+        check()
+        return played
 
-    def measure(self, metrics: Metrics) -> None:
-        """Measure what was played; trajectories of training once, after they ended."""
+    def measure(self, metrics: Metrics, trace: Trace) -> None:
+        """Measure what was played; trajectories of training once, after they ended, and in the timeline."""
         self.timelines.measure(metrics)
+        self.timelines.record(trace)
         measure_ended(metrics, self._ended)
         self._ended.clear()
         self._frozen.measure(metrics)

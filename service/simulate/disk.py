@@ -48,20 +48,25 @@ class MemoryDisk:
 
 
 class MemoryFile:
-    """One file of a `MemoryDisk`: its bytes, and how far they were written and synced."""
+    """One file of a `MemoryDisk`: its bytes, and how far they were written and synced.
+
+    What is allocated and not written takes no memory: thousands of generators reserve gigabytes.
+    """
 
     def __init__(self, disk: MemoryDisk) -> None:
         self._disk = disk
         self._data = bytearray()
+        self._size = 0
         self._written = self._synced = 0
 
     def size(self) -> int:
         """Bytes that the file has, allocated ones included."""
-        return len(self._data)
+        return self._size
 
     def read(self, offset: int, length: int) -> bytes:
         """At most `length` bytes from `offset`."""
-        return bytes(self._data[offset : offset + length])
+        there = max(min(length, self._size - offset), 0)
+        return bytes(self._data[offset : offset + there]).ljust(there, b"\0")
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
         """All of the file in one stretch."""
@@ -76,7 +81,9 @@ class MemoryFile:
             data = data[: len(data) - (grows - free)]
             if not data:
                 raise OSError(errno.ENOSPC, "No space left on device")
+        self._data.extend(bytes(max(offset - len(self._data), 0)))
         self._data[offset : offset + len(data)] = data
+        self._size = max(self._size, offset + len(data))
         self._written = max(self._written, offset + len(data))
         return len(data)
 
@@ -85,11 +92,12 @@ class MemoryFile:
         grows = max(size - self.size(), 0)
         if grows > self._disk.room - self._disk.used():
             raise OSError(errno.ENOSPC, "No space left on device")
-        self._data.extend(bytes(grows))
+        self._size += grows
 
     def truncate(self, size: int) -> None:
         """Cut the file."""
         del self._data[size:]
+        self._size = min(self._size, size)
         self._written = min(self._written, size)
         self._synced = min(self._synced, size)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import xxhash
 
@@ -11,7 +13,7 @@ from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_steps, encode
 from service.handoff.verbs import Assignment, Claim, WaitReason
-from service.simulate.host import POLL_SECONDS, Client, Host
+from service.simulate.host import Client, Host
 from service.simulate.loop import Activity, Resume, Waiting
 from service.simulate.scenario import Scenario
 from service.types import (
@@ -46,6 +48,12 @@ class SimulatedGenerator(Client):
         self._outbox = StepColumns()
         self._unsent: list[tuple[TrajectoryId, int]] = []
         """(trajectory, step index) of the steps in the outbox."""
+        self._evaluated: Callable[[], None] | None = None
+        """Called when its evaluation ends; None: it evaluates nothing."""
+        self._newest = PolicyVersion(0, 0)
+        """The newest weights that were sent."""
+        self._slots_wait: list[Resume] = []
+        """Slots that claim again when the evaluation has ended."""
         self._served_from: list[float] = [0.0]
         self._served = [PolicyVersion(0, 0)]
 
@@ -58,6 +66,34 @@ class SimulatedGenerator(Client):
         """Join, then keep every slot busy."""
         self.die()
         self.run(self._join())
+
+    def die(self) -> None:
+        """End every activity, an evaluation too."""
+        super().die()
+        self._slots_wait.clear()
+        self._end_evaluation()
+
+    def evaluate(self, count: int, ended: Callable[[], None]) -> None:
+        """Play so many trajectories, keep the weights and claim nothing until they have ended."""
+        self._evaluated = ended
+        lengths, at_once = self._lengths(count), self.slots * self._host.config.algorithm.n_samples_per_prompt
+
+        def played(lengths: Int64s) -> Activity:
+            yield self.wait(float(lengths.sum()) * self._scenario.token_seconds)
+
+        def evaluation() -> Activity:
+            yield self.all_of([played(lengths[place::at_once]) for place in range(min(at_once, count))])
+
+        self.run(evaluation(), self._end_evaluation)
+
+    def _end_evaluation(self) -> None:
+        ended, self._evaluated = self._evaluated, None
+        if ended is not None:
+            self.update(self._newest)
+            waiting, self._slots_wait = self._slots_wait, []
+            for resume in waiting:
+                resume(None)
+            ended()
 
     def leave(self) -> None:
         """Claim and play no more, send the steps that are finished, and hand the others over."""
@@ -73,10 +109,11 @@ class SimulatedGenerator(Client):
 
     def update(self, version: PolicyVersion) -> PolicyVersion:
         """Swap newer weights in, in flight; returns the version that tokens sampled from now on have."""
-        if version > self.serving:
+        self._newest = max(self._newest, version)
+        if version > self.serving and self._evaluated is None:
             self._served_from.append(self.loop.now)
             self._served.append(version)
-            self._host.look_soon()
+            self._host.serves(self.name, version)
         return self.serving
 
     def _join(self) -> Activity:
@@ -90,6 +127,8 @@ class SimulatedGenerator(Client):
         """Claim and play one group after the other."""
         since = self.loop.now
         while True:
+            if self._evaluated is not None:
+                yield self._slots_wait.append
             self._request_id += 1
             answer = yield self._claim(self._request_id)
             if isinstance(answer, Assignment):
@@ -104,22 +143,19 @@ class SimulatedGenerator(Client):
 
     def _claim(self, request_id: int) -> Waiting:
         def deliver(reply: Resume) -> None:
-            incarnation = self._incarnation
-            self._host.ask(
-                lambda buffer: buffer.claim(Claim(self.name, incarnation, self.serving, request_id)),
-                reply,
-                POLL_SECONDS,
-                lambda: self.serving,
-            )
+            self._host.claim(Claim(self.name, self._incarnation, self.serving, request_id), reply)
 
         return self.call(deliver)
 
     def _trajectories(self, work: Assignment) -> list[Activity]:
-        lengths = np.minimum(self._scenario.lengths(self._rng, len(work.samples)), self._most_tokens)
+        lengths = self._lengths(len(work.samples)).tolist()
         return [
             self._trajectory(of, work.prompt_uid, length, taken)
-            for (of, taken), length in zip(work.trajectories(), lengths.tolist(), strict=True)
+            for (of, taken), length in zip(work.trajectories(), lengths, strict=True)
         ]
+
+    def _lengths(self, count: int) -> Int64s:
+        return np.minimum(self._scenario.lengths(self._rng, count), self._most_tokens)
 
     def _trajectory(self, of: TrajectoryId, uid: str, left: int, taken: bytes) -> Activity:
         """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: turns that were played elsewhere.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import numpy as np
 from service.config import Config
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
-from service.handoff.verbs import Wait
+from service.handoff.verbs import Claim, Wait
+from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.simulate.disk import MemoryDisk
 from service.simulate.loop import Activity, Network, Process, Resume, VirtualClock, Waiting
 from service.simulate.scenario import Scenario
@@ -35,7 +37,6 @@ class Poll(NamedTuple):
     deadline: float
     request: Callable[[Buffer], Any]
     reply: Resume
-    serving: Callable[[], PolicyVersion] | None
 
 
 class Host(Process):
@@ -71,6 +72,9 @@ class Host(Process):
         self._segment_bytes = segment_bytes
         self._unsynced: list[tuple[int, Resume, Any]] = []
         self._polls: list[Poll] = []
+        self.claims = WaitingClaims(lambda claim, most: self.buffer.claim_several(claim, most))
+        self._updated: dict[str, PolicyVersion] = {}
+        """What engines serve now whose claims may wait for it."""
         self._sync_is_due = False
         self._look_is_due = False
         self.start()
@@ -93,28 +97,32 @@ class Host(Process):
         self.alive = False
         self.scorers.end()
         self._unsynced, self._polls, self._sync_is_due = [], [], False
+        self.claims.take()
         self.disk.lose_power(self._rng)
         self.on_death()
 
-    def ask(
-        self,
-        request: Callable[[Buffer], Any],
-        reply: Resume,
-        patience: float = 0.0,
-        serving: Callable[[], PolicyVersion] | None = None,
-    ) -> None:
-        """Answer a request as soon as the answer is not a Wait, or with that Wait after `patience` seconds.
-
-        `serving`: of a claim, the version that its engine serves. If a claim has to wait, claims of engines that serve
-        nothing newer have to wait too.
-        """
+    def ask(self, request: Callable[[Buffer], Any], reply: Resume, patience: float = 0.0) -> None:
+        """Answer a request as soon as the answer is not a Wait, or with that Wait after `patience` seconds."""
         if not self.alive:
             return
         answer = request(self.buffer)
         if patience and isinstance(answer, Wait):
-            self._polls.append(Poll(self.loop.now + patience, request, reply, serving))
+            self._polls.append(Poll(self.loop.now + patience, request, reply))
         else:
             self._answer(answer, reply)
+
+    def claim(self, claim: Claim, reply: Resume) -> None:
+        """Answer a claim as soon as there is a group for it, or with a Wait after some seconds."""
+        if self.alive:
+            self.claims.answer(claim, 1, self.loop.now + POLL_SECONDS, partial(self._answer_claim, reply))
+
+    def _answer_claim(self, reply: Resume, answer: ClaimAnswer) -> None:
+        self._answer(answer[0] if isinstance(answer, list) else answer, reply)
+
+    def serves(self, generator: str, version: PolicyVersion) -> None:
+        """An engine serves newer weights: its claims are made again."""
+        self._updated[generator] = version
+        self.look_soon()
 
     def settled(self, reply: Callable[[], None]) -> None:
         """Call a function when what happened until now is on the disk."""
@@ -170,22 +178,25 @@ class Host(Process):
             return
         if self.buffer.ledger.scoring:
             self.scorers.look()
+        self._serve_claims()
         polls, self._polls = self._polls, []
-        blocked: PolicyVersion | None = None
         for poll in polls:
-            in_time = self.loop.now < poll.deadline
-            if in_time and blocked is not None and poll.serving is not None and poll.serving() <= blocked:
-                self._polls.append(poll)
-                continue
             answer = poll.request(self.buffer)
-            if in_time and isinstance(answer, Wait):
+            if self.loop.now < poll.deadline and isinstance(answer, Wait):
                 self._polls.append(poll)
-                if poll.serving is not None:
-                    blocked = max(poll.serving(), blocked or poll.serving())
                 continue
             self._answer(answer, poll.reply)
             if not self.alive:
                 return
+
+    def _serve_claims(self) -> None:
+        updated, self._updated = self._updated, {}
+        for waiting in self.claims.take() if updated else ():
+            claim = waiting.claim._replace(serving=updated.get(waiting.claim.generator, waiting.claim.serving))
+            if self.alive:
+                self.claims.answer(claim, waiting.most, waiting.deadline, waiting.reply)
+        self.claims.look()
+        self.claims.expire(self.loop.now)
 
     def _tick(self) -> Activity:
         while True:

@@ -10,7 +10,7 @@ import numpy as np
 from service.handoff.verbs import Wait, WaitReason
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import POLL_SECONDS, Client, Host
-from service.simulate.loop import Activity, Waiting
+from service.simulate.loop import Activity, Resume, Waiting
 from service.simulate.scenario import Scenario
 from service.types import MiniBatch, PolicyVersion, Refusal
 
@@ -30,6 +30,10 @@ class SimulatedTrainer(Client):
         self._config = host.config
         self._generators = generators
         self._step_seconds = scenario.step_seconds(host.config)
+        self.evaluated: list[tuple[int, float]] = []
+        """(step, seconds) of the evaluations that have ended."""
+        self._evaluating = 0
+        """Generators that evaluate."""
         self._checkpoint = 0
         """The step of the newest durable checkpoint."""
 
@@ -83,9 +87,36 @@ class SimulatedTrainer(Client):
         self._witness.committed(version, batch)
         if version.step % self._config.weights.sync_every == 0:
             self._publish()
+        yield from self._evaluate(step + 1)
         if self._config.trainer.checkpoint_every and version.step % self._config.trainer.checkpoint_every == 0:
             self.save()
         return None
+
+    def _evaluate(self, step: int) -> Generator[Waiting, Any, None]:
+        """Evaluate every `data.eval_every` steps: on all engines while training waits, or beside it on some."""
+        data, evaluators = self._config.data, list(self._generators)
+        if not data.eval_every or step % data.eval_every or self._evaluating:
+            return
+        if data.eval_mode == "beside":
+            evaluators = evaluators[: data.eval_engines]
+        sizes = [size for size in (data.eval_make_rows, data.eval_rows) if size is not None]
+        share = -(-min(sizes, default=0) * data.eval_samples // len(evaluators))
+        self._evaluating, since = len(evaluators), self.loop.now
+
+        def begin(resume: Resume) -> None:
+            def ended() -> None:
+                self._evaluating -= 1
+                if not self._evaluating:
+                    self.evaluated.append((step, self.loop.now - since))
+                    resume(None)
+
+            for generator in evaluators:
+                generator.evaluate(share, ended)
+
+        if data.eval_mode == "beside":
+            begin(lambda _: None)
+        else:
+            yield begin
 
     def _publish(self) -> None:
         """Send the weights to every engine, without waiting for their arrival."""

@@ -25,7 +25,7 @@ class LedgerWatch:
     def __init__(self, folder: Path, enter: Callable[[], None] = lambda: None) -> None:
         """`enter` is called first in the thread that scrapes, which may have to enter the network of the run."""
         self._enter = enter
-        self._address = folder / "address.json"
+        self._folder = folder
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.scrapes = 0
@@ -45,7 +45,7 @@ class LedgerWatch:
         self._enter()
         most = 0.0
         while not self._stopped.wait(1.0):
-            page = self._page()
+            page = page_of(self._folder)
             if ACCEPTED.search(page):
                 self.scrapes += 1
                 accepted = sum(map(float, ACCEPTED.findall(page)))
@@ -55,12 +55,13 @@ class LedgerWatch:
                 if difference(page):
                     self.open.append(difference(page))
 
-    def _page(self) -> str:
-        """What `/metrics` shows; nothing while the run does not serve it."""
-        try:
-            url = json.loads(self._address.read_text())["url"]
-            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-                page: str = answer.read().decode()
-        except (OSError, ValueError, http.client.HTTPException):  # not begun to serve, or just ended
-            return ""
-        return page
+
+def page_of(folder: Path) -> str:
+    """What a run's `/metrics` shows; nothing while the run does not serve it."""
+    try:
+        url = json.loads((folder / "address.json").read_text())["url"]
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            page: str = answer.read().decode()
+    except (OSError, ValueError, http.client.HTTPException):  # not begun to serve, or just ended
+        return ""
+    return page

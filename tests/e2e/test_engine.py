@@ -166,6 +166,28 @@ def test_at_temperature_zero_the_likeliest_tokens_come_back_also_after_the_longe
     assert first.token_ids[0] == logits.argmax()
 
 
+@pytest.mark.full
+def test_greedy_samples_beside_those_of_training_are_those_of_an_engine_that_does_nothing_else(engine: Any) -> None:
+    """Or differ first where the two likeliest tokens are as good as equal: requests of one batch round differently."""
+    ray.get(update(engine, 0, weights_of(dense(0))))
+    prompts, greedy = [prompt(seed) for seed in range(24)], Sampling(max_tokens=64, temperature=0.0)
+    alone = ray.get([engine.generate.remote(p, greedy, f"alone-{n}") for n, p in enumerate(prompts)])
+    sampled = Sampling(max_tokens=96, temperature=1.0, stop_token_ids=())
+    training = [engine.generate.remote(prompt(100 + n), sampled, f"training-{n}") for n in range(64)]
+    beside = ray.get([engine.generate.remote(p, greedy, f"beside-{n}") for n, p in enumerate(prompts)])
+    ray.get(training)
+    for p, one, other in zip(prompts, alone, beside, strict=True):
+        length = min(len(one.token_ids), len(other.token_ids))
+        differ = np.flatnonzero(one.token_ids[:length] != other.token_ids[:length])
+        if not len(differ):
+            assert len(one.token_ids) == len(other.token_ids)
+            continue
+        before = torch.from_numpy(np.concatenate([p, one.token_ids[: differ[0]]]).astype(np.int64))
+        with torch.no_grad():
+            likeliest = dense(0)(before[None]).logits[0, -1].log_softmax(-1).topk(2).values
+        assert likeliest[0] - likeliest[1] < ATOL
+
+
 def test_a_turn_ends_at_a_sampled_end_or_at_its_length_and_says_which(engine: Any) -> None:
     ends = tuple(range(3, VOCABULARY, 2))
     ended = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=200, stop_token_ids=ends), "r"))

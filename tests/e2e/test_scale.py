@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -11,10 +12,12 @@ import pytest
 
 from actors.generator.generator_pool import HAND_OVER_SECONDS, STOP_SECONDS
 from service.cli.parser import main
+from tests.e2e.ledger_watch import page_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
 GRACE = 1
+GENERATED = re.compile(r'^baton_generated_tokens_total\{[^}]*"generator-1"[^}]*\} [1-9]', re.MULTILINE)
 SETTINGS = [
     "run.max_steps=100000",
     "trainer.ranks=1",
@@ -30,7 +33,12 @@ def test_a_run_grows_to_two_generators_shrinks_to_one_and_grows_again_with_its_l
     drive: Callable[[list[str]], Any],
 ) -> None:
     run = drive(SETTINGS)
-    run.until("generator-1 has joined")
+    joined = run.until("generator-1 has joined")
+    began, after_loading = time.monotonic(), float(joined.split(", ")[1].split()[0])
+    run.until_true(lambda: GENERATED.search(page_of(run.folder)), "tokens of generator-1")
+    seconds = after_loading + time.monotonic() - began
+    print(f"generates {seconds:.1f} s after its engine had loaded")
+    assert seconds < 15
     run.until_step(run.step() + 1)
     assert main(["scale", str(run.folder), "--engines", "1"]) == 0
     run.until("generator-1 leaves")

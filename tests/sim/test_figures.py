@@ -13,6 +13,7 @@ from service.config import Config, load
 from service.simulate.command import PRESET, mean_and_error
 from service.simulate.report import Report, simulated
 from service.simulate.scenario import Scenario
+from service.simulate.world import World
 
 STEPS = 60
 SEEDS = 8
@@ -90,6 +91,27 @@ def test_hundreds_of_generators_are_simulated() -> None:
     report = simulated(settings, Scenario(generators=200, steps=12), seed=0)
     assert report.trainer_wait < 0.4
     assert report.generator_wait < 0.2
+
+
+def test_evaluation_beside_training_costs_at_most_the_share_of_the_engines_that_evaluate() -> None:
+    many = ("generator.concurrent_groups=64", "trainer.mini_batch_size=16", "algorithm.n_samples_per_prompt=4")
+    evaluates = ("data.eval_every=8", "data.eval_make_rows=32", "data.eval_rows=32")
+    scenario, generators = Scenario(generators=8, steps=64, trainer_seconds=0.1), 8
+
+    def steps_per_second(*settings: str) -> float:
+        world = World(config(*many, *settings), scenario, seed=0)
+        world.run()
+        evaluated = [step for step, _ in world.trainer.evaluated]
+        assert evaluated[:3] == ([8, 16, 24] if settings else []), "each in its turn"
+        share = sum(seconds for _, seconds in world.trainer.evaluated) / world.loop.now
+        print(f"{share:.2f} of the time is evaluated")
+        assert not settings or share > 0.2, "much of the time somebody evaluates"
+        return scenario.steps / world.witness.committed_at[scenario.steps - 1]
+
+    alone = steps_per_second()
+    beside = steps_per_second(*evaluates, "data.eval_mode=beside", f"generator.engines={generators}")
+    assert beside >= (1 - 1 / generators) * alone
+    assert steps_per_second(*evaluates) < alone, "training waits"
 
 
 def test_the_command_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from service.config.rollout import COLDEST, HOTTEST
-from service.errors import UserError
+from service.errors import RunFailed, UserError
 from service.files import atomic_file
 from service.rollout.environment import Message, Task, is_text
 from service.rollout.plain_values import Copier, NotPlain
@@ -49,6 +49,18 @@ def load_tasks(path: Path) -> list[Task]:
         UserError: the file or a row is malformed; the message names row and column.
     """
     return tasks_of(read_rows(path), path)
+
+
+def task_of(tasks: Sequence[Task], uid: str, row: int) -> Task:
+    """The task of a row, which must be the prompt `uid`.
+
+    Raises:
+        RunFailed: it is another one.
+    """
+    if tasks[row].uid != uid:
+        named = f"row {row} of the dataset is {tasks[row].uid}, but the buffer means {uid}"
+        raise RunFailed(f"{named}: the dataset changed under the run")
+    return tasks[row]
 
 
 def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:

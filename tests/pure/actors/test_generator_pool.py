@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -397,16 +396,9 @@ async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
     ]
 
 
-async def test_an_evaluation_asks_only_generators_that_are_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_generator_that_starts_again_is_not_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
     world = await World("memory").started()
-    asked: list[Any] = []
-
-    async def evaluated(engines: Any, *arguments: Any) -> str:
-        asked.extend(engines)
-        return "evaluation"
-
-    monkeypatch.setattr(actors.generator.generator_pool, "evaluate_on", evaluated)
     never = asyncio.Event()
 
     async def raises() -> None:
@@ -420,9 +412,40 @@ async def test_an_evaluation_asks_only_generators_that_are_up(monkeypatch: pytes
     world.generators[0].run = Method(raises)
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
-    await world.pool.evaluate("dev", Path("dev.jsonl"), 1)
-    assert asked == [world.generators[1]]
+    assert world.pool.up() == {"generator-1": world.generators[1]}
     running.cancel()
+
+
+@pytest.mark.parametrize("transport", ["memory", "nccl", "ipc"])
+async def test_an_engine_that_evaluates_keeps_its_weights_until_it_is_let_go_on_and_nobody_waits_for_it(
+    transport: str,
+) -> None:
+    world = await World(transport).started()
+    assert world.pool.keep(1) is None, "there are no weights yet"
+    await world.publish(1)
+    kept = world.pool.keep(1)
+    assert kept is not None and list(kept.generators) == ["generator-0"] and kept.version == PolicyVersion(1, 1)
+    assert world.pool.keep(2) is None, "nobody would go on"
+    for step in (2, 3):
+        world.trainer.newest = PolicyVersion(1, step)
+        (took,) = [line for line in await world.publish(step) if "takes" in line]
+        assert took.startswith(f"generator-1 takes 1:{step}")
+    world.said.clear()
+    await world.pool.let_go_on(kept)
+    (took,) = [line for line in world.said if "takes" in line]
+    assert took.startswith("generator-0 takes 1:3")
+    assert len([line for line in await world.publish(3) if "takes" in line]) == 2
+
+
+async def test_an_engine_keeps_weights_that_are_still_on_their_way_to_it() -> None:
+    world = await World("memory").started()
+    world.generators[0].loading.clear()
+    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1))
+    kept = world.pool.keep(1)
+    assert kept is not None and kept.arriving is not None
+    world.generators[0].loading.set()
+    await kept.arriving
+    assert [line for line in world.said if line.startswith("generator-0 takes 1:1")]
 
 
 async def test_weights_that_nobody_takes_in_time_end_the_run() -> None:

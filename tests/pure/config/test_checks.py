@@ -25,6 +25,16 @@ TOKENS = "trainer.max_tokens_per_micro_batch"
             "does not train",
         ),
         (["weights.transport=ipc", "generator.engines={min: 1, max: 2}"], "generator.engines", "join or leave"),
+        (
+            [
+                "data.eval_every=4",
+                "data.eval_make_rows=8",
+                "data.eval_mode=beside",
+                "generator.engines={min: 1, max: 3}",
+            ],
+            "data.eval_mode",
+            "none may be left to go on with training",
+        ),
         (["generator.engines={min: 3, max: 2}"], "generator.engines", "more than max"),
         (["weights.transport=ipc", "generator.engines=3"], "generator.engines", "some would never be placed"),
         (

@@ -68,6 +68,14 @@ CLUSTER = strict(
         "redisAddress", redisAddress=TEXT, redisPassword=SECRET, externalStorageNamespace=TEXT
     ),
     enableInTreeAutoscaling=FLAG,
+    autoscalerOptions=strict(
+        "",
+        version={"enum": ["v1", "v2"]},
+        upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
+        idleTimeoutSeconds=NUMBER,
+        resources=ANY,
+        securityContext=ANY,
+    ),
     headGroupSpec=HEAD,
     workerGroupSpecs={"type": "array", "items": WORKERS},
 )
@@ -137,7 +145,13 @@ def documents(folder: Path) -> list[Document]:
 
 
 BASE = documents(FOLDER / "base")
-MADE = [*BASE, *[document for document in documents(FOLDER / "job") if document["kind"] in ("RayJob", "PodMonitor")]]
+ELASTIC = list(yaml.safe_load_all((FOLDER / "elastic/networkpolicy.yaml").read_text()))
+"""What the component `elastic` adds."""
+MADE = [
+    *BASE,
+    *ELASTIC,
+    *[document for document in documents(FOLDER / "job") if document["kind"] in ("RayJob", "PodMonitor")],
+]
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 
 
@@ -159,8 +173,15 @@ def pod_templates(document: Document) -> list[Document]:
     cluster = spec.get("rayClusterSpec", spec)
     if document["kind"] in ("RayCluster", "RayJob"):
         groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-        return [group["template"] for group in groups]
+        return [*(group["template"] for group in groups), *autoscaler(cluster)]
     return [spec["template"]] if document["kind"] == "StatefulSet" else []
+
+
+def autoscaler(cluster: Document) -> list[Document]:
+    """What `autoscalerOptions` has of a container, as the pod in which it runs."""
+    options = cluster.get("autoscalerOptions", {})
+    container = {key: options[key] for key in ("resources", "securityContext") if key in options}
+    return [{"spec": {"containers": [{"name": "autoscaler", **container}]}}] if container else []
 
 
 def name_of(document: Document) -> str:
@@ -249,15 +270,34 @@ def test_gpu_workers_have_rdma_shared_memory_and_a_fixed_number() -> None:
             assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
 
 
-@needs_kubectl
-def test_the_efa_variant_asks_for_efa_instead_of_infiniband(tmp_path: Path) -> None:
-    shutil.copytree(FOLDER, tmp_path / "kuberay")
-    overlay = {"resources": ["../base"], "components": ["../efa"]}
-    (tmp_path / "kuberay/aws").mkdir()
-    (tmp_path / "kuberay/aws/kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    made = documents(tmp_path / "kuberay/aws")
+def with_component(name: str, folder: Path) -> list[Document]:
+    """What an overlay of the base with a component makes, all of it valid."""
+    shutil.copytree(FOLDER, folder / "kuberay")
+    (folder / "kuberay/own").mkdir()
+    overlay = {"resources": ["../base"], "components": [f"../{name}"]}
+    (folder / "kuberay/own/kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    made = documents(folder / "kuberay/own")
     for document in made:
         validate(document)
+    return made
+
+
+@needs_kubectl
+def test_the_elastic_variant_grows_and_shrinks_the_generators_and_nothing_else(tmp_path: Path) -> None:
+    made = with_component("elastic", tmp_path)
+    cluster = next(document["spec"] for document in made if document["kind"] == "RayCluster")
+    assert cluster["enableInTreeAutoscaling"]
+    sizes = {group["groupName"]: (group["minReplicas"], group["maxReplicas"]) for group in cluster["workerGroupSpecs"]}
+    assert sizes["trainer"] == (1, 1) and sizes["generator"][0] < sizes["generator"][1]
+    mounts = [group["template"]["spec"]["automountServiceAccountToken"] for group in cluster["workerGroupSpecs"]]
+    assert cluster["headGroupSpec"]["template"]["spec"]["automountServiceAccountToken"] and not any(mounts)
+    policy = next(document["spec"] for document in made if document["metadata"]["name"] == "baton-autoscaler")
+    assert policy["podSelector"]["matchLabels"]["baton/role"] == "head" and policy["policyTypes"] == ["Egress"]
+
+
+@needs_kubectl
+def test_the_efa_variant_asks_for_efa_instead_of_infiniband(tmp_path: Path) -> None:
+    made = with_component("efa", tmp_path)
     cluster = next(document["spec"] for document in made if document["kind"] == "RayCluster")
     for group in cluster["workerGroupSpecs"]:
         container = group["template"]["spec"]["containers"][0]

@@ -1,0 +1,102 @@
+"""Claims that wait for a group: after a change of the buffer as many are answered as there are groups to give.
+
+A claim that has to wait shows that all claims of engines that serve nothing newer have to wait too:
+
+    waiting     g1 serves 4    g2 serves 4    g3 serves 5    g4 serves 4    ...
+    asked       g1: groups 17  g2: wait       g3: wait                            three, however many wait
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
+from service.types import PolicyVersion, Refusal
+
+ClaimAnswer = list[Assignment] | Wait | Refusal
+
+FINAL = (WaitReason.DRAINED, WaitReason.ANSWERED)
+"""Reasons that no change of the buffer ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingClaim:
+    """A claim, and whom its answer is for."""
+
+    number: int
+    """Claims are served in this order."""
+    claim: Claim
+    most: int
+    """Groups that it takes."""
+    wait: Wait
+    """What it waited for when it came."""
+    deadline: float
+    """Monotonic seconds at which that is its answer."""
+    reply: Callable[[ClaimAnswer], None]
+
+
+class WaitingClaims:
+    """Claims that wait, by the version that their engines serve, in the order in which they came."""
+
+    def __init__(self, ask: Callable[[Claim, int], ClaimAnswer]) -> None:
+        """`ask`: the buffer's answer to a claim of at most so many groups."""
+        self._ask = ask
+        self._queues: dict[PolicyVersion, deque[WaitingClaim]] = {}
+        self._came = 0
+
+    def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
+        """Reply to a claim as soon as there is a group for it, or once it is `deadline`; None: at once.
+
+        All claims wait equally long.
+        """
+        answer = self._ask(claim, most)
+        if deadline is None or not _waits(answer):
+            reply(answer)
+            return
+        self._came += 1
+        queue = self._queues.setdefault(claim.serving, deque())
+        queue.append(WaitingClaim(self._came, claim, most, answer, deadline, reply))
+
+    def look(self) -> None:
+        """After a change: serve claims, those that came first at first, until all that are left have to wait."""
+        blocked: PolicyVersion | None = None
+        while (first := self._first(blocked)) is not None:
+            answer = self._ask(first.claim, first.most)
+            if _waits(answer):
+                blocked = first.claim.serving
+            else:
+                self._drop(first)
+                first.reply(answer)
+
+    def expire(self, now: float) -> None:
+        """Reply to the claims whose deadline has passed what they wait for."""
+        for version in list(self._queues):
+            while (queue := self._queues.get(version)) and queue[0].deadline <= now:
+                first = queue[0]
+                self._drop(first)
+                first.reply(first.wait)
+
+    def take(self) -> list[WaitingClaim]:
+        """Give up all claims that wait, unanswered."""
+        taken = sorted((one for queue in self._queues.values() for one in queue), key=lambda one: one.number)
+        self._queues.clear()
+        return taken
+
+    def _first(self, blocked: PolicyVersion | None) -> WaitingClaim | None:
+        """The claim that came first of those whose engines serve something newer than `blocked`."""
+        heads = (queue[0] for version, queue in self._queues.items() if blocked is None or version > blocked)
+        return min(heads, key=lambda head: head.number, default=None)
+
+    def _drop(self, first: WaitingClaim) -> None:
+        """Remove the first one of a queue."""
+        queue = self._queues[first.claim.serving]
+        queue.popleft()
+        if not queue:
+            del self._queues[first.claim.serving]
+
+
+def _waits(answer: ClaimAnswer) -> TypeGuard[Wait]:
+    return isinstance(answer, Wait) and answer.reason not in FINAL
