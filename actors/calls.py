@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable
 from textwrap import shorten
 from typing import Any
 
@@ -30,7 +31,12 @@ def resolve_actor(actor: Any) -> Any:
 
 
 async def call(method: Any, *arguments: Any, who: str, within: float | None = CALL_SECONDS) -> Any:
-    """Call an actor's method and wait for the answer; an error of Baton that the method raised is raised here.
+    """Call an actor's method and wait for the answer, see `answer`."""
+    return await answer(method.remote(*arguments), who=who, within=within)
+
+
+async def answer(called: Awaitable[Any], *, who: str, within: float | None) -> Any:
+    """Wait for the answer to a call; an error of Baton that the method raised is raised here.
 
     Raises:
         Starved: `who` did not answer within `within` seconds.
@@ -38,7 +44,7 @@ async def call(method: Any, *arguments: Any, who: str, within: float | None = CA
     waiting = asyncio.timeout(within)
     try:
         async with waiting:
-            return await method.remote(*arguments)
+            return await called
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, BatonError):
             raise error.cause from None

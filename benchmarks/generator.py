@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import torch
-import xxhash
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from actors.buffer.actor import BufferActor, Leased
 from actors.generator.actor import Generator
 from actors.generator.engine import VllmEngine, engine_env
 from actors.observe.metrics_hub import MetricsHub
+from actors.weights.publication import Publication
 from benchmarks.own_ray import own_ray
 from examples import lookup
 from service.config import (
@@ -206,8 +206,11 @@ class Road:
         self.call("start")
         self.incarnation = self._get(self.buffer.join.remote("trainer", "trainer"))
         self.version = PolicyVersion(self.incarnation, 0)
-        self.weights = save(load_file(self.model / "model.safetensors"))
-        self.checksum = xxhash.xxh3_64_intdigest(self.weights)
+        publication = Publication(self.version.pack(), load_file(self.model / "model.safetensors"))
+        bucket, data = publication.bucket(0, publication.n_bytes, whole=True)
+        self.weights = data.tobytes()
+        self.image = self.call("hold_image", 0, len(data))
+        self._get(self.generator.write_image.remote(0, bucket, data, False)[1])
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call the generator."""
@@ -215,8 +218,7 @@ class Road:
 
     def publish(self) -> dict[str, float]:
         """Send the same weights as the current version."""
-        data = np.frombuffer(self.weights, np.uint8)
-        update: dict[str, float] = self.call("update_weights", self.version.pack(), data, self.checksum)
+        update: dict[str, float] = self.call("update_weights", self.version.pack(), self.image, 0)
         return update
 
     def advance(self) -> None:

@@ -30,6 +30,7 @@ from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.scorers.frozen import ask_role
 from actors.weights.checksum import WeightBytes
+from actors.weights.image_holder import ImageHolder
 from actors.weights.weight_group import Meeting
 from service.agents.agents import Agents
 from service.agents.keys import Keys
@@ -65,7 +66,7 @@ class Joined(NamedTuple):
     outbox: Outbox
 
 
-class Generator:
+class Generator(ImageHolder):
     """Generates for one buffer until the buffer is drained; a plain class that the caller wraps as a Ray actor."""
 
     def __init__(
@@ -82,6 +83,7 @@ class Generator:
     ) -> None:
         """`keys`: those of the run's agents; `number`: which of the run's generators it is, from 0; `base`: the folder
         of the engine's weights, which is there when the engine starts; None: `model_folder`."""
+        super().__init__()
         keep_log(name)
         self._name = name
         enter_user_folder()
@@ -105,8 +107,6 @@ class Generator:
         self._unmeasured: list[Steps] = []
         """Steps that were sent and are not measured yet."""
         self._paused_seconds = 0.0
-        self._held: dict[str, int] = {}
-        """Path -> file descriptor of weights that this process keeps for the engines of its node."""
         self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
         self._metrics = self._reporter.metrics
         self._activity = Activity(self._reporter.trace, self._engine.times)
@@ -247,30 +247,14 @@ class Generator:
             self._counts["cancelled"] += 1
             playing.cancel()
 
-    async def hold_weights(self, data: WeightBytes, checksum: int) -> str:
-        """Keep weights in memory for all engines of this node until `release_weights`; returns the path to load from.
-
-        Raises:
-            ValueError: the bytes are not the policy's weights.
-        """
-        fd = await asyncio.to_thread(self._engine.hold, data, checksum)
-        path = f"/proc/{os.getpid()}/fd/{fd}"
-        self._held[path] = fd
-        return path
-
-    async def release_weights(self, path: str) -> None:
-        """Free the weights at this path; a path of an earlier process is ignored, its memory is freed already."""
-        if (fd := self._held.pop(path, None)) is not None:
-            os.close(fd)
-
     async def update_weights(self, version: int, data: WeightBytes | str, checksum: int) -> dict[str, float]:
         """Swap the engine's weights under the running requests.
 
-        `version` is packed; `data` is a safetensors file and `checksum` its xxh3_64, or a path of `hold_weights`.
+        `version` is packed; `data` is the path of an image, or what rank 0 published with its checksum.
 
         Raises:
-            ValueError: the bytes are not the policy's weights; the engine keeps the old weights.
-            WeightsGone: there is no file at that path any more; the engine keeps the old weights.
+            ValueError: they are not the policy's weights; the engine keeps the old weights.
+            WeightsGone: there is no image at that path any more; the engine keeps the old weights.
             WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
             RunFailed: the engine could not load the weights; this process ends.
         """

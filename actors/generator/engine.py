@@ -2,7 +2,7 @@
 
 One `AsyncLLM` per process. Weights change while requests run:
 
-    bytes -> file in shared memory, checksum -> pause (requests stay) -> load, label with the version -> resume
+    image in shared memory, checked -> pause (requests stay) -> load, label with the version -> resume
 
 With `model.lora` the same way is taken by the adapter alone, which each request names; see `actors.weights.adapter`.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import asdict
@@ -34,7 +33,7 @@ from actors.heap import freeze_heap
 from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.cuda_ipc import ipc_update_info
 from actors.weights.nccl_broadcast import decode_announcement, init_info, update_info
-from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
+from actors.weights.node_image import open_image
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import RunFailed, Starved, UserError, WeightsCutOff
@@ -66,7 +65,6 @@ class WeightUpdate(NamedTuple):
     version: int
     """Packed."""
     bytes: int
-    write_seconds: float
     pause_seconds: float
     tries: int
 
@@ -170,22 +168,14 @@ class VllmEngine:
             seconds=seconds,
         )
 
-    def hold(self, data: WeightBytes, checksum: int) -> int:
-        """Write weights to memory that all engines of this node can load; the caller closes the returned descriptor.
-
-        Raises:
-            ValueError: the bytes are not the policy's weights.
-        """
-        return write_shared_memory_file(data, checksum, self._size)
-
     async def update_weights(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
         """Swap the weights under the running requests.
 
-        `data` is a safetensors file and `checksum` its xxh3_64, or the path of a file that `hold` checked.
+        `data` is the path of a node's image, or what the trainer sends or shares, with its checksum.
 
         Raises:
-            ValueError: the bytes are not the policy's weights, or older than the served ones, which the engine keeps.
-            WeightsGone: there is no file at that path any more; the engine keeps the old weights.
+            ValueError: they are not the policy's weights, or older than the served ones, which the engine keeps.
+            WeightsGone: there is no image at that path any more; the engine keeps the old weights.
             WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
             RunFailed: the engine could not load the weights; it stays paused and must be ended.
         """
@@ -193,23 +183,18 @@ class VllmEngine:
             if version < self.serving:
                 raise ValueError(f"weights of version {version} are older than {self.serving}, which the engine serves")
             try:
-                if isinstance(data, str) or self._config.weights.transport == "memory":
-                    return await self._unless_dead(self._take_file(version, data, checksum))
+                if isinstance(data, str):
+                    return await self._unless_dead(self._take_image(version, data))
                 return await self._unless_dead(self._receive(version, data, checksum))
             except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
                 raise self._death() or error from error.__cause__
 
-    async def _take_file(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
-        started = time.monotonic()
-        if isinstance(data, str):
-            fd = open_shared_memory_file(data)
-        else:
-            fd = await asyncio.to_thread(self.hold, data, checksum)
+    async def _take_image(self, version: PolicyVersion, path: str) -> WeightUpdate:
+        fd = open_image(path, self._size)
         try:
-            written = time.monotonic()
             file = {"path": f"/proc/{os.getpid()}/fd/{fd}"}
             pause_seconds, tries = await self._swap(version, file, UPDATE_TRIES)
-            return WeightUpdate(version.pack(), os.fstat(fd).st_size, written - started, pause_seconds, tries)
+            return WeightUpdate(version.pack(), os.fstat(fd).st_size, pause_seconds, tries)
         finally:
             os.close(fd)
 
@@ -225,7 +210,7 @@ class VllmEngine:
                 pause_seconds, tries = await self._swap(version, update_info(specs), tries=1)
             except RunFailed as error:
                 raise WeightsCutOff(str(error.__cause__)) from error
-        return WeightUpdate(version.pack(), n_bytes, 0.0, pause_seconds, tries)
+        return WeightUpdate(version.pack(), n_bytes, pause_seconds, tries)
 
     async def join(self, meeting: Meeting, first_rank: int) -> None:
         """Let this engine's workers join a group with the trainer's first rank, at ranks from `first_rank` on.

@@ -70,7 +70,7 @@ class GeneratorPool:
         """The newest weights that were sent to the engines."""
         self._sync: asyncio.Task[float] | None = None
         self._locks = {name: asyncio.Lock() for name in self._generators}
-        self._files = NodeFiles(self._generators, config.weights.sync_deadline)
+        self._files = NodeFiles(config.weights, self._generators, trainer, telemetry.sent)
         self._broadcasts = Broadcasts(config, self._generators, trainer)
         self._broadcasting = asyncio.Lock()
         self._stopping = False
@@ -280,8 +280,10 @@ class GeneratorPool:
         start = time.monotonic()
         if self._config.weights.transport == "nccl":
             await self._broadcast(list(self._generators))
-        else:
-            await asyncio.gather(*(self._update(name) for name in self._generators))
+        elif self._latest is not None:
+            up = [name for name in self._generators if self._takes(name)]
+            async with self._files.spread(up, *self._latest):
+                await asyncio.gather(*(self._update(name) for name in up))
         return time.monotonic() - start
 
     async def _update(self, name: str) -> None:
@@ -296,15 +298,12 @@ class GeneratorPool:
             version, weights = self._latest
             try:
                 if self._config.weights.transport == "memory":
-                    await self._take_file(name, version, weights)
+                    await self._take_image(name, version, weights)
                 else:
-                    # A rank shares only the newest weights; older ones are skipped, because newer ones are about to
-                    # be published.
                     handles = await self._trainer.ipc_handles(list(self._generators).index(name), version)
-                    if handles is not None:
+                    if handles is not None:  # else the rank has newer ones, which are about to be published
                         await self._take(name, version, handles.data, handles.checksum)
             except (*GENERATOR_FAILED, ray.exceptions.ObjectLostError) as error:
-                # Lost weights were on the trainer's node; the trainer restarts and publishes newer ones.
                 self._not_taken(name, version, error)
 
     async def _broadcast(self, names: list[str]) -> None:
@@ -332,10 +331,12 @@ class GeneratorPool:
         self._telemetry.sync_failed()
         self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
 
-    async def _take_file(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
-        """Let an engine load the weights file of its node; if the file is gone with its holder, try a new file."""
+    async def _take_image(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Let an engine load the image of its node; if the image is gone with its holder, try a new one."""
         for tries_left in reversed(range(len(self._generators))):
-            async with self._files.path_for(name, weights) as path:
+            async with self._files.path_for(name, version, weights) as path:
+                if path is None:  # newer weights are about to be published
+                    return
                 try:
                     return await self._take(name, version, path, weights.checksum)
                 except WeightsGone:

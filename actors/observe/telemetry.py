@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.observe.reporting import Reporter
+from actors.weights.chain import Sent
 from service.cli.version import installed_version
 from service.config import Config
 from service.handoff.buffer import Buffer
@@ -74,6 +75,12 @@ class RunTelemetry:
     def aborted(self) -> None:
         """An optimizer step was not applied."""
         self._reporter.metrics.count("baton_aborted_steps_total")
+
+    def sent(self, sent: Sent) -> None:
+        """Weights left the trainer's first rank."""
+        self._reporter.metrics.count("baton_weight_sent_bytes_total", sent.n_bytes)
+        if sent.changed is not None:
+            self._reporter.metrics.set("baton_weight_changed_ratio", sent.changed)
 
     def sync_failed(self) -> None:
         """An engine did not load new weights."""

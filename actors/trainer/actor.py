@@ -16,17 +16,17 @@ import psutil
 import ray
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from safetensors.torch import save
 
 from actors.calls import resolve_actor
 from actors.driver.cuda import unusable_cuda
 from actors.heap import freeze_heap
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
-from actors.weights.checksum import checksum_of
+from actors.weights.bucket import Bucket, Octets
+from actors.weights.checksum import EMPTY_CHECKSUM, checksum_of
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.nccl_broadcast import BroadcastSender, encode_announcement
+from actors.weights.publication import Publication
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import UserError
@@ -63,6 +63,8 @@ class TrainerRank:
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
         """Version and whole weights, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
+        self._publication: Publication | None = None
+        """The newest weights, for transport `memory`."""
         self._steps = 0
         self._profile: StepProfile | None = None
         trace = Trace()
@@ -169,23 +171,37 @@ class TrainerRank:
         return recorded.file
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    def weights(self, version: int) -> tuple[NDArray[np.uint8], int]:
-        """Gather the policy and return what rank 0 publishes, with its checksum; every rank must call.
+    def weights(self, version: int) -> tuple[Octets, tuple[int, int]]:
+        """Gather the policy and return what rank 0 publishes, its checksum, and the bytes of what `bucket` gives out;
+        every rank must call.
 
-        `memory` publishes a safetensors file, `nccl` the announcement of what `begin_send` will send, `ipc` nothing
-        until `ipc_handles` is called. Ranks other than 0 publish nothing.
+        `nccl` publishes the announcement of what `begin_send` will send. `memory` publishes nothing until `bucket` is
+        called, `ipc` nothing until `ipc_handles` is called. Ranks other than 0 publish nothing.
         """
         with self._busy("weights"):
-            if self._config.weights.transport == "ipc":
+            transport, delta = self._config.weights.transport, self._config.weights.delta
+            if transport == "ipc":
                 self._gather_on_device(version)
-                return _with_checksum(b"")
+                return _NOTHING, (EMPTY_CHECKSUM, 0)
+            base, self._publication = self._publication if delta else None, None  # its memory is free for the copies
             weights = self.learner.weights()
             if weights is None:
-                return _with_checksum(b"")
-            if self._config.weights.transport == "nccl":
+                return _NOTHING, (EMPTY_CHECKSUM, 0)
+            if transport == "nccl":
                 self._gathered = version, weights
-                return _with_checksum(encode_announcement(weights))
-            return _with_checksum(save(weights))
+                data, checksum = _with_checksum(encode_announcement(weights))
+                return data, (checksum, 0)
+            self._publication = Publication(version, weights, base)
+            return _NOTHING, (EMPTY_CHECKSUM, self._publication.n_bytes)
+
+    @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
+    def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[Octets, Bucket | None]:
+        """These bytes of the file of this version's weights, for the nodes; None if a newer version has replaced it."""
+        publication = self._publication
+        if publication is None or publication.version != version:
+            return _NOTHING, None
+        bucket, message = publication.bucket(start, stop, whole)
+        return message, bucket
 
     def _gather_on_device(self, version: int) -> None:
         """Gather the policy on this rank's GPU, in place of the version before."""
@@ -194,7 +210,7 @@ class TrainerRank:
         self._gathered = version, self.learner.weights(everywhere=True) or {}
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    def ipc_handles(self, version: int) -> tuple[NDArray[np.uint8], int]:
+    def ipc_handles(self, version: int) -> tuple[Octets, int]:
         """Memory handles of this version's weights on this rank's GPU, for one update of the engine on that GPU.
 
         No bytes if a newer version has replaced this one.
@@ -265,6 +281,9 @@ def interface_of(address: str) -> str:
     )
 
 
-def _with_checksum(data: bytes) -> tuple[NDArray[np.uint8], int]:
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _with_checksum(data: bytes) -> tuple[Octets, int]:
     """As a numpy array, which Ray passes on without a copy, and the checksum."""
     return np.frombuffer(data, dtype=np.uint8), checksum_of(data)

@@ -12,7 +12,8 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from actors.calls import call, in_a_line
+from actors.calls import answer, call, in_a_line
+from actors.weights.bucket import Bucket
 from actors.weights.checksum import EMPTY_CHECKSUM, PublishedWeights
 from actors.weights.weight_group import Meeting
 from service.config import Config
@@ -37,6 +38,8 @@ class TrainerGroup:
         self._warm_start_steps = 0 if config.model.warm_start is None else config.model.warm_start.steps
         self._ranks = list(ranks)
         self._processes: list[int] = []
+        self.node = ""
+        """The id of rank 0's node."""
 
     async def load(self, model_folder: Path, adapter: bool = True) -> None:
         """Form the process group and load the policy; `adapter`: with that of `model.lora`, if there is one.
@@ -47,6 +50,7 @@ class TrainerGroup:
         self._processes = await self._call_all("process", within=self._start_deadline)
         meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
         nodes = await self._call_all("node", within=self._start_deadline)
+        self.node = nodes[0]
         await self._call_all("load", meeting_point, str(model_folder), nodes, adapter, within=self._start_deadline)
 
     async def restart(self, model_folder: Path) -> None:
@@ -97,22 +101,27 @@ class TrainerGroup:
     async def weights(self, version: PolicyVersion) -> PublishedWeights:
         """Gather the whole policy, on rank 0 or with transport `ipc` on every rank's GPU."""
         ranks = range(len(self._ranks))
-        return (await asyncio.gather(*(self._published(number, "weights", version) for number in ranks)))[0]
+        answers = (self._stored(number, "weights", version.pack()) for number in ranks)
+        data, (checksum, n_bytes) = (await asyncio.gather(*answers))[0]
+        return PublishedWeights(data, checksum, n_bytes)
+
+    async def bucket(
+        self, version: PolicyVersion, start: int, stop: int, whole: bool = False
+    ) -> tuple[Bucket, Any] | None:
+        """A part of the file of these weights, and a reference to its message; None if newer ones are there."""
+        data, bucket = await self._stored(0, "bucket", version.pack(), start, stop, whole)
+        return None if bucket is None else (bucket, data)
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
         """Memory handles of a rank's weights, for one update of the engine on its GPU; None if newer ones are there."""
-        published = await self._published(number, "ipc_handles", version)
-        return None if published.checksum == EMPTY_CHECKSUM else published
+        data, checksum = await self._stored(number, "ipc_handles", version.pack())
+        return None if checksum == EMPTY_CHECKSUM else PublishedWeights(data, checksum)
 
-    async def _published(self, number: int, method: str, version: PolicyVersion) -> PublishedWeights:
-        """Call a rank's method that returns data and checksum; the data stay in Ray's object store."""
-        data, checksum = getattr(self._ranks[number], method).remote(version.pack())
+    async def _stored(self, number: int, method: str, *arguments: Any) -> tuple[Any, Any]:
+        """Call a rank's method that returns data and what describes them; the data stay in Ray's object store."""
+        data, description = getattr(self._ranks[number], method).remote(*arguments)
         with _raises_trainer_lost():
-            try:
-                async with asyncio.timeout(self._deadline):
-                    return PublishedWeights(data, int(await checksum))
-            except TimeoutError:
-                raise Starved(f"no weights of trainer-{number} for {self._deadline:.0f} s") from None
+            return data, await answer(description, who=f"trainer-{number}", within=self._deadline)
 
     async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
         """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""

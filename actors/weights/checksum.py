@@ -1,8 +1,9 @@
 """Weights arrive unchanged and whole: their checksum, the tensors that are announced, and the size of the policy.
 
-    trainer   data, checksum_of(data)   ->  Ray's object store  ->  engine   verify(data, checksum), size.check(shapes)
+    trainer   data, checksum_of(data)   ->  Ray's object store  ->  node     verify(data, checksum)
+                                                                    engine   size.check(shapes)
 
-`data` is a safetensors file, or for transports from GPU to GPU a JSON list of the tensors.
+`data` is a bucket of a safetensors file, or for transports from GPU to GPU a JSON list of the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from actors.weights.adapter import AdapterShapes, adapter_shapes
 from service.config import LoraConfig
 from service.config.model_folder import model_config, open_weights
 
-WeightBytes = bytes | memoryview | NDArray[np.uint8]
+WeightBytes = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Bytes of weights, or about them; an array passes Ray's object store without a copy."""
 
 TIED_HEAD = "lm_head.weight"
@@ -35,8 +36,10 @@ class PublishedWeights:
     """Weights on their way to the engines."""
 
     data: Any
-    """Ray object reference to `WeightBytes`."""
+    """Ray object reference to `WeightBytes`, which every engine takes."""
     checksum: int
+    n_bytes: int = 0
+    """Of the safetensors file whose buckets rank 0 gives out; 0: it gives out none."""
 
 
 def checksum_of(data: WeightBytes) -> int:

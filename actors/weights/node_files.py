@@ -1,52 +1,67 @@
-"""One shared-memory file of the newest weights a node: the first generator that asks writes it, all engines map it.
+"""One image of the newest weights a node: one generator writes it as it arrives, all engines of the node load from it.
 
-    node A   generator-0  writes /proc/71/fd/40 <- object store      generator-1  maps it
-    node B   generator-2  writes /proc/35/fd/40 <- object store      generator-3  maps it
+    node A   generator-0  writes /proc/71/fd/40 <- rank 0    generator-1  loads it
+    node B   generator-2  writes /proc/35/fd/40 <- node A    generator-3  loads it
 
-The file has no name and vanishes with the process that holds it, so nothing is left behind. A process that has opened
-the file keeps it all the same.
+An image has no name and vanishes with the process that holds it, so nothing is left behind. A process that has opened
+it keeps it all the same. With `weights.delta` a node keeps its image, and the next update changes it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import ray.exceptions
 
 from actors.calls import call, may_be_dropped
+from actors.trainer.group import TrainerGroup
+from actors.weights.chain import Chain, Replaced, Sent
 from actors.weights.checksum import PublishedWeights
+from service.config import WeightsConfig
 from service.errors import BatonError
+from service.types import PolicyVersion
 
-HOLDER_FAILED = (ray.exceptions.RayActorError, BatonError)
+HOLDER_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, BatonError)
 
 
 @dataclass
-class HeldFile:
-    """A file of some weights, while engines load from it."""
+class HeldImage:
+    """A node's image of some weights."""
 
     weights: PublishedWeights
     holder: str
-    """Name of the generator that writes and holds the file."""
-    path: asyncio.Future[str]
-    users: int = 0
+    """Name of the generator that writes and holds the image."""
+    number: int
+    path: asyncio.Future[str | None] = field(default_factory=asyncio.Future)
+    """Where engines load the image, once it is whole; None: rank 0 has newer weights."""
+    users: int = 1
 
 
 class NodeFiles:
-    """Which generator holds the file of its node."""
+    """Which generator holds the image of its node."""
 
-    def __init__(self, generators: Mapping[str, Any], deadline: float) -> None:
-        self._generators = generators
-        self._deadline = deadline
+    def __init__(
+        self,
+        config: WeightsConfig,
+        generators: Mapping[str, Any],
+        trainer: TrainerGroup,
+        report: Callable[[Sent], None] = lambda sent: None,
+    ) -> None:
+        self._generators, self._trainer, self._report = generators, trainer, report
+        self._deadline, self._keeps, self._by_memory = config.sync_deadline, config.delta, config.transport == "memory"
         self._node_of: dict[str, str] = {}
-        self._held: dict[str, HeldFile] = {}
+        self._held: dict[str, HeldImage] = {}
         """By node."""
+        self._numbers = count()
+        self._sending: set[asyncio.Task[None]] = set()
 
     def register(self, name: str, node: str) -> None:
-        """A generator has started on this node; the files that its earlier process held are gone."""
+        """A generator has started on this node; the images that its earlier process held are gone."""
         self._node_of[name] = node
         self._held = {of: held for of, held in self._held.items() if held.holder != name}
 
@@ -55,50 +70,103 @@ class NodeFiles:
         return self._node_of[name]
 
     @asynccontextmanager
-    async def path_for(self, name: str, weights: PublishedWeights) -> AsyncIterator[str]:
-        """The path of these weights on the generator's node; the file is held while the block runs."""
-        held = await self._hold(name, weights)
+    async def spread(
+        self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights
+    ) -> AsyncIterator[None]:
+        """Send weights to the nodes of these generators, from one to the next; they are held while the block runs.
+
+        Transports other than `memory` have no images.
+        """
+        one_a_node = {self._node_of[name]: name for name in reversed(names) if self._by_memory}
+        all_held = self._begin(list(one_a_node.values()), version, weights)
+        try:
+            yield
+        finally:
+            await asyncio.gather(*(self._let_go(held) for held in all_held))
+
+    @asynccontextmanager
+    async def path_for(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> AsyncIterator[str | None]:
+        """The path of these weights on the generator's node, None if newer ones are about to be published; they are
+        held while the block runs."""
+        held = await self._hold(name, version, weights)
         try:
             yield held.path.result()
         finally:
-            held.users -= 1
-            if not held.users:
-                await self._release(self._node_of[name], held)
+            await self._let_go(held)
 
     def forget(self, name: str) -> None:
-        """The generator could not open its node's file, because the holder is gone."""
+        """The generator could not open its node's image, because the holder is gone."""
         self._held.pop(self._node_of[name], None)
 
-    async def _hold(self, name: str, weights: PublishedWeights) -> HeldFile:
-        node = self._node_of[name]
+    async def _hold(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> HeldImage:
         while True:
-            held = self._held.get(node)
+            held = self._held.get(self._node_of[name])
             if held is None or held.weights is not weights:
-                hold = self._generators[name].hold_weights
-                path = asyncio.ensure_future(
-                    call(hold, weights.data, weights.checksum, who=name, within=self._deadline)
-                )
-                may_be_dropped(path)  # all who wait for it may be cancelled
-                held = self._held[node] = HeldFile(weights, name, path)
-            held.users += 1
+                (held,) = self._begin([name], version, weights)
+            else:
+                held.users += 1
             try:
                 await asyncio.shield(held.path)
                 return held
             except HOLDER_FAILED:
-                if self._held.get(node) is held:
-                    del self._held[node]
                 if held.holder == name:
                     raise
             except asyncio.CancelledError:
-                held.users -= 1
+                await self._let_go(held)
                 raise
 
-    async def _release(self, node: str, held: HeldFile) -> None:
+    def _begin(self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights) -> list[HeldImage]:
+        """Begin to send weights to the nodes of these generators, one of each; each image has one user then."""
+        begun, kept = list[HeldImage](), dict[str, str]()
+        for name in names:
+            held, before = HeldImage(weights, name, next(self._numbers)), self._held.get(self._node_of[name])
+            if before is not None and not before.users and before.holder in self._generators:
+                held.holder, held.number = before.holder, before.number
+                kept[held.holder] = str(before.path.result())
+            self._held[self._node_of[name]] = held
+            begun.append(held)
+        if begun:
+            # first the node of rank 0, which takes nothing from the link of rank 0
+            in_order = sorted(begun, key=lambda held: self._node_of[held.holder] != self._trainer.node)
+            numbers = {held.holder: held.number for held in in_order}
+            chain = Chain(self._generators, self._trainer, numbers, kept, self._deadline)
+            sending = asyncio.ensure_future(self._send(chain, begun, version, weights))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+        return begun
+
+    async def _send(
+        self, chain: Chain, begun: Sequence[HeldImage], version: PolicyVersion, weights: PublishedWeights
+    ) -> None:
+        """Fill these images; in the end each has a path, or an error."""
+        try:
+            self._report(await chain.send(version, weights.n_bytes))
+        except Replaced:
+            chain.paths.clear()
+        except Exception as error:  # noqa: BLE001 - raised to all who wait for a path
+            chain.lost |= {held.holder: error for held in begun}
+        for held in begun:
+            if (why := chain.lost.get(held.holder)) is None:
+                held.path.set_result(chain.paths.get(held.holder))
+            else:
+                held.path.set_exception(why)
+                may_be_dropped(held.path)  # all who wait for it may be cancelled
+        unused = [held for held in begun if held.path.exception() is not None or not held.users]
+        await asyncio.gather(*(self._settle(held) for held in unused))
+
+    async def _let_go(self, held: HeldImage) -> None:
+        held.users -= 1
+        if not held.users and held.path.done() and held.path.exception() is None:
+            await self._settle(held)
+
+    async def _settle(self, held: HeldImage) -> None:
+        """Keep an image that no engine loads from, or give it back."""
+        node = self._node_of[held.holder]
         if self._held.get(node) is held:
+            if self._keeps and held.path.exception() is None and held.path.result() is not None:
+                return
             del self._held[node]
         if (holder := self._generators.get(held.holder)) is None:
-            return  # it has left, and its files with it
-        try:
-            await call(holder.release_weights, held.path.result(), who=held.holder)
-        except HOLDER_FAILED:
-            return  # the file is gone with its holder
+            return  # it has left, and its images with it
+        with suppress(*HOLDER_FAILED):  # the image is gone with its holder
+            await call(holder.release_image, held.number, who=held.holder)

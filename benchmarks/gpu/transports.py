@@ -1,7 +1,7 @@
 """Weights from a policy in another process into a real engine, by each transport; Ray's part is left out.
 
-memory   gather to the CPU, save, checksum | into a file in shared memory | pause, load, resume
-ipc      gather on the GPU, handles                                        | pause, load, resume
+memory   gather to the CPU   | buckets with checksums into a node's image | pause, load, resume
+ipc      gather on the GPU, handles                                       | pause, load, resume
 nccl     needs two GPUs: a short run of the quick start with a larger model
 """
 
@@ -17,11 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save
 
 from actors.generator.engine import VllmEngine
+from actors.weights.bucket import bucket_of
 from actors.weights.checksum import checksum_of
 from actors.weights.cuda_ipc import encode_handles
+from actors.weights.node_image import NodeImage
+from actors.weights.publication import Publication
 from benchmarks.gpu.parts import Figures, Give
 from benchmarks.gpu.quickstart import steps_of_run
 from benchmarks.gpu.small_engine import SMALL, serving, settings, write_model
@@ -86,7 +88,12 @@ async def _update(transport: str, engine: VllmEngine, connection: Connection, st
         raise TimeoutError(f"no weights by {transport} for {ANSWER_SECONDS:g} s")
     trainer_seconds = connection.recv()
     data = np.frombuffer(connection.recv_bytes(), np.uint8)
-    update = await engine.update_weights(PolicyVersion(1, step), data, checksum_of(data))
+    image = NodeImage(len(data))
+    if transport == "memory":
+        await asyncio.to_thread(image.write, bucket_of(step, 0, data), data)
+    given = image.path if transport == "memory" else data
+    update = await engine.update_weights(PolicyVersion(1, step), given, checksum_of(data))
+    image.close()
     return {
         "gigabytes": update.bytes / 1e9,
         "trainer_s": trainer_seconds,
@@ -105,7 +112,10 @@ def _send(connection: Connection, transport: str, config_json: str, model: Path,
             return
         started = time.monotonic()
         weights = policy.weights(everywhere=transport == "ipc") or {}
-        data = encode_handles(weights, policy.device) if transport == "ipc" else save(weights)
-        checksum_of(data)
+        if transport == "ipc":
+            data = encode_handles(weights, policy.device)
+        else:
+            publication = Publication(0, weights)
+            _, data = publication.bucket(0, publication.n_bytes, whole=True)
         connection.send(time.monotonic() - started)
         connection.send_bytes(data)

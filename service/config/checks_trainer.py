@@ -56,6 +56,23 @@ def _verification(config: Config) -> Iterator[Problem]:
         )
 
 
+def _delta(config: Config) -> Iterator[Problem]:
+    if not config.weights.delta:
+        return
+    if config.weights.transport != "memory":
+        yield Problem(
+            "weights.delta",
+            f"finds what changed in the copies of weights.transport=memory, which {config.weights.transport} does not "
+            "make; set weights.transport=memory, or weights.delta=false",
+        )
+    if config.model.lora is not None:
+        yield Problem(
+            "weights.delta",
+            "nothing would be saved: with model.lora only the adapter travels, and all of it changes in each step; set "
+            "weights.delta=false",
+        )
+
+
 def _shared_gpus(config: Config) -> Iterator[Problem]:
     if config.weights.transport != "ipc":
         return
@@ -86,5 +103,5 @@ def _shared_gpus(config: Config) -> Iterator[Problem]:
         )
 
 
-RULES = (_packing, _sequence_parallel, _verification, _shared_gpus)
+RULES = (_packing, _sequence_parallel, _verification, _delta, _shared_gpus)
 """One rule a subject, in the order of the tree."""

@@ -180,6 +180,9 @@ class WeightsConfig(Section):
     """`memory`: through Ray's object store and a file in shared memory, with a checksum; `nccl`: broadcast from the
     trainer's first GPU to the GPUs of all engines; `ipc`: by CUDA IPC on a GPU that a rank and an engine share, so that
     `generator.gpu_memory_utilization` must leave room for the rank. `nccl` and `ipc` have not run on a GPU yet."""
+    delta: bool = False
+    """With `memory`: only elements that changed travel between hosts, which then keep a copy of the weights in shared
+    memory, and the trainer's host a second one in memory."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests at an update."""
     sync_deadline: Seconds = 300.0

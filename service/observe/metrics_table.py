@@ -274,6 +274,14 @@ GENERATORS_AND_WEIGHTS = (
         "baton_weight_sync_bytes_total",
         "Bytes of weights that an engine loaded; divided by the seconds of its pauses, bytes a second.",
     ),
+    counter(
+        "baton_weight_sent_bytes_total",
+        "Bytes of weights that left the trainer's first rank (`weights.transport: memory`), for all hosts together.",
+    ),
+    gauge(
+        "baton_weight_changed_ratio",
+        "Fraction of the elements that differ from those published before (`weights.delta`).",
+    ),
     counter("baton_weight_sync_failures_total", "Weight updates that failed in an engine."),
 )
 

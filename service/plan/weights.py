@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from service.plan.device import Device
 
 GATHERED, TO_A_NODE, INTO_AN_ENGINE = 1.3e9, 1.1e9, 5e9
-"""Bytes/s of `weights.transport: memory`: gathered on rank 0, copied, hashed and stored, while the trainer waits; to a
-node and into its shared memory; into an engine while it pauses. Estimated from the code, not measured on a GPU."""
+"""Bytes/s of `weights.transport: memory`: gathered and copied on rank 0, while the trainer waits; from node to node and
+into their shared memory; into an engine while it pauses. Estimated from the code, not measured on a GPU."""
 CALLS = 0.3
 """Seconds of the calls of an update, whatever the bytes; assumed."""
 

@@ -91,7 +91,7 @@ def gathered(events: list[str], version: int) -> TrainerRank:
     config = Config().model_copy(update={"weights": WeightsConfig(transport="ipc")})
     rank = TrainerRank(config.model_dump_json(), 0)
     rank._learner = GatheringLearner(events)  # type: ignore[assignment]
-    data, checksum = rank.weights(version)
+    data, (checksum, _) = rank.weights(version)
     assert (len(data), checksum) == (0, EMPTY_CHECKSUM), "nothing is published before an engine asks for handles"
     return rank
 

@@ -19,8 +19,11 @@ import xxhash
 from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from actors.generator.engine import VllmEngine, engine_env
+from actors.generator.engine import VllmEngine, WeightUpdate, engine_env
 from actors.generator.group_limit import EngineLoad, GroupLimit
+from actors.weights.bucket import Bucket
+from actors.weights.node_image import NodeImage
+from actors.weights.publication import Publication
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
@@ -101,7 +104,17 @@ def difference(model: PreTrainedModel, prompt_ids: np.ndarray, generation: Gener
 
 
 class Observed(VllmEngine):
-    """Shows the engine's load to other processes."""
+    """Shows the engine's load to other processes, and takes weights from them as the bytes of a file."""
+
+    async def update_weights(self, version: PolicyVersion, data: Any, checksum: int) -> WeightUpdate:
+        if isinstance(data, str) or self._config.weights.transport != "memory":
+            return await super().update_weights(version, data, checksum)
+        image = NodeImage(len(data))
+        try:
+            image.write(Bucket(version.pack(), 0, len(data), checksum, len(data)), data)
+            return await super().update_weights(version, image.path, 0)
+        finally:
+            image.close()
 
     async def pid(self) -> int:
         return os.getpid()
@@ -260,6 +273,53 @@ def test_turns_that_are_given_up_amid_updates_leave_nothing_behind(engine: Any) 
     generation = ray.get(engine.generate.remote(prompt(1), Sampling(max_tokens=40), "r"))
     assert difference(dense(1), prompt(1), generation, 1.0) < ATOL
     assert set(generation.versions.tolist()) == {PolicyVersion(1, 105).pack()}
+
+
+class Kept(Observed):
+    """Keeps an image, as a node does with `weights.delta`."""
+
+    async def write(self, n_bytes: int, bucket: Bucket, message: Any) -> tuple[str, bool]:
+        self._image = getattr(self, "_image", None) or NodeImage(n_bytes)
+        return self._image.path, self._image.write(bucket, message)
+
+
+@pytest.mark.full
+def test_weights_that_came_as_changes_are_served_bit_by_bit_like_those_that_came_whole(
+    local_ray: None, tmp_path: Path
+) -> None:
+    engine = started(tmp_path, dense(0), CONFIG, Kept)
+    torch.manual_seed(0)
+    old = weights_of(dense(0))
+    new = {name: tensor + 0.1 * (torch.rand(tensor.shape) < 0.05) for name, tensor in old.items()}
+    changed = dense(0)
+    changed.load_state_dict(new, strict=False)
+    base = Publication(PolicyVersion(1, 1).pack(), old)
+    changes = Publication(PolicyVersion(1, 2).pack(), new, base)
+
+    def write(publication: Publication, whole: bool) -> tuple[str, Bucket]:
+        bucket, message = publication.bucket(0, publication.n_bytes, whole)
+        path, written = ray.get(engine.write.remote(publication.n_bytes, bucket, message))
+        assert written
+        return path, bucket
+
+    def generated() -> Generation:
+        return ray.get(engine.generate.remote(prompt(3), Sampling(temperature=0.0, max_tokens=100), "r"))
+
+    write(base, whole=True)
+    path, bucket = write(changes, whole=False)
+    assert bucket.message_bytes < 0.1 * changes.n_bytes
+    ray.get(engine.update_weights.remote(PolicyVersion(1, 2), path, 0))
+    by_changes = generated()
+    write(Publication(PolicyVersion(1, 3).pack(), weights_of(dense(1))), whole=True)
+    in_between = generated()  # the image has other weights by now, which the engine has not loaded
+    ray.get(update(engine, 4, new))
+    by_all = generated()
+    for other in (in_between, by_all):
+        assert other.token_ids.tolist() == by_changes.token_ids.tolist()
+        assert np.array_equal(other.logprobs, by_changes.logprobs)
+    assert difference(changed, prompt(3), by_changes, 1.0) < ATOL
+    ray.get(engine.stop.remote())
+    ray.kill(engine)
 
 
 def test_bytes_that_are_not_the_policy_are_refused_and_the_old_weights_go_on(engine: Any) -> None:

@@ -10,7 +10,6 @@ import psutil
 import pytest
 import ray
 import torch
-import xxhash
 from safetensors.torch import save
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -21,6 +20,7 @@ from actors.buffer.actor import BufferActor, Leased
 from actors.generator.actor import Generator
 from actors.generator.engine import engine_env
 from actors.observe.metrics_hub import MetricsHub
+from actors.weights.bucket import bucket_of
 from service.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -87,10 +87,11 @@ class Road:
         version = PolicyVersion(self.trainer_incarnation, len(self.policies) - 1)
         weights = {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
         data = save(weights)
-        checksum = xxhash.xxh3_64_intdigest(data)
-        path = ray.get(self.generator.hold_weights.remote(np.frombuffer(data, np.uint8), checksum))
-        update: dict[str, float] = ray.get(self.generator.update_weights.remote(version.pack(), path, checksum))
-        ray.get(self.generator.release_weights.remote(path))
+        octets, number = np.frombuffer(data, np.uint8), version.step
+        path = ray.get(self.generator.hold_image.remote(number, len(data)))
+        ray.get(self.generator.write_image.remote(number, bucket_of(version.pack(), 0, octets), octets, False))
+        update: dict[str, float] = ray.get(self.generator.update_weights.remote(version.pack(), path, 0))
+        ray.get(self.generator.release_image.remote(number))
         return update
 
     def commit(self, leased: Leased) -> None:
@@ -212,7 +213,7 @@ def test_a_file_that_went_with_its_holder_is_refused_and_the_engine_goes_on(road
     version = PolicyVersion(road.trainer_incarnation, 1000).pack()
     with pytest.raises(WeightsGone, match="/proc/1/fd/12345 are gone"):
         ray.get(road.generator.update_weights.remote(version, "/proc/1/fd/12345", 0))
-    ray.get(road.generator.release_weights.remote("/proc/1/fd/12345"))  # of its process before it started again
+    ray.get(road.generator.release_image.remote(12345))  # of its process before it started again
     after = road.status()
     assert after["policy_version"] == before["policy_version"]
     assert after["counts"]["updates"] == before["counts"]["updates"]

@@ -98,7 +98,7 @@ class Trainer:
 
     def gathers(self, version: PolicyVersion, model: PreTrainedModel) -> PublishedWeights:
         self.rank._learner = SimpleNamespace(weights=lambda: weights_of(model))  # type: ignore[assignment]
-        data, checksum = self.rank.weights(version.pack())
+        data, (checksum, _) = self.rank.weights(version.pack())
         return PublishedWeights(data, checksum)
 
     async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:

@@ -1,4 +1,4 @@
-"""New weights reach a node once: one generator writes the file, all of its engines map it."""
+"""New weights reach a node once, from rank 0 or the node before; all engines of the node map one image."""
 
 from __future__ import annotations
 
@@ -9,102 +9,119 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
-from safetensors.torch import save
 
-from actors.weights.checksum import PolicySize, PublishedWeights, checksum_of
+from actors.weights.bucket import Bucket
+from actors.weights.checksum import PolicySize, PublishedWeights
+from actors.weights.image_holder import ImageHolder
 from actors.weights.node_files import NodeFiles
-from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
+from actors.weights.node_image import NodeImage, open_image
+from actors.weights.publication import Publication
+from service.config import WeightsConfig
 from service.errors import WeightsGone
+from service.types import PolicyVersion
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 60.0
+SIZE = PolicySize(512 * 1024, tied=False)
 
 
-class Holder:
-    """A generator without an engine: what it does with the files of weights is what a generator does."""
+class Rank0:
+    """Gives out what was published last."""
+
+    node = "a"
 
     def __init__(self) -> None:
-        self.held: dict[str, int] = {}
+        self.given = 0
+
+    def publishes(self, step: int) -> PublishedWeights:
+        weights = {"w": torch.full((512, 1024), float(step))}
+        self.publication = Publication(PolicyVersion(1, step).pack(), weights)
+        return PublishedWeights(None, 0, self.publication.n_bytes)
+
+    @property
+    def data(self) -> bytes:
+        return self.publication.bucket(0, self.publication.n_bytes, whole=True)[1].tobytes()
+
+    async def bucket(self, version: PolicyVersion, start: int, stop: int, whole: bool) -> tuple[Bucket, Any]:
+        bucket, message = self.publication.bucket(start, stop, whole)
+        self.given += len(message)
+        return bucket, ray.put(message)
+
+
+class Holder(ImageHolder):
+    """A generator without an engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.written = 0
 
-    async def hold_weights(self, data: Any, checksum: int) -> str:
-        fd = write_shared_memory_file(data, checksum, PolicySize(6, tied=False))
-        self.written += 1
-        path = f"/proc/{os.getpid()}/fd/{fd}"
-        self.held[path] = fd
-        return path
-
-    async def release_weights(self, path: str) -> None:
-        os.close(self.held.pop(path))
+    async def hold_image(self, number: int, n_bytes: int) -> str:
+        self.written += number not in self._images
+        return await super().hold_image(number, n_bytes)
 
     async def mapped(self, path: str) -> tuple[int, bytes]:
         """Which file it is, and what is in it."""
-        fd = open_shared_memory_file(path)
+        fd = open_image(path, SIZE)
         try:
             return os.fstat(fd).st_ino, Path(f"/proc/{os.getpid()}/fd/{fd}").read_bytes()
         finally:
             os.close(fd)
 
     async def counts(self) -> tuple[int, int]:
-        """Files written so far, and files held."""
-        return self.written, len(self.held)
-
-
-def published(value: float) -> tuple[PublishedWeights, bytes]:
-    data = save({"w": torch.full((2, 3), value)})
-    array = np.frombuffer(data, np.uint8)
-    return PublishedWeights(ray.put(array), checksum_of(data)), data
+        """Images held so far, and held now."""
+        return self.written, len(self._images)
 
 
 @pytest.fixture
 def holders(local_ray: None) -> Iterator[dict[str, Any]]:
     """Three generators, of which two share a node."""
     made = {f"generator-{n}": ray.remote(Holder).options(num_cpus=0).remote() for n in range(3)}
+    ray.get([holder.counts.remote() for holder in made.values()])  # a loaded machine starts them slowly
     yield made
     for holder in made.values():
         ray.kill(holder)
 
 
-def on_two_nodes(holders: dict[str, Any]) -> NodeFiles:
-    files = NodeFiles(holders, SECONDS)
+def on_two_nodes(holders: dict[str, Any]) -> tuple[NodeFiles, Rank0]:
+    rank_0 = Rank0()
+    files = NodeFiles(WeightsConfig(), holders, rank_0)  # type: ignore[arg-type]
     for name, node in zip(holders, ("a", "a", "b"), strict=True):
         files.register(name, node)
-    return files
+    return files, rank_0
 
 
-def test_a_node_writes_new_weights_once_and_all_of_its_engines_map_that_file(holders: dict[str, Any]) -> None:
-    files = on_two_nodes(holders)
-    weights, data = published(1.0)
+def test_a_node_receives_new_weights_once_and_all_of_its_engines_map_that_image(holders: dict[str, Any]) -> None:
+    files, rank_0 = on_two_nodes(holders)
 
-    async def take(name: str) -> tuple[int, bytes]:
-        async with files.path_for(name, weights) as path:
+    async def take(name: str, version: PolicyVersion, weights: PublishedWeights) -> tuple[int, bytes]:
+        async with files.path_for(name, version, weights) as path:
             found: tuple[int, bytes] = await holders[name].mapped.remote(path)
             return found
 
-    async def taken_by_all() -> list[tuple[int, bytes]]:
-        return list(await asyncio.gather(*(take(name) for name in holders)))
+    async def taken_by_all(step: int) -> list[tuple[int, bytes]]:
+        version, weights = PolicyVersion(1, step), rank_0.publishes(step)
+        async with files.spread(list(holders), version, weights):
+            return list(await asyncio.gather(*(take(name, version, weights) for name in holders)))
 
-    for update in (1, 2):
-        first, second, other = asyncio.run(taken_by_all())
-        assert first == second, "two engines of a node load one file"
+    for step in (1, 2):
+        first, second, other = asyncio.run(taken_by_all(step))
+        assert first == second, "two engines of a node load one image"
         assert first[0] != other[0]
-        assert {content for _, content in (first, second, other)} == {data}
+        assert {content for _, content in (first, second, other)} == {rank_0.data}
+        assert rank_0.given == step * len(rank_0.data), "rank 0 gave one copy, for two nodes"
         counts = ray.get([holder.counts.remote() for holder in holders.values()])
-        assert counts == [(update, 0), (0, 0), (update, 0)], "each node's first generator wrote, and gave it back"
-        weights, data = published(2.0)
+        assert counts == [(step, 0), (0, 0), (step, 0)], "each node's first generator wrote, and gave it back"
 
 
-def test_where_the_holder_dies_another_generator_of_the_node_writes_the_file_anew(holders: dict[str, Any]) -> None:
-    files = on_two_nodes(holders)
-    weights, data = published(3.0)
+def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_anew(holders: dict[str, Any]) -> None:
+    files, rank_0 = on_two_nodes(holders)
+    of = PolicyVersion(1, 3), rank_0.publishes(3)
 
     async def killed_between() -> tuple[int, bytes]:
-        async with files.path_for("generator-0", weights) as path, files.path_for("generator-1", weights) as same:
+        async with files.path_for("generator-0", *of) as path, files.path_for("generator-1", *of) as same:
             assert same == path
             ray.kill(holders["generator-0"])
             with suppress(ray.exceptions.RayActorError):
@@ -113,21 +130,22 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_file_ane
                 await holders["generator-1"].mapped.remote(path)
             assert isinstance(gone.value.cause, WeightsGone)
             files.forget("generator-1")
-            async with files.path_for("generator-1", weights) as another:
+            async with files.path_for("generator-1", *of) as another:
                 found: tuple[int, bytes] = await holders["generator-1"].mapped.remote(another)
                 return found
 
-    assert asyncio.run(killed_between())[1] == data
+    assert asyncio.run(killed_between())[1] == rank_0.data
     assert ray.get(holders["generator-1"].counts.remote()) == (1, 0)
 
 
-def test_who_has_the_file_open_keeps_it_when_its_writer_ends() -> None:
-    _, data = published(4.0)
-    fd = write_shared_memory_file(data, checksum_of(data), PolicySize(6, tied=False))
-    path = f"/proc/{os.getpid()}/fd/{fd}"
-    own = open_shared_memory_file(path)
-    os.close(fd)
+def test_who_has_the_image_open_keeps_it_when_its_writer_ends() -> None:
+    rank_0 = Rank0()
+    n_bytes = rank_0.publishes(4).n_bytes
+    image = NodeImage(n_bytes)
+    image.write(*rank_0.publication.bucket(0, n_bytes, whole=True))
+    own = open_image(image.path, SIZE)
+    image.close()
     with pytest.raises(WeightsGone, match="are gone"):
-        open_shared_memory_file(path)
-    assert os.pread(own, len(data), 0) == data
+        open_image(image.path, SIZE)
+    assert os.pread(own, n_bytes, 0) == rank_0.data
     os.close(own)

@@ -11,7 +11,6 @@ from safetensors.torch import save
 from transformers import Qwen3MoeForCausalLM
 
 from actors.generator.engine import VllmEngine, engine_env
-from actors.weights.checksum import checksum_of
 from service.config import Config, GeneratorConfig
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
@@ -20,6 +19,7 @@ from service.types import PolicyVersion
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
 from tests.e2e.test_engine import mixture, prompt, weights_of
+from tests.pure.actors.fakes import image_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -51,8 +51,9 @@ async def test_recorded_experts_are_those_of_the_weights_that_computed_the_token
         for step, model in enumerate(models):
             if step:
                 weights = {name: weight.cpu() for name, weight in weights_of(model).items()}
-                data = save(weights)
-                await engine.update_weights(PolicyVersion(0, step), data, checksum_of(data))
+                image = image_of(save(weights))
+                await engine.update_weights(PolicyVersion(0, step), image.path, 0)
+                image.close()
             turn = await engine.generate(prompt(step), Sampling(max_tokens=100), f"turn {step}")
             assert turn.routed_experts is not None
             token_ids = np.concatenate([prompt(step), turn.token_ids])[:-1]

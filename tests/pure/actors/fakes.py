@@ -1,4 +1,4 @@
-"""Generators without Ray, whose methods are called as an actor's are, and which can be told to fail."""
+"""Generators and a trainer without Ray, whose methods are called as an actor's are, and which can be told to fail."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import ray.exceptions
 
+from actors.weights.bucket import Bucket, bucket_of
+from actors.weights.node_image import NodeImage
 from service.types import PolicyVersion
+
+N_BYTES = 16
+"""Of a file of weights that is one bucket."""
 
 
 class Method:
@@ -21,6 +27,45 @@ class Method:
         return asyncio.ensure_future(self._function(*arguments))
 
 
+class Stores:
+    """Something with `remote`, as an actor's method has it whose data stay in Ray's object store."""
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, tuple[Any, Any]]]) -> None:
+        self._function = function
+
+    def remote(self, *arguments: Any) -> tuple[Awaitable[Any], Awaitable[Any]]:
+        data = asyncio.Future[Any]()
+
+        async def described() -> Any:
+            found, description = await self._function(*arguments)
+            data.set_result(found)
+            return description
+
+        return data, asyncio.ensure_future(described())
+
+
+class FakeRank0:
+    """The trainer, which gives out weights of one bucket until it has newer ones than those of `newest`."""
+
+    node = "node of rank 0"
+
+    def __init__(self) -> None:
+        self.newest = PolicyVersion(1, 1)
+
+    async def bucket(self, version: PolicyVersion, start: int, stop: int, whole: bool) -> tuple[Bucket, Any] | None:
+        if version < self.newest:
+            return None
+        data = np.full(stop - start, version.step, np.uint8)
+        return bucket_of(version.pack(), start, data), data
+
+
+def image_of(data: bytes) -> NodeImage:
+    """A node's image of this file."""
+    image, octets = NodeImage(len(data)), np.frombuffer(data, np.uint8)
+    image.write(bucket_of(0, 0, octets), octets)
+    return image
+
+
 class FakeGenerator:
     """Writes down what it was asked; what `failing` names raises that, once."""
 
@@ -29,33 +74,42 @@ class FakeGenerator:
         self.said = said
         self.failing: dict[str, BaseException] = {}
         self.written = 0
-        self.paths: set[str] = set()
+        self._images: dict[int, str] = {}
         self.gate = asyncio.Event()
-        """Closed, a file is being written."""
+        """Closed, an image is being written."""
         self.gate.set()
         self.loading = asyncio.Event()
         """Closed, an update is being made."""
         self.loading.set()
-        self.hold_weights = Method(self._hold)
-        self.release_weights = Method(self._release)
+        self.hold_image = Method(self._hold)
+        self.write_image = Stores(self._write)
+        self.release_image = Method(self._release)
         self.update_weights = Method(self._update)
         self.join_trainer = Method(self._join)
 
-    def dies(self) -> None:
-        """Its files go with it."""
-        self.paths.clear()
+    @property
+    def paths(self) -> set[str]:
+        """Of the images that it holds."""
+        return {*self._images.values()}
 
-    async def _hold(self, data: Any, checksum: int) -> str:
+    def dies(self) -> None:
+        """Its images go with it."""
+        self._images.clear()
+
+    async def _hold(self, number: int, n_bytes: int) -> str:
+        if number not in self._images:
+            self.written += 1
+            self._images[number] = f"/{self.name}/{self.written}"
+        return self._images[number]
+
+    async def _write(self, number: int, bucket: Bucket, message: Any, passes_on: bool) -> tuple[Any, bool]:
         await self.gate.wait()
         self._fail("hold")
-        self.written += 1
-        path = f"/{self.name}/{self.written}"
-        self.paths.add(path)
-        return path
+        return message, True
 
-    async def _release(self, path: str) -> None:
+    async def _release(self, number: int) -> None:
         self._fail("release")
-        self.paths.remove(path)
+        self._images.pop(number, None)
 
     async def _update(self, version: int, data: Any, checksum: int) -> None:
         await self.loading.wait()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,12 +22,13 @@ from actors.generator.engine import VllmEngine
 from actors.weights.adapter import ADAPTER_ID, adapter_shapes
 from actors.weights.checksum import PolicySize, TensorSpec
 from actors.weights.nccl_broadcast import encode_announcement
-from actors.weights.shared_memory_file import open_shared_memory_file
+from actors.weights.node_image import NodeImage, open_image
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig, WeightsConfig
 from service.errors import RunFailed, WeightsCutOff, WeightsGone
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
+from tests.pure.actors.fakes import image_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -137,24 +139,44 @@ def llm_of(engine: VllmEngine) -> FakeVllm:
     return engine._llm
 
 
-def sent(value: float = 0.0) -> tuple[np.ndarray, int]:
-    data = save({"w": WEIGHTS["w"] + value})
-    return np.frombuffer(data, np.uint8), xxhash.xxh3_64_intdigest(data)
+@pytest.fixture(autouse=True)
+def images() -> Iterator[list[NodeImage]]:
+    """Those that `sent` made, closed in the end."""
+    yield IMAGES
+    while IMAGES:
+        IMAGES.pop().close()
+
+
+IMAGES: list[NodeImage] = []
+
+
+def file_of(value: float = 0.0) -> bytes:
+    return save({"w": WEIGHTS["w"] + value})
+
+
+def sent(value: float = 0.0) -> tuple[str, int]:
+    """The path of an image, and the checksum that is not read with it."""
+    return imaged(file_of(value)), 0
+
+
+def imaged(data: bytes) -> str:
+    IMAGES.append(image_of(data))
+    return IMAGES[-1].path
 
 
 def files_open() -> int:
-    """Files of weights that this process has open."""
+    """Files of weights that this process has open, beside the images."""
     own = Path("/proc/self/fd")
-    return sum("baton-weights" in os.readlink(own / fd) for fd in os.listdir(own) if (own / fd).is_symlink())
+    opened = sum("baton-weights" in os.readlink(own / fd) for fd in os.listdir(own) if (own / fd).is_symlink())
+    return opened - len(IMAGES)
 
 
 async def test_an_update_is_checked_before_the_pause_and_labelled_before_the_resumption(engine: VllmEngine) -> None:
     llm = llm_of(engine)
-    data, checksum = sent()
-    update = await engine.update_weights(NEW, data, checksum)
+    update = await engine.update_weights(NEW, *sent())
     assert llm.did == LOADED
-    assert llm.loaded == [data.tobytes()]
-    assert (engine.serving, update.version, update.bytes, update.tries) == (NEW, NEW.pack(), data.nbytes, 1)
+    assert llm.loaded == [file_of()]
+    assert (engine.serving, update.version, update.bytes, update.tries) == (NEW, NEW.pack(), len(file_of()), 1)
     assert files_open() == 0
 
 
@@ -198,20 +220,10 @@ async def test_an_engine_that_cannot_load_stays_paused_and_keeps_its_label(engin
     assert llm.did[-6:] == LOADED
 
 
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        (lambda data, checksum: (data, checksum + 1), "have the checksum"),
-        (lambda data, checksum: (data[:-4], checksum), "have the checksum"),
-        (lambda data, checksum: (np.append(data, np.uint8(0)), checksum), "have the checksum"),
-        (lambda data, checksum: (np.roll(data, 1), checksum), "have the checksum"),
-    ],
-)
-async def test_bytes_that_differ_from_what_was_sent_never_pause_the_engine(
-    engine: VllmEngine, spoil: Any, why: str
-) -> None:
-    with pytest.raises(ValueError, match=why):
-        await engine.update_weights(NEW, *spoil(*sent()))
+@pytest.mark.parametrize("data", [file_of()[:-4], file_of() + b"\0", b"\xff" * 64])
+async def test_an_image_that_is_no_whole_file_never_pauses_the_engine(engine: VllmEngine, data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        await engine.update_weights(NEW, imaged(data), 0)
     assert (llm_of(engine).did, engine.serving, files_open()) == ([], PolicyVersion(1, 0), 0)
 
 
@@ -230,20 +242,17 @@ async def test_two_updates_at_once_are_made_one_after_the_other(engine: VllmEngi
     await asyncio.gather(engine.update_weights(NEW, *sent(1.0)), engine.update_weights(PolicyVersion(1, 2), *sent(2.0)))
     llm = llm_of(engine)
     assert llm.did == [*LOADED, *LOADED[:4], "label 1:2", "resume"]
-    assert llm.loaded == [sent(1.0)[0].tobytes(), sent(2.0)[0].tobytes()]
+    assert llm.loaded == [file_of(1.0), file_of(2.0)]
     assert engine.serving == PolicyVersion(1, 2)
 
 
-async def test_a_file_that_another_process_holds_is_loaded_and_its_own_descriptor_closed(engine: VllmEngine) -> None:
-    data, checksum = sent()
-    fd = engine.hold(data, checksum)
-    path = f"/proc/{os.getpid()}/fd/{fd}"
-    update = await engine.update_weights(NEW, path, checksum)
-    assert (llm_of(engine).loaded, update.bytes, files_open()) == ([data.tobytes()], data.nbytes, 1)
-    os.close(fd)
+async def test_an_image_that_went_with_its_holder_leaves_the_engine_as_it_was(engine: VllmEngine) -> None:
+    path, _ = sent()
+    await engine.update_weights(NEW, path, 0)
+    IMAGES.pop().close()
     llm_of(engine).did.clear()
     with pytest.raises(WeightsGone):
-        await engine.update_weights(PolicyVersion(1, 2), path, checksum)
+        await engine.update_weights(PolicyVersion(1, 2), path, 0)
     assert (llm_of(engine).did, engine.serving) == ([], NEW)
 
 
@@ -302,7 +311,7 @@ async def test_what_a_trainer_sends_is_announced_checked_and_loaded_once(tmp_pat
     update = await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
     assert llm.did == LOADED
     assert llm.infos == [{"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]]}]
-    assert (update.bytes, update.tries, update.write_seconds) == (24, 1, 0.0)
+    assert (update.bytes, update.tries) == (24, 1)
     llm.failing = {"load": 1}
     newer = PolicyVersion(1, 2)
     with pytest.raises(WeightsCutOff, match="load failed in the worker"):
@@ -363,6 +372,11 @@ ADAPTER = {A: torch.arange(6.0).view(2, 3), B: torch.arange(8.0).view(4, 2)}
 ADAPTER_LOADED = ["pause", "update_adapter", "label 1:1", "resume"]
 
 
+def by(transport: str, data: bytes) -> tuple[str | bytes, int]:
+    """What an engine is given of these data, and a checksum."""
+    return (imaged(data), 0) if transport == "memory" else (data, xxhash.xxh3_64_intdigest(data))
+
+
 def engine_with_adapter(folder: Path, **weights: Any) -> VllmEngine:
     """Serves 1.0 to begin with; its policy has an adapter of rank 2 on a layer from 3 to 4 numbers."""
     engine, lora = engine_of(folder, **weights), LoraConfig(rank=2)
@@ -388,7 +402,7 @@ async def test_an_adapter_takes_the_same_way_but_not_vllms_update_which_would_re
     tmp_path: Path, transport: str, data: bytes, info: set[str]
 ) -> None:
     engine = engine_with_adapter(tmp_path, transport=transport)
-    update = await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
+    update = await engine.update_weights(NEW, *by(transport, data))
     llm = llm_of(engine)
     assert (llm.did, [*map(set, llm.infos)], llm.modes) == (ADAPTER_LOADED, [info], [("keep", True)])
     assert engine.serving == NEW
@@ -413,24 +427,23 @@ async def test_another_adapter_than_the_policys_never_pauses_the_engine(
     engine = engine_with_adapter(tmp_path, transport=transport)
     data = save(tensors) if transport == "memory" else encode_announcement(tensors)
     with pytest.raises(ValueError, match="differ from those of the policy's adapter in "):
-        await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
+        await engine.update_weights(NEW, *by(transport, data))
     assert (llm_of(engine).did, engine.serving, files_open()) == ([], PolicyVersion(1, 0), 0)
 
 
 async def test_an_adapter_that_some_workers_may_lack_is_loaded_again_or_the_engine_stays_paused(tmp_path: Path) -> None:
-    engine, data = engine_with_adapter(tmp_path), save(ADAPTER)
+    engine, path = engine_with_adapter(tmp_path), imaged(save(ADAPTER))
     llm_of(engine).failing = {"update_adapter": 1}
-    assert (await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))).tries == 2
+    assert (await engine.update_weights(NEW, path, 0)).tries == 2
     llm_of(engine).did.clear()
     llm_of(engine).failing = {"update_adapter": 2}
     with pytest.raises(RunFailed, match="not loaded in 2 tries"):
-        await engine.update_weights(PolicyVersion(1, 2), data, xxhash.xxh3_64_intdigest(data))
+        await engine.update_weights(PolicyVersion(1, 2), path, 0)
     assert (llm_of(engine).did, engine.serving) == (["pause", "update_adapter", "update_adapter"], NEW)
 
 
-async def test_an_opened_file_is_not_inherited_by_the_engines_processes(engine: VllmEngine) -> None:
-    fd = engine.hold(*sent())
-    own = open_shared_memory_file(f"/proc/{os.getpid()}/fd/{fd}")
-    assert not os.get_inheritable(fd) and not os.get_inheritable(own)
+async def test_an_opened_image_is_not_inherited_by_the_engines_processes(engine: VllmEngine) -> None:
+    path, _ = sent()
+    own = open_image(path, engine._size)
+    assert not os.get_inheritable(int(path.rpartition("/")[2])) and not os.get_inheritable(own)
     os.close(own)
-    os.close(fd)

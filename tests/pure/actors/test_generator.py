@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +20,7 @@ from actors.generator.actor import Generator, Joined
 from actors.generator.claims import Claimer
 from actors.generator.engine import VllmEngine, WeightUpdate
 from actors.generator.outbox import Outbox
+from actors.weights.bucket import bucket_of
 from examples import lookup
 from service.agents.keys import Keys
 from service.config import Config, load_config
@@ -51,16 +51,11 @@ class FakeEngine:
         self.error: BaseException | None = None
         self.taken: list[tuple[PolicyVersion, Any, int]] = []
 
-    def hold(self, data: bytes, checksum: int) -> int:
-        fd = os.memfd_create("held")
-        os.write(fd, data)
-        return fd
-
     async def update_weights(self, version: PolicyVersion, data: Any, checksum: int) -> WeightUpdate:
         if self.error is not None:
             raise self.error
         self.taken.append((version, data, checksum))
-        return WeightUpdate(version.pack(), 10, 0.1, 0.25, 1)
+        return WeightUpdate(version.pack(), 10, 0.25, 1)
 
 
 class AnsweringEngine(FakeEngine):
@@ -383,14 +378,20 @@ async def test_beyond_the_bound_of_leaked_tasks_the_generator_ends_so_that_its_p
     assert exits == [1]
 
 
-async def test_held_weights_can_be_opened_until_they_are_released(generator: Generator) -> None:
-    first, second = [await generator.hold_weights(data, 0) for data in (b"first", b"second")]
-    assert (Path(first).read_bytes(), Path(second).read_bytes()) == (b"first", b"second")
-    await generator.release_weights(first)
+async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_released(generator: Generator) -> None:
+    data = np.frombuffer(b"some", np.uint8)
+    first, second = [await generator.hold_image(number, 4) for number in (0, 1)]
+    assert await generator.hold_image(0, 4) == first, "asked for again, it is the same"
+    assert await generator.write_image(0, bucket_of(1, 0, data), data, True) == (data, True)
+    assert await generator.write_image(0, bucket_of(1, 0, data), data, False) == (None, True)
+    assert (Path(first).read_bytes(), Path(second).read_bytes()) == (b"some", bytes(4))
+    await generator.release_image(0)
     assert not Path(first).exists() and Path(second).exists()
-    await generator.release_weights(first)
-    await generator.release_weights("/proc/1/fd/40")  # held by its process before it started again
-    await generator.release_weights(second)
+    with pytest.raises(WeightsGone, match="these weights are not held any more"):
+        await generator.write_image(0, bucket_of(1, 0, data), data, True)
+    await generator.release_image(0)
+    await generator.release_image(7)  # held by its process before it started again
+    await generator.release_image(1)
     assert not Path(second).exists()
 
 

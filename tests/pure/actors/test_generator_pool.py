@@ -14,23 +14,24 @@ from ray.exceptions import ObjectLostError
 import actors.generator.generator_pool
 from actors.generator.generator_pool import GeneratorPool
 from actors.trainer.group import TrainerLost
+from actors.weights.chain import Sent
 from actors.weights.checksum import PublishedWeights
 from actors.weights.weight_group import OVER, Meeting
 from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, Starved, WeightsCutOff, WeightsGone
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import FakeGenerator, Method, died
+from tests.pure.actors.fakes import N_BYTES, FakeGenerator, FakeRank0, Method, died
 
 pytestmark = pytest.mark.asyncio
 
 
-class FakeTrainer:
+class FakeTrainer(FakeRank0):
     """Sends, or shares, the weights of one version."""
 
     def __init__(self, said: list[str]) -> None:
+        super().__init__()
         self.said = said
-        self.newest = PolicyVersion(1, 1)
         self.meetings: list[Meeting] = []
         self.lost = False
 
@@ -52,6 +53,9 @@ class FakeTelemetry:
 
     def sync_failed(self) -> None:
         self.failed += 1
+
+    def sent(self, sent: Sent) -> None:
+        pass
 
 
 class World:
@@ -78,7 +82,7 @@ class World:
     async def publish(self, step: int) -> list[str]:
         """What was said while the engines took the weights of this step."""
         self.said.clear()
-        await self.pool.publish(PolicyVersion(1, step), PublishedWeights(f"weights {step}", step))
+        await self.pool.publish(PolicyVersion(1, step), PublishedWeights(f"weights {step}", step, N_BYTES))
         await self.pool.published()
         return sorted(self.said)
 
@@ -96,13 +100,13 @@ async def until(come: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_the_first_generator_writes_the_file_that_both_load_from() -> None:
+async def test_the_first_generator_writes_the_image_that_both_load() -> None:
     world = await World("memory").started()
     assert await world.publish(1) == [f"generator-{n} takes 1:1 from /generator-0/1, checksum 1" for n in range(2)]
     assert world.generators[0].paths == set()
 
 
-async def test_a_file_that_went_with_its_holder_is_written_anew_by_who_missed_it() -> None:
+async def test_an_image_that_went_with_its_holder_is_written_anew_by_who_missed_it() -> None:
     world = await World("memory").started()
     world.generators[0].loading.clear()
     world.generators[1].failing["update"] = WeightsGone("the weights are gone")
@@ -141,7 +145,7 @@ async def stopped_while_weights_are_on_their_way() -> None:
         generator.loading.clear()
         generator.failing["update"] = RuntimeError("Server shutting down")
         generator.stop = answering(None)
-    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1))
+    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, N_BYTES))
     await until(lambda: bool(world.generators[0].paths))
     await world.pool.stop()
     for generator in world.generators:
@@ -392,7 +396,7 @@ async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
     assert world.telemetry.failed == 2
     assert ["lost" in line for line in world.told] == [True, True]
     assert [line.rpartition(",")[0] for line in await world.publish(2)] == [
-        f"generator-{n} takes 1:2 from /generator-0/1" for n in range(2)
+        f"generator-{n} takes 1:2 from /generator-0/2" for n in range(2)
     ]
 
 
@@ -440,7 +444,7 @@ async def test_an_engine_that_evaluates_keeps_its_weights_until_it_is_let_go_on_
 async def test_an_engine_keeps_weights_that_are_still_on_their_way_to_it() -> None:
     world = await World("memory").started()
     world.generators[0].loading.clear()
-    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1))
+    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, N_BYTES))
     kept = world.pool.keep(1)
     assert kept is not None and kept.arriving is not None
     world.generators[0].loading.set()
@@ -450,6 +454,6 @@ async def test_an_engine_keeps_weights_that_are_still_on_their_way_to_it() -> No
 
 async def test_weights_that_nobody_takes_in_time_end_the_run() -> None:
     world = await World("memory", sync_deadline=0.05).started()
-    world.generators[0].gate.clear()
+    world.generators[0].loading.clear()
     with pytest.raises(RunFailed, match="did not take new weights within 0 s"):
         await world.publish(1)

@@ -1,21 +1,24 @@
-"""Who writes a node's file of weights, who holds it and until when; Ray's own part is in tests/e2e."""
+"""Who writes a node's image of weights, who holds it and until when; Ray's own part is in tests/e2e."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from typing import Any
 
 import pytest
 
 from actors.weights.checksum import PublishedWeights
 from actors.weights.node_files import NodeFiles
+from service.config import WeightsConfig
 from service.errors import Starved
-from tests.pure.actors.fakes import FakeGenerator, died
+from service.types import PolicyVersion
+from tests.pure.actors.fakes import N_BYTES, FakeGenerator, FakeRank0, Stores, died
 
 pytestmark = pytest.mark.asyncio
 
-SECONDS = 60.0
-WEIGHTS, NEWER = PublishedWeights("old", 1), PublishedWeights("new", 2)
+VERSION, WEIGHTS = PolicyVersion(1, 1), PublishedWeights("old", 1, N_BYTES)
+NEXT, NEWER = PolicyVersion(1, 2), PublishedWeights("new", 2, N_BYTES)
 
 
 @pytest.fixture
@@ -25,8 +28,9 @@ def pair() -> tuple[NodeFiles, FakeGenerator, FakeGenerator]:
     return files_of(first, second), first, second
 
 
-def files_of(*generators: FakeGenerator) -> NodeFiles:
-    files = NodeFiles({generator.name: generator for generator in generators}, SECONDS)
+def files_of(*generators: FakeGenerator, rank_0: FakeRank0 | None = None, **weights: Any) -> NodeFiles:
+    by_name = {generator.name: generator for generator in generators}
+    files = NodeFiles(WeightsConfig(**weights), by_name, rank_0 or FakeRank0())  # type: ignore[arg-type]
     for generator in generators:
         files.register(generator.name, "node")
     return files
@@ -35,24 +39,24 @@ def files_of(*generators: FakeGenerator) -> NodeFiles:
 Pair = tuple[NodeFiles, FakeGenerator, FakeGenerator]
 
 
-async def test_a_file_is_kept_as_long_as_anybody_loads_from_it_and_then_given_back(pair: Pair) -> None:
+async def test_an_image_is_kept_as_long_as_anybody_loads_from_it_and_then_given_back(pair: Pair) -> None:
     files, first, second = pair
-    async with files.path_for("first", WEIGHTS) as path:
-        async with files.path_for("second", WEIGHTS) as same:
+    async with files.path_for("first", VERSION, WEIGHTS) as path:
+        async with files.path_for("second", VERSION, WEIGHTS) as same:
             assert path == same == "/first/1"
         assert first.paths == {path}
     assert first.paths == set()
-    async with files.path_for("second", WEIGHTS) as path:
+    async with files.path_for("second", VERSION, WEIGHTS) as path:
         assert path == "/second/1", "a file that was given back is not handed out"
     assert (first.written, second.written) == (1, 1)
 
 
-async def test_newer_weights_have_a_file_of_their_own_and_both_are_given_back(pair: Pair) -> None:
+async def test_newer_weights_have_an_image_of_their_own_and_both_are_given_back(pair: Pair) -> None:
     files, first, second = pair
-    async with files.path_for("first", WEIGHTS) as old:
-        async with files.path_for("second", NEWER) as new:
+    async with files.path_for("first", VERSION, WEIGHTS) as old:
+        async with files.path_for("second", NEXT, NEWER) as new:
             assert (old, new) == ("/first/1", "/second/1")
-        async with files.path_for("second", NEWER) as again:
+        async with files.path_for("second", NEXT, NEWER) as again:
             assert again == "/second/2"
             assert first.paths == {old}
     assert first.paths == second.paths == set()
@@ -60,10 +64,10 @@ async def test_newer_weights_have_a_file_of_their_own_and_both_are_given_back(pa
 
 async def test_the_end_of_an_old_file_does_not_take_the_newer_ones_place(pair: Pair) -> None:
     files, _, second = pair
-    async with files.path_for("first", WEIGHTS):
-        newer = files.path_for("second", NEWER)
+    async with files.path_for("first", VERSION, WEIGHTS):
+        newer = files.path_for("second", NEXT, NEWER)
         path = await newer.__aenter__()
-    async with files.path_for("first", NEWER) as same:
+    async with files.path_for("first", NEXT, NEWER) as same:
         assert same == path
     await newer.__aexit__(None, None, None)
     assert second.paths == set()
@@ -78,7 +82,7 @@ async def test_where_the_writer_fails_the_next_generator_writes_and_only_the_wri
     first.failing["hold"] = error
 
     async def take(name: str) -> str:
-        async with files.path_for(name, WEIGHTS) as path:
+        async with files.path_for(name, VERSION, WEIGHTS) as path:
             return path
 
     by_writer, by_other = asyncio.ensure_future(take("first")), asyncio.ensure_future(take("second"))
@@ -93,19 +97,18 @@ async def test_where_the_writer_fails_the_next_generator_writes_and_only_the_wri
 async def test_a_writer_that_never_answers_is_given_up_at_the_deadline() -> None:
     frozen = FakeGenerator("frozen", [])
     frozen.gate.clear()
-    files = NodeFiles({"frozen": frozen}, 0.05)
-    files.register("frozen", "node")
+    files = files_of(frozen, sync_deadline=0.15)
     with pytest.raises(Starved, match="no answer of frozen"):
-        async with files.path_for("frozen", WEIGHTS):
+        async with files.path_for("frozen", VERSION, WEIGHTS):
             pass
 
 
-async def test_who_gives_up_waiting_for_a_file_leaves_it_to_the_others(pair: Pair) -> None:
+async def test_who_gives_up_waiting_for_an_image_leaves_it_to_the_others(pair: Pair) -> None:
     files, first, _ = pair
     first.gate.clear()
 
     async def take(name: str) -> str:
-        async with files.path_for(name, WEIGHTS) as path:
+        async with files.path_for(name, VERSION, WEIGHTS) as path:
             return path
 
     gives_up, waits = asyncio.ensure_future(take("first")), asyncio.ensure_future(take("second"))
@@ -117,7 +120,7 @@ async def test_who_gives_up_waiting_for_a_file_leaves_it_to_the_others(pair: Pai
     assert first.paths == set()
 
 
-async def test_a_file_that_fails_after_everybody_gave_up_waiting_is_no_forgotten_error(pair: Pair) -> None:
+async def test_an_image_that_fails_after_everybody_gave_up_waiting_is_no_forgotten_error(pair: Pair) -> None:
     files, first, _ = pair
     first.gate.clear()
     first.failing["hold"] = Starved("no answer of first")
@@ -125,7 +128,7 @@ async def test_a_file_that_fails_after_everybody_gave_up_waiting_is_no_forgotten
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: forgotten.append(context))
 
     async def take() -> None:
-        async with files.path_for("first", WEIGHTS):
+        async with files.path_for("first", VERSION, WEIGHTS):
             pass
 
     taking = asyncio.ensure_future(take())
@@ -143,25 +146,93 @@ async def test_a_file_that_fails_after_everybody_gave_up_waiting_is_no_forgotten
 
 async def test_a_holder_that_dies_takes_its_file_along_and_nobody_fails_over_giving_it_back(pair: Pair) -> None:
     files, first, second = pair
-    async with files.path_for("second", WEIGHTS) as path:
+    async with files.path_for("second", VERSION, WEIGHTS) as path:
         assert path == "/second/1"
         second.dies()
         second.failing["release"] = died()
         files.forget("first")
-        async with files.path_for("first", WEIGHTS) as another:
+        async with files.path_for("first", VERSION, WEIGHTS) as another:
             assert another == "/first/1"
     assert first.paths == set()
 
 
 async def test_a_holder_that_started_again_holds_nothing_of_what_it_held(pair: Pair) -> None:
     files, first, second = pair
-    async with files.path_for("first", WEIGHTS):
+    async with files.path_for("first", VERSION, WEIGHTS):
         first.dies()
         first.failing["release"] = died()
         files.register("first", "node")
-        async with files.path_for("second", WEIGHTS) as path:
+        async with files.path_for("second", VERSION, WEIGHTS) as path:
             assert path == "/second/1"
             files.register("first", "node")
-            async with files.path_for("first", WEIGHTS) as same:
+            async with files.path_for("first", VERSION, WEIGHTS) as same:
                 assert same == path, "what another one holds is still there"
     assert second.paths == set()
+
+
+async def test_with_delta_a_node_keeps_its_image_which_a_new_engine_loads_and_the_next_update_changes() -> None:
+    first, second = (FakeGenerator(name, []) for name in ("first", "second"))
+    files = files_of(first, second, delta=True)
+    async with files.path_for("first", VERSION, WEIGHTS) as path:
+        pass
+    async with files.path_for("second", VERSION, WEIGHTS) as same, files.path_for("first", VERSION, WEIGHTS) as too:
+        assert path == same == too
+    async with files.path_for("second", NEXT, NEWER) as changed:
+        assert changed == path
+    assert (first.written, second.written, first.paths) == (1, 0, {path})
+
+
+async def test_an_image_that_an_engine_loads_from_is_not_changed_but_replaced() -> None:
+    first, second = (FakeGenerator(name, []) for name in ("first", "second"))
+    files = files_of(first, second, delta=True)
+    async with files.path_for("first", VERSION, WEIGHTS) as old, files.path_for("second", NEXT, NEWER) as new:
+        assert (old, new) == ("/first/1", "/second/1")
+    assert (first.paths, second.paths) == (set(), {new})
+
+
+@pytest.mark.parametrize("delta", [False, True])
+async def test_of_weights_that_rank_0_has_replaced_nothing_is_held(delta: bool) -> None:
+    first, rank_0 = FakeGenerator("first", []), FakeRank0()
+    files = files_of(first, rank_0=rank_0, delta=delta)
+    rank_0.newest = NEXT
+    async with files.path_for("first", VERSION, WEIGHTS) as path:
+        assert path is None
+    assert first.paths == set()
+    async with files.path_for("first", NEXT, NEWER) as path:
+        assert path == "/first/1", "no image was begun for the old ones"
+
+
+async def test_weights_go_to_one_generator_of_each_node_and_to_that_of_rank_0_first() -> None:
+    order: list[str] = []
+    generators = [FakeGenerator(name, []) for name in ("far", "near", "beside far")]
+    rank_0 = FakeRank0()
+    files = files_of(*generators, rank_0=rank_0)
+    for generator, node in zip(generators, ("a", rank_0.node, "a"), strict=True):
+        files.register(generator.name, node)
+        writes = generator._write
+
+        async def writing(*arguments: Any, name: str = generator.name, writes: Any = writes) -> Any:
+            order.append(name)
+            return await writes(*arguments)
+
+        generator.write_image = Stores(writing)
+    async with files.spread([generator.name for generator in generators], VERSION, WEIGHTS):
+        async with files.path_for("beside far", VERSION, WEIGHTS) as path:
+            assert path == "/far/1"
+        assert [generator.written for generator in generators] == [1, 1, 0]
+    assert order == ["near", "far"]
+    assert all(not generator.paths for generator in generators)
+
+
+async def test_a_generator_that_leaves_while_weights_are_on_their_way_keeps_nobody_from_them() -> None:
+    stays, leaves = FakeGenerator("stays", []), FakeGenerator("leaves", [])
+    generators = {"leaves": leaves, "stays": stays}
+    files = NodeFiles(WeightsConfig(), generators, FakeRank0())  # type: ignore[arg-type]
+    for name in generators:
+        files.register(name, f"node of {name}")
+    async with files.spread(["leaves", "stays"], VERSION, WEIGHTS):
+        del generators["leaves"]
+        leaves.failing["hold"] = died()
+        async with files.path_for("stays", VERSION, WEIGHTS) as path:
+            assert path == "/stays/1"
+    assert stays.paths == set()

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.multiprocessing.reductions as reductions
@@ -48,7 +47,7 @@ def test_a_rank_sends_only_the_version_that_was_asked_for() -> None:
     rank, meeting = rank_of("nccl"), Meeting("10.0.0.1", 29500, 3, 60.0)
     sender = rank._sender = Sender()  # type: ignore[assignment]
     assert not rank.begin_send(7, meeting), "nothing was gathered yet"
-    data, checksum = rank.weights(7)
+    data, (checksum, _) = rank.weights(7)
     assert (data.tobytes(), checksum) == (encode_announcement(WEIGHTS), checksum_of(encode_announcement(WEIGHTS)))
     assert rank.begin_send(7, meeting)
     rank.weights(8)
@@ -71,7 +70,7 @@ def test_a_rank_shares_the_newest_version_whose_work_on_the_gpu_has_ended(monkey
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0b4a"))
     rank = rank_of("ipc")
-    assert rank.weights(7)[1] == rank.ipc_handles(6)[1] == EMPTY_CHECKSUM
+    assert rank.weights(7)[1][0] == rank.ipc_handles(6)[1] == EMPTY_CHECKSUM
     data, checksum = rank.ipc_handles(7)
     assert did == ["synchronize", *["handle"] * 5]
     did.clear()
@@ -84,10 +83,30 @@ def test_a_rank_shares_the_newest_version_whose_work_on_the_gpu_has_ended(monkey
     assert rank.ipc_handles(7)[1] == EMPTY_CHECKSUM
 
 
-def test_weights_by_memory_travel_with_their_checksum() -> None:
-    data, checksum = rank_of("memory").weights(7)
-    assert isinstance(data, np.ndarray)
-    assert checksum == checksum_of(data.tobytes()) != EMPTY_CHECKSUM
+def file_of(rank: TrainerRank, version: int, size: int = 64) -> bytes:
+    """The file that a rank gives out in buckets of this size."""
+    _, (_, n_bytes) = rank.weights(version)
+    given = [rank.bucket(version, start, min(start + size, n_bytes), False) for start in range(0, n_bytes, size)]
+    for message, bucket in given:
+        assert bucket is not None
+        assert (bucket.checksum, bucket.n_bytes) == (checksum_of(message), len(message))
+    return b"".join(message.tobytes() for message, _ in given)
+
+
+@pytest.mark.parametrize("size", [8, 64, 1 << 20])
+def test_weights_by_memory_are_buckets_of_a_safetensors_file_each_with_its_checksum(size: int) -> None:
+    read = load_tensors(file_of(rank_of("memory"), 7, size))
+    assert sorted(read) == sorted(WEIGHTS)
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items())
+
+
+def test_a_rank_gives_out_the_newest_version_only() -> None:
+    rank = rank_of("memory")
+    assert rank.bucket(7, 0, 8, False)[1] is None, "nothing was gathered yet"
+    rank.weights(7)
+    assert rank.bucket(7, 0, 8, False)[1] is not None
+    rank.weights(8)
+    assert rank.bucket(7, 0, 8, False)[1] is None
 
 
 def loaded(config: Config, folder: Path, adapter: bool) -> TrainerRank:
@@ -97,7 +116,7 @@ def loaded(config: Config, folder: Path, adapter: bool) -> TrainerRank:
 
 
 def shapes_of(rank: TrainerRank) -> AdapterShapes:
-    return {name: tuple(tensor.shape) for name, tensor in load_tensors(rank.weights(7)[0].tobytes()).items()}
+    return {name: tuple(tensor.shape) for name, tensor in load_tensors(file_of(rank, 7, 1 << 20)).items()}
 
 
 def test_a_rank_trains_all_weights_in_the_warm_start_and_publishes_then_the_adapter_that_engines_expect(

@@ -13,13 +13,14 @@ import actors.generator.generator_pool
 from actors.generator import scaling
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
+from actors.weights.chain import Sent
 from actors.weights.checksum import PublishedWeights
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import FakeGenerator, Method, died
+from tests.pure.actors.fakes import N_BYTES, FakeGenerator, FakeRank0, Method, died
 
 pytestmark = pytest.mark.asyncio
 
@@ -70,6 +71,9 @@ class Told:
     def generators(self, expected: int) -> None:
         self.expected.append(expected)
 
+    def sent(self, sent: Sent) -> None:
+        pass
+
     def left(self, generator: str) -> None:
         self.gone.append(f"{generator} left")
 
@@ -77,7 +81,7 @@ class Told:
         self.gone.append(f"{generator} {incarnation} {reason}")
 
 
-class Sends:
+class Sends(FakeRank0):
     """A trainer that takes part in every broadcast."""
 
     async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
@@ -106,7 +110,7 @@ class World:
         self.pool = GeneratorPool(
             self.config,
             [self.there[0]],
-            Sends(),
+            Sends(),  # type: ignore[arg-type]
             self.told,
             self.lines.append,
             self.told,  # type: ignore[arg-type]
@@ -125,7 +129,7 @@ class World:
 
     async def running(self) -> asyncio.Task[None]:
         await self.pool.start()
-        await self.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights", 1))
+        await self.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights", 1, N_BYTES))
         await self.pool.published()
         return asyncio.ensure_future(self.pool.run())
 
@@ -162,7 +166,7 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     assert {"generator-1 None gone", "generator-1 left"} <= set(world.told.gone)
     assert (world.there[0].most, world.told.expected[-1]) == (GROUPS, 1)
     world.said.clear()
-    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2))
+    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, N_BYTES))
     await world.pool.published()
     assert [line.split()[0] for line in world.said] == ["generator-0"]
     world.there[0].ended.set()
@@ -183,7 +187,7 @@ async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.Monke
         raise died()
 
     leaving.update_weights = Method(update)
-    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2))
+    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, N_BYTES))
     world.wanted = 1
     async with asyncio.timeout(30):
         await updating.wait()

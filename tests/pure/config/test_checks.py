@@ -38,6 +38,12 @@ TOKENS = "trainer.max_tokens_per_micro_batch"
         (["generator.engines={min: 3, max: 2}"], "generator.engines", "more than max"),
         (["weights.transport=ipc", "generator.engines=3"], "generator.engines", "some would never be placed"),
         (
+            ["weights.delta=true", "weights.transport=nccl"],
+            "weights.delta",
+            "in the copies of weights.transport=memory",
+        ),
+        (["weights.delta=true", "model.lora={}"], "weights.delta", "only the adapter travels"),
+        (
             ["weights.transport=ipc", "generator.kv_cache_bytes=null"],
             "generator.kv_cache_bytes",
             "while the rank beside it loads",

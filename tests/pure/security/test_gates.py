@@ -18,8 +18,8 @@ from actors.driver import run as running
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.evaluation import command as evaluating
 from actors.generator.engine_arguments import engine_arguments, engine_env
-from actors.weights.checksum import PolicySize
-from actors.weights.shared_memory_file import write_shared_memory_file
+from actors.weights.bucket import Bucket
+from actors.weights.node_image import NodeImage
 from service.cli.parser import main
 from service.clock import SystemClock
 from service.config import Config, load_config
@@ -295,7 +295,7 @@ def test_s14_an_index_of_weights_names_files_of_its_folder_only(file: str, tmp_p
 
 def test_s14_weights_are_served_only_with_their_checksum() -> None:
     with pytest.raises(ValueError, match="have the checksum"):
-        write_shared_memory_file(b"\0" * 64, checksum=1, size=PolicySize(0, tied=False))
+        NodeImage(64).write(Bucket(1, 0, 64, checksum=1, message_bytes=64), b"\0" * 64)
 
 
 # The table itself

@@ -1,4 +1,4 @@
-"""Bytes of weights on their way into a file in memory: all of them or none, and no descriptor is left."""
+"""Bytes of weights on their way into a node's image: bucket by bucket as they were sent, and no descriptor is left."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from actors.weights import shared_memory_file
-from actors.weights.checksum import PolicySize, checksum_of
-from actors.weights.shared_memory_file import open_shared_memory_file, write_shared_memory_file
+from actors.weights import node_image
+from actors.weights.bucket import bucket_of, encode
+from actors.weights.checksum import PolicySize
+from actors.weights.node_image import NodeImage, open_image
 from service.errors import WeightsGone
+from tests.pure.actors.fakes import image_of
 
 EMBEDDING = torch.arange(12.0).view(4, 3)
 UNTIED = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": torch.ones(3)}
@@ -22,7 +25,12 @@ UNTIED_SIZE = PolicySize(15, tied=False)
 
 
 def taken(data: bytes, size: PolicySize = UNTIED_SIZE) -> int:
-    return write_shared_memory_file(data, checksum_of(data), size)
+    """The descriptor that an engine has of an image of these data, after the image is given back."""
+    image = image_of(data)
+    try:
+        return open_image(image.path, size)
+    finally:
+        image.close()
 
 
 def descriptors() -> int:
@@ -30,22 +38,57 @@ def descriptors() -> int:
 
 
 def test_every_byte_arrives_though_the_system_takes_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, write = save(UNTIED), os.write
-    monkeypatch.setattr(shared_memory_file.os, "write", lambda fd, view: write(fd, view[:7]))
+    data, write = save(UNTIED), os.pwrite
+    monkeypatch.setattr(node_image.os, "pwrite", lambda fd, view, at: write(fd, view[:7], at))
     fd = taken(data)
     assert os.pread(fd, len(data) + 1, 0) == data
     os.close(fd)
 
 
-def test_memory_that_runs_out_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, view: memoryview) -> int:
-        raise OSError(28, "No space left on device")
+def octets(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.uint8)
 
-    monkeypatch.setattr(shared_memory_file.os, "write", full)
-    before = descriptors()
-    with pytest.raises(OSError, match="No space left"):
-        taken(save(UNTIED))
-    assert descriptors() == before
+
+def content(image: NodeImage) -> list[int]:
+    return [*Path(image.path).read_bytes()]
+
+
+def test_buckets_are_written_in_any_order_and_a_spoilt_one_not_at_all() -> None:
+    image = NodeImage(6)
+    for start in (4, 2, 0):
+        assert image.write(bucket_of(1, start, octets(start, start + 1)), octets(start, start + 1))
+    for spoilt in (octets(8, 8), octets(2), octets(2, 3, 4)):
+        with pytest.raises(ValueError, match="have the checksum"):
+            image.write(bucket_of(1, 2, octets(2, 3)), spoilt)
+    assert content(image) == [0, 1, 2, 3, 4, 5]
+    image.close()
+
+
+def test_what_changed_is_written_into_its_own_base_and_into_no_other() -> None:
+    image, old, new = NodeImage(16), np.zeros(8, np.uint8), octets(0, 0, 0, 0, 0, 0, 0, 9)
+    image.write(bucket_of(1, 8, old), old)
+    sent = bucket_of(2, 8, new)._replace(base=bucket_of(1, 8, old).checksum)
+    bucket, message = encode(sent, old, new, whole=False)
+    assert not image.write(bucket._replace(start=0), message), "nothing was written there"
+    assert not image.write(bucket._replace(base=1), message)
+    with pytest.raises(ValueError, match="have the checksum"):
+        image.write(bucket._replace(checksum=1), message)
+    assert content(image) == [0] * 16
+    assert image.write(bucket, message)
+    assert content(image) == [0] * 15 + [9]
+    assert not image.write(bucket, message), "the base is gone"
+    image.close()
+
+
+def test_a_bucket_that_comes_after_newer_ones_or_after_the_end_is_not_written() -> None:
+    image = NodeImage(2)
+    image.write(bucket_of(2, 0, octets(2, 2)), octets(2, 2))
+    with pytest.raises(WeightsGone, match="after newer ones"):
+        image.write(bucket_of(1, 0, octets(1, 1)), octets(1, 1))
+    assert content(image) == [2, 2]
+    image.close()
+    with pytest.raises(WeightsGone):
+        image.write(bucket_of(3, 0, octets(3, 3)), octets(3, 3))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -102,4 +145,4 @@ def test_a_file_whose_data_were_cut_off_is_refused_though_its_header_is_whole() 
 @pytest.mark.parametrize("path", ["/proc/1/fd/12345", "/proc/self/fd/12345", "/nowhere"])
 def test_a_path_that_leads_nowhere_is_gone(path: str) -> None:
     with pytest.raises(WeightsGone, match=f"the weights at {path} are gone"):
-        open_shared_memory_file(path)
+        open_image(path, UNTIED_SIZE)

@@ -1,0 +1,80 @@
+"""Bytes of a weights file that travel as one message: as they are, or as the elements that differ from the last file.
+
+    base       1.0  2.0  3.0  4.0  5.0  6.0       elements of 2 bytes
+    new        1.0  2.5  3.0  4.0  5.0  6.5
+    message    2.5  6.5 | 1  3                    values, then the unchanged elements before each of them
+
+A gap of 255 or more elements is written as bytes of 255 and the rest: a changed element costs its value and a byte.
+Each message names the checksum of its base, so that no other base is changed, and that of its result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.weights.checksum import WeightBytes, checksum_of, verify
+
+MOST_CHANGED = 0.15
+"""Fraction of changed elements beyond which a bucket travels as it is."""
+SKIP = 255
+"""A byte of a gap after which the gap goes on."""
+
+Octets = NDArray[np.uint8]
+
+
+class Bucket(NamedTuple):
+    """A part of a weights file, without its bytes."""
+
+    version: int
+    """Packed; that of the file."""
+    start: int
+    """First byte in the file."""
+    n_bytes: int
+    checksum: int
+    message_bytes: int
+    """As they travel."""
+    base: int | None = None
+    """Checksum of the bytes that the message changes; None: the message is the bytes themselves."""
+    changed: int | None = None
+    """Elements that differ from the file before; None: there is no such file."""
+    itemsize: int = 1
+    """Bytes of an element."""
+
+
+def encode(bucket: Bucket, base: Octets, new: Octets, whole: bool) -> tuple[Bucket, Octets]:
+    """The bucket's message, where `bucket.base` is the checksum of `base`; `whole`: as it is in any case."""
+    element = np.dtype(f"u{bucket.itemsize}")
+    places = np.flatnonzero(base.view(element) != new.view(element))
+    bucket = bucket._replace(changed=len(places))
+    if whole or len(places) * bucket.itemsize > MOST_CHANGED * bucket.n_bytes:
+        return bucket._replace(base=None), new
+    gaps = np.diff(places, prepend=-1) - 1
+    ends = np.cumsum(gaps // SKIP + 1)
+    octets = np.full(ends[-1] if len(ends) else 0, SKIP, np.uint8)
+    octets[ends - 1] = gaps % SKIP
+    message = np.concatenate([new.view(element)[places].view(np.uint8), octets])
+    return bucket._replace(message_bytes=len(message)), message
+
+
+def decode(bucket: Bucket, message: WeightBytes, base: bytearray) -> memoryview:
+    """The bucket's bytes, from those that the message changes, which are overwritten.
+
+    Raises:
+        ValueError: the result differs from what was sent.
+    """
+    if bucket.base is None:
+        return verify(message, bucket.checksum)
+    element = np.dtype(f"u{bucket.itemsize}")
+    octets = np.frombuffer(message, np.uint8)
+    values, gaps = np.split(octets, [(bucket.changed or 0) * bucket.itemsize])
+    places = np.cumsum(gaps + (gaps != SKIP), dtype=np.int64)[gaps != SKIP] - 1
+    np.frombuffer(base, element)[places] = values.view(element)
+    return verify(base, bucket.checksum)
+
+
+def bucket_of(version: int, start: int, new: Octets) -> Bucket:
+    """The bucket that these bytes of a version's file are."""
+    return Bucket(version, start, len(new), checksum_of(new), len(new))

@@ -1,0 +1,100 @@
+"""A node's image of the newest weights: a safetensors file in shared memory, which every engine of the node loads from.
+
+A safetensors file is `header length (8 bytes) | header (JSON) | data`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from threading import Lock
+from typing import Any
+
+from actors.weights.bucket import Bucket, decode
+from actors.weights.checksum import PolicySize, WeightBytes
+from service.errors import WeightsGone
+
+
+class NodeImage:
+    """Written bucket by bucket, in any order; an update may change it in place while no engine loads from it.
+
+    The file has no name. It vanishes when the last descriptor is closed, at the latest with the processes that hold
+    one.
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, n_bytes)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        """Where an engine of this node opens the file."""
+        self._version = 0
+        self._checksums: dict[int, int] = {}
+        """Of the buckets that are written, by their first byte."""
+        self._writing = Lock()
+
+    def write(self, bucket: Bucket, message: WeightBytes) -> bool:
+        """Write a bucket; False if the message changes other bytes than the image has there.
+
+        Raises:
+            WeightsGone: the bucket is late: the image has newer ones, or was given back.
+            ValueError: the result differs from what was sent; the image stays as it was.
+        """
+        with self._writing:
+            if self._fd < 0 or bucket.version < self._version:
+                raise WeightsGone("a bucket of weights came after newer ones")
+            self._version = bucket.version
+            base = bytearray()
+            if bucket.base is not None:
+                if bucket.base != self._checksums.get(bucket.start):
+                    return False
+                base += os.pread(self._fd, bucket.n_bytes, bucket.start)
+            left, at = decode(bucket, message, base), bucket.start
+            self._checksums.pop(bucket.start, None)
+            while left:
+                written = os.pwrite(self._fd, left, at)
+                left, at = left[written:], at + written
+            self._checksums[bucket.start] = bucket.checksum
+        return True
+
+    def close(self) -> None:
+        """Free the memory as soon as no engine loads from it."""
+        with self._writing:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def open_image(path: str, size: PolicySize) -> int:
+    """Open an image by its path under /proc; the new descriptor outlives the process that wrote the image.
+
+    Raises:
+        WeightsGone: that process has ended or is about to.
+        ValueError: the image is not the whole policy.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:  # which one depends on how far the process has ended
+        raise WeightsGone(f"the weights at {path} are gone ({error.strerror})") from error
+    try:
+        n_bytes = os.fstat(fd).st_size
+        try:
+            shapes = _shapes(fd, n_bytes)
+            size.count(shapes)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"weights of {n_bytes} bytes are not a safetensors file") from error
+        size.check(shapes)
+    except BaseException:  # the caller never gets the descriptor, which would keep all weights in memory
+        os.close(fd)
+        raise
+    return fd
+
+
+def _shapes(fd: int, n_bytes: int) -> list[tuple[str, list[int]]]:
+    """Names and shapes in the file's header; `ValueError` where the data do not end where the header says."""
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if length > n_bytes:
+        raise ValueError("the header was cut off")
+    header: dict[str, Any] = json.loads(os.pread(fd, length, 8))
+    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    if 8 + length + max((end for tensor in tensors.values() for end in tensor["data_offsets"]), default=0) != n_bytes:
+        raise ValueError("data were cut off")
+    return [(name, tensor["shape"]) for name, tensor in tensors.items()]

@@ -1,0 +1,178 @@
+"""Weights to several hosts over slow links: seconds until all have them against one host, and what leaves rank 0.
+
+    python -m benchmarks.weights_hosts [--millions 50] [--mbit 100]
+
+Hosts are namespaces on this machine (Linux and root, see tests/hosts). Rank 0 and the hosts' images are those of a run;
+models and engines are left out. `at once` is what Ray does by itself: every host fetches one object of all weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.trainer.actor import SENDING, TrainerRank
+from actors.trainer.group import TrainerGroup
+from actors.weights.chain import Sent
+from actors.weights.image_holder import ImageHolder
+from actors.weights.node_files import NodeFiles
+from service.config import Config
+from service.types import PolicyVersion
+from tests.hosts.bed import Bed, Host
+
+HOSTS = 3
+TENSORS = 50
+CHANGED = 0.02
+"""Fraction of the elements that a step changes: about that of bfloat16 weights at a learning rate of 1e-6."""
+
+
+class Rank(TrainerRank):
+    """Rank 0 with tensors in place of a model."""
+
+    def fill(self, millions: float) -> None:
+        """So many million elements."""
+        torch.manual_seed(0)
+        shape = (int(millions * 1e6 / TENSORS / 1000), 1000)
+        made = {f"layers.{number}.weight": torch.randn(shape).bfloat16() for number in range(TENSORS)}
+        self._made = made
+        copies = lambda: {name: tensor.clone() for name, tensor in made.items()}  # noqa: E731
+        self._learner = SimpleNamespace(weights=copies)  # type: ignore[assignment]
+
+    def change(self) -> None:
+        """One step."""
+        for tensor in self._made.values():
+            tensor += (torch.rand(tensor.shape) < CHANGED) * tensor
+
+    def blocked(self, version: int) -> tuple[float, float]:
+        """Seconds of a publication in which the rank does nothing else, and of one copy of the weights."""
+        start = time.monotonic()
+        self.weights(version)
+        between = time.monotonic()
+        copies = [tensor.clone() for tensor in self._made.values()]
+        seconds = between - start, time.monotonic() - between
+        del copies
+        return seconds
+
+    def whole(self) -> Any:
+        """All weights as one object."""
+        return torch.cat([tensor.view(-1) for tensor in self._made.values()]).view(torch.uint8).numpy()
+
+
+class Holder(ImageHolder):
+    """A host's generator without an engine."""
+
+    async def fetched(self, data: Any) -> int:
+        """Bytes of an object, which has arrived then."""
+        return len(data)
+
+
+class World:
+    """Rank 0 on the first host, and a generator on each of the others."""
+
+    def __init__(self, delta: bool, millions: float) -> None:
+        config = Config().model_copy(update={"weights": Config().weights.model_copy(update={"delta": delta})})
+        here = ray.get_runtime_context().get_node_id()
+        nodes = [here, *(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)]
+        at = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        actor = ray.remote(concurrency_groups={SENDING: 1})(Rank)
+        self.rank: Any = actor.options(num_cpus=0, scheduling_strategy=at[0]).remote(config.model_dump_json(), 0)
+        ray.get(self.rank.fill.remote(millions))
+        self.holders: dict[str, Any] = {
+            f"generator-{number}": ray.remote(Holder).options(num_cpus=0, scheduling_strategy=at[number]).remote()
+            for number in range(1, HOSTS + 1)
+        }
+        ray.get([holder.release_image.remote(-1) for holder in self.holders.values()])
+        self.trainer = TrainerGroup(config, [self.rank])
+        self.trainer.node = here
+        self.sent: list[Sent] = []
+        self.files = NodeFiles(config.weights, self.holders, self.trainer, self.sent.append)
+        for number, name in enumerate(self.holders, start=1):
+            self.files.register(name, nodes[number])
+        self._step = 0
+
+    async def publish(self, hosts: int) -> float:
+        """Seconds until so many hosts have the next version."""
+        self._step += 1
+        version, names = PolicyVersion(1, self._step), list(self.holders)[:hosts]
+        weights = await self.trainer.weights(version)
+        start = time.monotonic()
+
+        async def taken(name: str) -> None:
+            async with self.files.path_for(name, version, weights) as path:
+                if path is None:
+                    raise ValueError(f"{name} has no weights")
+
+        async with self.files.spread(names, version, weights):
+            await asyncio.gather(*map(taken, names))
+            return time.monotonic() - start
+
+    async def at_once(self, hosts: int) -> float:
+        """The same, where each host fetches all weights from where Ray likes."""
+        whole = self.rank.whole.remote()
+        await asyncio.to_thread(ray.wait, [whole], fetch_local=False)
+        start = time.monotonic()
+        await asyncio.gather(*(holder.fetched.remote(whole) for holder in [*self.holders.values()][:hosts]))
+        return time.monotonic() - start
+
+    def end(self) -> None:
+        """Its actors are gone."""
+        for actor in (self.rank, *self.holders.values()):
+            ray.kill(actor)
+
+
+async def measure(millions: float) -> None:
+    """Inside the first host; prints each figure as soon as it is there."""
+    world = World(False, millions)
+    ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"chain": world.publish, "at once": world.at_once}
+    for way, send in ways.items():
+        one, all_hosts = await send(1), await send(HOSTS)
+        print(f"{way}: 1 host {one:.1f} s, {HOSTS} hosts {all_hosts:.1f} s, ratio {all_hosts / one:.2f}", flush=True)
+    blocked, copy = ray.get(world.rank.blocked.remote(PolicyVersion(2, 0).pack()))
+    print(f"rank 0 blocked {1e3 * blocked:.0f} ms, a copy {1e3 * copy:.0f} ms, ratio {blocked / copy:.2f}", flush=True)
+    world.end()
+    world = World(True, millions)
+    first = await world.publish(HOSTS)
+    ray.get(world.rank.change.remote())
+    seconds = await world.publish(HOSTS)
+    whole, delta = world.sent
+    print(
+        f"delta: {delta.changed:.2%} of the elements changed, {delta.n_bytes / whole.n_bytes:.2%} of the bytes, "
+        f"{HOSTS} hosts {seconds:.1f} s instead of {first:.1f} s"
+    )
+
+
+def main() -> None:
+    """Make the hosts, and measure inside the first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=float, default=50.0)
+    parser.add_argument("--mbit", type=int, default=100)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        ray.init(log_to_driver=False)
+        asyncio.run(measure(arguments.millions))
+        return
+    with (
+        tempfile.TemporaryDirectory() as shared,
+        Bed(Path(shared), [Host(f"host-{n}") for n in range(HOSTS + 1)]) as bed,
+    ):
+        bed.start_ray()
+        for name in bed.hosts:
+            bed.limit(name, arguments.mbit)
+        command = [sys.executable, "-m", "benchmarks.weights_hosts", "--inside", "--millions", str(arguments.millions)]
+        sys.exit(bed.popen(bed.head, command, RAY_ADDRESS=bed.address).wait())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""A publication goes from node to node; what fails on the way fails for itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import ObjectLostError
+
+from actors.trainer.group import TrainerLost
+from actors.weights.bucket import Bucket, bucket_of
+from actors.weights.chain import LEAST_BYTES, Chain, Replaced, Sent
+from service.errors import Starved
+from service.types import PolicyVersion
+from tests.pure.actors.fakes import Method, Stores, died
+
+pytestmark = pytest.mark.asyncio
+
+VERSION = PolicyVersion(1, 3)
+BUCKETS = 8
+N_BYTES = BUCKETS * LEAST_BYTES - 8
+NAMES = ("a", "b", "c")
+
+
+class Node:
+    """Writes down from whom each bucket came; fails as told, from a bucket on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.took: dict[int, str] = {}
+        self.whole: list[int] = []
+        self.failing: dict[str, Any] = {}
+        """Error of a bucket that comes from this giver; `any` stands for every giver."""
+        self.fails_after = 0
+        self.has_base = True
+        self.most_at_once = self._at_once = 0
+        self.hold_image = Method(self._hold)
+        self.write_image = Stores(self._write)
+
+    async def _hold(self, number: int, n_bytes: int) -> str:
+        assert n_bytes == N_BYTES
+        return f"/{self.name}/{number}"
+
+    async def _write(self, number: int, bucket: Bucket, message: Any, passes_on: bool) -> tuple[Any, bool]:
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        await asyncio.sleep(0)
+        self._at_once -= 1
+        giver = await message if isinstance(message, asyncio.Future) else message
+        error = self.failing.get(giver, self.failing.get("any"))
+        if error is not None and len(self.took) >= self.fails_after:
+            if isinstance(error, BaseException):
+                raise error
+            await asyncio.Event().wait()
+        if bucket.base is not None and not self.has_base:
+            return None, False
+        self.took[bucket.start] = giver
+        if bucket.base is None:
+            self.whole.append(bucket.start)
+        return self.name if passes_on else None, True
+
+
+class Rank0:
+    """Gives out the buckets of one version, as changes of another."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.newer_after = BUCKETS
+        self.given: list[tuple[int, bool]] = []
+
+    async def bucket(self, version: PolicyVersion, start: int, stop: int, whole: bool) -> tuple[Bucket, str] | None:
+        if self.error is not None:
+            raise self.error
+        if len(self.given) >= self.newer_after:
+            return None
+        self.given.append((start, whole))
+        made = bucket_of(version.pack(), start, np.zeros(stop - start, np.uint8))
+        changed = None if whole else 4
+        return made._replace(base=None if whole else 7, changed=changed, itemsize=2, message_bytes=12), "rank 0"
+
+
+class World:
+    def __init__(self, deadline: float = 60.0) -> None:
+        self.nodes, self.rank_0 = {name: Node(name) for name in NAMES}, Rank0()
+        numbers = {name: number for number, name in enumerate(NAMES)}
+        self.chain = Chain(self.nodes, self.rank_0, numbers, {}, deadline)  # type: ignore[arg-type]
+
+    async def send(self) -> Sent:
+        async with asyncio.timeout(30):
+            return await self.chain.send(VERSION, N_BYTES)
+
+    def givers(self, name: str) -> list[str]:
+        """Who gave a node its buckets, in their order."""
+        took = self.nodes[name].took
+        assert sorted(took) == list(range(0, N_BYTES, LEAST_BYTES)), f"{name} has all of them"
+        return [took[start] for start in sorted(took)]
+
+
+async def test_rank_0_gives_each_bucket_once_and_every_node_passes_it_on_to_the_next() -> None:
+    world = World()
+    sent = await world.send()
+    assert [world.givers(name) for name in NAMES] == [["rank 0"] * BUCKETS, ["a"] * BUCKETS, ["b"] * BUCKETS]
+    assert sorted(world.rank_0.given) == [(start, False) for start in range(0, N_BYTES, LEAST_BYTES)]
+    assert sent == Sent(12 * BUCKETS, 4 * BUCKETS / (N_BYTES // 2))
+    assert world.chain.paths == {"a": "/a/0", "b": "/b/1", "c": "/c/2"} and world.chain.lost == {}
+    assert [node.most_at_once for node in world.nodes.values()] == [2, 2, 2], "a link is busy, and no more than that"
+
+
+async def test_where_a_node_dies_the_next_takes_from_the_one_before() -> None:
+    world = World()
+    world.nodes["b"].failing["any"], world.nodes["b"].fails_after = died(), 3
+    await world.send()
+    assert list(world.chain.lost) == ["b"]
+    assert world.givers("a") == ["rank 0"] * BUCKETS
+    assert sorted(world.givers("c")) == ["a"] * (BUCKETS - 3) + ["b"] * 3
+
+
+@pytest.mark.parametrize("error", [ObjectLostError("0" * 56, None, ""), "silent"])
+async def test_a_node_whose_copies_do_not_arrive_is_left_out_as_a_giver_and_keeps_its_weights(error: Any) -> None:
+    world = World(deadline=0.3)
+    world.nodes["b"].failing["a"], world.nodes["b"].fails_after = error, 2
+    await world.send()
+    assert world.chain.lost == {}
+    givers = world.givers("b")
+    assert givers.count("a") == 2 and givers.count("rank 0") == BUCKETS - 2
+    assert set(world.givers("c")) == {"b"}
+
+
+async def test_a_node_that_is_silent_is_given_up_at_the_deadline_and_the_others_have_the_weights() -> None:
+    world = World(deadline=0.3)
+    world.nodes["a"].failing["any"] = "silent"
+    await world.send()
+    assert {name: type(error) for name, error in world.chain.lost.items()} == {"a": Starved}
+    assert (world.givers("b"), world.givers("c")) == (["rank 0"] * BUCKETS, ["b"] * BUCKETS)
+
+
+async def test_a_node_without_the_base_asks_for_all_and_the_others_still_take_what_changed() -> None:
+    world = World()
+    world.nodes["b"].has_base = False
+    world.rank_0.newer_after = 2 * BUCKETS
+    await world.send()
+    assert (world.givers("b"), world.givers("c")) == (["rank 0"] * BUCKETS, ["a"] * BUCKETS)
+    assert [len(node.whole) for node in world.nodes.values()] == [0, BUCKETS, 0]
+
+
+async def test_weights_that_were_replaced_on_the_way_are_given_up() -> None:
+    world = World()
+    world.rank_0.newer_after = 4
+    with pytest.raises(Replaced):
+        await world.send()
+
+
+async def test_a_trainer_that_is_lost_and_a_bug_are_raised() -> None:
+    world = World()
+    world.rank_0.error = TrainerLost("the trainer failed")
+    with pytest.raises(TrainerLost):
+        await world.send()
+    world = World()
+    world.nodes["b"].failing["any"] = ValueError("another checksum")
+    with pytest.raises(ValueError, match="another checksum"):
+        await world.send()

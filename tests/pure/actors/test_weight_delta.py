@@ -1,0 +1,141 @@
+"""What changed between two versions of weights travels, and the images that take it are those of the new version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.weights.bucket import MOST_CHANGED, SKIP, Bucket, bucket_of, decode, encode
+from actors.weights.node_image import NodeImage
+from actors.weights.publication import Publication
+
+N = 4096
+GENERATOR = np.random.default_rng(0)
+
+
+def both(base: np.ndarray, new: np.ndarray, itemsize: int) -> tuple[Bucket, np.ndarray]:
+    """The bucket of `new`, and its message as a change of `base`."""
+    bucket = bucket_of(2, 0, new)._replace(base=bucket_of(1, 0, base).checksum, itemsize=itemsize)
+    return encode(bucket, base, new, whole=False)
+
+
+@given(
+    places=st.sets(st.integers(0, N - 1), max_size=int(N * MOST_CHANGED)),
+    itemsize=st.sampled_from([2, 4]),
+)
+def test_any_change_is_decoded_to_the_bytes_that_it_was_made_from(places: set[int], itemsize: int) -> None:
+    base = np.zeros(N * itemsize, np.uint8)
+    new = base.copy()
+    new.view(f"u{itemsize}")[[*places]] = 7
+    bucket, message = both(base, new, itemsize)
+    assert bucket.changed == len(places) and bucket.message_bytes == len(message)
+    assert len(message) <= (itemsize + 1) * len(places) + N // SKIP
+    assert bytes(decode(bucket, message, bytearray(base))) == new.tobytes()
+
+
+@pytest.mark.parametrize("gap", [SKIP - 1, SKIP, SKIP + 1, 2 * SKIP, 3 * SKIP + 1])
+def test_gaps_around_the_longest_of_one_byte_are_decoded(gap: int) -> None:
+    base, new = np.zeros(N, np.uint8), np.zeros(N, np.uint8)
+    new[[0, 1 + gap, N - 1]] = 1
+    bucket, message = both(base, new, 1)
+    assert bytes(decode(bucket, message, bytearray(base))) == new.tobytes()
+
+
+def test_much_that_changed_travels_as_it_is_and_its_share_is_still_measured() -> None:
+    base = np.zeros(2 * N, np.uint8)
+    new = base.copy()
+    new.view("u2")[: int(MOST_CHANGED * N) + 1] = 1
+    bucket, message = both(base, new, 2)
+    assert (bucket.base, bucket.changed) == (None, int(MOST_CHANGED * N) + 1)
+    assert message is new
+
+
+def published(version: int, weights: dict[str, torch.Tensor], base: Publication | None = None) -> Publication:
+    return Publication(version, {name: tensor.clone() for name, tensor in weights.items()}, base)
+
+
+def take(image: NodeImage, publication: Publication, size: int = 1024) -> list[Bucket]:
+    """Let an image take a publication as a node does: what it cannot change comes as it is."""
+    taken = []
+    for start in range(0, publication.n_bytes, size):
+        stop = min(start + size, publication.n_bytes)
+        bucket, message = publication.bucket(start, stop, whole=False)
+        if not image.write(bucket, message):
+            assert image.write(*publication.bucket(start, stop, whole=True))
+        taken.append(bucket)
+    return taken
+
+
+def test_an_image_that_takes_changes_step_after_step_equals_one_that_takes_all() -> None:
+    torch.manual_seed(0)
+    weights = {f"layers.{n}.weight": torch.randn(40 + n, 50).bfloat16() for n in range(4)}
+    weights["norm.weight"] = torch.ones(3, dtype=torch.bfloat16)
+    publication, kept = published(1, weights), None
+    for version in range(2, 6):
+        image = kept or NodeImage(publication.n_bytes)
+        take(image, publication)
+        weights = {name: tensor + 1e-3 * (torch.rand(tensor.shape) < 0.02) for name, tensor in weights.items()}
+        publication, kept = published(version, weights, publication), image
+    whole = NodeImage(publication.n_bytes)
+    changes, everything = take(image, publication), take(whole, published(9, weights))
+    assert Path(image.path).read_bytes() == Path(whole.path).read_bytes()
+    assert [bucket.checksum for bucket in changes] == [bucket.checksum for bucket in everything]
+    assert sum(bucket.message_bytes for bucket in changes) < 0.1 * publication.n_bytes
+    image.close()
+    whole.close()
+
+
+def test_an_image_that_missed_a_version_or_took_half_of_it_takes_the_next_one_all_the_same() -> None:
+    torch.manual_seed(1)
+    weights = {"w": torch.randn(64, 64).bfloat16()}
+    versions = [published(1, weights)]
+    for version in (2, 3):
+        weights = {"w": weights["w"].clone()}
+        weights["w"][version, ::7] += 1
+        versions.append(published(version, weights, versions[-1]))
+    behind, half = NodeImage(versions[0].n_bytes), NodeImage(versions[0].n_bytes)
+    for image in (behind, half):
+        take(image, versions[0])
+    whole = NodeImage(versions[0].n_bytes)
+    take(whole, versions[1])  # asked for, so that the next version has it as its base
+    half.write(*versions[1].bucket(0, 1024, whole=False))
+    for image in (behind, half, whole):
+        take(image, versions[2])
+    assert Path(behind.path).read_bytes() == Path(half.path).read_bytes() == Path(whole.path).read_bytes()
+    for image in (behind, half, whole):
+        image.close()
+
+
+def test_at_the_learning_rate_of_rl_a_tenth_of_the_bytes_of_bfloat16_weights_travels() -> None:
+    torch.manual_seed(0)
+    master = torch.nn.Parameter(0.02 * torch.randn(512, 512))
+    optimizer = torch.optim.AdamW([master], lr=1e-6, weight_decay=0.0)
+    versions: list[Publication] = []
+    image: NodeImage | None = None
+    for version in range(1, 6):
+        versions.append(published(version, {"w": master.detach().bfloat16()}, versions[-1] if versions else None))
+        image = image or NodeImage(versions[-1].n_bytes)
+        buckets = take(image, versions[-1], 1 << 20)
+        if version > 1:
+            sent = sum(bucket.message_bytes for bucket in buckets)
+            assert 0 < sent < 0.1 * versions[-1].n_bytes, f"version {version}"
+        master.grad = torch.randn_like(master)
+        optimizer.step()
+    assert image is not None
+    whole = NodeImage(versions[-1].n_bytes)
+    take(whole, published(9, {"w": versions_weights(versions[-1])}))
+    assert Path(image.path).read_bytes() == Path(whole.path).read_bytes()
+    image.close()
+    whole.close()
+
+
+def versions_weights(publication: Publication) -> torch.Tensor:
+    """The only tensor of a publication."""
+    data = np.concatenate([publication.bucket(0, publication.n_bytes, whole=True)[1]])
+    header = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    return torch.from_numpy(data[header:].copy()).view(torch.bfloat16).view(512, 512)
