@@ -33,7 +33,7 @@ def hosts() -> dict[str, Host]:
         return {}
     context = ray.get_runtime_context()
     parts = {context.get_node_id(): ["driver"]}
-    for actor in cluster_state.actor_table(None, context.job_id, "ALIVE").values():
+    for actor in cluster_state.actor_table(None, ray.JobID.from_hex(context.get_job_id()), "ALIVE").values():
         parts.setdefault(actor["Address"]["NodeID"], []).append(actor["Name"] or actor["ActorClassName"])
     found = {}
     for node in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])):

@@ -19,7 +19,8 @@ def ask_for(folder: Path, config: Config, engines: int) -> None:
     """
     least, most = config.generator.min_engines, config.generator.max_engines
     if least == most:
-        raise UserError(f"generator.engines: this run has {most}, always; give {{min: 1, max: {most}}} to a new run")
+        bounds = f"{{min: 1, max: {max(engines, most, 2)}}}"
+        raise UserError(f"generator.engines: this run has {most}, always; give {bounds} to a new run")
     if not least <= engines <= most:
         raise UserError(f"--engines {engines}: generator.engines allows {least} to {most}")
     if not is_locked(folder):

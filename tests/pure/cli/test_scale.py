@@ -35,7 +35,7 @@ def test_a_run_has_as_many_generators_as_it_is_asked_for(tmp_path: Path, capsys:
     ("settings", "engines", "why"),
     [
         ([RANGE], "6", "--engines 6: generator.engines allows 2 to 5"),
-        (["generator.engines=2"], "3", "this run has 2, always"),
+        (["generator.engines=2"], "3", "this run has 2, always; give {min: 1, max: 3} to a new run"),
         ([RANGE], "3", "no run is going on in this folder"),
     ],
 )
