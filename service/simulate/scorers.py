@@ -91,8 +91,10 @@ class SimulatedScorers:
         self._asyncio = SimulatedAsyncio(host.loop)  # type: ignore[abstract]
         workers = {name: [Worker(self, name) for _ in range(each.workers)] for name, each in self._settings.items()}
         self._asking = Asking(self._settings, host.buffer.scoring, workers, self._settled)
-        self._asks = self._asyncio.create_task(self._asking.run())
-        self._asks.add_done_callback(lambda task: task.cancelled() or task.result())  # a bug ends the simulation
+        self._asks: asyncio.Task[None] | None = None
+        if self._settings:
+            self._asks = self._asyncio.create_task(self._asking.run())
+            self._asks.add_done_callback(lambda task: task.cancelled() or task.result())  # a bug ends the simulation
 
     def look(self) -> None:
         """Look for groups to score."""
@@ -100,12 +102,13 @@ class SimulatedScorers:
 
     def end(self) -> None:
         """Ask no more; `ended` when nothing of it is left."""
-        self._asks.cancel()
+        if self._asks is not None:
+            self._asks.cancel()
 
     @property
     def ended(self) -> bool:
         """Whether all coroutines have ended."""
-        return self._asks.done()
+        return self._asks is None or self._asks.done()
 
     async def _settled(self) -> None:
         done = self._asyncio.create_future()

@@ -132,5 +132,5 @@ def takes_a_scorers_newest_answer(patch: Patch) -> None:
 def test_the_worlds_catch_a_buffer_that(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
     sabotage(monkeypatch)
     with pytest.raises((Broken, JournalError, KeyError, ValueError)):
-        for seed in range(60):
+        for seed in range(120):
             fault_world(seed).run()

@@ -141,7 +141,7 @@ class Far:
         from service.types import Refusal
 
         kinds: dict[str, Any] = {kind.__name__: kind for kind in (Assignment, Receipt, Wait, Refusal)}
-        kinds |= {"tuple": tuple[Assignment, ...], "int": int, "NoneType": type(None)}
+        kinds |= {"tuple": tuple[Assignment, ...], "list": list[Assignment], "int": int, "NoneType": type(None)}
         asked = msgspec.msgpack.encode([method, arguments])
         try:
             reader, writer = await asyncio.open_unix_connection(address(self._folder))

@@ -18,7 +18,7 @@ from tests.pure.buffer.world import START, World, step
 from tests.pure.handoff.worlds import shared
 
 ROOT = Path(__file__).parents[3]
-MOST_FILES = 11
+MOST_FILES = 12
 
 
 def files_on_the_way(run: Callable[[], Any]) -> list[str]:

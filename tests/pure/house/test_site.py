@@ -103,13 +103,13 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         # Here is neither a file nor a run, so a command that is written rightly gets as far as missing them.
         monkeypatch.chdir(tmp_path)
         # A recipe that comes with Baton is found from anywhere.
-        words = [word.replace("configs/", "none/") for word in words]
+        words = [word.replace("configs/", "none/").replace("s3://", f"file://{tmp_path}/none/") for word in words]
         simulates = words[1] == "simulate" and "--config" not in words
         assert main([*words[1:], *(["--steps", "2"] if simulates else [])]) == (0 if simulates else 2)
         said = capsys.readouterr().err
         assert simulates or re.search(r"hangman\.yaml|mine\.yaml|none/|quickstart|RUN|no run in runs", said), said
     elif words[:2] == ["pip", "install"]:
-        assert command == VLLM_ON_CPU or "baton_rl-" in command
+        assert command in (VLLM_ON_CPU, "pip install obstore") or "baton_rl-" in command
     elif words[:2] == ["hf", "download"]:
         assert words[3:] == ["--local-dir", f"models/{words[2].rpartition('/')[2]}"]
     elif words[:2] == ["mkdir", "-p"]:
@@ -118,6 +118,8 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         assert words[0] == "kubectl" or any(word.startswith("--storage.") and "HOME" in word for word in words)
         named = [word.rpartition("=")[2] for word in words if "deploy/" in word]
         assert named and [name for name in named if not (ROOT / name).exists()] == []
+    elif words[0] == "export":
+        assert all(word.startswith("AWS_") and word.endswith(("=...", "=eu-central-1")) for word in words[1:])
     else:
         assert command == "source .venv/bin/activate"
 
