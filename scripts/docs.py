@@ -57,10 +57,10 @@ Made from `service/config/` by `python -m scripts.docs`.
 Files are given with `--config`, later ones merged over earlier ones, key by key; `section.key=value` overrides both. An
 empty mapping (`env.options={}`) replaces what earlier ones set.
 An unknown key is refused. `baton config show` prints the resolved configuration, `baton config schema` its JSON schema.
-`baton config validate` reads datasets, makes environments, and looks into the model's JSON files, tokenizer and weight
-headers. What is here and broken is an error (exit code 2); what is not here at all may be another machine's, and is a
-note. `baton run` refuses both. With a model folder here it prints what a rank and an engine take of their GPUs.
-Lengths are in tokens, times in seconds, memory in bytes.
+`baton config validate` reads datasets, makes environments, imports scorers, and looks into the model's JSON files,
+tokenizer and weight headers. What is here and broken is an error (exit code 2); what is not here at all may be another
+machine's, and is a note. `baton run` refuses both. With a model folder here it prints what a rank and an engine take of
+their GPUs. Lengths are in tokens, times in seconds, memory in bytes.
 """
 
 

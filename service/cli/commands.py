@@ -63,8 +63,12 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         missing = elsewhere(config)
         from service.handoff.batches.score import estimator_named
         from service.rollout.environments.check_inputs import check_inputs
+        from service.scorers.user import imported
 
         check_inputs(config)
+        for name, scorer in config.scorers.items():
+            if scorer.use is not None:
+                imported(name, scorer)
         estimator_named(config.algorithm.estimator)
         if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch
             from service.learn.losses.loss import loss_named

@@ -12,23 +12,38 @@ from service.interop.user_functions import enter_user_folder, import_user_module
 from service.scorers.reply import Failure, ScorerFailed
 
 
-def user_function(name: str, settings: ScorerConfig) -> Callable[[Any], Any]:
-    """The function behind `scorers.<name>.use`, or the method of an instance of the class.
+def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:
+    """The function or class that `scorers.<name>.use` names.
 
     Raises:
-        ConfigError: the module has no such function or class, or importing or constructing it failed.
+        ConfigError: the module has no such function or class, or importing it failed.
     """
     module, _, attribute = (settings.use or "").partition(":")
     method = "logprobs" if settings.kind == "teacher" else "score"
     enter_user_folder()
     try:
         found = getattr(import_user_module(module), attribute)
-        function = getattr(found(**settings.options), method) if isinstance(found, type) else found
     except Exception as error:
         raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
-    if not callable(function):
+    if not callable(getattr(found, method, None) if isinstance(found, type) else found):
         raise ConfigError(f"scorers.{name}.use: {settings.use} is no function, and no class with a method {method}")
-    return function  # type: ignore[no-any-return]
+    return found  # type: ignore[no-any-return]
+
+
+def user_function(name: str, settings: ScorerConfig) -> Callable[[Any], Any]:
+    """The function behind `scorers.<name>.use`, or the method of an instance of the class.
+
+    Raises:
+        ConfigError: the module has no such function or class, or importing or constructing it failed.
+    """
+    found = imported(name, settings)
+    if not isinstance(found, type):
+        return found
+    try:
+        scorer = found(**settings.options)
+    except Exception as error:
+        raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
+    return scorer.logprobs if settings.kind == "teacher" else scorer.score  # type: ignore[no-any-return]
 
 
 async def called(function: Callable[[Any], Any], argument: object) -> Any:

@@ -64,6 +64,11 @@ def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureF
             "no estimator is named 'mine'",
         ),
         (["config", "validate", "--config", QUICKSTART, "algorithm.loss=json:mine"], "no loss is named 'mine'"),
+        (["config", "validate", "--config", QUICKSTART, "scorers.judge.use=json:scor"], "no attribute 'scor'"),
+        (
+            ["config", "validate", "--config", QUICKSTART, "scorers.judge.use=json:decoder"],
+            "no class with a method score",
+        ),
         (["config", "validate", "--config", QUICKSTART, "env.name=os:Path"], "env.trusted_modules does not name 'os'"),
         (["config", "validate", "--config", QUICKSTART, "env.options.colour=1"], "'lookup' refuses them"),
         (["config", "validate", "--config", QUICKSTART, "trainer.betas=[0.9,1.5]"], "should be less than 1, not 1.5"),
