@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import ray
 import ray.exceptions
@@ -31,6 +32,7 @@ class ScorerActor:
 
     def __init__(self, config_json: str, name: str, model_folder: str, tasks_file: str) -> None:
         keep_log(f"scorer-{name}")
+        self._life = uuid4().hex
         self._failure: Exception | None = None
         self._scorer: Scorer | None = None
         config = Config.model_validate_json(config_json)
@@ -43,12 +45,16 @@ class ScorerActor:
             # Ray would restart an actor whose constructor raises again and again.
             self._failure = error
 
-    async def ready(self) -> None:
-        """Return when groups can be scored; raises the error that kept the scorer from starting."""
+    async def ready(self) -> str:
+        """Return when groups can be scored: a name that only this process has.
+
+        Raises the error that kept the scorer from starting.
+        """
         if self._failure is not None:
             raise self._failure
         if self._engine is not None:
             await self._engine.start()
+        return self._life
 
     async def reply(self, request: bytes) -> bytes:
         """The reply to a request; see `Scorer.reply`."""
@@ -64,13 +70,18 @@ class RayWorker:
         """`is_process`: it is asked about one group at a time, and ended where it does not answer."""
         self._name = name
         self._is_process = is_process
+        self._life: str | None = None
+        """The process that was ready last."""
+        self._ended: str | None = None
+        """The one that was ended; Ray may take its time to do so, and a question to it would be lost."""
 
     async def ready(self) -> None:
         """Wait until the actor has started, or has started anew; how long is for the caller to bound."""
         while True:
             try:
-                await self._call("ready")
-                return
+                self._life = await self._call("ready")
+                if self._ended is None or self._life != self._ended:
+                    return
             except ScorerFailed as failed:
                 # Ray is starting the actor anew, which is no failure of a group's attempt.
                 if not isinstance(failed.__context__, ray.exceptions.ActorUnavailableError):
@@ -84,6 +95,7 @@ class RayWorker:
     def renew(self) -> None:
         """End the process, which Ray starts anew."""
         if self._is_process:
+            self._ended = self._life
             with suppress(ValueError):  # no actor of that name, which the next question finds out
                 ray.kill(ray.get_actor(self._name), no_restart=False)
 

@@ -137,6 +137,8 @@ NO_DATA_IN_A_HEALTHY_RUN = {
     "baton_agent_": "no agent calls the policy",
     "baton_curriculum_": "there is no curriculum",
     "baton_scorer_": "there are no scorers",
+    "baton_store_": "there is no object store",
+    "baton_evaluation_lag_": "no evaluation goes on beside training",
 }
 
 
