@@ -63,12 +63,10 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         missing = elsewhere(config)
         from service.handoff.batches.score import estimator_named
         from service.rollout.environments.check_inputs import check_inputs
-        from service.scorers.user import imported
+        from service.scorers.user import check_scorers
 
         check_inputs(config)
-        for name, scorer in config.scorers.items():
-            if scorer.use is not None:
-                imported(name, scorer)
+        check_scorers(config.scorers)
         estimator_named(config.algorithm.estimator)
         if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch
             from service.learn.losses.loss import loss_named

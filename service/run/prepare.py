@@ -35,6 +35,7 @@ from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
 from service.run.folder import DATA, initial_model, warmed_model
+from service.scorers.user import check_scorers
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
@@ -71,6 +72,7 @@ def prepare(config: Config, folder: Path) -> Prepared:
     tasks_file = train_file(config.data, config.env, folder / DATA, config.run.seed)
     tasks = load_tasks(tasks_file)
     check_environments(config.env, tasks, tasks_file)
+    check_scorers(config.scorers)
     evals = prepare_evaluation(config, folder)
     model_folder = config.model.path or make_policy(config, initial_model(config, folder))
     hf_config, tokenizer = _checked_model(model_folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from service.config.rollout import ScorerConfig
@@ -28,6 +28,17 @@ def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:
     if not callable(getattr(found, method, None) if isinstance(found, type) else found):
         raise ConfigError(f"scorers.{name}.use: {settings.use} is no function, and no class with a method {method}")
     return found  # type: ignore[no-any-return]
+
+
+def check_scorers(scorers: Mapping[str, ScorerConfig]) -> None:
+    """Import what the scorers name; constructs nothing, because a judge may load a model then.
+
+    Raises:
+        ConfigError: a module has no such function or class, or importing it failed.
+    """
+    for name, settings in scorers.items():
+        if settings.use is not None:
+            imported(name, settings)
 
 
 def user_function(name: str, settings: ScorerConfig) -> Callable[[Any], Any]:
