@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import time
 from pathlib import Path
+from typing import Any
 
-from examples.lookup import Lookup, demonstrations, rows, vocabulary
+from examples import lookup
+from examples.lookup import Lookup, demonstrations, vocabulary
 from service.rollout.environment import StepResult
 
 __all__ = ["SlowLookup", "demonstrations", "rows", "vocabulary"]
 
 
-class SlowLookup(Lookup):
-    """Sleeps before each step for as long as the file `environment` in the folder `BATON_SLOW` states."""
+def rows(n: int, seed: int) -> list[dict[str, Any]]:
+    """The quick start's rows, for the configured environment."""
+    return [row | {"env_class": ""} for row in lookup.rows(n, seed)]
 
-    def step(self, text: str) -> StepResult:
+
+class SlowLookup(Lookup):
+    """Waits before each step for as long as the file `environment` in the folder `BATON_SLOW` states."""
+
+    async def step(self, text: str) -> StepResult:
         """As in `Lookup`, later."""
         file = Path(os.environ["BATON_SLOW"], "environment")
         if file.exists():
-            time.sleep(float(file.read_text()))
-        return super().step(text)
+            await asyncio.sleep(float(file.read_text()))
+        return await super().step(text)
