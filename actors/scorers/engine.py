@@ -70,7 +70,7 @@ class FrozenEngine:
         prompt: Any = {"type": "token", "prompt_token_ids": prompt_ids}
         try:
             return [output async for output in self._llm.generate(prompt, sampling, f"{next(self._numbers)}")][-1]
-        except Exception:
+        except Exception:  # vLLM's errors have no class in common; where its core lives on, they are raised again
             if self._llm.errored:
                 log.exception("the engine core died")
                 os._exit(1)  # Ray starts the actor anew
