@@ -83,14 +83,19 @@ def assert_sampled_by_every_second_version(kept: list[dict[str, Any]]) -> None:
 
 
 def assert_evaluated_every_second_step(folder: Path, lines: list[dict[str, Any]]) -> None:
-    """Before the first step too; each prompt with all its samples, and the numbers in the step's line as well."""
+    """Before the first step too; each prompt with all its samples, and the numbers in the next line to be written."""
     evaluations = list(read_lines(folder / "evaluations.jsonl"))
     assert [(found["step"], found["set"]) for found in evaluations] == [(0, "made"), (2, "made"), (4, "made")]
     for found in evaluations:
         assert (found["trajectories"], found["lost_trajectories"]) == (4 * found["prompts"], 0)
         assert 0 <= found["pass_at_1"] <= found["pass_at_2"] <= found["pass_at_4"] <= 1
-    scores = {line["trainer/global_step"]: line.get("eval/made/avg_score") for line in lines}
-    assert scores == {1: None, 2: evaluations[1]["avg_score"], 3: None, 4: evaluations[2]["avg_score"]}
+    scores = {
+        line["trainer/global_step"]: (line["eval/step"], line["eval/made/avg_score"])
+        for line in lines
+        if "eval/step" in line
+    }
+    of_step = {found["step"]: (found["step"], found["avg_score"]) for found in evaluations}
+    assert scores == {1: of_step[0], 2: of_step[2], 4: of_step[4]}
 
 
 def assert_the_checkpoint_is_as_good_as_the_run_found(folder: Path) -> None:
