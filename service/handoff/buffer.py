@@ -82,7 +82,7 @@ class Buffer:
         self._attempts = Attempts(config, self._record)
         self._batches = BatchFormer(config, self._record)
         self._waits = Waits(config, self._record)
-        self._curriculum = Curriculum(config.data.curriculum, prompts)
+        self._curriculum = Curriculum(config.data.curriculum, prompts, self.ledger)
         self.scoring = Scoring(config, self._record, teacher_of_row)
         """Takes the answers of scorers; groups wait there between the last submit and the lease."""
         self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
@@ -368,7 +368,7 @@ class Buffer:
             journal_synced=record.journal.synced,
             journal_limit_bytes=self._admission.journal_limit(record.journal),
             draining=state.draining,
-            prompts=self._curriculum.counts(state),
+            prompts=self._curriculum.counts(),
             passed_over=state.next_place - state.next_group_id,
             scorers=self.scoring.status(),
         )

@@ -92,7 +92,7 @@ class Claims:
     def _issue(self, claim: Claim) -> Assignment:
         state = self._record.ledger.state
         group_id = state.next_group_id
-        place = self._curriculum.next_place(state)
+        place = self._curriculum.next_place()
         row = self._prompts.row(place)
         who = (claim.generator, claim.incarnation)
         uid, scorers = self._prompts.uid(row), self._scoring.of_row(row)

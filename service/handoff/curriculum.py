@@ -12,45 +12,69 @@ resumed goes on as it would have.
 
 from __future__ import annotations
 
-from collections import Counter
+import numpy as np
 
 from service.config.rollout import CurriculumConfig
-from service.handoff.ledger.state import State
+from service.handoff.ledger.ledger import Ledger
+from service.handoff.ledger.state import Success
 from service.handoff.prompts import Prompts
+
+KINDS = ("untried", "below", "inside", "above")
+"""Where the success of a prompt may lie."""
+IN_EVERY_EPOCH = np.array([kind in ("untried", "inside") for kind in KINDS])
+STRETCH = 8192
+"""Places that are looked at together, because there may be many prompts and few in the band."""
 
 
 class Curriculum:
     """The order of issue; without settings every place is issued."""
 
-    def __init__(self, settings: CurriculumConfig | None, prompts: Prompts) -> None:
+    def __init__(self, settings: CurriculumConfig | None, prompts: Prompts, ledger: Ledger) -> None:
         self._settings = settings
         self._prompts = prompts
+        self._ledger = ledger
+        self._kind_P = np.zeros(len(prompts), np.int8)
+        """By row the index of its prompt's kind."""
 
-    def next_place(self, state: State) -> int:
+    def next_place(self) -> int:
         """The next place to issue: the first one in the band, or whose turn it is outside; if there is none, the next.
 
         So where no prompt of the dataset lies in the band, all are issued.
         """
-        places = range(state.next_place, state.next_place + len(self._prompts))
-        return next((place for place in places if self._is_issued(place, state)), state.next_place)
+        start = first = self._ledger.state.next_place
+        if self._settings is None:
+            return first
+        self._catch_up()
+        while start < first + len(self._prompts):
+            kind_P = self._kind_P[self._prompts.rows(start, min(start + STRETCH, first + len(self._prompts)))]
+            end = start + len(kind_P)
+            inside = np.flatnonzero(IN_EVERY_EPOCH[kind_P])
+            if (place := self._first_drawn(start, start + int(inside[0]) if len(inside) else end)) < end:
+                return place
+            start = end
+        return first
 
-    def _is_issued(self, place: int, state: State) -> bool:
-        if self._settings is None or self._kind(self._prompts.row(place), state) in ("untried", "inside"):
-            return True
-        return self._prompts.draw(place) < self._settings.outside
+    def _first_drawn(self, start: int, stop: int) -> int:
+        """The first of these places outside of the band whose turn it is; `stop` if there is none."""
+        fraction = self._settings.outside if self._settings is not None else 0.0
+        drawn = (place for place in range(start, stop) if self._prompts.draw(place) < fraction)
+        return next(drawn, stop) if fraction else stop
 
-    def _kind(self, row: int, state: State) -> str:
-        """`untried`, `below` the band, `inside` or `above`."""
-        tried = state.successes.get(row)
-        if tried is None or self._settings is None or tried.groups < self._settings.min_groups:
-            return "untried"
-        low, high = self._settings.band
-        return "below" if tried.success < low else "above" if tried.success > high else "inside"
-
-    def counts(self, state: State) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Prompts by where their success so far lies; empty without settings."""
         if self._settings is None:
             return {}
-        counts = Counter(self._kind(row, state) for row in state.successes)
-        counts["untried"] += len(self._prompts) - len(state.successes)
-        return {kind: counts[kind] for kind in ("untried", "below", "inside", "above")}
+        self._catch_up()
+        return dict(zip(KINDS, np.bincount(self._kind_P, minlength=len(KINDS)).tolist(), strict=True))
+
+    def _catch_up(self) -> None:
+        """Look again at the prompts whose success has changed."""
+        for row in self._ledger.tried:
+            self._kind_P[row] = KINDS.index(self._kind(self._ledger.state.successes[row]))
+        self._ledger.tried.clear()
+
+    def _kind(self, tried: Success) -> str:
+        if self._settings is None or tried.groups < self._settings.min_groups:
+            return "untried"
+        low, high = self._settings.band
+        return "below" if tried.success < low else "above" if tried.success > high else "inside"

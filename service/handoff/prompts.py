@@ -36,6 +36,12 @@ class Prompts:
         epoch, place = divmod(place, len(self._uids))
         return int(self._order(epoch)[place]) if self._shuffle else place
 
+    def rows(self, start: int, stop: int) -> Int64s:
+        """The rows at places from `start` on, up to `stop` or the end of the epoch of `start`."""
+        epoch, first = divmod(start, len(self._uids))
+        last = min(first + stop - start, len(self._uids))
+        return self._order(epoch)[first:last] if self._shuffle else np.arange(first, last)
+
     def draw(self, place: int) -> float:
         """A number in [0, 1) that depends on the seed and the place only."""
         return xxhash.xxh3_64_intdigest(f"{self._seed}/{place}".encode()) / 2**64

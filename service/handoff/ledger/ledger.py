@@ -23,7 +23,6 @@ from service.handoff.ledger.state import (
     Lease,
     Member,
     State,
-    Success,
     Trajectory,
     bucket,
 )
@@ -48,6 +47,8 @@ class Ledger:
         """When each unfinished group was claimed, longest ago first; ended ones too until somebody looks."""
         self.scoring: dict[int, None] = {}
         """Groups that wait for a scorer, in the order in which they were finished."""
+        self.tried: set[int] = set()
+        """Rows whose success changed since the curriculum looked."""
         self.leased_at: dict[int, float] = {}
         self.steps: dict[int, list[int]] = {}
         """Groups that each optimizer step used."""
@@ -210,7 +211,8 @@ class Ledger:
     def _tried(self, event: events.Tried) -> None:
         group = self.state.groups[event.group_id]
         group.tried = True
-        self.state.successes.setdefault(group.row, Success()).note(event.successes / event.trajectories)
+        self.state.note_success(group.row, event.successes / event.trajectories)
+        self.tried.add(group.row)
 
     def _restarted(self, event: events.Restarted) -> None:
         group = self.state.groups[event.group_id]

@@ -208,6 +208,7 @@ def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
             ledger.holdings.begin((group_id, sample), trajectory, now)
             if trajectory.generator is None:
                 ledger.unassigned.setdefault(group_id, set()).add(sample)
+    ledger.tried = set(state.successes)
     ledger.leased_at = dict.fromkeys(state.leases, now)
     ledger.in_state[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())
     for key, count in state.ended.items():

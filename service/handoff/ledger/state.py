@@ -272,6 +272,10 @@ class State:
             self.lengths.trained[bucket(tokens)] += times
             self.lengths.loss_tokens[bucket(tokens)] += times * loss
 
+    def note_success(self, row: int, success: float) -> None:
+        """A group of the row's prompt is complete, of whose trajectories this fraction succeeded."""
+        self.successes.setdefault(row, Success()).note(success)
+
     def count_lost(self, owner: str, tokens: int) -> None:
         """A process had accepted so many tokens that no journal has any more."""
         self.lost[owner] = tokens

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from service.config.checks import problems
+from service.handoff import curriculum
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.state import NEWEST_GROUPS, Success
 from tests.pure.buffer.world import World, config
@@ -77,6 +78,19 @@ def test_a_run_that_crashes_after_every_group_issues_the_same_prompts(tmp_path: 
     whole, crashed = (opened(tmp_path / name, 7, shuffle=shuffle, outside=0.3) for name in ("whole", "crashed"))
     assert issued(crashed, 40, rewards, crash=True) == issued(whole, 40, rewards)
     assert crashed.buffer.status().prompts == whole.buffer.status().prompts
+
+
+@pytest.mark.parametrize("outside", [0.0, 0.2])
+def test_places_that_are_looked_at_together_are_issued_as_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: float
+) -> None:
+    rewards = {row: (EASY, HARD, FAIR, HARD)[row % 4] for row in range(23)} | {2: HARD, 6: EASY}
+    rows = []
+    for stretch in (1, 5, 1000):
+        monkeypatch.setattr(curriculum, "STRETCH", stretch)
+        rows.append(issued(opened(tmp_path / str(stretch), 23, shuffle=True, outside=outside), 60, rewards))
+    assert rows[0] == rows[1] == rows[2]
+    assert {rewards[row] for row in rows[0][23:]} == ({FAIR, EASY, HARD} if outside else {FAIR})
 
 
 def test_a_crash_between_a_groups_end_and_its_success_loses_nothing(tmp_path: Path) -> None:
