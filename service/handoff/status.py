@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from service.types import PolicyVersion
@@ -99,5 +99,7 @@ class BufferStatus:
         values = dict(vars(self))
         values["policy_version"] = str(self.policy_version)
         values["waits"] = [wait._asdict() for wait in self.waits]
-        values["scorers"] = {name: asdict(scorer) for name, scorer in self.scorers.items()}
+        values["scorers"] = {
+            name: vars(scorer) | {"failures": dict(scorer.failures)} for name, scorer in self.scorers.items()
+        }
         return values

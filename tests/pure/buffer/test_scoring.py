@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ def test_without_an_answer_only_the_groups_own_fate_is_refused(tmp_path: Path) -
     status = world.buffer.status()
     assert status.ended == {"refused/scorer": 1} and status.tokens["refused"] == 8
     assert status.scorers["judge"].failures == {"deadline": 1} and status.scorers["judge"].refused == 1
+    assert json.loads(json.dumps(status.as_dict()))["scorers"]["judge"]["failures"] == {"deadline": 1}
     assert world.train().groups == (0, 2) and world.closes()
 
 
