@@ -29,10 +29,13 @@ from actors.driver.placement import (
     engine_index,
     engine_options,
     gpus_each,
+    nodes,
     rank_options,
+    refuse_foreign_labels,
     refuse_too_few_gpus,
     reserve,
     run_bundles,
+    say_buffer_is_elsewhere,
 )
 from actors.driver.signals import when_stuck
 from actors.driver.watchdog import MARK, start_watchdog
@@ -167,7 +170,11 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     if config.weights.transport != "memory" and not gpus:
         how = f"weights.transport: {config.weights.transport}"
         raise UserError(f"{how} sends weights from GPU to GPU, but Ray has no GPU; use memory")
-    if gpus and "RAY_ADDRESS" not in os.environ:  # a cluster may grow, one machine does not
+    say_buffer_is_elsewhere(config, nodes(), say)
+    is_cluster = "RAY_ADDRESS" in os.environ  # which may grow, one machine does not
+    if not is_cluster:
+        refuse_foreign_labels(config, nodes())
+    if gpus and not is_cluster:
         on_this_machine = int(ray.cluster_resources()["GPU"])
         refuse_unusable_cuda(on_this_machine)
         refuse_too_few_gpus(config, on_this_machine)

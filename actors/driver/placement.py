@@ -11,10 +11,11 @@ Actors keep their bundle when they restart.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -156,7 +157,36 @@ def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
     )
     if not homeless:
         return f"other work of the cluster holds what this run needs ({has})"
-    return f"no node has room for {needed}, each on one node ({has})"
+    return f"no node has room for {needed}, each on one node ({has}){_nearest(asked, nodes)}"
+
+
+def _nearest(asked: Iterable[str], nodes: Sequence[Node]) -> str:
+    """For asked labels that no node has, the nearest that one has."""
+    known = {name for node in nodes for name in node.labels}
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in sorted({*asked} - known)}
+    return "".join(f"; no node has the label {name}, did you mean {found[0]}?" for name, found in near.items() if found)
+
+
+def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
+    """Refuse labels that no node of a Ray has which the run has started for itself, and which no other node joins.
+
+    Raises:
+        UserError: names the labels of ranks or generators.
+    """
+    for part in ("trainer", "generators"):
+        labels = getattr(config.placement, part)
+        if not any(node.fits(labels) for node in nodes):
+            raise UserError(
+                f"placement.{part}: this machine is not {_in_words({}, labels)}, and no other joins a Ray that the run "
+                "starts itself; leave it out, or start Ray with `ray start --head --labels ...` and set RAY_ADDRESS"
+            )
+
+
+def say_buffer_is_elsewhere(config: Config, nodes: Sequence[Node], say: Callable[[str], None]) -> None:
+    """Say that no node has the labels that the buffer prefers."""
+    labels = config.placement.buffer
+    if not any(node.fits(labels) for node in nodes):
+        say(f"placement.buffer: no host has {_in_words({}, labels)} now, so the buffer runs on another one")
 
 
 def refuse_too_few_gpus(config: Config, gpus: int) -> None:

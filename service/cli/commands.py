@@ -113,6 +113,7 @@ def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from service.cli.configuration import no_more_words
     from service.config import load
     from service.evaluation.target import eval_target
+    from service.run.folder import FINAL
 
     no_more_words(arguments)
     target = eval_target(arguments.path)
@@ -121,11 +122,19 @@ def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
             f"{arguments.path}: a model of no run; give a run that trains an adapter, or a checkpoint of one"
         )
     config = load(target.settings, overrides).config
+    if config.model.lora is None:  # said before torch is loaded
+        raise UserError(
+            f"{arguments.path}: without model.lora the run trains all weights, so there is no adapter to export; "
+            f"its final weights, {target.run / FINAL}, are a Hugging Face folder"
+        )
+    if arguments.output.exists():
+        raise UserError(f"{arguments.output} exists already; give another folder, or delete it")
     with phase("merging the adapter into its base" if arguments.merge else "writing the adapter", after=QUIET_SECONDS):
         from service.run.export import export
         from service.run.prepare import prepare_weights
 
-        export(config, target, prepare_weights(config, target), arguments.output, arguments.merge)
+        manifest = prepare_weights(config, target)
+        export(config.model.lora, target, target.begun_with(config), manifest, arguments.output, arguments.merge)
     what = "the base with the adapter's update, in float32" if arguments.merge else "the adapter, in PEFT's form"
     print(f"{arguments.output}: {what}")
     return 0

@@ -18,7 +18,7 @@ from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.batches.score import GROUP_ESTIMATORS
 from service.handoff.group_bytes import ITEM_BYTES, worst_group_bytes, worst_journal_bytes, worst_step_bytes
-from service.handoff.steps.roles import ROLES
+from service.handoff.steps.roles import ROLES, Role
 from service.interop.store_url import store_url_problem
 from service.interop.user_functions import malformed_name
 
@@ -163,6 +163,12 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             f"the made set would take the place of data.eval.{MADE_SET}, which would never be played; give that one "
             "another name",
         )
+    if config.data.eval_mode == "beside" and not config.data.eval_every:
+        yield Problem(
+            "data.eval_mode",
+            "beside says how evaluations during training are done, but data.eval_every is 0, so there are none; give "
+            "the steps between two of them, or leave eval_mode out",
+        )
     engines, evaluating = config.generator.min_engines, config.data.eval_engines
     if config.data.eval_every and config.data.eval_mode == "beside" and engines <= evaluating:
         yield Problem(
@@ -203,7 +209,12 @@ def _roles(config: Config) -> Iterator[Problem]:
         )
     for name, role in config.roles.items():
         if name in ROLES:
-            yield Problem(f"roles.{name}", f"{', '.join(ROLES)} are there in every run; give another name")
+            yield Problem(
+                f"roles.{name}",
+                "is there in every run and always trained; give the further role another name"
+                if name == Role.MAIN
+                else f"is the name of a kind of an agent's calls, as are {', '.join(ROLES)}; give another name",
+            )
         if role.mode != "frozen" and (role.url or role.model or role.key_file or role.gpus):
             yield Problem(
                 f"roles.{name}",

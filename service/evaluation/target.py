@@ -69,8 +69,8 @@ class EvalTarget:
         steps = self.checkpoints.steps()
         if not steps:
             raise UserError(
-                f"{self.path}: the run has neither final weights nor a checkpoint; wait for one, or evaluate "
-                f"{self.path / 'model'}"
+                f"{self.path}: the run has neither final weights nor a checkpoint; wait for one (every "
+                "trainer.checkpoint_every steps there is one)"
             )
         return self.checkpoints.newest() or self.checkpoints.manifest(steps[-1])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from service.config import Config
 from service.observe.summary import learning_summary, summary_lines
+from service.rollout.environment import MAIN
 from service.rollout.environments.env_metrics import EnvMetricMeans
 from service.run.writer import RunWriter
 from service.types import PolicyVersion
@@ -85,6 +86,11 @@ class Progress:
         }
         self._folder.log_step(line)
         self._last = now
+        if not self._rewards and (silent := [role for role in self._config.roles if f"role/{role}/turns" not in line]):
+            self._say(
+                f"NOTE roles.{silent[0]}: no trajectory of the first mini-batch gave it a turn; turns had "
+                f"{', '.join(role for role in (MAIN, *self._config.roles) if role not in silent)}"
+            )
         self._rewards.append(line["reward/avg_raw_reward"])
         self._staleness.append(line["async/staleness_mean"])
         if version.step % max(1, self._config.run.max_steps // LINES) == 0 or now - self._said > QUIET_SECONDS:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from service.config import Config
+from service.config.lora import LoraConfig
 from service.errors import UserError
 from service.evaluation.target import EvalTarget
 from service.files import atomic_folder
@@ -18,21 +18,15 @@ from service.learn.checkpoint import read_metadata, read_parts
 from service.run.checkpoints import TRAINER, Manifest
 
 
-def export(config: Config, target: EvalTarget, manifest: Manifest | None, folder: Path, merged: bool) -> None:
+def export(
+    lora: LoraConfig, target: EvalTarget, base: Path, manifest: Manifest | None, folder: Path, merged: bool
+) -> None:
     """Write the adapter that `prepare_weights` has checked: in PEFT's form, or as a float32 Hugging Face folder of the
     base with its update; whole or not at all.
 
     Raises:
-        UserError: the run trains no adapter, something is there already, or the disk is full.
+        UserError: the folder cannot be written, say because the disk is full.
     """
-    lora = config.model.lora
-    if lora is None:
-        raise UserError(
-            f"{target.path}: the run trains all weights; its final weights are a Hugging Face folder already"
-        )
-    if folder.exists():
-        raise UserError(f"{folder} exists already; give another folder, or delete it")
-    base = target.begun_with(config)
     try:
         with tempfile.TemporaryDirectory(prefix="baton-export-") as parent:
             adapter = target.adapter if manifest is None else Path(parent) / "adapter"

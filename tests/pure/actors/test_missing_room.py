@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.placement import Bundle, Node, missing_room, refuse_too_few_gpus, run_bundles
+from actors.driver.placement import (
+    Bundle,
+    Node,
+    missing_room,
+    refuse_foreign_labels,
+    refuse_too_few_gpus,
+    run_bundles,
+    say_buffer_is_elsewhere,
+)
 from service.config import Config, check, load_config
 from service.errors import UserError
 
@@ -57,6 +65,29 @@ def test_hosts_without_the_labels_of_the_configuration_are_no_room_and_the_label
     assert "room for 1 x (0.5 CPU, ray.io/market-type: spot)" in missing_room(run_bundles(placed, 0), cluster[:1])
     said = missing_room(run_bundles(placed, 0), cluster[1:])
     assert "room for 2 x (0.5 CPU, ray.io/market-type: !spot), each on one node (b has 16 CPU, ray.io/market-t" in said
+
+
+def test_a_misspelt_label_is_said_with_the_nearest_one_that_a_host_has() -> None:
+    placed = config(placement={"trainer": {"ray.io/market-typ": "spot"}})
+    said = missing_room(run_bundles(placed, 0), [Node("a", {"CPU": 16.0}, {"ray.io/market-type": "spot"})])
+    assert said.endswith("; no node has the label ray.io/market-typ, did you mean ray.io/market-type?")
+
+
+@pytest.mark.parametrize("part", ["trainer", "generators"])
+def test_labels_of_other_hosts_are_refused_at_once_where_no_other_host_can_join(part: str) -> None:
+    here = [Node("a", {"CPU": 16.0}, {"ray.io/node-id": "0"})]
+    refuse_foreign_labels(config(placement={part: {"ray.io/market-type": "!spot"}}), here)
+    with pytest.raises(UserError, match=rf"^placement\.{part}: this machine is not zone: nowhere, .* leave it out"):
+        refuse_foreign_labels(config(placement={part: {"zone": "nowhere"}}), here)
+
+
+def test_a_buffer_that_cannot_be_where_it_should_is_said() -> None:
+    said: list[str] = []
+    spot = Node("a", {}, {"ray.io/market-type": "spot"})
+    say_buffer_is_elsewhere(Config(), [spot, Node("b", {})], said.append)
+    assert said == []
+    say_buffer_is_elsewhere(Config(), [spot], said.append)
+    assert said == ["placement.buffer: no host has ray.io/market-type: !spot now, so the buffer runs on another one"]
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refuse
     capsys.readouterr()
     for words, reason in (
         ([str(run), str(tmp_path / "merged"), "--merge"], "exists already"),
-        ([str(run), str(tmp_path / "no"), "model.lora=null"], "has no model.lora"),
+        ([str(run), str(tmp_path / "no"), "model.lora=null"], "without model.lora"),
         ([str(run), str(tmp_path / "no"), "model.lora.rank=8"], r"model.lora.rank: the adapter"),
         ([str(tmp_path / "merged"), str(tmp_path / "no")], "a model of no run"),
         ([str(tmp_path / "from_final"), str(tmp_path / "no")], "an adapter without its run"),

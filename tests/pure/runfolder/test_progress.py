@@ -44,8 +44,8 @@ def begun(run: RunWriter, said: list[str], *settings: str, taken: int = 0) -> Pr
     return going
 
 
-def step(going: Progress, number: int, generators: Sequence[dict[str, Any]] = ()) -> None:
-    going.stepped(PolicyVersion(1, number), METRICS, {}, generators)
+def step(going: Progress, number: int, generators: Sequence[dict[str, Any]] = (), **more: float) -> None:
+    going.stepped(PolicyVersion(1, number), METRICS | more, {}, generators)
 
 
 def test_quick_steps_have_a_line_now_and_then_and_slow_ones_one_each(tmp_path: Path, clock: Clock) -> None:
@@ -72,6 +72,19 @@ def test_what_environments_say_is_in_the_line_of_a_step(tmp_path: Path, clock: C
     step(going, 1, [{**generator, "environments": {"lookup": {"trajectories": 4.0, "right": 3.0}}}])
     run.close()
     assert [line["environment/lookup/right"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0.75]
+
+
+def test_a_role_that_no_environment_names_is_said_once_after_the_first_step(tmp_path: Path, clock: Clock) -> None:
+    said: list[str] = []
+    going = begun(run := RunWriter(tmp_path), said, "roles={verifier: {}, critic: {mode: judge}}")
+    for number in (1, 2):
+        clock.now += 1
+        step(going, number, **{"role/main/turns": 1.0, "role/verifier/turns": 1.0})
+    run.close()
+    notes = [line for line in said if line.startswith("NOTE")]
+    assert notes == [
+        "NOTE roles.critic: no trajectory of the first mini-batch gave it a turn; turns had main, verifier"
+    ]
 
 
 def test_a_run_that_goes_on_says_which_steps_are_left(tmp_path: Path, clock: Clock) -> None:
