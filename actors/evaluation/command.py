@@ -67,7 +67,8 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
         say(f"weights: {weights}")
         if target.model is None and config.model.lora is not None:
             with phase("merging the adapter into its base", say):
-                export(config, target, manifest, folder / "exported", merged=True)
+                base = target.begun_with(config)
+                export(config.model.lora, target, base, manifest, folder / "exported", merged=True)
             target, manifest = dataclasses.replace(target, model=folder / "exported", adapter=None), None
         config = config.without_adapter
         logs = held.enter_context(logs_kept_on_failure(say))
