@@ -167,17 +167,8 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         UserError: this machine has too few GPUs, or a node cannot use its GPUs or lacks files of the run.
     """
     gpus = gpus_each()
-    if config.weights.transport != "memory" and not gpus:
-        how = f"weights.transport: {config.weights.transport}"
-        raise UserError(f"{how} sends weights from GPU to GPU, but Ray has no GPU; use memory")
+    _refuse_unfit_nodes(config, has_gpu=bool(gpus))
     say_buffer_is_elsewhere(config, nodes(), say)
-    is_cluster = "RAY_ADDRESS" in os.environ  # which may grow, one machine does not
-    if not is_cluster:
-        refuse_foreign_labels(config, nodes())
-    if gpus and not is_cluster:
-        on_this_machine = int(ray.cluster_resources()["GPU"])
-        refuse_unusable_cuda(on_this_machine)
-        refuse_too_few_gpus(config, on_this_machine)
     bundles = run_bundles(config, gpus)
     room = asyncio.run(reserve(bundles, config.trainer.start_deadline, say))
     data = (prepared.tasks_file, *prepared.eval_files.values())
@@ -222,6 +213,24 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     engines = range(config.generator.min_engines)
     generators = tuple(generator(n, room, engine_index(config, n), max_restarts=-1) for n in engines)
     return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), place, scorers, roles, retrieval)
+
+
+def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:
+    """Refuse what the nodes cannot do, also later: a cluster may grow, one machine does not.
+
+    Raises:
+        UserError: weights would go between GPUs that are not there, or this machine has too few GPUs or other labels.
+    """
+    if config.weights.transport != "memory" and not has_gpu:
+        how = f"weights.transport: {config.weights.transport}"
+        raise UserError(f"{how} sends weights from GPU to GPU, but Ray has no GPU; use memory")
+    if "RAY_ADDRESS" in os.environ:
+        return
+    refuse_foreign_labels(config, nodes())
+    if has_gpu:
+        on_this_machine = int(ray.cluster_resources()["GPU"])
+        refuse_unusable_cuda(on_this_machine)
+        refuse_too_few_gpus(config, on_this_machine)
 
 
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:
