@@ -1,7 +1,7 @@
 """What the processes of a run cost the CPU beside their model: per turn, per token, per step.
 
 Measured on 2 x86-64 cores with the quick start: of each step with 300 turns of together 1100 sampled tokens, in CPU
-milliseconds, vLLM's core 443, the generator's process 354, two ranks 354, the buffer 146, the driver 35, the rest 60.
+milliseconds, vLLM's core 381, the generator's process 251, two ranks 146, the buffer 89, the driver 50, the rest 67.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from service.plan.device import Device
 
 TURNS = 300
 """Turns of a step of the quick start."""
-CORE_REQUEST, CORE_TURN = 0.20e-3, 0.70e-3
-"""CPU seconds of vLLM's core for a sampled token and for a turn; both together are its 443 ms, the parts assumed."""
+CORE_REQUEST, CORE_TURN = 0.20e-3, 0.55e-3
+"""CPU seconds of vLLM's core for a sampled token and for a turn; both together are its 381 ms, the parts assumed."""
 CORE_ITERATION = 1.0e-3
-GENERATOR_TURN = 0.354 / TURNS
-FORMING_TURN = 0.020 / TURNS
+GENERATOR_TURN = 0.251 / TURNS
+FORMING_TURN = 0.012 / TURNS
 """Of the buffer's time, what lies between a mini-batch's last step and its lease, for a turn; the part is assumed."""
-RANK_STEP, AFTER_STEP = 0.040, 0.160
+RANK_STEP, AFTER_STEP = 0.040, 0.090
 """CPU seconds of a rank for a step, beside its model's operations, until the commit; and of ranks and driver after it,
 until the next lease is asked for: publication, metrics, messages. Set so that the quick start's waiting is met."""
 PROCESSES_OF_ENGINE = 1.3
