@@ -24,7 +24,7 @@ SHORT = [f"run.max_steps={STEPS}", "model.warm_start.steps=60", "model.warm_star
 SHORT += ["weights.verify=true", "data.eval_every=2", "data.eval_make_rows=8", "run.trajectories_per_step=8"]
 SHORT += ["trainer.checkpoint_every=2"]
 GREEDY = ["data.eval_temperature=0", "data.eval_make_rows=64", "trainer.lr=0.003"]
-ADAPTER = [*GREEDY, "model.lora.rank=4"]
+ADAPTER = [*GREEDY, "model.lora.rank=4", "trainer.lr=0.05"]
 SPARSE = ["weights.sync_every=2"]
 SHARED_ROWS = ["trainer.sequence_parallel=2"]
 SINGLE_TURN = ["algorithm.step_wise=false", "buffer.merge=off"]
