@@ -195,6 +195,10 @@ class Bed:
         self._on_switch(f"tc qdisc replace dev to-{name} {bound}")
         self.call(name, f"tc qdisc replace dev e0 {bound}")
 
+    def read_only(self, name: str) -> None:
+        """Let a host write no file of the shared folder, as on a mount that failed; files that are open stay so."""
+        self.call(name, f"mount --bind {self._shared} {self._shared} && mount -o remount,bind,ro {self._shared}")
+
     def enter_network(self, name: str) -> None:
         """Let the current thread open its connections in a host, such as one to the run's metrics."""
         with open(f"/proc/{self.first(name)}/ns/net") as space:
@@ -220,6 +224,7 @@ class Bed:
             "PYTHONPATH": str(ROOT),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": "/tmp/home",
+            "RAY_worker_niceness": "0",  # else other work of this machine takes minutes from each start of an engine
         }
         return {**os.environ, **own, **more}
 

@@ -1,4 +1,7 @@
-"""A host of each kind is lost in the middle of a run; the run goes on without it, or ends with the reason."""
+"""Hosts of each kind are lost, cut off and come back in the middle of runs, which go on or end with the reason.
+
+`-s` prints how long each took to go on.
+"""
 
 from __future__ import annotations
 
@@ -9,117 +12,140 @@ import pytest
 
 from tests.e2e.verdict import judged
 from tests.hosts.bed import Bed, Host
-from tests.hosts.conftest import Run
+from tests.hosts.conftest import EVERY, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1200)]
 
 Lay = Callable[[Sequence[Host]], Bed]
 Drive = Callable[..., Run]
 
-FOUR = (Host("a", cpus=0), Host("b"), Host("c"), Host("d"))
-STEPS = 24
-RANKS_APART = ["placement.trainer={host: c}", "placement.generators={host: d}"]
+A, B, C, D = Host("a", cpus=0), Host("b"), Host("c"), Host("d")
+FIRST = EVERY + 1
+"""The step at which the first host is disturbed: there is a checkpoint to go back to."""
+PLACED = ["placement.buffer={host: b}", "placement.trainer={host: c}", "placement.generators={host: d}"]
+RECOVERY_SECONDS = 240.0
+"""On a loaded machine. Ray alone takes 62 s to declare a host dead."""
 
 
-def test_the_host_of_the_generators_is_lost_and_they_start_again_on_another(lay: Lay, drive: Drive) -> None:
-    bed = lay(FOUR)
+def test_generators_go_on_elsewhere_when_their_host_is_lost_and_on_that_host_when_it_is_back(
+    lay: Lay, drive: Drive
+) -> None:
+    bed = lay([A, B, C, D])
     bed.start_ray()
-    run = drive(
-        bed,
-        [
-            f"run.max_steps={STEPS}",
-            "placement.trainer={host: b}",
-            "placement.generators={host: 'in(c, d)'}",
-        ],
-    )
-    run.until_step(6)
+    steps = FIRST + 2 * (EVERY + 1) + 1
+    placed = ["placement.trainer={host: b}", "placement.generators={host: 'in(c, d)'}"]
+    run = drive(bed, [f"run.max_steps={steps}", *placed])
+    run.until_step(FIRST)
     lost = run.holder("generator-0")
-    bed.kill(lost)
-    run.goes_on_within(240, "a generator's host lost")
-    assert run.end() == 0, run.tail()
-    judged(run.folder, STEPS)
-    assert not any("retries remaining" in line for line in run.said)
+
+    def power_cycle() -> None:
+        bed.kill(lost)
+        bed.boot(lost)
+        bed.start_ray(lost)
+
+    run.goes_on_after("a generator's host lost", power_cycle, RECOVERY_SECONDS)
     assert any(f"host {bed.addresses[lost]} is gone; it held generator-0" in line for line in run.said)
-
-
-def test_the_host_of_the_buffer_is_lost_and_its_journal_goes_on_on_another(lay: Lay, drive: Drive) -> None:
-    bed = lay(FOUR)
-    bed.start_ray()
-    run = drive(bed, [f"run.max_steps={STEPS}", "placement.buffer={host: b}", *RANKS_APART])
-    run.until_step(6)
-    assert run.holder("buffer") == "b"
-    bed.kill("b")
-    run.goes_on_within(240, "the buffer's host lost")
+    assert any(f"host {bed.addresses[lost]} has joined" in line for line in run.said)
+    again = run.holder("generator-0")
+    run.goes_on_after("a generator's host lost, another one back", lambda: bed.kill(again), RECOVERY_SECONDS)
+    assert lost in (again, run.holder("generator-0")), "the host that came back is used"
     assert run.end() == 0, run.tail()
-    judged(run.folder, STEPS)
+    judged(run.folder, steps)
+    assert not any("retries remaining" in line for line in run.said)
 
 
-def test_the_host_of_the_ranks_is_lost_and_training_goes_on_from_the_newest_checkpoint(lay: Lay, drive: Drive) -> None:
-    bed = lay(FOUR)
-    bed.start_ray()
-    run = drive(
-        bed, [f"run.max_steps={STEPS}", "placement.trainer={host: 'in(b, c)'}", "placement.generators={host: d}"]
-    )
-    run.until_step(6)
-    bed.kill(run.holder("trainer-0"))
-    run.until("the trainer restarts from step")
-    run.goes_on_within(240, "the ranks' host lost")
+def test_the_buffer_and_the_ranks_go_on_elsewhere_when_their_hosts_are_lost(lay: Lay, drive: Drive) -> None:
+    bed = lay([A, B, C, D, Host("e")])
+    bed.start_ray("a", "b", "c", "d")
+    steps = FIRST + 2 * (EVERY + 1) + 1
+    run = drive(bed, [f"run.max_steps={steps}", *PLACED, "placement.trainer={host: 'in(c, e)'}"])
+    run.until("loading the model")  # all have their places: what joins now is a spare
+    bed.start_ray("e")
+    run.until_step(FIRST)
+    assert (run.holder("buffer"), run.holder("trainer-0"), run.holder("trainer-1")) == ("b", "c", "c")
+    run.goes_on_after("the buffer's host lost", lambda: bed.kill("b"), RECOVERY_SECONDS)
+    run.goes_on_after("the ranks' host lost", lambda: bed.kill("c"), RECOVERY_SECONDS)
+    assert any("the trainer restarts from step" in line for line in run.said)
+    assert run.holder("trainer-0") == run.holder("trainer-1") == "e"
     assert run.end() == 0, run.tail()
-    judged(run.folder, STEPS)
+    judged(run.folder, steps)
 
 
-@pytest.mark.parametrize("seconds", [5, 20, 60])
-def test_a_link_that_is_cut_for_a_while_costs_nothing_but_time(lay: Lay, drive: Drive, seconds: int) -> None:
-    bed = lay(FOUR)
+def test_a_link_that_is_cut_for_a_while_costs_nothing_but_time(lay: Lay, drive: Drive) -> None:
+    bed = lay([A, B, C, D])
     bed.start_ray()
-    settings = [
-        f"run.max_steps={STEPS}",
-        "placement.trainer={host: 'in(b, c)'}",
-        "placement.generators={host: 'in(c, d)'}",
-    ]
-    run = drive(bed, settings)
-    run.until_step(6)
-    cut = run.holder("generator-0")
-    bed.cut(cut)
-    time.sleep(seconds)
-    bed.join(cut)
-    run.goes_on_within(240, f"a link cut for {seconds} s")
+    cuts = {"buffer": 5, "trainer-0": 20, "generator-0": 60}
+    steps = FIRST + len(cuts) * (EVERY + 1) + 1
+    run = drive(bed, [f"run.max_steps={steps}", *PLACED])
+    run.until_step(FIRST)
+    for part, seconds in cuts.items():
+        host = run.holder(part)
+
+        def cut(host: str = host, seconds: int = seconds) -> None:
+            bed.cut(host)
+            time.sleep(seconds)
+            bed.join(host)
+
+        run.goes_on_after(f"the link of {part}'s host cut for {seconds} s", cut, seconds + RECOVERY_SECONDS)
     assert run.end() == 0, run.tail()
-    judged(run.folder, STEPS)
+    judged(run.folder, steps)
 
 
 def test_a_run_whose_head_is_lost_ends_and_goes_on_in_a_new_cluster(lay: Lay, drive: Drive) -> None:
-    bed = lay(FOUR)
+    bed = lay([A, B, C, D])
     bed.start_ray()
-    run = drive(
-        bed, [f"run.max_steps={STEPS}", "placement.trainer={host: c}", "placement.generators={host: d}"], host="b"
-    )
-    run.until_step(6)
+    steps = FIRST + 3
+    run = drive(bed, [f"run.max_steps={steps}", *PLACED], host="b")
+    run.until_step(FIRST)
+    began = time.monotonic()
     bed.kill("a")
     assert run.end() not in (0, None), "a cluster without its control store is no cluster"
+    print(f"FIGURE the head lost: {time.monotonic() - began:.0f} s to the end of the run")
     for name in ("b", "c", "d"):
         bed.kill(name)
     for name in bed.hosts:
         bed.boot(name)
     bed.start_ray()
+    began = time.monotonic()
     resumed = drive(bed, ["--resume", str(run.folder)], host="b")
+    resumed.until(f"step {EVERY + 1:4}/{steps}")
+    print(f"FIGURE resumed in a new cluster: {time.monotonic() - began:.0f} s to the next optimizer step")
     assert resumed.end() == 0, resumed.tail()
-    judged(run.folder, STEPS)
+    judged(run.folder, steps)
+
+
+def test_where_the_run_folder_cannot_be_written_generators_go_on_and_ranks_end_the_run(lay: Lay, drive: Drive) -> None:
+    bed = lay([A, C, D])
+    bed.start_ray()
+    steps = 3 * EVERY + 1
+    run = drive(bed, [f"run.max_steps={steps}", "placement.trainer={host: c}", "placement.generators={host: d}"])
+    run.until_step(2)
+    run.goes_on_after("the run folder read-only for a generator", lambda: bed.read_only("d"), RECOVERY_SECONDS)
+    bed.read_only("c")
+    assert run.end() == 1, run.tail()
+    assert "Read-only file system" in run.said[-1], "one line says why"
+    bed.kill("c")
+    bed.boot("c")
+    bed.start_ray("c")
+    resumed = drive(bed, ["--resume", str(run.folder)])
+    assert resumed.end() == 0, resumed.tail()
+    judged(run.folder, steps)
 
 
 def test_a_host_that_joins_late_gets_a_generator_and_one_that_cannot_write_gets_none(lay: Lay, drive: Drive) -> None:
-    bed = lay([*FOUR, Host("e", writes=False)])
+    bed = lay([A, B, C, D, Host("e", writes=False)])
     bed.start_ray("a", "b", "c")
     settings = [
         "placement.trainer={host: b}",
         "placement.generators={host: '!b'}",
         "generator.engines={min: 1, max: 3}",
     ]
-    run = drive(bed, [f"run.max_steps={2 * STEPS}", *settings, "generator.tensor_parallel_size=1"])
-    run.until_step(4)
+    steps = 40
+    run = drive(bed, [f"run.max_steps={steps}", *settings])
+    run.until("loading the model")
     bed.start_ray("d")
     run.until(f"host {bed.addresses['d']} has joined")
     bed.start_ray("e")
     run.until("cannot write into the run folder")
     assert run.end() == 0, run.tail()
-    judged(run.folder, 2 * STEPS)
+    judged(run.folder, steps)

@@ -146,7 +146,9 @@ def _lines(file: Path) -> Iterator[Line]:
     hub: Hub | None = None
     source: Source | None = None
     shift = 0.0
-    for line in read_lines(file):
+    lines = list(read_lines(file))
+    measured = _first_measured(lines)
+    for line in lines:
         if isinstance(line, list):
             if source is None:
                 raise ValueError("an event of no process")
@@ -164,7 +166,19 @@ def _lines(file: Path) -> Iterator[Line]:
             if source["boot"] == hub["boot"]:
                 source["error"] = 0.0
             else:
+                if source["offset"] is None and (later := measured.get((source["from"], source["pid"]))) is not None:
+                    source["offset"], source["error"] = later["offset"], later["error"]
                 shift += source["offset"] or 0.0
+
+
+def _first_measured(lines: list[Any]) -> dict[tuple[str, int], Source]:
+    """The first measured distance to the hub's clock by process, also for what it pushed before it had measured any."""
+    found: dict[tuple[str, int], Source] = {}
+    for line in lines:
+        if isinstance(line, dict) and line.get("offset") is not None:
+            source = msgspec.convert(line, Source)
+            found.setdefault((source["from"], source["pid"]), source)
+    return found
 
 
 def _number(file: Path) -> int:

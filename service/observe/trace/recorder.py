@@ -31,14 +31,16 @@ MEASUREMENTS = 6
 """The newest measurements of the distance to the hub's clock; the one with the shortest round trip holds."""
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+TIME_NAMESPACE = Path("/proc/self/ns/time")
 
 SPAN, COUNTER, TRAJECTORY, TOTALS = "span", "counter", "trajectory", "totals"
 """The kinds of lines; `docs/formats.md` says what each holds."""
 
 
 def boot() -> str:
-    """Names the running kernel, whose monotonic clock all its processes share."""
-    return BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+    """Names the running kernel and its time namespace, whose monotonic clock all their processes share."""
+    kernel = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+    return f"{kernel} {os.readlink(TIME_NAMESPACE)}" if TIME_NAMESPACE.is_symlink() else kernel
 
 
 class Trace:

@@ -186,13 +186,17 @@ def test_clocks_of_other_hosts_are_aligned_by_the_shortest_round_trip(
     monkeypatch.setattr(recorder, "boot", lambda: "another kernel")
     here = time.monotonic()
     far = Trace("generator/far")  # its clock began 500 s before the hub's
+    far.span("engine", "starting", here + 519, here + 520)
+    before = far.take()
     far.clock(sent=here + 500.0, answered=here + 500.9, hub=here + 0.8)
     far.clock(sent=here + 510.0, answered=here + 510.02, hub=here + 10.01)
     far.span("engine", "generating", here + 520, here + 521)
+    writer.append(before)  # of a time at which it had measured nothing
     writer.append(far.take())
     writer.close()
-    (span,) = Timeline(read_trace(tmp_path)).rows["generator/far", "engine"]
+    started, span = Timeline(read_trace(tmp_path)).rows["generator/far", "engine"]
     assert span.began == pytest.approx(time.time() + 20, abs=1.0)
+    assert span.began - started.began == pytest.approx(1.0)
     assert "10.0 ms" in chrome_trace(Timeline(read_trace(tmp_path)))["otherData"]["clocks"]
 
 
