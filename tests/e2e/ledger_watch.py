@@ -15,7 +15,10 @@ ACCEPTED = re.compile(r"^baton_accepted_tokens_total(?:\{.*\})? (\S+)$", re.MULT
 
 
 def difference(page: str) -> float:
-    """Accepted tokens less the tokens of every fate, on one page of `/metrics`."""
+    """Accepted tokens less the tokens of every fate, on one page of `/metrics`.
+
+    While the buffer is silent a page has no fates: the hub goes on with its counters, but not with its gauges.
+    """
     return sum(map(float, ACCEPTED.findall(page))) - sum(map(float, FATE.findall(page)))
 
 
@@ -52,7 +55,7 @@ class LedgerWatch:
                 if accepted < most:
                     self.lost.append(most - accepted)
                 most = max(most, accepted)
-                if difference(page):
+                if FATE.search(page) and difference(page):
                     self.open.append(difference(page))
 
 

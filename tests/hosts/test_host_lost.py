@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
+from service.observe.trace.files import read_trace
+from service.observe.trace.timeline import Timeline
 from tests.e2e.verdict import judged
 from tests.hosts.bed import Bed, Host
 from tests.hosts.conftest import EVERY, Run
@@ -71,9 +74,10 @@ def test_the_buffer_and_the_ranks_go_on_elsewhere_when_their_hosts_are_lost(lay:
     judged(run.folder, steps)
 
 
-def test_a_link_that_is_cut_for_a_while_costs_nothing_but_time(lay: Lay, drive: Drive) -> None:
-    bed = lay([A, B, C, D])
+def test_links_that_are_cut_and_clocks_that_differ_cost_nothing_but_time(lay: Lay, drive: Drive) -> None:
+    bed = lay([A, replace(B, ahead=300), replace(C, ahead=-420), replace(D, ahead=180)])
     bed.start_ray()
+    began = time.time()
     cuts = {"buffer": 5, "trainer-0": 20, "generator-0": 60}
     steps = FIRST + len(cuts) * (EVERY + 1) + 1
     run = drive(bed, [f"run.max_steps={steps}", *PLACED])
@@ -89,6 +93,10 @@ def test_a_link_that_is_cut_for_a_while_costs_nothing_but_time(lay: Lay, drive: 
         run.goes_on_after(f"the link of {part}'s host cut for {seconds} s", cut, seconds + RECOVERY_SECONDS)
     assert run.end() == 0, run.tail()
     judged(run.folder, steps)
+    timeline = Timeline(read_trace(run.folder))
+    assert {part for part, _ in timeline.rows} >= {"buffer/buffer", "trainer/trainer-0", "generator/generator-0"}
+    for row, spans in timeline.rows.items():
+        assert began - 5 < spans[0].began and spans[-1].ended < time.time() + 5, f"{row} by the clock of the driver"
 
 
 def test_a_run_whose_head_is_lost_ends_and_goes_on_in_a_new_cluster(lay: Lay, drive: Drive) -> None:
