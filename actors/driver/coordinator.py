@@ -78,7 +78,7 @@ class Coordinator:
         )
         asked = partial(asked_for, folder.path, config)
         self._scaling = Scaling(config, self._generator_pool, cluster.place, asked, say)
-        self._hosts = HostWatch(say)
+        self._hosts = HostWatch(say, self._scaling.look)
         self._checkpoints = Checkpointer(config, folder.path, cluster, self._telemetry.checkpointed, uploads)
         self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
         eval_files, stopped, evaluated = prepared.eval_files, lambda: self._stopping, self._telemetry.evaluated
@@ -118,14 +118,14 @@ class Coordinator:
                 return
             generating = asyncio.ensure_future(self._generator_pool.run())
             training = asyncio.ensure_future(self._train())
-            beside = [asyncio.ensure_future(self._scaling.run()), asyncio.ensure_future(self._hosts.run())]
-            await asyncio.wait([training, generating, *beside], return_when=asyncio.FIRST_COMPLETED)
-            for other in (generating, *beside):
+            watching = asyncio.ensure_future(self._hosts.run())
+            await asyncio.wait([training, generating, watching], return_when=asyncio.FIRST_COMPLETED)
+            for other in (generating, watching):
                 if other.done():
                     other.result()
             await training
-            for other in beside:
-                other.cancel()
+            watching.cancel()
+            self._scaling.stop()
             await self._finish()
             await generating
             await ask_buffer(self._buffer.stop)  # last: the hub serves no gauges of a buffer that is silent

@@ -1,4 +1,4 @@
-"""The hosts of a run: what each holds, and which come and go, a line each."""
+"""The hosts of a run: what each holds, and which come, go and are drained; the changes are said, a line each."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Host(NamedTuple):
     """Its address, and its kind where that is known, such as `spot`."""
     parts: tuple[str, ...]
     """The parts of the run that it holds."""
+    ends_at: int | None = None
+    """The Unix time in ms at which it ends if it is drained; 0: unknown."""
 
 
 def hosts() -> dict[str, Host]:
@@ -35,19 +37,26 @@ def hosts() -> dict[str, Host]:
     parts = {context.get_node_id(): ["driver"]}
     for actor in cluster_state.actor_table(None, ray.JobID.from_hex(context.get_job_id()), "ALIVE").values():
         parts.setdefault(actor["Address"]["NodeID"], []).append(actor["Name"] or actor["ActorClassName"])
-    found = {}
+    found, draining = {}, cluster_state.get_draining_nodes()
     for node in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])):
         if node["Alive"]:
             kind = f" ({node['Labels'][MARKET]})" if MARKET in node["Labels"] else ""
-            found[node["NodeID"]] = Host(node["NodeManagerAddress"] + kind, (*sorted(parts.get(node["NodeID"], ())),))
+            held = (*sorted(parts.get(node["NodeID"], ())),)
+            found[node["NodeID"]] = Host(node["NodeManagerAddress"] + kind, held, draining.get(node["NodeID"]))
     return found
 
 
 class HostWatch:
     """Says which host holds what at the start, and afterwards which hosts came and went, and where parts went."""
 
-    def __init__(self, say: Callable[[str], None], look: Callable[[], dict[str, Host]] = hosts) -> None:
-        self._say, self._look = say, look
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        follow: Callable[[dict[str, int]], None],
+        look: Callable[[], dict[str, Host]] = hosts,
+    ) -> None:
+        """`follow` is given, after each look, when each drained node ends, as `Host.ends_at`."""
+        self._say, self._follow, self._look = say, follow, look
         self._hosts: dict[str, Host] = {}
         self._adrift: set[str] = set()
         """Parts whose host is gone, until they are on another one."""
@@ -60,7 +69,7 @@ class HostWatch:
                 self._say(f"host {host.name}: {', '.join(host.parts) or 'nothing of this run'}")
 
     async def run(self) -> None:
-        """Say what changes, until cancelled."""
+        """Say and follow what changes, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
@@ -69,6 +78,7 @@ class HostWatch:
                 log.debug("the hosts are not known: %s", error)
             else:
                 self.changed(found)
+                self._follow({node: host.ends_at for node, host in found.items() if host.ends_at is not None})
 
     def changed(self, found: dict[str, Host]) -> None:
         """Say what is different from the last look."""

@@ -8,12 +8,10 @@ its node is drained         the same before the node ends; another one joins whe
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from ray._private.state import state as cluster_state
 from ray.util.placement_group import PlacementGroup
 
 from actors.calls import in_a_line, may_be_dropped
@@ -21,10 +19,6 @@ from actors.generator.generator_pool import GENERATOR_FAILED, GeneratorPool
 from service.config import Config
 from service.errors import RunFailed
 
-log = logging.getLogger(__name__)
-
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at what is asked for and at drained nodes."""
 PAUSE_SECONDS = 15.0
 """Seconds before the next try after a generator could not join."""
 MARGIN_SECONDS = 5.0
@@ -61,28 +55,18 @@ class Scaling:
         self._failures = 0
         self._next_try = 0.0
 
-    async def run(self) -> None:
-        """Until cancelled.
+    def stop(self) -> None:
+        """Let none join or leave any more."""
+        for task in (*self._leaving, *filter(None, [self._joining])):
+            may_be_dropped(task)
+            task.cancel()
+
+    def look(self, draining: dict[str, int]) -> None:
+        """Begin what is due. `draining`: the Unix time in ms at which each drained node ends; 0: unknown.
 
         Raises:
             RunFailed: too few are there, and more than `run.max_restarts` times in a row none could join.
         """
-        try:
-            while True:
-                try:
-                    draining = await asyncio.to_thread(cluster_state.get_draining_nodes)
-                except Exception as error:  # noqa: BLE001 - Ray's control store is away; what it raises is its own affair
-                    log.debug("the drained nodes are not known: %s", error)
-                else:
-                    self.look(draining)
-                await asyncio.sleep(LOOK_SECONDS)
-        finally:
-            for task in (*self._leaving, *filter(None, [self._joining])):
-                may_be_dropped(task)
-                task.cancel()
-
-    def look(self, draining: dict[str, int]) -> None:
-        """Begin what is due. `draining`: the Unix time in ms at which each drained node ends; 0: unknown."""
         if self._fixed:  # an engine that shares the GPU of a rank has no other place
             return
         for left in [leaving for leaving in self._leaving if leaving.done()]:

@@ -174,8 +174,8 @@ class Bed:
         return psutil.Process(self._holders[name].pid).children()[0].pid
 
     def kill(self, name: str) -> None:
-        """End a host as a power cut does: its link is down before its processes can close a connection."""
-        self.cut(name)
+        """End a host as a power cut does: its link is gone before its processes can close a connection."""
+        self._on_switch(f"ip link delete to-{name}")
         self._end(name)
 
     def _end(self, name: str) -> None:

@@ -14,6 +14,7 @@ from ray.runtime_context import RuntimeContext
 from actors import SKIPPED
 from actors.driver import hosts as driver_hosts
 from actors.driver.hosts import Host, HostWatch
+from service.errors import RunFailed
 
 HEAD, RANKS, SPOT = (
     Host("10.0.0.1", ("buffer", "driver")),
@@ -25,7 +26,7 @@ ALL = {"one": HEAD, "two": RANKS, "three": SPOT}
 
 def watching(found: dict[str, Host]) -> tuple[HostWatch, list[str]]:
     said: list[str] = []
-    watch = HostWatch(said.append, lambda: found)
+    watch = HostWatch(said.append, lambda draining: None, lambda: found)
     asyncio.run(watch.begin())
     return watch, said
 
@@ -48,10 +49,11 @@ def test_looking_at_the_hosts_prints_no_warning_of_ray(monkeypatch: pytest.Monke
     context = RuntimeContext(SimpleNamespace(current_job_id=job, current_node_id=node))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(driver_hosts.cluster_state, "actor_table", lambda actor, job, state: tables[job, state])
+    monkeypatch.setattr(driver_hosts.cluster_state, "get_draining_nodes", lambda: {node.hex(): 7000})
     one = {"NodeID": node.hex(), "Alive": True, "NodeManagerAddress": "10.0.0.1", "Labels": {}}
     monkeypatch.setattr(ray, "nodes", lambda: [one])
     with warnings.catch_warnings(action="error"):
-        assert driver_hosts.hosts() == {node.hex(): Host("10.0.0.1", ("buffer", "driver"))}
+        assert driver_hosts.hosts() == {node.hex(): Host("10.0.0.1", ("buffer", "driver"), 7000)}
 
 
 def test_nothing_is_said_where_there_is_one_host() -> None:
@@ -73,6 +75,26 @@ def test_a_host_that_goes_is_said_once_with_what_it_held_and_where_that_went() -
         "host 10.0.0.2 has joined",
         "host 10.0.0.2 now holds trainer-0",
     ]
+
+
+def test_generators_follow_what_is_drained_also_after_a_look_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[dict[str, Host] | None] = [ALL, None, ALL, ALL | {"three": SPOT._replace(ends_at=0)}]
+    followed: list[dict[str, int]] = []
+    monkeypatch.setattr(driver_hosts, "LOOK_SECONDS", 0.0)
+
+    def look() -> dict[str, Host]:
+        if (found := looks.pop(0)) is None:
+            raise ConnectionError("no answer of Ray's control store")
+        return found
+
+    def follow(draining: dict[str, int]) -> None:
+        followed.append(draining)
+        if not looks:
+            raise RunFailed("no generator could join")
+
+    with pytest.raises(RunFailed, match="no generator could join"):
+        asyncio.run(HostWatch(lambda line: None, follow, look).run())
+    assert followed == [{}, {}, {"three": 0}]
 
 
 @pytest.mark.parametrize(
