@@ -170,6 +170,9 @@ class Hub:
             played,
             by_role.get("buffer", {}).get("buffer", {}).get("syncing", 0.0),
             buffer.total("baton_journal_syncs_total") if buffer is not None else 0.0,
+            driver.of_histogram("baton_weight_sync_seconds", "sum", "role").get("driver", 0.0)
+            if driver is not None
+            else 0.0,
         )
 
     def _limits(self) -> Limits:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from service.plan.binding import Binding, Demand, Part, Side, binding
+from service.plan.binding import Binding, Demand, Part, binding
 
 WINDOW_SECONDS = 600.0
 """What alerts count: what binds for a moment only, such as an evaluation, is no reason for one."""
@@ -72,6 +72,8 @@ class Figures:
     syncing: float = 0.0
     """Seconds of the journal's syncs."""
     syncs: float = 0.0
+    arriving: float = 0.0
+    """Seconds from sending weights until engines serve them."""
 
     def since(self, before: Figures) -> Figures:
         """What the totals grew by; those of an actor that began anew count from its beginning."""
@@ -86,6 +88,7 @@ class Figures:
             max(0.0, self.played - before.played),
             max(0.0, self.syncing - before.syncing),
             max(0.0, self.syncs - before.syncs),
+            max(0.0, self.arriving - before.arriving),
         )
 
 
@@ -122,7 +125,8 @@ def demand(grown: Figures, limits: Limits) -> Demand | None:
             training[needs] = training.get(needs, 0.0) + seconds / grown.steps
     # neither the start nor the end of the run belongs to a step
     of_step = sum(seconds for state, seconds in grown.trainer.items() if state in (*STATES, WAITING)) / grown.steps
-    return Demand(generation, training, len(grown.engines), *limits, seconds_of_step=of_step)
+    arrival = grown.arriving / grown.steps
+    return Demand(generation, training, len(grown.engines), *limits, arrival, of_step)
 
 
 class Live(NamedTuple):
@@ -150,9 +154,9 @@ def live(grown: Figures, limits: Limits) -> Live | None:
     needed = demand(grown, limits)
     if needed is None:
         return None
-    found = binding(needed)
-    slow = _slow_engine(grown) if found.side is Side.GENERATION else _slow_rank(grown)
-    return Live(found, grown.at, slow if found.part in (Part.ENGINES, Part.TRAINER) else "")
+    slow = {Part.ENGINES: _slow_engine(grown), Part.TRAINER: _slow_rank(grown)}
+    found = binding(needed, next((part for part, who in slow.items() if who), None))
+    return Live(found, grown.at, slow.get(found.part, ""))
 
 
 def _slow_engine(grown: Figures) -> str:

@@ -6,8 +6,10 @@
                                                                           lease
 
 The two sides run beside each other, and within a side the parts follow one another. The side that needs more time is
-waited for, and its largest part binds; where both sides wait for each other, the lookahead does. The seconds are
-predicted by `baton plan`, or measured: those of a step, without the time for which the side waited.
+waited for, and its largest part binds. Where both sides wait, it is for an engine or rank that is far slower than the
+others, for new weights if these take longer to arrive than anything else takes, or else for each other: then the
+lookahead binds. The seconds are predicted by `baton plan`, or measured: those of a step, without the time for which the
+side waited.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ SHARPNESS = 17.0
 lookahead of 4 and lengths of moderate tails."""
 
 BOTH_WAIT = 0.15
-"""The lookahead binds where each side waits for more than this fraction of the time."""
+"""Both sides wait where each waits for more than this fraction of the time."""
 
 BALANCED = 0.1
 """The sides are in balance if one needs at most this fraction less than the other."""
@@ -61,6 +63,8 @@ class Demand:
     """Mini-batches that may be generated ahead; 0: one side after the other."""
     concurrency: float = 1.0
     """Groups that are generated at once where admission lets them, in mini-batches."""
+    arrival: float = 0.0
+    """From a commit until the engines serve its weights; groups that need these are admitted then."""
     seconds_of_step: float | None = None
     """Seconds of a step as measured or simulated; None: by the arithmetic of `arithmetic_seconds`."""
 
@@ -82,7 +86,7 @@ class Demand:
         """Seconds of a step: what the longer side needs, and what admission lets happen.
 
         Of a group that is admitted, `lookahead` + 1 mini-batches later the successor is: in between lie its generation
-        beside `concurrency` mini-batches of others, and its training.
+        beside `concurrency` mini-batches of others, its training, and the way of the new weights.
 
         >>> Demand({Part.ENGINES: 3.0}, {Part.TRAINER: 1.0}, lookahead=0).arithmetic_seconds
         4.0
@@ -93,7 +97,7 @@ class Demand:
             return 0.0
         beside = longer * math.pow(1 + math.pow(shorter / longer, SHARPNESS), 1 / SHARPNESS)
         ahead = self.lookahead + 1
-        return max(beside, (min(self.concurrency, ahead) * generation + training) / ahead)
+        return max(beside, (min(self.concurrency, ahead) * generation + training + self.arrival) / ahead)
 
     @property
     def step_seconds(self) -> float:
@@ -133,13 +137,15 @@ class Binding:
     """The side that the other one waits for."""
     part: Part
     share: float
-    """Fraction of the side's time that the part takes; of the lookahead, the fraction for which the side waits too."""
+    """Fraction of the side's time that the part takes; where both sides wait, for which the side waits too."""
     waits: float
     """Fraction of the time for which the other side waits."""
     balanced: bool
     """Neither side waits long for the other."""
     gain: float
     """Speed with one more of it, or of what needs no more of it with none of its time, over that of now."""
+    both_wait: bool = False
+    """For the lookahead, or for weights on their way."""
 
     @property
     def is_usual(self) -> bool:
@@ -155,33 +161,53 @@ class Binding:
             Part.TRAINER: "one more rank would give",
             Part.LOOKAHEAD: "a buffer.lookahead of one more would give",
         }.get(self.part, "without that a run would be at")
-        if self.part is Part.LOOKAHEAD:
-            begin = f"lookahead: {begin.partition(': ')[2]}, {self.side} {self.share:.0%}, both for each other"
+        if self.both_wait:
+            what = "each other" if self.part is Part.LOOKAHEAD else "new weights to arrive"
+            begin = f"{self.part}: {begin.partition(': ')[2]}, {self.side} {self.share:.0%}, both for {what}"
         else:
             begin += f"; {self.part} {'take' if self.part.endswith('s') else 'takes'} {self.share:.0%} of {self.side}"
         return f"{begin}; {change} {self.gain:.2f}x" + (" (in balance)" if self.balanced else "")
 
 
-def binding(demand: Demand) -> Binding:
+def binding(demand: Demand, slow: Part | None = None) -> Binding:
     """The part that the run waits for.
+
+    `slow`: ENGINES or TRAINER if one of them is far slower than the others. Where both sides wait, they wait for it.
 
     >>> found = binding(Demand({Part.ENGINES: 8.0, Part.ENVIRONMENT: 1.0}, {Part.TRAINER: 3.0}, engines=2))
     >>> print(found.sentence())
     generation: training waits 67% of the time; engines take 89% of generation; one more engine would give 1.42x
     """
-    longer = demand.longer
-    shorter = Side.TRAINING if longer is Side.GENERATION else Side.GENERATION
-    parts, total = demand.of(longer), demand.seconds(longer)
-    part = max(parts, key=lambda each: parts[each])
-    share = parts[part] / total if total else 0.0
-    if demand.waits(longer) > BOTH_WAIT:
-        part, share = Part.LOOKAHEAD, demand.waits(longer)
-    countable = part in (Part.ENGINES, Part.TRAINER, Part.LOOKAHEAD)
+    side, both_wait = demand.longer, demand.waits(demand.longer) > BOTH_WAIT
+    if both_wait and slow is None:
+        return _both_wait(demand)
+    if both_wait:
+        side = Side.GENERATION if slow is Part.ENGINES else Side.TRAINING
+    shorter = Side.TRAINING if side is Side.GENERATION else Side.GENERATION
+    parts, total = demand.of(side), demand.seconds(side)
+    part = slow if both_wait and slow is not None else max(parts, key=lambda each: parts[each])
+    countable = part in (Part.ENGINES, Part.TRAINER)
     return Binding(
-        side=longer,
+        side=side,
         part=part,
-        share=share,
+        share=parts[part] / total if total else 0.0,
         waits=demand.waits(shorter),
-        balanced=demand.seconds(shorter) >= (1 - BALANCED) * total and part is not Part.LOOKAHEAD,
-        gain=demand.gain(demand.with_more(part) if countable else demand.without(longer, part)),
+        balanced=not both_wait and demand.seconds(shorter) >= (1 - BALANCED) * total,
+        gain=demand.gain(demand.with_more(part) if countable else demand.without(side, part)),
+    )
+
+
+def _both_wait(demand: Demand) -> Binding:
+    """The lookahead binds, or the way of new weights if nothing takes longer."""
+    side = demand.longer
+    shorter = Side.TRAINING if side is Side.GENERATION else Side.GENERATION
+    late = demand.arrival > max(max(demand.of(each).values()) for each in Side)
+    return Binding(
+        side=side,
+        part=Part.WEIGHTS if late else Part.LOOKAHEAD,
+        share=demand.waits(side),
+        waits=demand.waits(shorter),
+        balanced=False,
+        gain=demand.gain(replace(demand, arrival=0.0) if late else demand.with_more(Part.LOOKAHEAD)),
+        both_wait=True,
     )

@@ -26,6 +26,7 @@ def figures(
     ranks: tuple[float, ...] = (300.0, 301.0),
     syncing: float = 0.04,
     sync_seconds: float = 0.002,
+    arriving: float = 0.1,
 ) -> Figures:
     """Ten minutes of two engines and two ranks; what is given are fractions of them. Without anything the run is in
     balance."""
@@ -47,6 +48,7 @@ def figures(
         STEPS * 128,
         MINUTES * syncing,
         MINUTES * syncing / sync_seconds,
+        MINUTES * arriving,
     )
 
 
@@ -73,6 +75,11 @@ SLOW = {
         Part.WEIGHTS,
         figures({"step": 0.3}, {"generating": 0.3, "paused": 0.6}, {"pause": 2.0}),
     ),
+    "weights that arrive late": (Part.WEIGHTS, figures({"step": 0.3}, {"generating": 0.5}, arriving=1.8)),
+    "a slow engine, whose groups all wait for": (
+        Part.ENGINES,
+        figures({"step": 0.5}, {"generating": 0.55}, tokens=(10_000.0, 100_000.0)),
+    ),
     "long evaluations": (
         Part.EVALUATION,
         figures({"step": 0.3, "evaluating": 0.6}, {"generating": 0.3, "evaluating": 0.6}),
@@ -93,6 +100,7 @@ HEALTHY = [
     figures({}, {"generating": 0.4}, {"environment": 0.4}, syncing=0.1),
     figures({"step": 0.6}, {"generating": 0.9}, syncing=0.15),
     figures({"step": 0.6}, {"generating": 0.9}, syncing=0.7, sync_seconds=0.03),
+    figures({"step": 0.6}, {"generating": 0.9}, arriving=1.8),
 ]
 """Runs that spend their time on engines and trainer."""
 

@@ -1,6 +1,7 @@
 """Who waits for whom, from what each part needs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,24 @@ def test_two_sides_that_both_wait_are_held_by_the_lookahead() -> None:
         assert found.part is Part.LOOKAHEAD and not found.is_usual and not found.balanced
         assert found.gain > 1.2 and "buffer.lookahead" in found.sentence()
     assert binding(Demand(*sides, lookahead=4, concurrency=2)).balanced
+
+
+def test_two_sides_that_both_wait_are_held_by_weights_that_arrive_late() -> None:
+    sides = ({Part.ENGINES: 0.6}, {Part.TRAINER: 0.5})
+    late = Demand(*sides, lookahead=1, concurrency=2, arrival=2.0)
+    for demand in (late, replace(late, seconds_of_step=1.9)):
+        found = binding(demand)
+        assert found.part is Part.WEIGHTS and not found.is_usual and not found.balanced
+        assert found.gain > 1.5 and "both for new weights to arrive" in found.sentence()
+    assert binding(replace(late, arrival=0.5, seconds_of_step=1.9)).part is Part.LOOKAHEAD
+
+
+@pytest.mark.parametrize(("slow", "side"), [(Part.ENGINES, Side.GENERATION), (Part.TRAINER, Side.TRAINING)])
+def test_two_sides_that_both_wait_are_held_by_the_one_engine_or_rank_that_is_slow(slow: Part, side: Side) -> None:
+    both = Demand({Part.ENGINES: 0.6}, {Part.TRAINER: 0.5}, 2, 2, lookahead=1, seconds_of_step=1.2)
+    found = binding(both, slow)
+    assert (found.side, found.part) == (side, slow) and found.is_usual and not found.balanced
+    assert binding(HEALTHY, slow) == binding(HEALTHY), "where one side is waited for, its parts say for what"
 
 
 def test_a_run_in_balance_is_said_to_be() -> None:
