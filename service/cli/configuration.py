@@ -28,6 +28,8 @@ def no_more_words(arguments: argparse.Namespace) -> None:
     if arguments.overrides:
         word = arguments.overrides[0]
         hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""
-        if "=" in word:  # the label of a host, say
+        if word.endswith(("}", "]", ",")):  # the shell has cut a value at its spaces
+            hint = "; put quotes around a setting that has spaces: 'section.key={KEY: value}'"
+        elif "=" in word:  # the label of a host, say
             hint = "; a key with other signs than letters, digits and _ goes into braces: 'section.key={KEY: value}'"
         raise UserError(f"{word!r}: not of the form section.key=value{hint}")

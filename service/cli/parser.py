@@ -154,7 +154,8 @@ def _add_export(added: Any) -> None:
     )
     parser.add_argument("output", type=Path, metavar="FOLDER", help="the folder to write, which must not exist yet")
     parser.add_argument("--merge", action="store_true", help="write a whole model, which needs no adapter")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set one value over the run's")
+    text = "set one value over the run's"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)
 
 
 def _add_submit(added: Any) -> None:
@@ -271,4 +272,5 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", action="append", type=config_file, default=[], metavar="FILE", help=text)
     # `split_overrides` takes the settings out before parsing; this argument shows them in --help.
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set one value over the files")
+    text = "set one value over the files"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)

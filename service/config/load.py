@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from service.config.section import PATTERNS
 from service.config.source import KeyPath, Source, plain, read_sources, short
 from service.config.tree import Config
 from service.errors import ConfigError
@@ -41,7 +42,11 @@ def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
     except ValidationError as error:
         # A value that fits no member of a union is reported once for each member; the first report is kept.
         by_path = {_tree_path(detail, source): detail for detail in reversed(error.errors(include_url=False))}
-        lines = [source.line(path, _message(detail, path)) for path, detail in reversed(by_path.items())]
+        lines = [
+            source.line(path, _message(detail, path))
+            for path, detail in reversed(by_path.items())
+            if not any(other[: len(path)] == path for other in by_path if other != path)  # another member fits better
+        ]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -75,17 +80,19 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
     """The path of the key, without the tags that pydantic adds for members of a union."""
-    path = tuple(str(part) for part in detail["loc"])
-    known = {*key_paths(), *source.places}
-    while len(path) > 1 and path not in known:
-        path = path[:-1]
-    return path
+    known, path = {*key_paths(), *source.places}, KeyPath()
+    for part in map(str, detail["loc"]):
+        path = (*path, part) if (*path, part) in known else path
+    is_key = detail["type"] == "missing" and isinstance(detail["input"], Mapping)
+    return (*path, str(detail["loc"][-1])) if is_key else path
 
 
 def _message(detail: ErrorDetails, path: KeyPath) -> str:
     value = detail.get("input")
     if detail["type"] == "extra_forbidden":
         return f"unknown key{_unknown_hint(path)}"
+    if detail["type"] == "missing":
+        return "is not set, and has no default" if isinstance(value, Mapping) else f"{short(value)} has too few values"
     if detail["type"] == "literal_error":
         return f"{short(value)} is not one of {detail['ctx']['expected']}{_literal_hint(value, detail)}"
     if detail["type"] == "string_type" and isinstance(value, Mapping):
@@ -96,7 +103,8 @@ def _message(detail: ErrorDetails, path: KeyPath) -> str:
     if detail["type"] in ("model_type", "model_attributes_type"):
         return f"is a section with keys of its own, not a value like {short(value)}"
     if detail["type"] == "string_pattern_mismatch":
-        return f"{short(value)} must match {detail['ctx']['pattern']}"
+        pattern = detail["ctx"]["pattern"]
+        return f"{short(value)} must {PATTERNS.get(pattern, f'match {pattern}')}"
     if detail["type"] in ("tuple_type", "list_type"):
         return f"is a list, not {short(value)}; write [{plain(str(value))}]"
     text = detail["msg"][:1].lower() + detail["msg"][1:]
@@ -105,14 +113,27 @@ def _message(detail: ErrorDetails, path: KeyPath) -> str:
 
 def _unknown_hint(path: KeyPath) -> str:
     """The key that was most likely meant: one of the same section, or one of that name; else the section's keys."""
-    known = key_paths()
-    siblings = [other[-1] for other in known if other[:-1] == path[:-1]]
+    known, siblings = key_paths(), _keys_of(path[:-1])
     if close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6):
         return f" (did you mean {'.'.join((*path[:-1], close[0]))}?)"
     close = difflib.get_close_matches(path[-1], [other[-1] for other in known], n=1, cutoff=0.8)
     if nearest := " or ".join([".".join(other) for other in known if other[-1] in close][:2]):
         return f" (did you mean {nearest}?)"
     return f" (valid here: {', '.join(siblings)})" if siblings else ""
+
+
+def _keys_of(path: KeyPath) -> list[str]:
+    """The keys of the section at a path, which may be one of several by name, such as `scorers.judge`."""
+    here: Any = Config
+    for key in path:
+        if get_origin(here) is dict:
+            here = get_args(here)[1]
+        else:
+            section = section_of(here)
+            field = None if section is None else section.model_fields.get(key)
+            here = None if field is None else field.annotation
+    section = section_of(here)
+    return [] if section is None else [*section.model_fields]
 
 
 def _literal_hint(value: object, detail: ErrorDetails) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from service.config.command import CommandConfig
-from service.config.section import Fraction, NotNegative, Positive, Seconds, Section
+from service.config.section import URL, Fraction, NotNegative, Positive, Seconds, Section
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Bounds of the temperature in training; vLLM raises a lower temperature to COLDEST, so the trainer could not recompute
@@ -249,9 +249,6 @@ class GeneratorConfig(Section):
         return self.engines if isinstance(self.engines, int) else self.engines.max
 
 
-ScorerName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
-
-
 class ScorerConfig(Section):
     """Scores complete groups before they are leased; one of `use`, `url` and `model` is set. See docs/scorers.md."""
 
@@ -259,7 +256,7 @@ class ScorerConfig(Section):
     """`rewards`: one reward a trajectory; `teacher`: the log-probability of each sampled token under another model."""
     use: str | None = None
     """A function, or a class with a method `score` (`logprobs` for a teacher), as `your.module:name`."""
-    url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    url: Annotated[str, Field(pattern=URL)] | None = None
     """An address that takes the group as JSON in a POST; of a teacher, a completions endpoint of vLLM."""
     model: Path | None = None
     """A teacher's Hugging Face folder, which an engine of this run serves."""

@@ -18,9 +18,8 @@ from service.config.rollout import (
     GeneratorConfig,
     RoleConfig,
     ScorerConfig,
-    ScorerName,
 )
-from service.config.section import Fraction, MergeMode, NotNegative, Positive, Seconds, Section
+from service.config.section import Fraction, MergeMode, Name, NotNegative, Positive, Seconds, Section
 from service.handoff.steps.roles import MAX_NAMED, TRAINED
 
 _VALUE = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -45,8 +44,6 @@ def _choice(text: str) -> str:
 
 Labels = dict[Annotated[str, AfterValidator(_label)], Annotated[str, AfterValidator(_choice)]]
 """Ray's label selector: what each of these labels of a host must be."""
-
-RoleName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 
 
 class RunConfig(Section):
@@ -207,10 +204,10 @@ class Config(Section):
     env: EnvConfig = EnvConfig()
     agents: AgentsConfig | None = None
     """The endpoint for agents; None: there is one, with the defaults, only where `env.name` is agent."""
-    roles: Annotated[dict[RoleName, RoleConfig], Field(max_length=MAX_NAMED)] = {}
+    roles: Annotated[dict[Name, RoleConfig], Field(max_length=MAX_NAMED)] = {}
     """Roles besides `main`, by name, each with rewards and a baseline of its own."""
     generator: GeneratorConfig = GeneratorConfig()
-    scorers: dict[ScorerName, ScorerConfig] = {}
+    scorers: dict[Name, ScorerConfig] = {}
     """Reward models, judges and teachers by name."""
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

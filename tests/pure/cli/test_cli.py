@@ -55,6 +55,7 @@ def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureF
         (["run", "--config", "none.yaml"], "none.yaml: cannot read the configuration file"),
         (["run", "--config", QUICKSTART, "trainer.lrr=1"], "did you mean trainer.lr?"),
         (["run", "--config", QUICKSTART, "nonsense"], "not of the form section.key=value"),
+        (["run", "--config", QUICKSTART, "model.lora={rank:", "16}"], "put quotes around a setting that has spaces"),
         (["run", "--config", QUICKSTART, "placement.trainer.a/b=c"], "goes into braces: 'section.key={KEY: value}'"),
         (["run", "--config", QUICKSTART, "algorithm.estimator=gae"], "step-wise rows are separate sequences"),
         (["run", "--config", QUICKSTART, "model.make=null", "model.path=/none"], "model folder /none does not exist"),

@@ -110,6 +110,12 @@ def test_what_is_left_over_from_a_lower_layer_is_named(tmp_path: Path, capsys: p
         ("generator:\n  max_generate_length: 1\n", 2, ["generator.max_generate_length", "equal to 2"]),
         ("generator:\n  temperature: 0.001\n", 2, ["generator.temperature", "equal to 0.01"]),
         ("data:\n  mixture: {a: {path: x, weight: 1e308}}\n", 2, ["data.mixture.a.weight", "equal to 1000000000000"]),
+        ("data:\n  curriculum: {band: [0.1]}\n", 2, ["data.curriculum.band: [0.1] has too few values"]),
+        ("data:\n  mixture:\n    a: {weight: 2}\n", 3, ["data.mixture.a.path: is not set, and has no default"]),
+        ("scorers:\n  judge:\n    falback: refuse\n", 3, ["scorers.judge.falback", "mean scorers.judge.fallback?"]),
+        ("scorers:\n  judge:\n    url: localhost:1\n", 3, ["scorers.judge.url", "must begin with http:// or https://"]),
+        ("scorers:\n  Judge: {url: 'http://h'}\n", 2, ["scorers.Judge: 'Judge' must be lower-case letters"]),
+        ("generator:\n  engines: {minimum: 1, max: 2}\n", 2, ["generator.engines.minimum", "generator.engines.min?"]),
         ("generator:\n  stop: ['']\n", 2, ["generator.stop", "at least 1 character"]),
     ],
 )
