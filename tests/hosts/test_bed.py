@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.hosts.bed import ROOT, Bed, Host
+from tests.hosts.bed import LIBFAKETIME, ROOT, Bed, Host
 from tests.waiting import until
 
 Lay = Callable[[Sequence[Host]], Bed]
@@ -55,6 +56,29 @@ def test_a_link_is_cut_and_mended_and_a_host_that_was_killed_comes_back_empty(la
     bed.boot("b")
     until(lambda: reaches(bed, "a", "b"), 30)
     bed.call("b", "test ! -e /tmp/own")
+
+
+def test_the_shared_folder_of_one_host_becomes_read_only_and_open_files_stay_so(lay: Lay, tmp_path: Path) -> None:
+    bed = lay([Host("a"), Host("b")])
+    writes = f"exec 3>{tmp_path}/open; read -r _; echo more >&3; ! touch {tmp_path}/new 2>/dev/null"
+    writer = bed.popen("b", ["sh", "-ec", writes], {"stdin": subprocess.PIPE})
+    until((tmp_path / "open").exists, 30)
+    bed.read_only("b")
+    writer.communicate(b"\n", timeout=30)
+    assert writer.returncode == 0 and (tmp_path / "open").read_text() == "more\n"
+    bed.call("a", f"touch {tmp_path}/of-a")
+    bed.kill("b")
+    bed.boot("b")
+    bed.call("b", f"touch {tmp_path}/of-b")
+
+
+@pytest.mark.skipif(LIBFAKETIME is None, reason="wall clocks of hosts need libfaketime")
+def test_a_host_has_a_wall_clock_of_its_own_and_waits_no_longer_for_that(lay: Lay) -> None:
+    bed = lay([Host("a", ahead=-420)])
+    wait = "import time, threading; began = time.time(); threading.Event().wait(0.2); print(began, time.time() - began)"
+    said, _ = bed.popen("a", [sys.executable, "-ISc", wait], {"stdout": subprocess.PIPE}).communicate(timeout=30)
+    began, waited = map(float, said.split())
+    assert -450 < began - time.time() < -390 and 0.2 <= waited < 10
 
 
 OWNER = """
