@@ -92,6 +92,9 @@ class Coordinator:
         self._bad_steps = 0
         self._logprobs = LogprobCheck(config.weights)
         self._trainer_failures = 0
+        """Since the run came further than ever before: steps that are repeated are no progress."""
+        self._furthest = 0
+        """The highest step that was taken; a trainer that failed is at a lower one for a while."""
         self._starting: asyncio.Task[None] | None = None
         """Set while the actors start."""
         self.stopped_by: int | None = None
@@ -289,7 +292,9 @@ class Coordinator:
         self._version = PolicyVersion(self._version.incarnation, self._version.step + 1)
         self._telemetry.doing("commit")
         _accepted(await ask_buffer(self._buffer.commit, self._version.incarnation, leased.lease, self._version))
-        self._bad_steps = self._trainer_failures = 0
+        self._bad_steps = 0
+        if self._version.step > self._furthest:
+            self._furthest, self._trainer_failures = self._version.step, 0
         self._generator_pool.progressed()
         self._failures.progressed()
         if self._version.step % self._config.weights.sync_every == 0:

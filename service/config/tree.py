@@ -58,7 +58,8 @@ class RunConfig(Section):
     max_steps: Positive = 100
     """Optimizer steps after which the run ends."""
     max_restarts: NotNegative = 3
-    """Failures of a generator, or of the trainer, that a run survives without an optimizer step in between."""
+    """Failures of a generator, or of the trainer, that a run survives without an optimizer step in between. Steps that
+    a trainer repeats after a failure do not count."""
     trajectories_per_step: NotNegative = 2
     """Trajectories of each mini-batch that are kept in `trajectories.jsonl`, and as many of groups that ended
     untrained, until the file is full."""

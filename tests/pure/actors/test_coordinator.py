@@ -16,6 +16,7 @@ from actors.buffer.actor import Leased
 from actors.driver import coordinator
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import TARGETS_SECONDS, Coordinator
+from actors.trainer.group import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
 from service.handoff.steps.validate import Routing
@@ -76,6 +77,41 @@ class Trainer:
             return 0.5
 
         return answer
+
+
+def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    """Else it would repeat the steps before that checkpoint for ever, as on a disk that has become read-only."""
+    config = load_config(
+        ["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=2", "run.max_restarts=2"]
+    )
+    said: list[str] = []
+    whole = [0, 2]
+
+    async def finish_save() -> None:
+        if not whole:
+            raise TrainerLost("the trainer failed (OSError: Read-only file system)")
+        whole.pop()
+
+    status = dict.fromkeys(("journal_start", "journal_synced", "issued", "frontier", "accepted_tokens"), 0)
+    buffer = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "status": status}
+    names = ("load", "weights", "save", "restart", "restore")
+    trainer = {name: answering() for name in names} | {"step": answering(StepReport(True, None, {}))}
+    cluster = Cluster(
+        hub=SimpleNamespace(
+            start=Method(answering("http://127.0.0.1:9400")), push=SimpleNamespace(remote=lambda *_: None)
+        ),
+        buffer=SimpleNamespace(**{name: Method(answering(answer)) for name, answer in buffer.items()}),
+        generators=(),
+        place=answering(None),
+        trainer=SimpleNamespace(**trainer, finish_save=finish_save),  # type: ignore[arg-type]
+    )
+    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
+    try:
+        with pytest.raises(RunFailed, match=r"^the trainer failed 3 times; the last time: .*Read-only file system"):
+            asyncio.run(Coordinator(config, cluster, run, prepared, said.append, None).run())
+    finally:
+        run.close()
+    assert len([line for line in said if line.endswith("the trainer restarts from step 2")]) == 2
 
 
 @pytest.mark.parametrize("lora", [True, False])
