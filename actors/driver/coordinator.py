@@ -91,10 +91,8 @@ class Coordinator:
         """When the scrape targets were looked up last."""
         self._bad_steps = 0
         self._logprobs = LogprobCheck(config.weights)
-        self._trainer_failures = 0
-        """Since the run came further than ever before: steps that are repeated are no progress."""
-        self._furthest = 0
-        """The highest step that was taken; a trainer that failed is at a lower one for a while."""
+        self._trainer_failures, self._failed_at = 0, 0
+        """Failures of the trainer, and the highest step before one: steps that are repeated are no progress."""
         self._starting: asyncio.Task[None] | None = None
         """Set while the actors start."""
         self.stopped_by: int | None = None
@@ -122,10 +120,9 @@ class Coordinator:
             generating = asyncio.ensure_future(self._generator_pool.run())
             training = asyncio.ensure_future(self._train())
             watching = asyncio.ensure_future(self._hosts.run())
-            await asyncio.wait([training, generating, watching], return_when=asyncio.FIRST_COMPLETED)
-            for other in (generating, watching):
-                if other.done():
-                    other.result()
+            ended, _ = await asyncio.wait([training, generating, watching], return_when=asyncio.FIRST_COMPLETED)
+            for first in ended:
+                first.result()
             await training
             watching.cancel()
             self._scaling.stop()
@@ -293,8 +290,6 @@ class Coordinator:
         self._telemetry.doing("commit")
         _accepted(await ask_buffer(self._buffer.commit, self._version.incarnation, leased.lease, self._version))
         self._bad_steps = 0
-        if self._version.step > self._furthest:
-            self._furthest, self._trainer_failures = self._version.step, 0
         self._generator_pool.progressed()
         self._failures.progressed()
         if self._version.step % self._config.weights.sync_every == 0:
@@ -358,6 +353,8 @@ class Coordinator:
 
     async def _restart_trainer(self, error: TrainerLost) -> None:
         """Restart all ranks from the newest checkpoint; the buffer gives out again what was trained after it."""
+        if self._version.step > self._failed_at:
+            self._trainer_failures, self._failed_at = 0, self._version.step
         self._trainer_failures += 1
         manifest = self._checkpoints.newest()
         if manifest is None:

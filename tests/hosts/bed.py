@@ -41,9 +41,7 @@ START_SECONDS = 240.0
 END_SECONDS = 30.0
 OBJECT_STORE_BYTES = 200 << 20
 DAYS_APART = 3
-"""By how much the monotonic clocks of two hosts differ."""
-LIBFAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-"""Of Debian's package `libfaketime`. Linux has one wall clock for all namespaces, so only this gives a host its own."""
+"""By how much the monotonic clocks of two hosts differ. The wall clock is the machine's: Linux has no other."""
 
 TOOLS = ("hostname", "ip", "mount", "nsenter", "tc", "unshare")
 NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--time")
@@ -77,15 +75,6 @@ class Host:
     labels: dict[str, str] = field(default_factory=dict)
     writes: bool = True
     """Whether it may write into the shared folder."""
-    ahead: int = 0
-    """Seconds by which its wall clock is ahead of the machine's, where `LIBFAKETIME` is there."""
-
-    def clock(self) -> dict[str, str]:
-        """What sets the wall clock of a process of this host."""
-        if not self.ahead or LIBFAKETIME is None:
-            return {}
-        kept = {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_DISABLE_SHM": "1", "NO_FAKE_STAT": "1"}
-        return {"LD_PRELOAD": str(LIBFAKETIME), "FAKETIME": f"{self.ahead:+}", **kept}
 
 
 def unsupported() -> str | None:
@@ -226,7 +215,7 @@ class Bed:
         inside = ["nsenter", "--target", str(self.first(name)), *NAMESPACES, "sh", "-c", 'cd "$0" && exec "$@"']
         return Process(
             [*inside, str(ROOT), *command],
-            env=self._environment(**self.hosts[name].clock(), **more),
+            env=self._environment(**more),
             start_new_session=True,
             **(popen or {}),
         )

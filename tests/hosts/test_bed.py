@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.hosts.bed import LIBFAKETIME, ROOT, Bed, Host
+from tests.hosts.bed import ROOT, Bed, Host
 from tests.waiting import until
 
 Lay = Callable[[Sequence[Host]], Bed]
@@ -70,15 +69,6 @@ def test_the_shared_folder_of_one_host_becomes_read_only_and_open_files_stay_so(
     bed.kill("b")
     bed.boot("b")
     bed.call("b", f"touch {tmp_path}/of-b")
-
-
-@pytest.mark.skipif(LIBFAKETIME is None, reason="wall clocks of hosts need libfaketime")
-def test_a_host_has_a_wall_clock_of_its_own_and_waits_no_longer_for_that(lay: Lay) -> None:
-    bed = lay([Host("a", ahead=-420)])
-    wait = "import time, threading; began = time.time(); threading.Event().wait(0.2); print(began, time.time() - began)"
-    said, _ = bed.popen("a", [sys.executable, "-ISc", wait], {"stdout": subprocess.PIPE}).communicate(timeout=30)
-    began, waited = map(float, said.split())
-    assert -450 < began - time.time() < -390 and 0.2 <= waited < 10
 
 
 OWNER = """

@@ -184,15 +184,18 @@ def test_clocks_of_other_hosts_are_aligned_by_the_shortest_round_trip(
     (tmp_path / CONFIG).touch()
     writer = TraceFiles(tmp_path / TIMELINE)
     monkeypatch.setattr(recorder, "boot", lambda: "another kernel")
-    here = time.monotonic()
+    here, wall = time.monotonic(), time.time
+    monkeypatch.setattr(time, "time", lambda: wall() - 420.0)  # nobody has set the clock of the other host
     far = Trace("generator/far")  # its clock began 500 s before the hub's
     far.span("engine", "starting", here + 519, here + 520)
     before = far.take()
     far.clock(sent=here + 500.0, answered=here + 500.9, hub=here + 0.8)
     far.clock(sent=here + 510.0, answered=here + 510.02, hub=here + 10.01)
     far.span("engine", "generating", here + 520, here + 521)
+    last = far.take()
+    monkeypatch.setattr(time, "time", wall)
     writer.append(before)  # of a time at which it had measured nothing
-    writer.append(far.take())
+    writer.append(last)
     writer.close()
     started, span = Timeline(read_trace(tmp_path)).rows["generator/far", "engine"]
     assert span.began == pytest.approx(time.time() + 20, abs=1.0)
