@@ -29,6 +29,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import msgspec
 import numpy as np
 
+from service.columns import select
 from service.config import Config
 from service.errors import UserError, in_one_line
 from service.handoff.batches.batch import CompleteGroup
@@ -97,18 +98,19 @@ def trajectory_records(
     records = []
     for g in chosen:
         p = int(batch.prompt_of_trajectory_G[g])
-        ends = sorted(end_objects(groups[p].ends), key=lambda end: end.trajectory.sample)
-        end = ends[g - int(first_of_group[p])]
-        steps = [step for step in step_objects(groups[p].steps) if step.trajectory == end.trajectory]
+        steps, ends, place = groups[p].steps, groups[p].ends, g - int(first_of_group[p])
+        (end,) = end_objects(select(ends, np.argsort(ends.sample_E)[place : place + 1]))
+        own = np.flatnonzero(steps.sample_K == end.trajectory.sample)
+        own_steps = step_objects(select(steps, own[np.argsort(steps.index_K[own])]))
         records.append(
             {
-                **_record(end.trajectory, end.prompt_uid, sorted(steps, key=lambda step: step.index), end, at, config),
+                **_record(end.trajectory, end.prompt_uid, own_steps, end, at, config),
                 "reward": end.reward,
                 "return": float(batch.return_G[g]),
                 "advantage": float(batch.advantage_G[g]),
                 "stop_reason": end.stop_reason,
                 "loss_tokens": int(batch.loss_tokens_G[g]),
-                "scores": _scores(groups[p], g - int(first_of_group[p])),
+                "scores": _scores(groups[p], place),
             }
         )
     return records
