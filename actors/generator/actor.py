@@ -227,7 +227,7 @@ class Generator(ImageHolder):
                     self._playing[trajectory] = playing
                     # A callback, because a task that is cancelled before it starts runs no line of `_play`.
                     playing.add_done_callback(partial(self._playing.pop, trajectory))
-            outbox.hurry()
+            outbox.group_complete(last=self._groups == 1)
         finally:
             self._groups -= 1
             self._room.set()

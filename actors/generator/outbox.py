@@ -48,6 +48,8 @@ class _Message:
     columns: StepColumns = field(default_factory=StepColumns)
     hurried: asyncio.Event = field(default_factory=asyncio.Event)
     """Set where the message waits for no further items."""
+    complete: int = 0
+    """Groups that the message completes."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     refused: set[TrajectoryId] = field(default_factory=set)
     superseded: set[int] = field(default_factory=set)
@@ -77,6 +79,8 @@ class Outbox:
         self._open: _Message | None = None
         """The last message, which takes further items until it is sent."""
         self._window = asyncio.Semaphore(WINDOW)
+        self._wanted = 1
+        """Complete groups for which the trainer may wait: a message that has as many is sent at once."""
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
 
@@ -97,8 +101,15 @@ class Outbox:
         await message.answered.wait()
         return trajectory not in message.refused and trajectory.group_id not in message.superseded
 
+    def group_complete(self, last: bool) -> None:
+        """A group is complete with what is queued; `last`: no other one is played that could be waited for."""
+        if self._open is not None:
+            self._open.complete += 1
+            if last or self._open.complete >= self._wanted:
+                self.hurry()
+
     def hurry(self) -> None:
-        """Send what is queued without waiting for further items, as when a group is complete."""
+        """Send what is queued without waiting for further items."""
         if self._open is not None:
             self._open.hurried.set()
 
@@ -174,6 +185,9 @@ class Outbox:
         self.counts["steps"] += len(group.steps)
         self.counts["ends"] += len(group.ends)
         message.superseded.update(answer.superseded)
+        self._wanted = answer.wanted
+        if self._open is not None and self._open.complete >= self._wanted:
+            self.hurry()
         for group_id in answer.superseded:
             self.on_closed(group_id)
         return None

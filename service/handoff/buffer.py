@@ -132,7 +132,7 @@ class Buffer:
             self._attempts.restart_refused(message, answer)
             return self._refuse(answer)
         self._duplicates += answer.duplicate
-        return answer
+        return answer._replace(wanted=self._batches.wanted())
 
     def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
         """Journal and apply what is new in a valid message; then attempts that failed start anew."""
@@ -175,7 +175,7 @@ class Buffer:
             return self._batches.again(lease)
         if (why := self._waits.lease_wait()) is not None:
             return self._waits.begin("trainer", *why)
-        return self._batches.begin(self._next_groups(), trainer_incarnation)
+        return self._batches.begin(trainer_incarnation)
 
     def finish_lease(self, job: BatchJob, made: Formed | Unscored) -> MiniBatch | Wait | Refusal:
         """Lease what was formed; forms another mini-batch when the trainer, its version or a group changed meanwhile.
@@ -380,13 +380,6 @@ class Buffer:
         if member is None or member.incarnation != incarnation or not member.alive:
             return self._refuse(Refusal(RefusalReason.FENCED, "incarnation", incarnation))
         return None
-
-    def _next_groups(self) -> tuple[int, ...]:
-        """The groups of the next mini-batch, in the configured order."""
-        size = self._config.trainer.mini_batch_size
-        if self._config.buffer.order == "strict":
-            return tuple(group_id for group_id, _ in zip(self.ledger.slots, range(size), strict=False))
-        return tuple(group_id for _, group_id in self.ledger.finished[:size])
 
     def _release(self, lease: int, reason: str) -> None:
         group_ids = self.ledger.state.leases[lease].group_ids

@@ -79,3 +79,5 @@ class Receipt(NamedTuple):
     duplicate: bool = False
     superseded: tuple[int, ...] = ()
     """Groups in the message that need no more work; the generator may stop playing them."""
+    wanted: int = 1
+    """This generator's share of the complete groups that the next mini-batch lacks: fewer can wait for one another."""

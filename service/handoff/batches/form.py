@@ -54,17 +54,27 @@ class BatchFormer:
     def __init__(self, config: Config, record: Record) -> None:
         """Raises a ConfigError now if there is no such estimator, rather than at the first lease."""
         self._record = record
+        self._size, self._engines = config.trainer.mini_batch_size, config.generator.max_engines
+        self._is_strict = config.buffer.order == "strict"
         self._settings = BatchSettings.of(config)
         estimator_named(self._settings.estimator)
         self._newest: MiniBatch | None = None
 
-    def begin(self, group_ids: tuple[int, ...], trainer_incarnation: int) -> BatchJob:
+    def wanted(self) -> int:
+        """A generator's share of the complete groups that the next mini-batch lacks, at least one.
+
+        With `order: strict` one group can be what the trainer waits for, however many are complete.
+        """
+        lacks = self._size - len(self._record.ledger.finished) % self._size
+        return 1 if self._is_strict else max(lacks // self._engines, 1)
+
+    def begin(self, trainer_incarnation: int) -> BatchJob:
         """Collect what the mini-batch of the next lease needs.
 
         Raises:
             ValueError: a group is not complete; the same mini-batch would be formed again for ever.
         """
-        state = self._record.ledger.state
+        state, group_ids = self._record.ledger.state, self._next_groups()
         for group_id in group_ids:
             if state.groups[group_id].state is not GroupState.COMPLETE:
                 raise ValueError(f"group {group_id} is to be leased and is {state.groups[group_id].state}")
@@ -96,6 +106,13 @@ class BatchFormer:
             batch = form_mini_batch(lease, job.groups, job.history, job.settings)
             self._newest = with_filtered(batch, held.filtered)
         return self._newest
+
+    def _next_groups(self) -> tuple[int, ...]:
+        """The groups of the next mini-batch, in the configured order."""
+        ledger = self._record.ledger
+        if self._is_strict:
+            return tuple(group_id for group_id, _ in zip(ledger.slots, range(self._size), strict=False))
+        return tuple(group_id for _, group_id in ledger.finished[: self._size])
 
     def _job(self, lease: int, trainer_incarnation: int, group_ids: tuple[int, ...]) -> BatchJob:
         history = self._record.ledger.history

@@ -117,6 +117,33 @@ def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_group_is
     asyncio.run(main())
 
 
+def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
+
+    async def main() -> None:
+        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
+        running = asyncio.ensure_future(outbox.run())
+
+        async def complete(group_id: int, last: bool = False) -> list[int]:
+            append_step(outbox, step(group_id))
+            outbox.end(end(group_id))
+            outbox.group_complete(last)
+            await asyncio.sleep(0.01)
+            return buffer.group_ids()
+
+        assert await complete(0) == [0]  # the buffer has not said yet what it lacks
+        assert await complete(1) == [0]
+        assert await complete(2) == [0]
+        assert await complete(3) == [0, 1, 2, 3]
+        assert await complete(4) == [0, 1, 2, 3]
+        assert await complete(5, last=True) == [0, 1, 2, 3, 4, 5]
+        assert len(buffer.sent) == 3
+        running.cancel()
+
+    buffer = FakeBuffer(lambda group: Receipt(0, wanted=3))
+    asyncio.run(main())
+
+
 def test_a_turn_of_a_group_that_takes_long_is_not_held_back_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 0.01)
 

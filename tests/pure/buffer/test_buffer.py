@@ -208,6 +208,26 @@ def test_the_same_message_twice_is_accepted_once(world: World) -> None:
     assert consistent(world)
 
 
+@pytest.mark.parametrize(
+    ("order", "engines", "wanted"),
+    [("finished_first", 1, [3, 2, 1, 4]), ("finished_first", 2, [1, 1, 1, 2]), ("strict", 1, [1] * 4)],
+)
+def test_a_receipt_says_how_many_complete_groups_the_next_mini_batch_lacks(
+    order: str, engines: int, wanted: list[int], tmp_path: Path
+) -> None:
+    world = World(
+        tmp_path, config(trainer={"mini_batch_size": 4}, buffer={"order": order}, generator={"engines": engines})
+    )
+    said = []
+    for _ in wanted:
+        work = world.generator.claimed()
+        world.generator.finish(work)
+        receipt = world.generator.send([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
+        assert isinstance(receipt, Receipt)
+        said.append(receipt.wanted)
+    assert said == wanted
+
+
 def test_the_same_step_in_another_message_is_accepted_once(world: World) -> None:
     work = world.generator.claimed()
     one = step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)
