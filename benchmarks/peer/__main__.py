@@ -29,6 +29,8 @@ FIRST = 5
 """Steps that do not count."""
 LAST = 10
 """Steps whose mean reward is the final one."""
+MOST_DIFFERENCE = 1e-3
+"""Between a log-probability of TRL's engine and of its trainer, both in float32."""
 PARTS = {
     "calm": [],
     "slow": ["env.name=benchmarks.peer.slow_lookup:SlowLookup", "env.trusted_modules=[benchmarks.peer.slow_lookup]"],
@@ -74,8 +76,11 @@ def trl(config: Path, model: Path, tasks: Path, work: Path) -> dict[str, Any]:
     """Figures of a run of TRL."""
     python = own_environment.own_python(FOLDER, Path(__file__).parent / "peers.txt", None)
     command = [str(python), "-m", "benchmarks.peer.trl_side", *map(str, (config, model, tasks, work))]
-    subprocess.run(command, cwd=own_environment.ROOT, check=True, stdout=subprocess.DEVNULL)
-    looks = json.loads((work / "found.json").read_text())
+    subprocess.run(command, cwd=own_environment.ROOT, check=True)
+    found = json.loads((work / "found.json").read_text())
+    if not found["difference"] <= MOST_DIFFERENCE:
+        raise SystemExit(f"TRL's engine and trainer differ by {found['difference']}: its weights are not in step")
+    looks = found["looks"]
     begin, end = looks[FIRST - 1], looks[-2]
     counted = end["step"] - begin["step"]
     return {

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.own_environment import ROOT
+from benchmarks.peer.progress import report
 from service.run.folder import METRICS, read_lines
 
 LOOK_SECONDS = 0.2
@@ -39,15 +40,25 @@ def trained(words: Sequence[str], folder: Path) -> tuple[list[Look], list[float]
     command = [sys.executable, "-m", "service", "run", *words, f"run.dir={folder}", "run.name=run"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     metrics, found, spent = folder / "run" / METRICS, list[Look](), dict[psutil.Process, tuple[str, float]]()
+    rewards: list[float] = []
     while process.poll() is None:
         step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         _look(psutil.Process(process.pid), spent)
         cpu = {part: sum(s for p, s in spent.values() if p == part) for part in {p for p, _ in spent.values()}}
         found.append(Look(step, time.monotonic(), cpu))
+        if step > len(rewards):
+            before, rewards = len(rewards), _rewards(metrics)
+            for at, reward in enumerate(rewards[before:], before + 1):
+                report("baton", at, sum(cpu.values()), reward)
         time.sleep(LOOK_SECONDS)
     if process.returncode:
         raise SystemExit(f"baton run ended with exit code {process.returncode}")
-    return found, [line["reward/avg_raw_reward"] for line in read_lines(metrics)]
+    return found, _rewards(metrics)
+
+
+def _rewards(metrics: Path) -> list[float]:
+    """The mean reward of each step so far."""
+    return [line["reward/avg_raw_reward"] for line in read_lines(metrics)]
 
 
 def _look(driver: psutil.Process, spent: dict[psutil.Process, tuple[str, float]]) -> None:

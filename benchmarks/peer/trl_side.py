@@ -3,13 +3,15 @@
 All open trajectories take their next turn together: one call of the engine in this process, then their environments
 at once. What the trainer is given are the settings of the quick start: the tokens of each prompt and turn, limits,
 sampling, estimator, clipping, learning rate; one micro-batch a step, the same engine settings. It leaves out the
-correction for engines that differ from the trainer, which would cost another forward pass.
+correction for engines that differ from the trainer, which would cost another forward pass; only the last step, which
+does not count, has it, because TRL compares the log-probabilities of both there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.peer.progress import report
 from service.config import Config
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Environment, Task
@@ -35,6 +38,9 @@ ENVIRONMENT = {
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
 """Of the process, before vLLM is imported: the engine is in it, and set up as Baton's are."""
+
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+"""TRL's name of the largest difference."""
 
 
 class Episode:
@@ -133,29 +139,48 @@ class Look(NamedTuple):
     reward: float
 
 
-def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) -> list[Look]:
-    """Train for `run.max_steps`; what was found after each step."""
+class Found(NamedTuple):
+    """What a run has found."""
+
+    looks: list[Look]
+    """After each step."""
+    difference: float
+    """Largest, between a log-probability of the engine and of the trainer, in the last step; it does not count."""
+
+
+def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) -> Found:
+    """Train for `run.max_steps`."""
     os.environ |= ENVIRONMENT
     import torch
     import trl.generation.vllm_generation as generation
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    tasks, found = load_tasks(tasks_file), list[Look]()
-    # TRL passes neither on
+    tasks, found = load_tasks(tasks_file), Found([], math.nan)
+    # TRL passes none of these on; of a float32 model, vLLM would make one of 16 bits
     generation.LLM = partial(
         generation.LLM,
+        dtype=config.model.dtype,
+        hf_overrides={"head_dtype": "float32"},
         enforce_eager=config.generator.enforce_eager,
         kv_cache_memory_bytes=config.generator.kv_cache_bytes,
     )
     generation.VLLMGeneration.sync_weights = sync_weights
 
     class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            # TRL compares the log-probabilities with this only; it costs a forward pass
+            grpo.vllm_importance_sampling_correction = state.global_step == state.max_steps - 1
+
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            if "reward" in logs:
-                found.append(Look(state.global_step, time.monotonic(), time.process_time(), float(logs["reward"])))
+            nonlocal found
+            if "reward" not in logs:
+                return
+            look = Look(state.global_step, time.monotonic(), time.process_time(), float(logs["reward"]))
+            found = Found([*found.looks, look], float(logs.get(DIFFERENCE, math.nan)))
+            report("trl", look.step, look.cpu, look.reward)
 
     trainer, algorithm = config.trainer, config.algorithm
     samples = trainer.mini_batch_size * algorithm.n_samples_per_prompt
@@ -186,22 +211,25 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) ->
         vllm_max_model_length=config.generator.max_input_length + config.generator.max_generate_length,
         vllm_importance_sampling_correction=False,
     )
-    GRPOTrainer(
+    grpo = GRPOTrainer(
         model=str(model_folder),
         reward_funcs=lambda reward, **_: reward,
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": [task.uid for task in tasks]}),
         rollout_func=Rollouts(config, model_folder, tasks),
         callbacks=[Watch()],
-    ).train()
+    )
+    grpo.remove_callback(PrinterCallback)
+    grpo.train()
     return found
 
 
 def main(config_file: str, model_folder: str, tasks_file: str, work: str) -> None:
     """Train, and write what was found to `work`/found.json."""
     config = Config.model_validate_json(Path(config_file).read_text())
-    found = trained(config, Path(model_folder), Path(tasks_file), Path(work))
-    (Path(work) / "found.json").write_text(json.dumps([look._asdict() for look in found]))
+    looks, difference = trained(config, Path(model_folder), Path(tasks_file), Path(work))
+    found = {"looks": [look._asdict() for look in looks], "difference": difference}
+    (Path(work) / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """What `make bench-peer` compares is the same on both sides."""
 
 import asyncio
+import json
+import math
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import own_environment
 from benchmarks.peer import slow_lookup
-from benchmarks.peer.trl_side import Rollouts
+from benchmarks.peer.__main__ import MOST_DIFFERENCE, trl
+from benchmarks.peer.trl_side import Look, Rollouts
 from examples import lookup
 from service.config import Config
 from service.handoff.steps.builder import StepColumns
@@ -109,3 +114,20 @@ def test_the_calls_of_the_slow_environment_take_between_50_and_500_milliseconds(
     asyncio.run(play())
     assert min(slept) == slow_lookup.LEAST_SECONDS and max(slept) == slow_lookup.MOST_SECONDS
     assert np.median(slept) == pytest.approx(slow_lookup.MEDIAN_SECONDS, rel=0.1)
+
+
+@pytest.mark.parametrize("difference", [10 * MOST_DIFFERENCE, math.nan])
+def test_figures_of_trl_are_refused_where_its_engine_has_other_weights_than_its_trainer(
+    difference: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = [Look(step, float(step), 2.0 * step, 0.5)._asdict() for step in range(1, 20)]
+    monkeypatch.setattr(own_environment, "own_python", lambda *_: sys.executable)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+
+    def found(difference: float) -> dict[str, float]:
+        (tmp_path / "found.json").write_text(json.dumps({"looks": looks, "difference": difference}))
+        return trl(tmp_path / "config.json", tmp_path, tmp_path, tmp_path)
+
+    assert found(MOST_DIFFERENCE / 10) == {"seconds": 1.0, "cpu_seconds": 2.0, "reward": 0.5}
+    with pytest.raises(SystemExit, match="differ"):
+        found(difference)

@@ -1,0 +1,12 @@
+"""What a run prints while it goes on."""
+
+from __future__ import annotations
+
+EVERY = 10
+"""Steps between two lines."""
+
+
+def report(side: str, step: int, cpu: float, reward: float) -> None:
+    """Print a line about every tenth step: the CPU seconds so far, and the step's mean reward."""
+    if step % EVERY == 0:
+        print(f"{side}: step {step}, {cpu:.0f} CPU seconds so far, reward {reward:.2f}", flush=True)
