@@ -18,7 +18,7 @@ from tests.e2e.conftest import Driver
 from tests.e2e.ledger_watch import LedgerWatch
 from tests.hosts.bed import Bed, Host, unsupported
 
-EVERY = 4
+EVERY = 2
 """Optimizer steps between two checkpoints."""
 SETTINGS = [
     f"trainer.checkpoint_every={EVERY}",

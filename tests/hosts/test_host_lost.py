@@ -56,40 +56,31 @@ def test_generators_go_on_elsewhere_when_their_host_is_lost_and_on_that_host_whe
     assert not any("retries remaining" in line for line in run.said)
 
 
-def test_the_buffer_and_the_ranks_go_on_elsewhere_when_their_hosts_are_lost(lay: Lay, drive: Drive) -> None:
+def test_links_are_cut_and_the_hosts_of_the_buffer_and_the_ranks_are_lost_and_the_run_goes_on(
+    lay: Lay, drive: Drive
+) -> None:
     bed = lay([A, B, C, D, Host("e")])
     bed.start_ray("a", "b", "c", "d")
-    steps = FIRST + 2 * (EVERY + 1) + 1
+    began = time.time()
+    cuts = {"buffer": 5, "trainer-0": 20, "generator-0": 60}
+    steps = FIRST + (len(cuts) + 2) * (EVERY + 1) + 1
     run = drive(bed, [f"run.max_steps={steps}", *PLACED, "placement.trainer={host: 'in(c, e)'}"])
     run.until("loading the model")  # all have their places: what joins now is a spare
     bed.start_ray("e")
     run.until_step(FIRST)
-    assert (run.holder("buffer"), run.holder("trainer-0"), run.holder("trainer-1")) == ("b", "c", "c")
-    run.goes_on_after("the buffer's host lost", lambda: bed.kill("b"), RECOVERY_SECONDS)
-    run.goes_on_after("the ranks' host lost", lambda: bed.kill("c"), RECOVERY_SECONDS)
-    assert any("the trainer restarts from step" in line for line in run.said)
-    assert run.holder("trainer-0") == run.holder("trainer-1") == "e"
-    assert run.end() == 0, run.tail()
-    judged(run.folder, steps)
-
-
-def test_links_that_are_cut_and_clocks_that_differ_cost_nothing_but_time(lay: Lay, drive: Drive) -> None:
-    bed = lay([A, B, C, D])
-    bed.start_ray()
-    began = time.time()
-    cuts = {"buffer": 5, "trainer-0": 20, "generator-0": 60}
-    steps = FIRST + len(cuts) * (EVERY + 1) + 1
-    run = drive(bed, [f"run.max_steps={steps}", *PLACED])
-    run.until_step(FIRST)
+    held = {part: run.holder(part) for part in ("buffer", "trainer-0", "trainer-1", "generator-0")}
+    assert held == {"buffer": "b", "trainer-0": "c", "trainer-1": "c", "generator-0": "d"}
     for part, seconds in cuts.items():
-        host = run.holder(part)
 
-        def cut(host: str = host, seconds: int = seconds) -> None:
+        def cut(host: str = held[part], seconds: int = seconds) -> None:
             bed.cut(host)
             time.sleep(seconds)
             bed.join(host)
 
         run.goes_on_after(f"the link of {part}'s host cut for {seconds} s", cut, seconds + RECOVERY_SECONDS)
+    run.goes_on_after("the buffer's host lost", lambda: bed.kill("b"), RECOVERY_SECONDS)
+    run.goes_on_after("the ranks' host lost", lambda: bed.kill("c"), RECOVERY_SECONDS)
+    assert any("the trainer restarts from step" in line for line in run.said)
     assert run.end() == 0, run.tail()
     judged(run.folder, steps)
     timeline = Timeline(read_trace(run.folder))
