@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -65,6 +66,7 @@ class TrainerRank:
         self._sender: BroadcastSender | None = None
         self._publication: Publication | None = None
         """The newest weights, for transport `memory`."""
+        self._process = uuid.uuid4().hex
         self._steps = 0
         self._profile: StepProfile | None = None
         trace = Trace()
@@ -91,9 +93,9 @@ class TrainerRank:
         state = "not loaded" if self._learner is None else f"{self._steps} steps"
         return f"TrainerRank({self._rank} of {self._world_size}, {state})"
 
-    def process(self) -> int:
-        """The id of this rank's process."""
-        return os.getpid()
+    def process(self) -> str:
+        """Names this rank's process; ids of the system repeat, the sooner in another pod, where they begin from 1."""
+        return self._process
 
     def meeting_point(self) -> MeetingPoint:
         """An address of this rank's node with a free port, where a process group can meet."""

@@ -37,7 +37,7 @@ class TrainerGroup:
         self._deadline = config.run.stall_deadline
         self._warm_start_steps = 0 if config.model.warm_start is None else config.model.warm_start.steps
         self._ranks = list(ranks)
-        self._processes: list[int] = []
+        self._processes: list[str] = []
         self.node = ""
         """The id of rank 0's node."""
 

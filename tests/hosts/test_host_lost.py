@@ -115,7 +115,7 @@ def test_a_run_whose_head_is_lost_ends_and_goes_on_in_a_new_cluster(lay: Lay, dr
 def test_where_the_run_folder_cannot_be_written_generators_go_on_and_ranks_end_the_run(lay: Lay, drive: Drive) -> None:
     bed = lay([A, C, D])
     bed.start_ray()
-    steps = 3 * EVERY + 1
+    steps = 6 * EVERY
     run = drive(bed, [f"run.max_steps={steps}", "placement.trainer={host: c}", "placement.generators={host: d}"])
     run.until_step(2)
     run.goes_on_after("the run folder read-only for a generator", lambda: bed.read_only("d"), RECOVERY_SECONDS)

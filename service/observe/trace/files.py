@@ -166,18 +166,23 @@ def _lines(file: Path) -> Iterator[Line]:
             if source["boot"] == hub["boot"]:
                 source["error"] = 0.0
             else:
-                if source["offset"] is None and (later := measured.get((source["from"], source["pid"]))) is not None:
+                if source["offset"] is None and (later := measured.get(_process(source))) is not None:
                     source["offset"], source["error"] = later["offset"], later["error"]
                 shift += source["offset"] or 0.0
 
 
-def _first_measured(lines: list[Any]) -> dict[tuple[str, int], Source]:
+def _process(source: Source) -> tuple[str, str, int]:
+    """Names a process: ids begin anew at each boot, and in each pod."""
+    return source["from"], source["boot"] + source["host"], source["pid"]
+
+
+def _first_measured(lines: list[Any]) -> dict[tuple[str, str, int], Source]:
     """The first measured distance to the hub's clock by process, also for what it pushed before it had measured any."""
-    found: dict[tuple[str, int], Source] = {}
+    found: dict[tuple[str, str, int], Source] = {}
     for line in lines:
         if isinstance(line, dict) and line.get("offset") is not None:
             source = msgspec.convert(line, Source)
-            found.setdefault((source["from"], source["pid"]), source)
+            found.setdefault(_process(source), source)
     return found
 
 

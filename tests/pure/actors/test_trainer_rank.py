@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actors.driver.placement import rank_options
-from actors.trainer.actor import interface_of, process_group_backend
+from actors.trainer.actor import TrainerRank, interface_of, process_group_backend
 from service.config import Config, TrainerConfig, WeightsConfig
 from service.errors import UserError
 
@@ -39,6 +39,12 @@ def test_gloo_takes_part_only_where_tensors_lie_on_the_cpu(
     device: torch.device, cpu_offload: bool, backend: str
 ) -> None:
     assert process_group_backend(device, cpu_offload) == backend
+
+
+def test_a_restarted_rank_is_told_from_the_old_one_also_where_its_process_has_the_same_id() -> None:
+    """Ids begin from 1 in every pod; with the same id the driver would wait for the restart until its deadline."""
+    old, new = (TrainerRank(Config().model_dump_json(), 0, None, False) for _ in range(2))
+    assert old.process() == old.process() != new.process()
 
 
 def test_gloo_binds_the_interface_of_the_address_that_ray_uses() -> None:
