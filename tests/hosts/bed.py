@@ -58,12 +58,11 @@ mount -t tmpfs tmpfs /dev/shm
 mount --bind "$shared" "$shared"
 mount -o "remount,bind,$writes" "$shared"
 ip link set lo up
-trap '' CHLD
 echo ready
-read -r _
+exec env --ignore-signal=CHLD cat > /dev/null
 """
-"""What the first process of a host does: it makes the host's folders, and then waits. With SIGCHLD ignored, the kernel
-removes the ended processes that it inherits."""
+"""What the first process of a host does: it makes the host's folders, and then waits for the end of its input. With
+SIGCHLD ignored, the kernel removes the ended processes that it inherits; a shell would not ignore it, but end."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,14 @@ def test_hosts_share_one_folder_and_the_network_and_nothing_else(lay: Lay, tmp_p
     assert second - first > 86400, "monotonic clocks of hosts say different times"
 
 
+def test_a_process_whose_parent_is_gone_ends_without_a_trace_and_the_host_goes_on(lay: Lay) -> None:
+    bed = lay([Host("a")])
+    orphan = "sleep 0.1 & echo $! > /tmp/orphan"
+    bed.call("a", orphan)
+    bed.call("a", "for look in $(seq 200); do test -e /proc/$(cat /tmp/orphan) || exit 0; sleep 0.05; done; exit 1")
+    bed.call("a", "test -e /tmp/orphan")
+
+
 def test_a_link_is_cut_and_mended_and_a_host_that_was_killed_comes_back_empty(lay: Lay) -> None:
     bed = lay([Host("a"), Host("b")])
     bed.cut("b")
