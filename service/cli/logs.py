@@ -34,9 +34,9 @@ HEADING = re.compile(r"==> (.+)\.log <==\n")
 
 def count(text: str) -> int:
     """A number from 1 on."""
-    if (number := int(text)) < 1:
-        raise ValueError("below 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no number from 1 on")
+    return int(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:

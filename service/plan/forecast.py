@@ -93,7 +93,7 @@ def forecast(config: Config, folder: Path, device: Device, work: Work, gpus: int
     if device.cores is not None:
         parts["libraries"] = ENGINE_BYTES
     else:
-        parts["graphs and buffers"] = memory.engine - weights
+        parts["graphs and buffers"] = max(0.0, memory.engine - weights)
     problem = planner.problem
     if used > gpus and problem is None:
         problem = (

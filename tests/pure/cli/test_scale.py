@@ -46,3 +46,9 @@ def test_what_cannot_be_asked_for_is_refused(
     assert main(["scale", str(tmp_path), "--engines", engines]) == 2
     said = capsys.readouterr().err
     assert why in said and len(said.splitlines()) == 1 and not (tmp_path / SCALE).exists()
+
+
+def test_a_number_below_one_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["scale", str(tmp_path), "--engines", "0"])
+    assert "argument --engines: '0' is no number from 1 on" in capsys.readouterr().err
