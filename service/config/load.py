@@ -102,11 +102,15 @@ def _message(detail: ErrorDetails, path: KeyPath) -> str:
         return f"must be text, not {short(value)} (write it in quotes inside the value: '\"{short(value)}\"')"
     if detail["type"] in ("model_type", "model_attributes_type"):
         return f"is a section with keys of its own, not a value like {short(value)}"
+    if detail["type"] == "dict_type":
+        return f"is a mapping, not {short(value)}; write {{NAME: VALUE}}"
     if detail["type"] == "string_pattern_mismatch":
         pattern = detail["ctx"]["pattern"]
         return f"{short(value)} must {PATTERNS.get(pattern, f'match {pattern}')}"
     if detail["type"] in ("tuple_type", "list_type"):
         return f"is a list, not {short(value)}; write [{plain(str(value))}]"
+    if detail["type"] == "value_error":  # a validator of Baton's has written the whole text
+        return f"{detail['ctx']['error']}, not {short(value)}"
     text = detail["msg"][:1].lower() + detail["msg"][1:]
     return text if isinstance(value, Mapping) else f"{text}, not {short(value)}"
 
@@ -114,10 +118,11 @@ def _message(detail: ErrorDetails, path: KeyPath) -> str:
 def _unknown_hint(path: KeyPath) -> str:
     """The key that was most likely meant: one of the same section, or one of that name; else the section's keys."""
     known, siblings = key_paths(), _keys_of(path[:-1])
-    if close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6):
+    same = [".".join(other) for other in known if other[-1] == path[-1]]
+    if not same and (close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)):
         return f" (did you mean {'.'.join((*path[:-1], close[0]))}?)"
     close = difflib.get_close_matches(path[-1], [other[-1] for other in known], n=1, cutoff=0.8)
-    if nearest := " or ".join([".".join(other) for other in known if other[-1] in close][:2]):
+    if nearest := " or ".join((same or [".".join(other) for other in known if other[-1] in close])[:2]):
         return f" (did you mean {nearest}?)"
     return f" (valid here: {', '.join(siblings)})" if siblings else ""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,17 +18,28 @@ def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:
     """The function or class that `scorers.<name>.use` names.
 
     Raises:
-        ConfigError: the module has no such function or class, or importing it failed.
+        ConfigError: the module has no such function or class, importing it failed, or it does not take the options.
     """
     module, _, attribute = (settings.use or "").partition(":")
     method = "logprobs" if settings.kind == "teacher" else "score"
     enter_user_folder()
     try:
-        found = getattr(import_user_module(module), attribute)
+        own = import_user_module(module)
     except Exception as error:
         raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
+    found: Any = getattr(own, attribute, None)
     if not callable(getattr(found, method, None) if isinstance(found, type) else found):
-        raise ConfigError(f"scorers.{name}.use: {settings.use} is no function, and no class with a method {method}")
+        near = [] if found is not None else difflib.get_close_matches(attribute, dir(own), n=1)
+        hint = f"; did you mean {module}:{near[0]}?" if near else ""
+        what = f"is no function, and no class with a method {method}"
+        raise ConfigError(f"scorers.{name}.use: {settings.use} {what}{hint}")
+    if settings.options and not isinstance(found, type):
+        raise ConfigError(f"scorers.{name}.options: are for a class, but {settings.use} is a function; leave them out")
+    if isinstance(found, type):
+        try:
+            inspect.signature(found).bind(**settings.options)
+        except TypeError as error:
+            raise ConfigError(f"scorers.{name}.options: {settings.use} does not take them: {error}") from error
     return found  # type: ignore[no-any-return]
 
 

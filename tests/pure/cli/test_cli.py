@@ -66,7 +66,18 @@ def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureF
             "no estimator is named 'mine'",
         ),
         (["config", "validate", "--config", QUICKSTART, "algorithm.loss=json:mine"], "no loss is named 'mine'"),
-        (["config", "validate", "--config", QUICKSTART, "scorers.judge.use=json:scor"], "no attribute 'scor'"),
+        (["config", "validate", "--config", QUICKSTART, "scorers.judge.use=json:lods"], "did you mean json:loads?"),
+        (
+            ["config", "validate", "--config", QUICKSTART, "scorers.judge.use=json:loads", "scorers.judge.options.x=1"],
+            "scorers.judge.options: are for a class, but json:loads is a function",
+        ),
+        (
+            [
+                *("config", "validate", "--config", QUICKSTART, "scorers.judge.options.wait=1"),
+                "scorers.judge.use=tests.pure.scorers.mine:Weighed",
+            ],
+            "does not take them: got an unexpected keyword argument 'wait'",
+        ),
         (
             ["config", "validate", "--config", QUICKSTART, "scorers.judge.use=json:decoder"],
             "no class with a method score",
