@@ -186,7 +186,7 @@ def say_buffer_is_elsewhere(config: Config, nodes: Sequence[Node], say: Callable
     """Say that no node has the labels that the buffer prefers."""
     labels = config.placement.buffer
     if not any(node.fits(labels) for node in nodes):
-        say(f"placement.buffer: no host has {_in_words({}, labels)} now, so the buffer runs on another one")
+        say(f"placement.buffer: no host has {_in_words({}, labels)} now; the buffer runs on one without")
 
 
 def refuse_too_few_gpus(config: Config, gpus: int) -> None:

@@ -87,7 +87,7 @@ def test_a_buffer_that_cannot_be_where_it_should_is_said() -> None:
     say_buffer_is_elsewhere(Config(), [spot, Node("b", {})], said.append)
     assert said == []
     say_buffer_is_elsewhere(Config(), [spot], said.append)
-    assert said == ["placement.buffer: no host has ray.io/market-type: !spot now, so the buffer runs on another one"]
+    assert said == ["placement.buffer: no host has ray.io/market-type: !spot now; the buffer runs on one without"]
 
 
 @pytest.mark.parametrize(
