@@ -89,11 +89,11 @@ def test_links_are_cut_and_the_hosts_of_the_buffer_and_the_ranks_are_lost_and_th
         assert began - 5 < spans[0].began and spans[-1].ended < time.time() + 5, f"{row}: clocks are days apart"
 
 
-def test_a_run_whose_head_is_lost_ends_and_goes_on_in_a_new_cluster(lay: Lay, drive: Drive) -> None:
+def test_a_run_whose_head_is_lost_with_the_buffer_ends_and_goes_on_in_a_new_cluster(lay: Lay, drive: Drive) -> None:
     bed = lay([A, B, C, D])
     bed.start_ray()
-    steps = FIRST + 3
-    run = drive(bed, [f"run.max_steps={steps}", *PLACED], host="b")
+    steps = FIRST + EVERY + 3
+    run = drive(bed, [f"run.max_steps={steps}", *PLACED, "placement.buffer={host: a}"], host="b")
     run.until_step(FIRST)
     began = time.monotonic()
     bed.kill("a")
@@ -106,7 +106,7 @@ def test_a_run_whose_head_is_lost_ends_and_goes_on_in_a_new_cluster(lay: Lay, dr
     bed.start_ray()
     began = time.monotonic()
     resumed = drive(bed, ["--resume", str(run.folder)], host="b")
-    resumed.until(f"step {EVERY + 1:4}/{steps}")
+    resumed.until(f"/{steps}  reward")
     print(f"FIGURE resumed in a new cluster: {time.monotonic() - began:.0f} s to the next optimizer step")
     assert resumed.end() == 0, resumed.tail()
     judged(run.folder, steps)
