@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 SCHEMES = ("s3", "gs", "az", "abfss", "file")
 
@@ -19,10 +19,8 @@ def store_url_problem(url: str) -> str | None:
         _ = parts.port
     except ValueError as error:
         return f"is no address ({error}); give one like s3://bucket/run"
-    if parts.username is not None or parts.password is not None:
-        return "holds a user or password, which would be printed and stored; put credentials into the environment"
-    if parts.query or parts.fragment:
-        return "has a part after ? or #, which may hold a secret; put settings of the store into the environment"
+    if problem := _secret(parts):
+        return problem
     if parts.scheme not in SCHEMES:
         return f"its scheme {parts.scheme[:20]!r} is none of {', '.join(SCHEMES)}; give an address like s3://bucket/run"
     if parts.scheme == "file":
@@ -30,3 +28,21 @@ def store_url_problem(url: str) -> str | None:
     if not parts.netloc:
         return f"names no bucket; give one, such as {parts.scheme}://bucket/run"
     return None if parts.path.strip("/") else "needs a path of the run's own in the bucket, such as s3://bucket/run"
+
+
+def endpoint_problem(url: str) -> str | None:
+    """What is wrong with the address of a store's server, without what may be a secret in it; None: nothing."""
+    try:
+        parts = urlsplit(url)
+        is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_server = False
+    return _secret(parts) if is_server else "is no address of a server; give one like https://store:9000"
+
+
+def _secret(parts: SplitResult) -> str | None:
+    if parts.username is not None or parts.password is not None:
+        return "holds a user or password, which would be printed; put credentials into variables of their own"
+    if parts.query or parts.fragment:
+        return "has a part after ? or #, which may hold a secret; put settings of the store into the environment"
+    return None

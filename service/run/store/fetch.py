@@ -26,6 +26,7 @@ from service.run.store.contents import (
     RunMark,
     StoredCheckpoint,
     StoredFile,
+    manifest_name,
     read_mark,
     read_reached,
     stored_steps,
@@ -46,18 +47,22 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
     Raises:
         UserError: the store cannot be read, or holds no checkpoint that is whole.
     """
+    wrong = dict[int, str]()
     try:
         sizes = objects.sizes()
         mark = read_mark(objects, sizes)
         if mark is None:
             raise UserError(f"{objects.url} holds no run; look for {CHECKPOINTS}/ in the store")
-        wrong = []
-        for step in stored_steps(sizes):
+        while left := [step for step in stored_steps(sizes) if step not in wrong]:
             try:
-                return _fetched_step(objects, mark, sizes, step, load, say, into)
+                return _fetched_step(objects, mark, sizes, left[0], load, say, into)
             except _Damaged as error:
-                say(f"the checkpoint of step {step} in {objects.url} is passed over: {error}")
-                wrong.append(f"step {step}: {error}")
+                say(f"the checkpoint of step {left[0]} in {objects.url} is passed over: {error}")
+                wrong[left[0]] = f"step {left[0]}: {error}"
+            except StoreFailed:
+                sizes = objects.sizes()
+                if manifest_name(left[0]) in sizes:  # else a process that goes on with the run has deleted it
+                    raise
     except StoreFailed as error:
         raise UserError(str(error)) from None
     except OSError as error:
@@ -65,7 +70,7 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
             f"{error.filename}: {error.strerror}; the run's folder cannot be made from {objects.url}"
         ) from None
     if wrong:
-        raise UserError(f"{objects.url}: every checkpoint is damaged ({'; '.join(wrong)}); begin a new run")
+        raise UserError(f"{objects.url}: every checkpoint is damaged ({'; '.join(wrong.values())}); begin a new run")
     raise UserError(f"{objects.url} holds no whole checkpoint: the run ended before its first one; begin a new run")
 
 
@@ -122,11 +127,14 @@ def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) ->
     file, hasher = folder / path, xxhash.xxh3_64()
     private = path.startswith(f"{JOURNAL}/")
     file.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
-    with open(file, "wb", opener=partial(os.open, mode=0o600 if private else 0o666)) as opened:
-        for chunk in objects.get(stored.object):
-            hasher.update(chunk)
-            opened.write(chunk)
-    sync(file)
+    try:
+        with open(file, "wb", opener=partial(os.open, mode=0o600 if private else 0o666)) as opened:
+            for chunk in objects.get(stored.object):
+                hasher.update(chunk)
+                opened.write(chunk)
+        sync(file)
+    except OSError as error:  # of a full disk, which names no file
+        raise OSError(error.errno, error.strerror, str(file)) from None
     if hasher.hexdigest() != stored.xxh3_64:
         raise _Damaged(f"{stored.object} has other bytes than were written")
 
@@ -150,7 +158,10 @@ def _lost(
 def _as_new(parent: Path, mark: RunMark, config: Config) -> Path | None:
     """A folder of the same run from which nothing was lost: no other process has written into the store since."""
     for file in sorted(parent.glob(f"*/{STORE_MARK}")):
-        own = FolderMark.read(file.parent)
+        try:
+            own = FolderMark.read(file.parent)
+        except UserError:  # it is damaged, and maybe another run's
+            continue
         if own is not None and own.run == mark.run and mark.owner in (own.owner, own.previous):
             checkpoints = Checkpoints(file.parent / CHECKPOINTS, config.trainer.keep_checkpoints)
             if checkpoints.newest() is not None:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from service.errors import StoreFailed, UserError
-from service.interop.store_url import store_url_problem
+from service.interop.store_url import endpoint_problem, store_url_problem
 
 CHUNK_BYTES = 16 << 20
 """Larger objects go in parts of this size, or of a larger one: S3 takes at most 10,000 parts."""
@@ -32,6 +32,8 @@ ANSWERS = {
     "SignatureDoesNotMatch": "the secret key of the environment is wrong",
     "ExpiredToken": "the credentials of the environment have expired",
 }
+ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+"""Variables of the environment that lead to another server than Amazon's."""
 METADATA_SERVICE = "169.254.169.254"
 """Where the libraries of clouds ask for the role of the machine when the environment has no credentials."""
 
@@ -58,13 +60,19 @@ def open_store(url: str) -> Objects:
     """The objects below an address; nothing is asked yet.
 
     Raises:
-        UserError: the address is wrong, or the package for object stores is missing.
+        UserError: the address, or that of its server, is wrong, or the package for object stores is missing.
     """
     if problem := store_url_problem(url):
         raise UserError(f"run.store: {problem}")
+    for name in ENDPOINTS:
+        if (endpoint := os.environ.get(name)) and (problem := endpoint_problem(endpoint)):
+            raise UserError(f"run.store: {name} {problem}")
     if find_spec("obstore") is None:
         raise UserError("run.store: the package obstore is not installed: pip install 'baton-rl[store]'")
-    return RemoteObjects(url)
+    try:
+        return RemoteObjects(url)
+    except StoreFailed as error:
+        raise UserError(f"run.store: {error}") from None
 
 
 class RemoteObjects:
@@ -128,7 +136,7 @@ class RemoteObjects:
 
 def _plain_http() -> dict[str, bool]:
     """A server of the own network may speak HTTP without TLS; the library demands that this is said."""
-    return {"allow_http": True} if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://") else {}
+    return {"allow_http": True} if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS) else {}
 
 
 def _reason(error: Exception) -> str:

@@ -4,7 +4,8 @@
     step 40 durable   checkpoint       links to its files; a thread uploads them, its manifest last
     end of the run    ended, finish    final/ and how the run ended; waits until everything is there
 
-An upload that fails is tried again, with growing pauses, until it succeeds or a newer checkpoint takes its place.
+An upload that fails is tried again, with growing pauses, until it succeeds or a newer checkpoint takes its place. One
+that fails at the end lets the other go first.
 """
 
 from __future__ import annotations
@@ -12,32 +13,19 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
-from service.errors import RunFailed, StoreFailed, UserError
+from service.errors import RunFailed, StoreFailed
 from service.run.folder import EVALUATIONS, FINAL, METRICS, SUMMARY, TRAJECTORIES, UPLOADS
-from service.run.store.contents import (
-    FILES,
-    REACHED,
-    RUN,
-    Reached,
-    RunMark,
-    StoredCheckpoint,
-    StoredFile,
-    manifest_name,
-    read_mark,
-    stored_steps,
-)
+from service.run.store.contents import RunMark
 from service.run.store.objects import Objects
 from service.run.store.staging import Staged, link_checkpoint, link_journal
+from service.run.store.writing import StoreWriter, TakenOver
 
-READ_BYTES = 8 << 20
 REACHED_SECONDS = 30.0
 """Seconds between two notes in the store of how far the run came."""
 FIRST_PAUSE = 1.0
@@ -75,10 +63,6 @@ class _Job:
     """Paths of files that are in the store."""
 
 
-class _TakenOver(Exception):
-    """Another process writes into the store."""
-
-
 class Uploads:
     """A thread with at most one upload under way and one checkpoint waiting; a newer one takes the waiting one's place.
 
@@ -96,25 +80,25 @@ class Uploads:
     ) -> None:
         """`deadline`: seconds without progress after which the end of the run waits no longer."""
         self.url = objects.url
-        self._objects, self._run, self._mark, self._keep, self._say = objects, run, mark, keep, say
-        self._deadline = deadline
-        self._known = objects.sizes()
-        """Objects in the store, by name."""
-        self._manifests: dict[int, StoredCheckpoint] = {}
-        self._digests: dict[tuple[str, int, int, int], str] = {}
+        self._run, self._say, self._deadline = run, say, deadline
+        self._writer = StoreWriter(objects, mark, keep, self._uploaded)
         self._folders = (run / UPLOADS / str(number) for number in count())
         self._held: tuple[Path, list[Staged]] | None = None
         """The journal of the checkpoint that was begun, with the folder of its links."""
         self._changed = threading.Condition()
         self._jobs: list[_Job] = []
         """The first one is under way."""
-        self._reached: Reached | None = None
-        """What is to be noted in the store."""
+        self._reached: tuple[int, int] | None = None
+        """Step and accepted tokens that are to be noted in the store."""
         self._reached_at = -REACHED_SECONDS
         self._stopped = False
-        self._taken_over = False
+        self._taken_over = ""
+        """By whom, in words."""
         self._bug: Exception | None = None
-        self._status = Uploaded(next(iter(stored_steps(self._known)), None), 0, 0, "")
+        self._pause = FIRST_PAUSE
+        self._left_over = False
+        """Whether something that is too old could not be deleted."""
+        self._status = Uploaded(self._writer.newest, 0, 0, "")
         self._progress = time.monotonic()
         """When bytes were uploaded last."""
         shutil.rmtree(run / UPLOADS, ignore_errors=True)
@@ -132,7 +116,7 @@ class Uploads:
         if self._held is not None:  # of a checkpoint that was given up
             shutil.rmtree(self._held[0], ignore_errors=True)
         folder = next(self._folders)
-        held = self._on_disk(lambda: link_journal(self._run, folder, start, position))
+        held = self._on_disk(folder, lambda: link_journal(self._run, folder, start, position))
         self._held = None if held is None else (folder, held)
         return held is not None
 
@@ -141,7 +125,7 @@ class Uploads:
         if self._held is None:
             return self._failed("the journal is not in the run folder here, so the checkpoint would be of no use")
         (folder, journal), self._held = self._held, None
-        files = self._on_disk(lambda: link_checkpoint(self._run, folder, step))
+        files = self._on_disk(folder, lambda: link_checkpoint(self._run, folder, step))
         if files is not None:
             self._add(_Job(f"the checkpoint of step {step}", [*files, *journal], step, folder, accepted_tokens))
 
@@ -161,7 +145,7 @@ class Uploads:
         """Note in the store how far the run came."""
         with self._changed:
             self._reached_at = time.monotonic()
-            self._reached = Reached(owner=self._mark.owner, step=step, accepted_tokens=accepted_tokens)
+            self._reached = step, accepted_tokens
             self._changed.notify_all()
 
     def left(self) -> str:
@@ -185,19 +169,22 @@ class Uploads:
         if self._bug is not None:
             raise self._bug
         if self._taken_over:
-            raise RunFailed(_taken_over(self.url))
+            raise RunFailed(self._taken_over)
         if missing:
             why = self._status.failing or f"no byte was uploaded for {self._deadline:g} s"
             raise RunFailed(f"{self.url} lacks {missing}, which only {self._run} has now: {why}")
         shutil.rmtree(self._run / UPLOADS, ignore_errors=True)
 
-    def _on_disk(self, link: Callable[[], list[Staged] | None]) -> list[Staged] | None:
-        """What `link` returns; a full or failing disk costs the upload, not the run."""
+    def _on_disk(self, folder: Path, link: Callable[[], list[Staged] | None]) -> list[Staged] | None:
+        """What `link` returns, which links into a folder; a full or failing disk costs the upload, not the run."""
         try:
-            return link()
+            linked = link()
         except OSError as error:
-            self._failed(f"{error.filename}: {error.strerror}")
-            return None
+            self._failed(f"{error.filename or folder}: {error.strerror}")
+            linked = None
+        if linked is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return linked
 
     def _add(self, job: _Job) -> None:
         with self._changed:
@@ -216,14 +203,17 @@ class Uploads:
     def _work(self) -> None:
         try:
             while (job := self._next()) is not None:
-                self._upload(job)
+                is_done = self._upload(job)
                 with self._changed:
-                    self._remove(job)
+                    if is_done:
+                        self._remove(job)
+                    else:
+                        self._jobs.append(self._jobs.pop(0))
                     self._changed.notify_all()
-        except _TakenOver:
-            self._say(f"{_taken_over(self.url)}; this process uploads no more")
+        except TakenOver as error:
+            self._say(f"{error}; this process uploads no more")
             with self._changed:
-                self._taken_over, self._status = True, self._status._replace(failing=_taken_over(self.url))
+                self._taken_over, self._status = str(error), self._status._replace(failing=str(error))
                 for job in list(self._jobs):
                     self._remove(job)
                 self._changed.notify_all()
@@ -243,101 +233,48 @@ class Uploads:
                 job = self._jobs[0] if self._jobs else None
             if reached is not None:
                 try:
-                    self._check_owner()
-                    self._put_bytes(REACHED, reached.model_dump_json().encode())
-                    self._succeeded(None)
+                    self._writer.note(*reached)
+                    self._succeeded()
                 except StoreFailed as error:
                     self._failed(str(error))
             if job is not None:
                 return job
 
-    def _upload(self, job: _Job) -> None:
-        """Upload until that succeeds, a newer checkpoint waits, or the run ends without it."""
-        pause = FIRST_PAUSE
+    def _upload(self, job: _Job) -> bool:
+        """Upload until that succeeds, a newer checkpoint waits, or the run ends without it; False: the other job is to
+        be tried first."""
         while True:
             try:
-                self._attempt(job)
-                return self._succeeded(job.step)
+                files = self._writer.put(job.files, job.done)
+                if job.step is not None:
+                    self._writer.complete(job.step, job.accepted_tokens, files)
+                    self._status = self._status._replace(step=job.step)
+                    self._sweep(job.step)
+                self._succeeded()
+                return True
             except (StoreFailed, OSError) as error:
                 self._failed(f"{job.what} is not uploaded: {error}")
             with self._changed:
-                if self._changed.wait_for(lambda: self._stopped or self._is_superseded(job), pause):
-                    return
-            pause = min(2 * pause, MOST_PAUSE)
-
-    def _attempt(self, job: _Job) -> None:
-        self._check_owner()
-        files = {staged.path: self._put(job, staged) for staged in job.files}
-        if job.step is None:
-            return
-        manifest = StoredCheckpoint(run=self._mark.run, step=job.step, accepted_tokens=job.accepted_tokens, files=files)
-        self._check_owner()
-        self._put_bytes(manifest_name(job.step), manifest.sealed())
-        self._manifests[job.step] = manifest
-        self._sweep(job.step)
-
-    def _put(self, job: _Job, staged: Staged) -> StoredFile:
-        """Write a file's object, unless it is there already."""
-        checksum = (staged.checksum or self._digest(staged)) if staged.shared else ""
-        name = f"{FILES}/{staged.path}/{checksum}" if staged.shared else staged.path
-        if staged.path not in job.done and not (staged.shared and self._known.get(name) == staged.bytes):
-            hasher = xxhash.xxh3_64()
-            self._objects.put(name, self._counted(chunks(staged), hasher), staged.bytes)
-            if checksum and hasher.hexdigest() != checksum:
-                raise StoreFailed(f"{staged.path} has other bytes than were written; its disk is damaged")
-            self._known[name], self._progress = staged.bytes, time.monotonic()
-        job.done.add(staged.path)
-        return StoredFile(object=name, bytes=staged.bytes, xxh3_64=checksum)
-
-    def _digest(self, staged: Staged) -> str:
-        """The checksum of a file; one that has not changed since is not read again."""
-        stat = staged.file.stat()
-        key = (staged.path, staged.bytes, stat.st_ino, stat.st_mtime_ns)
-        if key not in self._digests:
-            hasher = xxhash.xxh3_64()
-            for chunk in chunks(staged):
-                hasher.update(chunk)
-            self._digests[key] = hasher.hexdigest()
-        return self._digests[key]
-
-    def _counted(self, chunks: Iterator[bytes], hasher: xxhash.xxh3_64) -> Iterator[bytes]:
-        for chunk in chunks:
-            hasher.update(chunk)
-            yield chunk
-            with self._changed:
-                self._progress = time.monotonic()
-                self._status = self._status._replace(bytes=self._status.bytes + len(chunk))
-
-    def _put_bytes(self, name: str, data: bytes) -> None:
-        self._objects.put(name, [data], len(data))
-        self._known[name] = len(data)
+                if self._changed.wait_for(lambda: self._stopped or self._is_superseded(job), self._pause):
+                    return True
+                self._pause = min(2 * self._pause, MOST_PAUSE)
+                if len(self._jobs) > 1:
+                    return False
 
     def _sweep(self, step: int) -> None:
-        """Delete checkpoints that are too old or of a later step, and every file that none of the others needs."""
-        self._known = self._objects.sizes()
-        kept: list[StoredCheckpoint] = []
-        for found in stored_steps(self._known):
-            if found <= step and len(kept) < self._keep and (manifest := self._readable(found)) is not None:
-                kept.append(manifest)
-        needed = {manifest_name(manifest.step) for manifest in kept}.union(*(manifest.objects for manifest in kept))
-        manifests = [name for name in map(manifest_name, stored_steps(self._known)) if name not in needed]
-        parts = tuple(f"{folder}/" for folder in (FILES, "checkpoints"))
-        others = [name for name in self._known if name.startswith(parts) and name not in needed.union(manifests)]
-        self._objects.delete([*manifests, *others])
-        for name in (*manifests, *others):
-            del self._known[name]
-
-    def _readable(self, step: int) -> StoredCheckpoint | None:
+        """Delete what is too old, if the store permits that: the checkpoint is there in any case."""
         try:
-            manifest = self._manifests.get(step) or StoredCheckpoint.read(self._objects, step)
-        except UserError:
-            return None
-        return None if manifest.run != self._mark.run or manifest.missing(self._known) else manifest
+            self._writer.sweep(step)
+        except StoreFailed as error:
+            self._status = self._status._replace(failures=self._status.failures + 1)
+            if not self._left_over:
+                self._say(f"what is too old is not deleted: {error}; uploads go on")
+            self._left_over = True
 
-    def _check_owner(self) -> None:
-        mark = read_mark(self._objects, {RUN: 0})
-        if mark is None or mark.owner != self._mark.owner:
-            raise _TakenOver
+    def _uploaded(self, n_bytes: int) -> None:
+        with self._changed:
+            self._progress = time.monotonic()
+            self._status = self._status._replace(bytes=self._status.bytes + n_bytes)
 
     def _is_superseded(self, job: _Job) -> bool:
         return job.step is not None and any(other.step is not None for other in self._jobs[1:])
@@ -348,10 +285,11 @@ class Uploads:
         if job.folder is not None:
             shutil.rmtree(job.folder, ignore_errors=True)
 
-    def _succeeded(self, step: int | None) -> None:
+    def _succeeded(self) -> None:
+        self._pause = FIRST_PAUSE
         if self._status.failing:
             self._say(f"{self.url}: uploads succeed again")
-        self._status = self._status._replace(failing="", step=self._status.step if step is None else step)
+        self._status = self._status._replace(failing="")
 
     def _failed(self, why: str) -> None:
         """Count a failed attempt; the first of several is printed."""
@@ -360,19 +298,6 @@ class Uploads:
         self._status = self._status._replace(failures=self._status.failures + 1, failing=why)
 
 
-def chunks(staged: Staged) -> Iterator[bytes]:
-    """The bytes of a file that count."""
-    left = staged.bytes
-    with staged.file.open("rb") as file:
-        while left > 0 and (chunk := file.read(min(READ_BYTES, left))):
-            left -= len(chunk)
-            yield chunk
-
-
 def _left(job: _Job) -> str:
     left = [staged.bytes for staged in job.files if staged.path not in job.done]
     return f"{job.what} ({len(left)} of {len(job.files)} files, {sum(left) / 1e6:.0f} MB)"
-
-
-def _taken_over(url: str) -> str:
-    return f"{url} was taken over by another process that goes on with this run"

@@ -47,3 +47,29 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(objects, "find_spec", lambda name: None)
     assert main(["run", "--resume", "s3://bucket/run"]) == 2
     assert "the package obstore is not installed: pip install 'baton-rl[store]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", objects.ENDPOINTS)
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        ("http://me:secret@store:9000", "holds a user or password"),
+        ("https://store:9000/?key=secret", "has a part after ? or #"),
+        ("store:9000", "is no address of a server; give one like https://store:9000"),
+        ("secret", "is no address of a server"),
+        ("https://", "is no address of a server"),
+        ("http://[::1", "is no address of a server"),
+    ],
+)
+def test_a_wrong_endpoint_is_refused_in_one_line_that_shows_no_secret(
+    variable: str, endpoint: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, endpoint)
+    assert main(["run", "--resume", "s3://bucket/run"]) == 2
+    told = capsys.readouterr().err
+    assert f"{variable} {why}" in told and told.count("\n") == 1 and "secret" not in told.replace("a secret", "")
+
+
+def test_an_address_that_the_library_refuses_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--resume", "s3://bucket//run"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from itertools import count
@@ -13,7 +14,7 @@ from service.config import Config, load
 from service.errors import UserError
 from service.handoff.ledger.events import Lost
 from service.handoff.ledger.lifecycle import Fate
-from service.run.folder import CONFIG, JOURNAL, find_run
+from service.run.folder import CONFIG, JOURNAL, STORE_MARK, find_run
 from service.run.resuming import folder_to_resume, resumed
 from service.run.store import fetch
 from service.run.store.claim import FolderMark
@@ -210,3 +211,47 @@ def test_a_folder_or_a_configuration_that_names_the_store_is_enough(
     assert overrides[-1] == f"run.store={url}"
     with pytest.raises(UserError, match="neither the address of a store, a run folder"):
         folder_to_resume("gone", [], [], print)
+
+
+def test_a_checkpoint_that_a_running_process_replaces_while_it_is_read_costs_no_resumption(
+    tmp_path: Path, history: list[str]
+) -> None:
+    objects = MemoryObjects()
+    begun(tmp_path / "first", objects, 5)
+    said = list[str]()
+
+    def replaced(doing: str, name: str) -> bool:
+        if doing == "get" and "step_4/trainer" in name:
+            objects.delete([name for name in objects.sizes() if "step_4" in name])
+        return False
+
+    objects.fails = replaced
+    assert gone_on(tmp_path / "second", objects, said).history() == history
+    assert not [line for line in said if "passed over" in line]
+
+
+def test_a_damaged_mark_in_another_run_s_folder_keeps_nobody_from_the_store(tmp_path: Path, history: list[str]) -> None:
+    objects = MemoryObjects()
+    begun(tmp_path / "first", objects, 5)
+    other = tmp_path / "second" / "runs" / "other"
+    other.mkdir(parents=True)
+    (other / STORE_MARK).write_text("{")
+    assert gone_on(tmp_path / "second", objects).history() == history
+
+
+def test_a_disk_that_is_full_while_a_run_is_read_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = MemoryObjects()
+    begun(tmp_path / "first", objects, 5)
+
+    def full(file: Path) -> None:
+        if file.is_relative_to(tmp_path):
+            raise OSError(errno.ENOSPC, "No space left on device")  # as a write raises it: without the file's name
+
+    monkeypatch.setattr(fetch, "sync", full)
+    with pytest.raises(UserError) as refused:
+        gone_on(tmp_path / "second", objects)
+    assert "None" not in str(refused.value) and "No space left on device" in str(refused.value)
+    assert str(tmp_path) in str(refused.value)
+    assert not list((tmp_path / "second" / "runs").glob("*"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from service.errors import RunFailed, UserError
 from service.run.folder import STORE_MARK, UPLOADS
 from service.run.store import uploads as uploading
 from service.run.store.claim import claim_store
-from service.run.store.contents import StoredCheckpoint, stored_steps
+from service.run.store.contents import RUN, RunMark, StoredCheckpoint, manifest_name, stored_steps
 from tests.pure.store.memory import MemoryObjects
 from tests.pure.store.scripted import EVERY, STEPS, ScriptedRun, settings
 from tests.waiting import until
@@ -107,6 +109,98 @@ def test_a_damaged_file_is_never_part_of_a_checkpoint_in_the_store(tmp_path: Pat
     run.train(2)
     assert run.uploads is not None and "its disk is damaged" in run.uploads.status.failing
     assert stored_steps(objects.sizes()) == [0]
+
+
+def test_a_mark_that_another_hand_overwrites_costs_the_uploads_and_not_the_run(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    run.train(EVERY)
+    mark, objects.held[RUN] = objects.held[RUN], b"{}"
+    run.train(2 * EVERY)
+    assert run.uploads is not None and "its run.json is not of a run" in run.uploads.status.failing
+    objects.held[RUN] = mark
+    until(lambda: run.uploads is not None and run.uploads.status.step == 2 * EVERY, 10)
+
+
+def test_a_store_that_lets_nothing_be_deleted_has_each_checkpoint_and_says_what_is_left_over(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    objects.fails = lambda doing, name: doing == "delete"
+    run = run_in(tmp_path, objects)
+    run.train()
+    assert run.uploads is not None and run.uploads.status.step == stored_steps(objects.sizes())[0] == 6
+    assert run.uploads.status.failures and not run.uploads.status.failing
+    assert [line.partition(":")[0] for line in run.said] == ["what is too old is not deleted"]
+    run.end()
+    assert "summary.json" in objects.held
+
+
+def test_a_file_that_another_process_deletes_from_under_an_upload_is_uploaded_again(tmp_path: Path) -> None:
+    """The older process of two lists what it may delete, and stands still before it does."""
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    taken = list[str]()
+
+    def take(doing: str, name: str) -> bool:
+        if doing == "put" and name == manifest_name(EVERY) and not taken:
+            taken.extend(name for name in objects.held if "/trainer/" in name and "step_2/" in name)
+            del objects.held[taken[0]]
+        return False
+
+    objects.fails = take
+    run.train(EVERY)
+    until(lambda: run.uploads is not None and run.uploads.status.step == EVERY, 10)
+    assert taken and StoredCheckpoint.read(objects, EVERY).missing(objects.sizes()) is None
+
+
+def test_an_older_process_deletes_nothing_once_a_newer_one_has_the_store(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    older = run_in(tmp_path, objects)
+    sizes = objects.sizes
+
+    def taken_over_meanwhile() -> dict[str, int]:
+        if manifest_name(EVERY) in objects.held:
+            objects.held[RUN] = RunMark.new("1").model_dump_json().encode()
+            objects.held["files/of-the-newer-one"] = b"x"
+        return sizes()
+
+    objects.sizes = taken_over_meanwhile  # type: ignore[method-assign]
+    older.train(EVERY)
+    until(lambda: older.uploads is not None and not older.uploads.left(), 10)
+    assert "files/of-the-newer-one" in objects.held
+
+
+def test_a_file_whose_bytes_changed_on_their_way_is_not_left_in_the_store(tmp_path: Path) -> None:
+    """A later process would take it, by its name and size, for what it has to upload itself."""
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    finish = run.checkpoints.finish
+
+    def damaged(*arguments: int) -> int:
+        oldest = finish(*arguments)
+        next(run.checkpoints.path(arguments[0]).rglob("*.safetensors")).write_bytes(b"12345678")
+        return oldest
+
+    run.checkpoints.finish = damaged  # type: ignore[method-assign]
+    run.train(EVERY)
+    assert not [name for name, data in objects.held.items() if data == b"12345678"]
+
+
+def test_links_of_a_checkpoint_that_cannot_be_uploaded_are_not_left_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_in(tmp_path, MemoryObjects())
+    link, full = os.link, OSError(errno.ENOSPC, "No space left on device", "link")
+
+    def linked(source: Path, target: Path) -> None:
+        if "checkpoints" in Path(source).parts:
+            raise full
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", linked)
+    run.settles = lambda: None
+    run.train(EVERY)
+    assert run.uploads is not None and "No space left on device" in run.uploads.status.failing
+    assert not [file for file in (run.folder / UPLOADS).rglob("*") if file.is_file()]
 
 
 def test_a_store_belongs_to_one_run(tmp_path: Path) -> None:
