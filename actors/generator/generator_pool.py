@@ -35,10 +35,8 @@ HAND_OVER_SECONDS = 30.0
 """Seconds beyond its grace in which a generator that leaves hands over what is open."""
 RETRY_SECONDS = 0.5
 """Pause before the start of a restarting generator is tried again."""
-STATUS_SECONDS = 5.0
-"""Seconds after which a generator that does not answer is left out of a report."""
-CHECK_SECONDS = 5.0
-"""Seconds between two health checks of a generator."""
+STATUS_SECONDS = CHECK_SECONDS = 5.0
+"""Seconds after which one that does not answer is left out of a report, and between two health checks."""
 BLOCKED = "an environment that blocks its process needs env.isolation: process"
 """The usual reason for a generator that does not answer."""
 GENERATOR_FAILED = (ray.exceptions.RayActorError, BatonError)
@@ -57,9 +55,7 @@ class GeneratorPool:
         say: Callable[[str], None],
         buffer: Any = None,
     ) -> None:
-        self._config = config
-        self._trainer = trainer
-        self._buffer = buffer
+        self._config, self._trainer, self._buffer = config, trainer, buffer
         self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
         self._telemetry = telemetry
         self._say = say
@@ -78,8 +74,8 @@ class GeneratorPool:
         """Of each generator that joined later."""
         self._leaving: set[str] = set()
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._ended: asyncio.Queue[str] = asyncio.Queue()
-        """Names of generators whose keepers have ended."""
+        self._ended: asyncio.Queue[str | None] = asyncio.Queue()
+        """Names of generators whose keepers have ended; None: the run ends, though no generator may be there."""
         self._drained = False
         self.evaluating: set[str] = set()
         """Names of the generators that evaluate; none of them is to leave of its own accord."""
@@ -95,8 +91,7 @@ class GeneratorPool:
 
     async def _started(self, name: str, generator: Any) -> str:
         """The node of a generator whose engine has started."""
-        # Longer than the engine's own deadline, whose error says more.
-        within = self._config.generator.start_deadline + CALL_SECONDS
+        within = self._config.generator.start_deadline + CALL_SECONDS  # the engine's own deadline ends first
         return str(await call(generator.start, who=name, within=within))
 
     async def run(self) -> None:
@@ -109,7 +104,8 @@ class GeneratorPool:
             self._begin(name)
         try:
             while self._keepers or not (self._drained or self._stopping):
-                await self._keepers.pop(await self._ended.get())
+                if (ended := await self._ended.get()) is not None:
+                    await self._keepers.pop(ended)
         finally:
             for keeper in self._keepers.values():
                 keeper.cancel()
@@ -119,17 +115,21 @@ class GeneratorPool:
         keeper.add_done_callback(lambda done: self._ended.put_nowait(name))
 
     async def _keep(self, name: str) -> None:
-        while not self._stopping:
+        while not self._ends(name):
             try:
                 await self._watched(name)
                 self._drained |= name not in self._leaving
                 return
             except GENERATOR_FAILED as error:
-                if self._stopping or name in self._leaving:
+                if self._ends(name):
                     return
                 if name in self._rooms:
                     return await self._let_go(name, error)
                 await self._start_again(name, error)
+
+    def _ends(self, name: str) -> bool:
+        """Whether this generator, or the run, is about to end."""
+        return self._stopping or name in self._leaving
 
     # -- joining and leaving ------------------------------------------------------------------------------------------
 
@@ -217,12 +217,12 @@ class GeneratorPool:
         self._down.add(name)
         self._broadcasts.forget(name)
         failed: BaseException | None = error
-        while failed is not None:
+        while failed is not None and not self._ends(name):
             self._count_failure(name, failed)
             self._say(f"{name} failed ({in_a_line(failed)}); it starts again")
             ray.kill(self._generators[name], no_restart=False)
             failed = await self._came_up(name)
-        if self._stopping:
+        if self._ends(name):
             return
         self._down.discard(name)
         await self._update(name)
@@ -230,14 +230,13 @@ class GeneratorPool:
 
     def _count_failure(self, name: str, error: BaseException) -> None:
         self._failures[name] += 1
-        times = self._failures[name]
-        if times > self._config.run.max_restarts or isinstance(error, UserError):
+        if (times := self._failures[name]) > self._config.run.max_restarts or isinstance(error, UserError):
             raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BatonError | None:
-        """Wait for a generator's new process and engine, unless the run ends; returns why the engine did not start."""
+        """Wait for a generator's new process and engine, unless it ends; returns why the engine did not start."""
         deadline = time.monotonic() + self._config.generator.start_deadline
-        while not self._stopping:
+        while not self._ends(name):
             try:
                 await self._start(name)
                 return None
@@ -354,8 +353,7 @@ class GeneratorPool:
 
     def up(self) -> dict[str, Any]:
         """The generators that are up and do not leave."""
-        unable = self._down | self._leaving
-        return {name: generator for name, generator in self._generators.items() if name not in unable}
+        return {name: one for name, one in self._generators.items() if name not in self._down | self._leaving}
 
     def keep(self, count: int) -> Kept | None:
         """Let so many engines keep the newest weights until `let_go_on`; None where no other would go on."""
@@ -386,6 +384,7 @@ class GeneratorPool:
     async def stop(self) -> None:
         """End the open trajectories and the engines; weights on their way are given up, which nobody needs any more."""
         self._stopping = True
+        self._ended.put_nowait(None)
         if self._sync is not None:
             may_be_dropped(self._sync)
             self._sync.cancel()

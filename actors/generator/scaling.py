@@ -40,13 +40,15 @@ class Scaling:
         config: Config,
         pool: GeneratorPool,
         place: Callable[[int], Awaitable[Placed]],
-        asked_for: Callable[[], int],
+        asked_for: Callable[[int], int],
         say: Callable[[str], None],
     ) -> None:
-        """`place` makes the generator of a number as soon as there is room."""
+        """`place` makes the generator of a number as soon as there is room; `asked_for` is called with how many are
+        asked for so far."""
         self._pool, self._place, self._asked_for, self._say = pool, place, asked_for, say
         self._grace = config.generator.leave_grace
         self._max_failures, self._least = config.run.max_restarts, config.generator.min_engines
+        self._wanted = self._least
         self._fixed = config.weights.transport == "ipc"
         self._joining: asyncio.Task[None] | None = None
         self._placing = False
@@ -72,7 +74,8 @@ class Scaling:
         for left in [leaving for leaving in self._leaving if leaving.done()]:
             self._leaving.discard(left)
             left.result()
-        there, wanted = self._pool.nodes(), self._asked_for()
+        there = self._pool.nodes()
+        wanted = self._wanted = self._asked_for(self._wanted)
         staying = [name for name, node in there.items() if node not in draining]
         for name, node in there.items():
             if node in draining:

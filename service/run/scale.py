@@ -28,13 +28,16 @@ def ask_for(folder: Path, config: Config, engines: int) -> None:
     write_atomic(folder / SCALE, json.dumps({"engines": engines}) + "\n")
 
 
-def asked_for(folder: Path, config: Config) -> int:
-    """How many generators the run is to have: as asked for, else as many as its configuration allows."""
+def asked_for(folder: Path, config: Config, now: int) -> int:
+    """How many generators the run is to have: as asked for, else as many as its configuration allows.
+
+    It stays as it is now while the file cannot be read.
+    """
     least, most = config.generator.min_engines, config.generator.max_engines
     try:
         engines = int(json.loads((folder / SCALE).read_text(encoding="utf-8"))["engines"])
     except FileNotFoundError:
         return most
-    except (OSError, ValueError, TypeError, KeyError):  # another hand wrote it, or the disk fails
-        return least
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):  # another hand wrote it, or the disk fails
+        return now
     return min(max(engines, least), most)

@@ -115,11 +115,12 @@ class World:
             self.lines.append,
             self.told,  # type: ignore[arg-type]
         )
-        self.scaling = Scaling(self.config, self.pool, self.place, lambda: self.wanted, self.lines.append)
+        self.scaling = Scaling(self.config, self.pool, self.place, lambda now: self.wanted, self.lines.append)
 
-    def kill(self, actor: Here) -> None:
-        self.killed.append(actor.name)
-        self.ends[actor.name].set()
+    def kill(self, actor: Here, no_restart: bool = True) -> None:
+        if no_restart:
+            self.killed.append(actor.name)
+            self.ends[actor.name].set()
 
     async def place(self, number: int) -> Placed:
         made = self.there[number] = Here(f"generator-{number}", self.said, node="b")
@@ -214,6 +215,44 @@ async def test_what_is_on_a_drained_node_leaves_in_time_and_another_one_joins_th
     assert left_within <= 3 and not running.done()
     world.there[1].ended.set()
     await running
+
+
+async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_another_one_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    running, first = await world.running(), world.there[0]
+
+    async def starts() -> str:
+        await world.ends["generator-0"].wait()
+        raise died()
+
+    async def lost(grace: float) -> None:
+        raise died()
+
+    first.start, first.leave, first.failing["run"] = Method(starts), Method(lost), died()
+    monkeypatch.setattr(actors.generator.generator_pool, "RETRY_SECONDS", 0.0)
+    first.ended.set()
+    async with asyncio.timeout(30):
+        while not any(line.endswith("it starts again") for line in world.lines):
+            await asyncio.sleep(0)
+    await world.settled("generator-1", draining={"a": 0})
+    assert not running.done() and "generator-0 None gone" in world.told.gone
+    world.there[1].ended.set()
+    async with asyncio.timeout(30):
+        await running
+
+
+async def test_a_run_that_is_stopped_while_it_has_no_generator_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    running, world.wanted = await world.running(), 0
+    await asyncio.sleep(0)
+    world.scaling.look({"a": 0})
+    async with asyncio.timeout(30):
+        while "generator-0 has left" not in world.lines:
+            await asyncio.sleep(0)
+        await world.pool.stop()
+        await running
 
 
 async def test_one_that_evaluates_does_not_leave_of_its_own_accord(monkeypatch: pytest.MonkeyPatch) -> None:
