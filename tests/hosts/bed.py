@@ -226,6 +226,7 @@ class Bed:
             "PYTHONPATH": str(ROOT),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": "/tmp/home",
+            "RAY_raylet_start_wait_time_s": f"{START_SECONDS:.0f}",
             "RAY_worker_niceness": "0",  # else other work of this machine takes minutes from each start of an engine
         }
         return {**os.environ, **own, **more}
