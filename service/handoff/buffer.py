@@ -86,6 +86,9 @@ class Buffer:
         self.scoring = Scoring(config, self._record, teacher_of_row)
         """Takes the answers of scorers; groups wait there between the last submit and the lease."""
         self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
+        self._size, is_strict = config.trainer.mini_batch_size, config.buffer.order == "strict"
+        self._shares = self._size if is_strict else config.generator.max_engines
+        """Among how many the groups that the next mini-batch lacks are shared; in strict order each may be awaited."""
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
@@ -132,7 +135,8 @@ class Buffer:
             self._attempts.restart_refused(message, answer)
             return self._refuse(answer)
         self._duplicates += answer.duplicate
-        return answer._replace(wanted=self._batches.wanted())
+        lacks = self._size - len(self.ledger.finished) % self._size
+        return answer._replace(wanted=max(lacks // self._shares, 1))
 
     def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
         """Journal and apply what is new in a valid message; then attempts that failed start anew."""

@@ -54,19 +54,11 @@ class BatchFormer:
     def __init__(self, config: Config, record: Record) -> None:
         """Raises a ConfigError now if there is no such estimator, rather than at the first lease."""
         self._record = record
-        self._size, self._engines = config.trainer.mini_batch_size, config.generator.max_engines
+        self._size = config.trainer.mini_batch_size
         self._is_strict = config.buffer.order == "strict"
         self._settings = BatchSettings.of(config)
         estimator_named(self._settings.estimator)
         self._newest: MiniBatch | None = None
-
-    def wanted(self) -> int:
-        """A generator's share of the complete groups that the next mini-batch lacks, at least one.
-
-        With `order: strict` one group can be what the trainer waits for, however many are complete.
-        """
-        lacks = self._size - len(self._record.ledger.finished) % self._size
-        return 1 if self._is_strict else max(lacks // self._engines, 1)
 
     def begin(self, trainer_incarnation: int) -> BatchJob:
         """Collect what the mini-batch of the next lease needs.

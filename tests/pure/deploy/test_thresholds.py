@@ -194,6 +194,7 @@ CASES = [
     ),
     Case("BatonWeightSyncFailing", 0, lag(5), lag(4)),
     Case("BatonWeightSyncFailing", 3 * MINUTE, since(FAILED, 3), series(FAILED, f"3x{LAST}")),
+    Case("BatonStoreFailing", 0, gauge("baton_store_failing", 1), gauge("baton_store_failing", 0)),
     Case("BatonEpisodesLeak", 0, series(LEAKED, f"1x{LAST}"), series(LEAKED, f"0x{LAST}")),
     Case("BatonActorSilent", 0, up("buffer", 0) + up("trainer", 1), up("buffer", 1) + up("generator", 0)),
     Case(
@@ -314,6 +315,7 @@ ZERO = {
     "BatonActorSilent",
     "BatonScrapeDown",
     "BatonEpisodesLeak",
+    "BatonStoreFailing",
 }
 OTHER = {"BatonLedgerOpen", "BatonWeightSyncFailing", "BatonAbsent", "BatonWatchdog"}
 """Alerts with thresholds of zero, and with none."""
