@@ -112,7 +112,7 @@ def _problems(config: Config) -> Iterator[_PathProblem]:
     for name, role in config.roles.items():
         yield from _path_problems(f"roles.{name}.key_file", role.key_file, "key", "file", "give a text file")
         own = Path(role.model) if role.is_served and role.model else None
-        yield from _path_problems(f"roles.{name}.model", own, "model folder", "folder", "give a Hugging Face folder")
+        yield from _model_folder_problems(f"roles.{name}.model", own, "model folder")
     yield from _scorer_problems(config)
     yield from _module_problems(config)
     if _kind("run.dir", config.run.dir) == "file":
@@ -135,11 +135,16 @@ def _retrieval_problems(config: Config) -> Iterator[_PathProblem]:
     if retrieval is None:
         return
     yield from _path_problems("env.retrieval.corpus", retrieval.corpus, "corpus", "file", "give a JSONL file")
-    setting, encoder, hint = "env.retrieval.encoder", retrieval.encoder, "give a Hugging Face folder"
-    wrong = list(_path_problems(setting, encoder, "encoder", "folder", hint))
+    yield from _model_folder_problems("env.retrieval.encoder", retrieval.encoder, "encoder")
+
+
+def _model_folder_problems(setting: str, folder: Path | None, what: str) -> Iterator[_PathProblem]:
+    """Of a model that is not trained."""
+    hint = "give a Hugging Face folder"
+    wrong = list(_path_problems(setting, folder, what, "folder", hint))
     yield from wrong
-    if encoder is not None and not wrong and not is_model_folder(encoder):
-        yield _PathProblem(f"{setting}: the encoder {encoder} has no config.json; {hint}", False)
+    if folder is not None and not wrong and not is_model_folder(folder):
+        yield _PathProblem(f"{setting}: the {what} {folder} has no config.json; {hint}", False)
 
 
 def _command_problems(config: Config) -> Iterator[_PathProblem]:
@@ -154,9 +159,10 @@ def _command_problems(config: Config) -> Iterator[_PathProblem]:
 
 def _scorer_problems(config: Config) -> Iterator[_PathProblem]:
     for name, scorer in config.scorers.items():
-        path, folder = f"scorers.{name}", "give a Hugging Face folder"
-        yield from _path_problems(f"{path}.model", scorer.model, "model folder", "folder", folder)
-        yield from _path_problems(f"{path}.tokenizer", scorer.tokenizer, "tokenizer", "folder", folder)
+        path = f"scorers.{name}"
+        yield from _model_folder_problems(f"{path}.model", scorer.model, "model folder")
+        hint = "give a Hugging Face folder"
+        yield from _path_problems(f"{path}.tokenizer", scorer.tokenizer, "tokenizer", "folder", hint)
         yield from _path_problems(f"{path}.key_file", scorer.key_file, "key", "file", "give a text file")
         yield from _user_module_problems(f"{path}.use", (scorer.use or "").partition(":")[0])
 

@@ -47,7 +47,7 @@ def teachers_of(
     """The teacher of each row of the dataset, by the row's columns; empty where it has none.
 
     Raises:
-        UserError: a row names something that is no teacher, or has a temperature of its own.
+        UserError: a row names something that is no teacher, or has a temperature of its own; no row names a teacher.
     """
     known = [name for name, scorer in config.scorers.items() if scorer.kind == "teacher"]
     teacher, found = config.algorithm.teacher, list[str]()
@@ -66,6 +66,12 @@ def teachers_of(
                 "those at temperature 1, so the two could not be compared; leave it out"
             )
         found.append(name)
+    if found and not any(found):
+        raise UserError(
+            f"algorithm.teacher.column: no row of the dataset names a teacher in its column {teacher.column!r}, so "
+            f"nothing would be learned from {', '.join(known)}; give the column that does, or leave it out with one "
+            "teacher"
+        )
     return found
 
 

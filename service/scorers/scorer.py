@@ -29,7 +29,7 @@ class Scorer:
             UserError: a user's code, a key or a tokenizer is missing or not as it must be.
         """
         settings = config.scorers[name]
-        self._teaches, self._tasks = settings.kind == "teacher", tasks
+        self._teaches, self._tasks, self._roles = settings.kind == "teacher", tasks, tuple(config.roles)
         self._tokenizer = None if self._teaches else load_tokenizer(model_folder)
         folder = settings.tokenizer or settings.model
         if self._teaches and folder is not None:
@@ -51,7 +51,7 @@ class Scorer:
         group = accepted_group(request.data)
         if self._teaches:
             return Answer(logprobs=await taught(group.steps, self._logprobs()))
-        trajectories = trajectories_of(group, self._tasks[request.row], self._decode)
+        trajectories = trajectories_of(group, self._tasks[request.row], self._decode, self._roles)
         if self._address is not None:
             return await self._address.rewards(trajectories)
         if self._function is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import end_objects, step_objects
 from service.rollout.environment import Task
 from service.types import Int32s, StepGroup
@@ -23,8 +24,10 @@ class Turn:
     prompt_ids: list[int]
     response_ids: list[int]
     reward: float
-    """Of the environment."""
+    """Of the environment, with what it gave to the turn later."""
     stop_reason: str
+    role: str
+    """Who spoke; `main` unless the configuration names `roles`, or an agent has conversations of other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +52,21 @@ class Trajectory:
         return "".join(turn.prompt + turn.response for turn in self.turns)
 
 
-def trajectories_of(group: StepGroup, task: Task, decode: Callable[[Sequence[int]], str]) -> list[Trajectory]:
+def trajectories_of(
+    group: StepGroup, task: Task, decode: Callable[[Sequence[int]], str], named: Sequence[str] = ()
+) -> list[Trajectory]:
     """The trajectories of a group, by sample.
 
-    `decode`: the text of token ids, special tokens included.
+    `decode`: the text of token ids, special tokens included; `named`: the roles that the configuration names.
     """
-    row, turns = asdict(task), dict[int, list[Turn]]()
+    row, turns, ends = asdict(task), dict[int, list[Turn]](), end_objects(group.ends)
+    roles = {end.trajectory: roles_from(end.roles, end.n_steps, named) for end in ends}
+    later = {end.trajectory: end.rewards for end in ends if end.rewards}
     for step in sorted(step_objects(group.steps), key=lambda step: step.index):
         prompt, response = _plain(step.prompt_ids), _plain(step.response_ids)
-        reward = float(np.sum(step.reward))
-        turn = Turn(decode(prompt), decode(response), prompt, response, reward, step.stop_reason)
+        of, index = step.trajectory, step.index
+        reward = float(np.sum(step.reward)) + (later[of][index] if of in later else 0.0)
+        turn = Turn(decode(prompt), decode(response), prompt, response, reward, step.stop_reason, roles[of][index])
         turns.setdefault(step.trajectory.sample, []).append(turn)
     return [
         Trajectory(
@@ -70,7 +78,7 @@ def trajectories_of(group: StepGroup, task: Task, decode: Callable[[Sequence[int
             end.stop_reason,
             end.transcript.decode(errors="replace"),
         )
-        for end in end_objects(group.ends)
+        for end in ends
     ]
 
 

@@ -226,3 +226,5 @@ def test_rows_have_the_teachers_that_their_column_names(tmp_path: Path) -> None:
         teachers_of(settings, [{"who": "judge"}], [None])
     with pytest.raises(Exception, match=r"row 0, column temperature: 0\.5"):
         teachers_of(settings, [{"who": "code"}], [0.5])
+    with pytest.raises(Exception, match="no row of the dataset names a teacher in its column 'who'"):
+        teachers_of(settings, [{}, {"whom": "code"}], [None, None])

@@ -137,6 +137,16 @@ def test_what_is_here_and_broken_is_refused_by_the_validation_too(
         assert err.startswith(f"baton: override {setting}: {problem}") and err.count("\n") == 1
 
 
+def test_folders_of_teachers_and_frozen_roles_must_hold_models(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    teacher = [f"scorers.big={{kind: teacher, model: {tmp_path}}}", "algorithm.teacher={}"]
+    for words, path in ((teacher, "scorers.big"), ([f"roles.foe={{mode: frozen, model: {tmp_path}}}"], "roles.foe")):
+        assert main(["config", "validate", "--config", QUICKSTART, *words]) == 2
+        err = capsys.readouterr().err
+        assert f"{path}.model: the model folder {tmp_path} has no config.json; give a" in err and err.count("\n") == 1
+
+
 def test_validation_reads_the_dataset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "hi"}\n{"prompt": "ho", "env_class": "lokup"}\n')

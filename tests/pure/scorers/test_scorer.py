@@ -21,6 +21,7 @@ from service.handoff.ledger.scores import sampled_tokens
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.scoring import Answer
 from service.handoff.steps.builder import steps_table
+from service.handoff.steps.roles import packed_roles
 from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer
@@ -28,6 +29,7 @@ from service.rollout.environment import Task
 from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, answer_of, encode
 from service.scorers.scorer import Scorer
 from service.scorers.teacher import taught
+from service.scorers.trajectories import trajectories_of
 from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import step
 from tests.pure.learn.test_credit_split import played
@@ -88,6 +90,21 @@ def test_rewards_come_in_any_sequence_alone_or_with_infos(given: Any, info: list
 
 def test_a_users_class_gets_its_options_and_the_row(tmp_path: Path) -> None:
     assert answered(tmp_path, use=f"{MINE}:Weighed", options={"weight": 0.5}).rewards == [2.5, 2.5]
+
+
+def test_turns_say_who_spoke_and_what_they_were_given_later() -> None:
+    steps = [step(TrajectoryId(0, sample), "p", index) for sample in (0, 1) for index in (0, 1)]
+    ends = [
+        TrajectoryEnd(TrajectoryId(0, 0), "p", 2, "stop", 1.0),
+        TrajectoryEnd(
+            TrajectoryId(0, 1), "p", 2, "stop", 1.0, packed_roles(["main", "critic"], ["critic"]), rewards=(0.5, 0.0)
+        ),
+    ]
+    group = StepGroup(Sender("", 0, 0), steps_table(steps), ends_table(ends))
+    plain, spoken = trajectories_of(group, TASKS[0], str, ["critic"])
+    assert [turn.role for turn in plain.turns] == ["main", "main"]
+    assert [turn.role for turn in spoken.turns] == ["main", "critic"]
+    assert [now.reward - then.reward for now, then in zip(spoken.turns, plain.turns, strict=True)] == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("bad", ["raises", "leaves"])
