@@ -15,6 +15,7 @@ from service.config.checks import check_bytes
 from service.config.model_folder import check_vocabulary, is_model_folder
 from service.errors import UserError
 from service.evaluation.target import EvalTarget
+from service.handoff.scoring import teachers_of
 from service.handoff.steps.validate import Routing
 from service.learn.adapter_folder import Base, check_adapter
 from service.learn.checkpoint import check_parts, read_metadata
@@ -35,6 +36,7 @@ from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
 from service.run.folder import DATA, initial_model, warmed_model
+from service.scorers.teacher import check_tokenizer
 from service.scorers.user import check_scorers
 from service.types import SupervisedRow
 
@@ -73,9 +75,13 @@ def prepare(config: Config, folder: Path) -> Prepared:
     tasks = load_tasks(tasks_file)
     check_environments(config.env, tasks, tasks_file)
     check_scorers(config.scorers)
+    teachers_of(config, [task.extra_info for task in tasks], [task.temperature for task in tasks])
     evals = prepare_evaluation(config, folder)
     model_folder = config.model.path or make_policy(config, initial_model(config, folder))
     hf_config, tokenizer = _checked_model(model_folder)
+    for name, scorer in config.scorers.items():
+        if scorer.kind == "teacher" and (teacher := scorer.tokenizer or scorer.model) is not None:
+            check_tokenizer(name, teacher, model_folder)
     routing = routing_of_model(hf_config)
     check_bytes(config, routing.experts_per_token)
     check_engine(hf_config, config)

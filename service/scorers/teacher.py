@@ -72,7 +72,11 @@ def tokenizer_digest(folder: Path) -> str:
 
 def check_tokenizer(name: str, folder: Path, model_folder: Path) -> None:
     """Raises `UserError` unless the teacher's tokenizer gives each token the id that the policy's gives it."""
-    teacher, policy = tokenizer_digest(folder), tokenizer_digest(model_folder)
+    try:
+        teacher = tokenizer_digest(folder)
+    except UserError as error:
+        raise UserError(f"scorers.{name}: {str(error).removeprefix('model.path: ')}") from error
+    policy = tokenizer_digest(model_folder)
     if teacher != policy:
         raise UserError(
             f"scorers.{name}: the tokenizer in {folder} (digest {teacher}) is another one than the policy's in "

@@ -10,6 +10,7 @@ from actors.driver.run import run
 from service.cli import main
 from service.config import Config, load_config
 from service.errors import UserError
+from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.prepare import prepare
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -22,6 +23,20 @@ def pointed_at(model: Path, *overrides: str) -> Config:
 def test_a_model_folder_of_the_runs_own_making_is_read_like_any_other(model: Path, tmp_path: Path) -> None:
     prepared = prepare(pointed_at(model), tmp_path / "run")
     assert prepared.model_folder == model and prepared.routing == ((), 0, 0)
+
+
+def test_a_teacher_that_reads_other_tokens_or_teaches_no_row_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path
+) -> None:
+    other, empty = tmp_path / "other", tmp_path / "empty"
+    make_tokenizer(other, ["other", "words"])
+    empty.mkdir()
+    for folder, reason in ((other, "is another one than the policy's"), (empty, "has no tokenizer.json")):
+        teacher = [f"scorers.big={{kind: teacher, model: {folder}}}", "algorithm.teacher={}"]
+        with pytest.raises(UserError, match=rf"^scorers\.big: the .*{reason}"):
+            prepare(pointed_at(model, *teacher), tmp_path / "run")
+    with pytest.raises(UserError, match="no row of the dataset names a teacher in its column 'who'"):
+        prepare(pointed_at(model, *teacher, "algorithm.teacher.column=who"), tmp_path / "run")
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '"qwen3"', "{", '{"model_type": "qwen3", "vocab_size": "many"}', ""])
