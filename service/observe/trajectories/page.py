@@ -21,6 +21,7 @@ from service.observe.trajectories.tokens import (
     headline,
     number,
     preview,
+    scored,
     staleness,
     step_line,
     tokens_of,
@@ -84,6 +85,7 @@ def _body(order: int, record: Record, max_staleness: int, words: Words) -> str:
             *(f'<td data-name="{name}" class="{kind}">{escape(text)}</td>' for name, kind, text in cells),
             f'<td class="preview"><div>{escape(preview(record, words))}</div></td></tr>',
             f'<tr class="detail" hidden><td colspan="{COLUMNS}"><p>{escape(headline(record))}</p>',
+            *(f"<p>{escape(said)}</p>" for said in scored(record)),
             *_tree(record), *_tokens(record, max_staleness, words), *_transcript(record), "</td></tr></tbody>",
         ]
     )  # fmt: skip

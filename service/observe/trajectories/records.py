@@ -11,9 +11,10 @@
 `prompt_ids` of a step that extends the previous step are the new tokens only. `versions` are runs of (tokens, version).
 `row` is the training row of the step; steps of one row were merged. `parent` is the step that it continues, `role` that
 of a call, `transcript` what an agent's run wrote, `scores` what each scorer added to the reward and said, or the
-reason without (`fallback`). A trajectory that ended without being trained has
-the `fate` of its group (`filtered`, `refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the
-last step before its end; its `stop_reason` is `unfinished` if the trajectory was not complete.
+reason without (`fallback`). With credit by turn or `roles` each step has an `advantage` of its own, and that of the
+trajectory is their mean. A trajectory that ended without being trained has the `fate` of its group (`filtered`,
+`refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the last step before its end; its
+`stop_reason` is `unfinished` if the trajectory was not complete.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import msgspec
 import numpy as np
 
-from service.columns import select
+from service.columns import offsets_of, select
 from service.config import Config
 from service.errors import UserError, in_one_line
 from service.handoff.batches.batch import CompleteGroup
@@ -65,6 +66,15 @@ class StepShape(TypedDict):
     parent: NotRequired[Count | None]
     role: NotRequired[str]
     trains: NotRequired[bool]
+    advantage: NotRequired[float]
+
+
+class ScoreShape(TypedDict):
+    """What a scorer's answer must hold to be shown."""
+
+    reward: float | None
+    info: str
+    fallback: str
 
 
 RecordShape = TypedDict(
@@ -82,6 +92,7 @@ RecordShape = TypedDict(
         "sampled_tokens": Count,
         "rows": Count,
         "transcript": NotRequired[str],
+        "scores": NotRequired[dict[str, ScoreShape]],
         "steps": list[StepShape],
     },
 )
@@ -95,6 +106,7 @@ def trajectory_records(
     count = min(config.run.trajectories_per_step, len(batch.return_G))
     chosen = sorted({round(g) for g in np.linspace(0, len(batch.return_G) - 1, count)}) if count else []
     first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
+    first_turn_G = offsets_of(np.concatenate([_turns(group) for group in groups]))
     records = []
     for g in chosen:
         p = int(batch.prompt_of_trajectory_G[g])
@@ -102,9 +114,14 @@ def trajectory_records(
         (end,) = end_objects(select(ends, np.argsort(ends.sample_E)[place : place + 1]))
         own = np.flatnonzero(steps.sample_K == end.trajectory.sample)
         own_steps = step_objects(select(steps, own[np.argsort(steps.index_K[own])]))
+        record = _record(end.trajectory, end.prompt_uid, own_steps, end, at, config)
+        if batch.turn_advantage_X is not None:
+            of_turns = batch.turn_advantage_X[first_turn_G[g] : first_turn_G[g + 1]].tolist()
+            for step, advantage in zip(record["steps"], of_turns, strict=True):
+                step["advantage"] = advantage
         records.append(
             {
-                **_record(end.trajectory, end.prompt_uid, own_steps, end, at, config),
+                **record,
                 "reward": end.reward,
                 "return": float(batch.return_G[g]),
                 "advantage": float(batch.advantage_G[g]),
@@ -114,6 +131,12 @@ def trajectory_records(
             }
         )
     return records
+
+
+def _turns(group: CompleteGroup) -> Int64s:
+    """[G] the turns of each trajectory of a group, by sample."""
+    sample_G = np.sort(group.ends.sample_E)
+    return np.bincount(np.searchsorted(sample_G, group.steps.sample_K), minlength=len(sample_G))
 
 
 def _scores(group: CompleteGroup, place: int) -> Record:

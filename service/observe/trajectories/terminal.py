@@ -24,6 +24,7 @@ from service.observe.trajectories.tokens import (
     fate_of,
     headline,
     number,
+    scored,
     step_line,
     tokens_of,
 )
@@ -85,6 +86,8 @@ def print_record(console: Console, record: Record, max_staleness: int, words: Wo
     has_colours = console.color_system is not None and not console.no_color
     console.print(Text(in_one_line(record["id"]), style="bold"))
     console.print(Text(in_one_line(headline(record))), soft_wrap=not console.is_terminal)
+    for said in scored(record):
+        console.print(Text(in_one_line(said)), soft_wrap=not console.is_terminal)
     for kind, meaning in LEGEND.items():
         sign = "\u25a0" if has_colours else " ".join(MARKS[kind]).strip() or "plain"
         console.print(Text(f"  {sign} ", style=STYLES[kind]) + Text(meaning, style="dim"))

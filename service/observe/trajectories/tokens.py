@@ -97,9 +97,10 @@ def preview(record: Record, words: Words) -> str:
 def headline(record: Record) -> str:
     """The fate of a trajectory in one line."""
     when = "in" if record["fate"] == "trained" else "after"
+    mean = "mean " if any("advantage" in step for step in record["steps"]) else ""
     return (
         f"{fate_of(record)} {when} optimizer step {record['optimizer_step']} (at policy {record['trained_at']}), "
-        f"return {number(record['return'], 'g')}, advantage {number(record['advantage'], '+.3f')}, "
+        f"return {number(record['return'], 'g')}, {mean}advantage {number(record['advantage'], '+.3f')}, "
         f"{_counted(len(record['steps']), 'turn')} in {_counted(record['rows'], 'row')}, {record['loss_tokens']} of "
         f"{record['sampled_tokens']} sampled tokens carry loss, ended by {record['stop_reason']}"
     )
@@ -155,8 +156,20 @@ def branches(record: Record) -> list[str]:
 
 
 def step_line(step: Record) -> str:
-    """Role, row, policy versions, reward and stop reason of a step in one line."""
+    """Role, row, policy versions, reward, advantage if it has one of its own, and stop reason of a step in one line."""
     reward = step["reward"] if isinstance(step["reward"], int | float) else sum(step["reward"])
     versions = ", ".join(dict.fromkeys(version for _, version in step["versions"] if version)) or "none"
     role = "" if (of := step.get("role", "main")) == "main" else f"{of}, "
-    return f"{role}row {step['row']}, policy {versions}, reward {reward:g}, {step['stop_reason']}"
+    own = f", advantage {step['advantage']:+.3f}" if "advantage" in step else ""
+    return f"{role}row {step['row']}, policy {versions}, reward {reward:g}{own}, {step['stop_reason']}"
+
+
+def scored(record: Record) -> list[str]:
+    """What each scorer said, a line each: `judge: reward 0.7, brief`; a teacher gives no reward."""
+    lines = []
+    for name, score in record.get("scores", {}).items():
+        if score["fallback"]:
+            lines.append(f"{name}: no good answer ({score['fallback']})")
+        elif score["reward"] is not None:
+            lines.append(f"{name}: reward {score['reward']:g}" + (f", {score['info']}" if score["info"] else ""))
+    return lines

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from service.observe.trajectories.records import (
     trajectory_records,
 )
 from service.observe.trajectories.terminal import print_list, print_record
-from service.observe.trajectories.tokens import LOSS, MASKED, PROMPT, STALE, pieces, tokens_of
+from service.observe.trajectories.tokens import LOSS, MASKED, PROMPT, STALE, pieces, scored, tokens_of
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.writer import RunWriter
 from service.types import NO_VERSION, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
@@ -94,6 +95,27 @@ def test_a_record_says_what_was_generated_and_what_became_of_it() -> None:
     assert (one["response_ids"], one["loss_mask"], one["versions"]) == ([10, 11, 3], [1, 1, 0], [(2, "1:0"), (1, None)])
     assert (two["row"], two["versions"][0]) == (0, (1, "1:1"))
     assert json.loads(json.dumps(last)) == json.loads(json.dumps(last, allow_nan=False))
+
+
+def test_turns_with_advantages_of_their_own_and_what_scorers_said_are_shown() -> None:
+    config = CONFIG.model_copy(
+        update={"algorithm": CONFIG.algorithm.model_copy(update={"credit": "return_to_go", "returns": "sum"})}
+    )
+    batch, groups = formed(config)
+    assert batch.turn_advantage_X is not None
+    batch = replace(batch, turn_advantage_X=np.arange(8, dtype=np.float32))
+    made = trained(trajectory_records(batch, groups, PolicyVersion(1, 1), config), PolicyVersion(1, 2))
+    assert [[step["advantage"] for step in record["steps"]] for record in (made[0], made[-1])] == [[0, 1], [6, 7]]
+    made[-1]["scores"] = {
+        "judge": {"reward": 0.5, "info": "brief", "fallback": ""},
+        "late": {"reward": None, "info": "", "fallback": "deadline"},
+        "teacher": {"reward": None, "info": "", "fallback": ""},
+    }
+    assert scored(made[-1]) == ["judge: reward 0.5, brief", "late: no good answer (deadline)"]
+    output = StringIO()
+    print_record(Console(file=output, width=200, color_system=None), made[-1], 8, letters)
+    assert "judge: reward 0.5, brief" in output.getvalue() and "advantage +7.000" in output.getvalue()
+    assert "mean advantage" in output.getvalue()
 
 
 @pytest.mark.parametrize(("per_step", "kept"), [(0, 0), (1, 1), (3, 3), (50, 4)])
