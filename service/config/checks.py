@@ -108,6 +108,8 @@ def _lora(config: Config) -> Iterator[Problem]:
             "model.warm_start would train the weights that the adapter was made for, and it would no longer fit them; "
             "add model.warm_start=null",
         )
+    if config.weights.transport != "memory" and config.model.dtype == "float32":
+        yield Problem("model.dtype", "vLLM computes adapters on GPUs in 16 bits, not in float32; use bfloat16")
     if lora.rank > SLOT_RANKS[-1]:
         yield Problem(
             "model.lora.rank", f"{lora.rank} fits no engine: the largest slot has rank {SLOT_RANKS[-1]}; use at most it"

@@ -57,6 +57,7 @@ TOKENS = "trainer.max_tokens_per_micro_batch"
         (["model.warm_start.expected_success=[0.5,0.1]"], "model.warm_start.expected_success", "holds no success"),
         (["model.warm_start.demonstrations=63"], "model.warm_start.demonstrations", "not even one batch"),
         (["model.make.head_dim=33"], "model.make.head_dim", "is odd"),
+        (["model.lora={}", "weights.transport=nccl"], "model.dtype", "16 bits, not in float32; use bfloat16"),
         (["model.lora.rank=513"], "model.lora.rank", "the largest slot has rank 512"),
         (["model.lora.targets=[q_proj,k_prj]"], "model.lora.targets", "did you mean k_proj?"),
         (["model.lora.targets=[experts]"], "model.lora.targets", "choose of q_proj"),
