@@ -9,10 +9,11 @@
      "transcript": "", "scores": {"judge": {"reward": 0.7, "info": "brief", "fallback": ""}}}
 
 `prompt_ids` of a step that extends the previous step are the new tokens only. `versions` are runs of (tokens, version).
-`row` is the training row of the step; steps of one row were merged. `parent` is the step that it continues, `role` that
-of a call, `transcript` what an agent's run wrote, `scores` what each scorer added to the reward and said, or the
-reason without (`fallback`). With credit by turn or `roles` each step has an `advantage` of its own, and that of the
-trajectory is their mean. A trajectory that ended without being trained has the `fate` of its group (`filtered`,
+`row` is the training row of the step; steps of one row were merged. `parent` is the step that it continues; `begins_as`
+(step, tokens) says where it begins like another one without continuing it, and `prompt_ids` leave these tokens out.
+`role` is that of a call, `transcript` what an agent's run wrote, `scores` what each scorer added to the reward and said
+or the reason without (`fallback`). With credit by turn or `roles` each step has an `advantage` of its own, and that of
+the trajectory is their mean. A trajectory that ended without being trained has the `fate` of its group (`filtered`,
 `refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the last step before its end; its
 `stop_reason` is `unfinished` if the trajectory was not complete.
 """
@@ -64,6 +65,7 @@ class StepShape(TypedDict):
     stop_reason: str | None
     row: Count | None
     parent: NotRequired[Count | None]
+    begins_as: NotRequired[tuple[Count, Count] | None]
     role: NotRequired[str]
     trains: NotRequired[bool]
     advantage: NotRequired[float]
@@ -236,6 +238,7 @@ def _record(
         "rows": len(rows),
         "steps": [
             {**_step_record(step, row_of_step.get(step.index), later), "parent": parent}
+            | {"begins_as": step.extends[:2] if step.extends is not None and parent is None else None}
             | {"role": role, "trains": role in train}
             for step, parent, role, later in zip(steps, parents, roles, given, strict=True)
         ],

@@ -95,7 +95,8 @@ def print_record(console: Console, record: Record, max_staleness: int, words: Wo
         console.print(Text("\nbranches", style="bold"))
         console.print(Text(printable("\n".join(tree))), soft_wrap=not console.is_terminal)
     for step in record["steps"]:
-        console.print(Text(f"\nstep {step['index']}  {in_one_line(step_line(step))}", style="bold"))
+        line = Text(f"\nstep {step['index']}  {in_one_line(step_line(step))}", style="bold")
+        console.print(line, soft_wrap=not console.is_terminal)
         line = Text()
         for kind, tokens in groupby(tokens_of(step, record, max_staleness, words), key=lambda token: token.kind):
             begin, end = ("", "") if has_colours else MARKS[kind]

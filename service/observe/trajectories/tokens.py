@@ -161,7 +161,10 @@ def step_line(step: Record) -> str:
     versions = ", ".join(dict.fromkeys(version for _, version in step["versions"] if version)) or "none"
     role = "" if (of := step.get("role", "main")) == "main" else f"{of}, "
     own = f", advantage {step['advantage']:+.3f}" if "advantage" in step else ""
-    return f"{role}row {step['row']}, policy {versions}, reward {reward:g}{own}, {step['stop_reason']}"
+    begins = ""
+    if shared := step.get("begins_as"):
+        begins = f", begins with the first {_counted(shared[1], 'token')} of step {shared[0]}"
+    return f"{role}row {step['row']}, policy {versions}, reward {reward:g}{own}, {step['stop_reason']}{begins}"
 
 
 def scored(record: Record) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from service.cli.parser import main
+from service.columns import digest
 from service.config import Config, load_config
 from service.errors import UserError
 from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
@@ -27,10 +28,10 @@ from service.observe.trajectories.records import (
     trajectory_records,
 )
 from service.observe.trajectories.terminal import print_list, print_record
-from service.observe.trajectories.tokens import LOSS, MASKED, PROMPT, STALE, pieces, scored, tokens_of
+from service.observe.trajectories.tokens import LOSS, MASKED, PROMPT, STALE, pieces, scored, step_line, tokens_of
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.writer import RunWriter
-from service.types import NO_VERSION, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
+from service.types import NO_VERSION, Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 
 def step(trajectory: TrajectoryId, index: int, prompt: list[int], response: list[int], version: int) -> Step:
@@ -116,6 +117,19 @@ def test_turns_with_advantages_of_their_own_and_what_scorers_said_are_shown() ->
     print_record(Console(file=output, width=200, color_system=None), made[-1], 8, letters)
     assert "judge: reward 0.5, brief" in output.getvalue() and "advantage +7.000" in output.getvalue()
     assert "mean advantage" in output.getvalue()
+
+
+def test_a_prompt_that_begins_like_that_of_an_earlier_step_says_what_was_left_out() -> None:
+    one = TrajectoryId(7, 0)
+    shared = Extension(0, 2, digest(np.array([1, 2], np.int32)))
+    steps = [step(one, 0, [1, 2], [10, 11, 3], 0), replace(step(one, 1, [9], [20, 3], 0), extends=shared)]
+    groups = [CompleteGroup(7, "p7", steps_table(steps), ends_table([TrajectoryEnd(one, "p7", 2, "stop", 1.0)]))]
+    history = VersionHistory()
+    history.publish(PolicyVersion(1, 0))
+    batch = form_mini_batch(1, groups, history, BatchSettings.of(CONFIG))
+    (record,) = trajectory_records(batch, groups, PolicyVersion(1, 0), CONFIG)
+    assert [made["begins_as"] for made in record["steps"]] == [None, (0, 2)]
+    assert step_line(record["steps"][1]).endswith("stop, begins with the first 2 tokens of step 0")
 
 
 @pytest.mark.parametrize(("per_step", "kept"), [(0, 0), (1, 1), (3, 3), (50, 4)])
