@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
@@ -157,7 +158,7 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) ->
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(1)  # with two, operations this small wait for each other: a step takes three times as long
     tasks, found = load_tasks(tasks_file), Found([], math.nan)
     # TRL passes none of these on; of a float32 model, vLLM would make one of 16 bits
     generation.LLM = partial(
