@@ -40,21 +40,26 @@ def answering(answer: Any = None) -> Callable[..., Any]:
     return answers
 
 
-def drive(folder: Path, leases: list[Leased | Wait]) -> None:
-    """Run until the buffer says that all groups are filtered, which ends the run."""
-    config = load_config(["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=0"])
-    fruitless = Wait(WaitReason.FILTERED, FRUITLESS, 0.0)
-    buffer = {"ready": None, "join": 1, "lease": [*leases, fruitless], "commit": None}
-    trainer = {"load": None, "weights": None, "step": StepReport(True, None, {})}
-    cluster = Cluster(
+def cluster_of(buffer: dict[str, Any], trainer: dict[str, Any]) -> Cluster:
+    """Without generators; `buffer`: the answers by method, `trainer`: the methods."""
+    return Cluster(
         hub=SimpleNamespace(
             start=Method(answering("http://127.0.0.1:9400")), push=SimpleNamespace(remote=lambda *_: None)
         ),
         buffer=SimpleNamespace(**{name: Method(answering(answer)) for name, answer in buffer.items()}),
         generators=(),
         place=answering(None),
-        trainer=SimpleNamespace(**{name: answering(answer) for name, answer in trainer.items()}),  # type: ignore[arg-type]
+        trainer=SimpleNamespace(**trainer),  # type: ignore[arg-type]
     )
+
+
+def drive(folder: Path, leases: list[Leased | Wait]) -> None:
+    """Run until the buffer says that all groups are filtered, which ends the run."""
+    config = load_config(["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=0"])
+    fruitless = Wait(WaitReason.FILTERED, FRUITLESS, 0.0)
+    buffer = {"ready": None, "join": 1, "lease": [*leases, fruitless], "commit": None}
+    trainer = {"load": None, "weights": None, "step": StepReport(True, None, {})}
+    cluster = cluster_of(buffer, {name: answering(answer) for name, answer in trainer.items()})
     run, prepared = RunWriter(folder / "run"), Prepared(folder / "rows.jsonl", [], folder, 8, None)
     try:
         with pytest.raises(RunFailed, match=f"^{FRUITLESS}; nothing is left to learn from$"):
@@ -96,15 +101,7 @@ def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_ru
     buffer = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "status": status}
     names = ("load", "weights", "save", "restart", "restore")
     trainer = {name: answering() for name in names} | {"step": answering(StepReport(True, None, {}))}
-    cluster = Cluster(
-        hub=SimpleNamespace(
-            start=Method(answering("http://127.0.0.1:9400")), push=SimpleNamespace(remote=lambda *_: None)
-        ),
-        buffer=SimpleNamespace(**{name: Method(answering(answer)) for name, answer in buffer.items()}),
-        generators=(),
-        place=answering(None),
-        trainer=SimpleNamespace(**trainer, finish_save=finish_save),  # type: ignore[arg-type]
-    )
+    cluster = cluster_of(buffer, trainer | {"finish_save": finish_save})
     run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
     try:
         with pytest.raises(RunFailed, match=r"^the trainer failed 3 times; the last time: .*Read-only file system"):

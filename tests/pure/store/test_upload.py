@@ -95,9 +95,8 @@ def test_a_run_whose_store_is_silent_ends_after_its_deadline_and_names_what_only
         run.end()
 
 
-def test_a_damaged_file_is_never_part_of_a_checkpoint_in_the_store(tmp_path: Path) -> None:
-    objects = MemoryObjects()
-    run = run_in(tmp_path, objects)
+def damage_checkpoints_of(run: ScriptedRun) -> None:
+    """Each checkpoint's weights get other bytes once the checkpoint is durable."""
     finish = run.checkpoints.finish
 
     def damaged(*arguments: int) -> int:
@@ -106,6 +105,12 @@ def test_a_damaged_file_is_never_part_of_a_checkpoint_in_the_store(tmp_path: Pat
         return oldest
 
     run.checkpoints.finish = damaged  # type: ignore[method-assign]
+
+
+def test_a_damaged_file_is_never_part_of_a_checkpoint_in_the_store(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    damage_checkpoints_of(run)
     run.train(2)
     assert run.uploads is not None and "its disk is damaged" in run.uploads.status.failing
     assert stored_steps(objects.sizes()) == [0]
@@ -173,14 +178,7 @@ def test_a_file_whose_bytes_changed_on_their_way_is_not_left_in_the_store(tmp_pa
     """A later process would take it, by its name and size, for what it has to upload itself."""
     objects = MemoryObjects()
     run = run_in(tmp_path, objects)
-    finish = run.checkpoints.finish
-
-    def damaged(*arguments: int) -> int:
-        oldest = finish(*arguments)
-        next(run.checkpoints.path(arguments[0]).rglob("*.safetensors")).write_bytes(b"12345678")
-        return oldest
-
-    run.checkpoints.finish = damaged  # type: ignore[method-assign]
+    damage_checkpoints_of(run)
     run.train(EVERY)
     assert not [name for name, data in objects.held.items() if data == b"12345678"]
 
