@@ -25,7 +25,7 @@ def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:
     enter_user_folder()
     try:
         own = import_user_module(module)
-    except Exception as error:
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
     found: Any = getattr(own, attribute, None)
     if not callable(getattr(found, method, None) if isinstance(found, type) else found):
@@ -65,7 +65,7 @@ def user_function(name: str, settings: ScorerConfig) -> Callable[[Any], Any]:
         return found
     try:
         scorer = found(**settings.options)
-    except Exception as error:
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
     return scorer.logprobs if settings.kind == "teacher" else scorer.score  # type: ignore[no-any-return]
 
