@@ -6,6 +6,10 @@ RAY_ENV = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "60",
+    # A link that was cut leaves connections of which only one end knows; Ray's 300 and 120 s hold weights up for 420 s.
+    # Its servers refuse to be asked more often than once a minute.
+    "RAY_grpc_client_keepalive_time_ms": "60000",
+    "RAY_grpc_client_keepalive_timeout_ms": "20000",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -13,7 +17,11 @@ RAY_ENV = {
 }
 """Environment of the Ray that a run starts, and of its workers."""
 
-SKIPPED = r"^Task \S+ failed\. There are .*retries remaining|^The node with node id: .* has been marked dead"
+SKIPPED = (
+    r"^Task \S+ failed\. There are .*retries remaining"
+    r"|^The node with node id: .* has been marked dead"
+    r"|^Raylet is terminated\."  # with the last twenty lines of its log
+)
 """What Ray does not print, for each call and node, when a host goes: the run says that in one line (`HostWatch`)."""
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SKIPPED)
 
