@@ -82,7 +82,7 @@ class Scaling:
                 self._let_go(name, "its node is drained", self._within(draining[node]))
         for name in staying[wanted:]:
             if name not in self._pool.evaluating:
-                self._let_go(name, f"{wanted} generators are asked for", self._grace)
+                self._let_go(name, self._why(), self._grace)
         if self._joining is not None and self._joining.done():
             self._joining.result()
             self._joining = None
@@ -101,11 +101,15 @@ class Scaling:
         left = ends_at / 1000 - time.time() - MARGIN_SECONDS
         return max(min(self._grace, left), 0.0) if ends_at else self._grace
 
+    def _why(self) -> str:
+        return f"{self._wanted} generators are asked for" if self._wanted > 1 else "1 generator is asked for"
+
     async def _join(self, number: int) -> None:
         try:
             self._placing = True
             placed = await self._place(number)
             self._placing = False
+            self._say(f"generator-{number} starts: {self._why()}")
             await self._pool.join(f"generator-{number}", *placed)
             self._failures = 0
         except GENERATOR_FAILED as error:

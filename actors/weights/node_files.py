@@ -41,6 +41,11 @@ class HeldImage:
     """Where engines load the image, once it is whole; None: rank 0 has newer weights."""
     users: int = 1
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether engines can load it."""
+        return self.path.done() and self.path.exception() is None and self.path.result() is not None
+
 
 class NodeFiles:
     """Which generator holds the image of its node."""
@@ -120,7 +125,7 @@ class NodeFiles:
         begun, kept = list[HeldImage](), dict[str, str]()
         for name in names:
             held, before = HeldImage(weights, name, next(self._numbers)), self._held.get(self._node_of[name])
-            if before is not None and not before.users and before.holder in self._generators:
+            if before is not None and not before.users and before.is_whole and before.holder in self._generators:
                 held.holder, held.number = before.holder, before.number
                 kept[held.holder] = str(before.path.result())
             self._held[self._node_of[name]] = held
@@ -149,6 +154,8 @@ class NodeFiles:
             if (why := chain.lost.get(held.holder)) is None:
                 held.path.set_result(chain.paths.get(held.holder))
             else:
+                # at once: who asks again before `_settle` would get the same error, again and again
+                self._held = {node: other for node, other in self._held.items() if other is not held}
                 held.path.set_exception(why)
                 may_be_dropped(held.path)  # all who wait for it may be cancelled
         unused = [held for held in begun if held.path.exception() is not None or not held.users]
@@ -163,7 +170,7 @@ class NodeFiles:
         """Keep an image that no engine loads from, or give it back."""
         node = self._node_of[held.holder]
         if self._held.get(node) is held:
-            if self._keeps and held.path.exception() is None and held.path.result() is not None:
+            if self._keeps and held.is_whole:
                 return
             del self._held[node]
         if (holder := self._generators.get(held.holder)) is None:

@@ -47,11 +47,12 @@ class Publication:
         new = self._read(start, stop)
         bucket = bucket_of(self.version, start, new)
         self._checksums[start] = bucket.checksum
-        base = None if self._base is None else self._base._checksums.get(start)
-        if self._base is None or base is None:
+        before = self._base  # another thread may take it away meanwhile, with newer weights
+        checksum = None if before is None else before._checksums.get(start)
+        if before is None or checksum is None:
             return bucket, new
-        bucket = bucket._replace(base=base, itemsize=self._itemsize)
-        return encode(bucket, self._base._read(start, stop), new, whole)
+        bucket = bucket._replace(base=checksum, itemsize=self._itemsize)
+        return encode(bucket, before._read(start, stop), new, whole)
 
     def _read(self, start: int, stop: int) -> Octets:
         """A copy of these bytes."""

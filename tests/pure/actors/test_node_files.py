@@ -144,6 +144,38 @@ async def test_an_image_that_fails_after_everybody_gave_up_waiting_is_no_forgott
     assert forgotten == []
 
 
+async def test_an_image_that_nobody_waits_for_any_more_is_not_the_base_of_the_next_one_before_it_is_whole(
+    pair: Pair,
+) -> None:
+    files, first, _ = pair
+    first.gate.clear()
+    async with files.spread(["first"], VERSION, WEIGHTS):
+        pass
+    async with files.spread(["first"], NEXT, NEWER):
+        first.gate.set()
+        async with files.path_for("first", NEXT, NEWER) as path:
+            assert path == "/first/2"
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert first.paths == set()
+
+
+async def test_who_asks_in_the_moment_in_which_an_image_fails_begins_another_one(pair: Pair) -> None:
+    files, first, _ = pair
+    first.failing["hold"] = Starved("no answer of first")
+    taking = asyncio.ensure_future(files.path_for("first", VERSION, WEIGHTS).__aenter__())
+    await asyncio.sleep(0)
+    (failing,) = files._held.values()
+    asks = files.path_for("second", VERSION, WEIGHTS)
+    asking: Any = asks.__aenter__()
+    failing.path.add_done_callback(lambda path: asking.send(None))  # before anything that the failure has woken up
+    with pytest.raises(Starved):
+        await taking
+    (held,) = files._held.values()
+    assert held is not failing and await held.path == "/second/1"
+    asking.close()
+
+
 async def test_a_holder_that_dies_takes_its_file_along_and_nobody_fails_over_giving_it_back(pair: Pair) -> None:
     files, first, second = pair
     async with files.path_for("second", VERSION, WEIGHTS) as path:

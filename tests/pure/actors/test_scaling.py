@@ -157,12 +157,14 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     await asyncio.sleep(0)
     assert [line for line in world.said if "generator-2 takes 1:1" in line]
     assert [made.most for made in world.there.values()] == [GROUPS // 3] * 3
+    assert "generator-2 starts: 3 generators are asked for" in world.lines
     world.wanted = 1
     await world.settled("generator-0")
     async with asyncio.timeout(30):
         while len(world.told.gone) < 4:
             await asyncio.sleep(0)
     assert f"generator-2 leaves within {GRACE:.0f} s" in world.said
+    assert "generator-2 leaves: 1 generator is asked for" in world.lines
     assert sorted(world.killed) == ["generator-1", "generator-2"] and sorted(world.rooms) == ["room 1", "room 2"]
     assert {"generator-1 None gone", "generator-1 left"} <= set(world.told.gone)
     assert (world.there[0].most, world.told.expected[-1]) == (GROUPS, 1)

@@ -90,6 +90,26 @@ def test_an_image_that_takes_changes_step_after_step_equals_one_that_takes_all()
     whole.close()
 
 
+class LosesItsBase(Publication):
+    """Newer weights are published, in another thread, while a bucket of these is made."""
+
+    def __getattribute__(self, name: str) -> object:
+        found = super().__getattribute__(name)
+        if name == "_itemsize":  # read after it was seen that there is a base
+            self._base = None
+        return found
+
+
+def test_a_bucket_that_is_made_while_newer_weights_are_published_is_whole() -> None:
+    first = published(1, {"w": torch.zeros(64, 64).bfloat16()})
+    image = NodeImage(first.n_bytes)
+    take(image, first)
+    second = LosesItsBase(2, {"w": torch.eye(64).bfloat16()}, first)
+    image.write(*second.bucket(0, 1024, whole=False))
+    assert Path(image.path).read_bytes()[:1024] == second._read(0, 1024).tobytes()
+    image.close()
+
+
 def test_an_image_that_missed_a_version_or_took_half_of_it_takes_the_next_one_all_the_same() -> None:
     torch.manual_seed(1)
     weights = {"w": torch.randn(64, 64).bfloat16()}
