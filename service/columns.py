@@ -20,14 +20,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-Int16s = NDArray[np.int16]
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Uint64s = NDArray[np.uint64]
-Uint8s = NDArray[np.uint8]
-Float32s = NDArray[np.float32]
-Float64s = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+# Written out: with numpy 2.5 and Python 3.12, NDArray[...] is a `type` alias, which does not show its dtype.
+Int16s = np.ndarray[tuple[Any, ...], np.dtype[np.int16]]
+Int32s = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
+Int64s = np.ndarray[tuple[Any, ...], np.dtype[np.int64]]
+Uint64s = np.ndarray[tuple[Any, ...], np.dtype[np.uint64]]
+Uint8s = np.ndarray[tuple[Any, ...], np.dtype[np.uint8]]
+Float32s = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
+Float64s = np.ndarray[tuple[Any, ...], np.dtype[np.float64]]
+Bools = np.ndarray[tuple[Any, ...], np.dtype[np.bool_]]
 
 Item = TypeVar("Item", bound=np.generic)
 AnyTable = TypeVar("AnyTable", bound="Table")

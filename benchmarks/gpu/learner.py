@@ -17,6 +17,7 @@ utilisation is nearly that of all.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import tempfile
 import time
@@ -94,6 +95,7 @@ def _what_fits(device: torch.device, shape: dict[str, int], variant: str) -> Fig
             continue
         finally:
             torch._dynamo.reset()
+            gc.collect()  # a learner and its compiled layers refer to each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     return found | {"milliseconds": "out of memory"}

@@ -57,12 +57,12 @@ class Part(NamedTuple):
 
 LEARNER = ("numpy", "pydantic", "transformers", "safetensors")
 PARTS = (
-    Part("learner", "Training steps", 420.0, LEARNER),
+    Part("learner", "Training steps", 360.0, LEARNER),
     Part("advantage", "Advantages to tokens, against a copy", 40.0, ("numpy",)),
     Part("suite", "tests/gpu", 400.0, (*LEARNER, "pytest")),
     Part("transports", "Weights into an engine", 240.0, (*LEARNER, "vllm", "xxhash")),
     Part("agreement", "Log-probabilities of engine and trainer", 160.0, (*LEARNER, "vllm", "xxhash")),
-    Part("quickstart", "The quick start", 140.0, (*LEARNER, "ray", "vllm")),
+    Part("quickstart", "The quick start", 220.0, (*LEARNER, "ray", "vllm")),
 )
 
 

@@ -8,6 +8,7 @@ nccl     needs two GPUs: a short run of the quick start with a larger model
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import statistics
 import tempfile
@@ -39,6 +40,8 @@ SHAPES = {
 }
 UPDATES = {"cuda": 5, "cpu": 2}
 ANSWER_SECONDS = 100.0
+END = -1
+"""In place of a step's number: no more weights are asked for."""
 NCCL_MODEL = (
     "{hidden_size: 2048, intermediate_size: 8192, num_layers: 12, num_heads: 16, num_kv_heads: 8, head_dim: 128}"
 )
@@ -73,7 +76,8 @@ async def _updates(transport: str, config: Config, model: Path, device: str) -> 
         try:
             found = [await _update(transport, engine, ours, step) for step in range(1, UPDATES[device] + 1)]
         finally:
-            ours.close()  # the sender ends
+            with contextlib.suppress(BrokenPipeError):  # it has failed, and its error is in the log
+                ours.send(END)  # that this end is closed tells nothing: vLLM's process may have a copy of it
             sender.join(ANSWER_SECONDS)
     names = ("trainer_s", "pause_s", "whole_s")
     medians = {name: statistics.median(figures[name] for figures in found) for name in names}
@@ -105,11 +109,7 @@ async def _update(transport: str, engine: VllmEngine, connection: Connection, st
 def _send(connection: Connection, transport: str, config_json: str, model: Path, device: str) -> None:
     """In the trainer's process: what a rank publishes, each time that a step number comes."""
     policy = Policy(Config.model_validate_json(config_json), model, torch.device(device), 0, 1)
-    while True:
-        try:
-            connection.recv()
-        except EOFError:
-            return
+    while connection.recv() != END:
         started = time.monotonic()
         weights = policy.weights(everywhere=transport == "ipc") or {}
         if transport == "ipc":

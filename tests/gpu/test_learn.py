@@ -73,7 +73,8 @@ def test_a_fused_function_is_the_plain_one(function: Any) -> None:
     if function is logprob.logit_gradient:
         of_tokens = torch.randn(2, 33, device=CUDA, generator=generator)
         arguments = (logits, torch.float32, tokens, inverse, plain[2], plain[1], *of_tokens)
-    torch.testing.assert_close(function(*arguments), function.__wrapped__(*arguments), atol=1e-5, rtol=1e-5)
+    # An entropy is the difference of two numbers near 10, and a fused exponential is another one in its last digits.
+    torch.testing.assert_close(function(*arguments), function.__wrapped__(*arguments), atol=1e-4, rtol=1e-5)
 
 
 def test_the_gradient_of_the_head_is_added_up_over_chunks_as_on_cpu() -> None:
@@ -82,7 +83,7 @@ def test_the_gradient_of_the_head_is_added_up_over_chunks_as_on_cpu() -> None:
     tokens = torch.randint(0, 300, (40,), generator=generator)
     gradients = []
     for device in (CPU, CUDA):
-        inputs = [x.to(device).requires_grad_() for x in (hidden, head)]
+        inputs = [x.to(device, copy=True).requires_grad_() for x in (hidden, head)]
         temperature = torch.ones(40, device=device)
         found = logprob.token_logprobs(*inputs, tokens.to(device), temperature, chunk_entries=7 * 300)
         (found.logprob_M.sum() + found.entropy_M.sum()).backward()

@@ -71,8 +71,9 @@ def compiler_works(device: torch.device) -> bool:
     Torch's compiler needs a C compiler and Python's headers on the machine, which neither torch nor CUDA bring along.
     """
     try:
-        x = torch.ones(8, 8, device=device, requires_grad=True)
-        torch.compile(lambda x: (x * x.sigmoid()).sum(), dynamic=True)(x).backward()
+        with torch.enable_grad():  # the first question may come from inside an autograd function
+            x = torch.ones(8, 8, device=device, requires_grad=True)
+            torch.compile(lambda x: (x * x.sigmoid()).sum(), dynamic=True)(x).backward()
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises, training is possible without it
         why = (str(error).strip().splitlines() or [""])[0]
         log.warning("torch.compile does not work on %s (%s: %s): layers run eagerly", device, type(error).__name__, why)

@@ -81,6 +81,14 @@ def test_a_compiler_that_does_not_work_is_said_in_one_line_and_once(
     assert compile.compiler_works(CPU)
 
 
+def test_a_compiler_that_is_first_asked_where_gradients_are_off_works_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    with torch.no_grad():
+        assert compile.compiler_works(CPU)
+
+
 @pytest.fixture(scope="module")
 def layered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layered") / "policy"
