@@ -95,6 +95,7 @@ def forecast(config: Config, folder: Path, device: Device, work: Work, gpus: int
     else:
         parts["graphs and buffers"] = max(0.0, memory.engine - weights)
     problem = planner.problem
+    transports = ("memory", "nccl", "ipc") if device.cores is None else (config.weights.transport,)
     if used > gpus and problem is None:
         problem = (
             f"generator.engines: {generator.max_engines} engines of {generator.tensor_parallel_size} GPUs and {ranks} "
@@ -109,6 +110,6 @@ def forecast(config: Config, folder: Path, device: Device, work: Work, gpus: int
         splits=tuple(splits),
         on_policy=planner.split(generator.max_engines, ranks, lookahead=0).flow,
         engine_bytes=parts,
-        updates={each: planner.update(each, generator.max_engines, ranks) for each in ("memory", "nccl", "ipc")},
+        updates={each: planner.update(each, generator.max_engines, ranks) for each in transports},
         problem=problem,
     )

@@ -22,10 +22,10 @@ def lines(plan: Forecast) -> Iterator[str]:
     """The page."""
     split, config = plan.chosen, plan.config
     unit = "processes" if plan.device.cores is not None else "GPUs"
-    yield (
-        f"{config.run.name} on {plan.gpus} {unit} ({plan.device.name}), engines {split.engines} of "
-        f"{config.generator.tensor_parallel_size}, ranks {split.ranks}"
-    )
+    parallel = config.generator.tensor_parallel_size
+    engines = _count(split.engines, "engine") + (f" of {parallel} GPUs" if parallel > 1 else "")
+    where = f"{config.run.name} on {plan.gpus} {unit} ({plan.device.name})"
+    yield f"{where}; configured: {engines}, {_count(split.ranks, 'rank')}"
     yield ""
     yield from _memory(plan)
     yield ""
@@ -39,14 +39,17 @@ def lines(plan: Forecast) -> Iterator[str]:
             f"{each.flow.generators_wait:>11.0%}  {'yes ' if each.fits else 'no  '}  {each.binding.part}"
         )
     best = plan.best
-    yield (
-        f"best split: engines {best.engines}, ranks {best.ranks}, {best.step_seconds:.2f} s a step, "
-        f"{split.step_seconds / best.step_seconds:.2f} times as fast as the configuration's"
-    )
+    speed = f"{best.step_seconds:.2f} s a step, {split.step_seconds / best.step_seconds:.2f} times as fast as"
+    name = "best split" if best.fits else "no split fits; the fastest if they did"
+    yield f"{name}: {_count(best.engines, 'engine')}, {_count(best.ranks, 'rank')}, {speed} the configuration's"
     yield ""
     yield "assumptions"
     for line in (f"rates: {plan.device.source}", *lines_of(plan.work), MODEL):
         yield f"  {line}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number > 1)
 
 
 def _memory(plan: Forecast) -> Iterator[str]:

@@ -34,12 +34,14 @@ def _draw_splits(axes: Any, plan: Forecast) -> None:
         axes.bar([place + offset for place in places], needed, 0.4, color=color, label=f"{side} needs")
     axes.plot(places, [split.step_seconds for split in plan.splits], "o-", color=GREEN, label="a step takes")
     best = plan.splits.index(plan.best)
-    axes.annotate("best", (best, plan.best.step_seconds), xytext=(0, 8), textcoords="offset points", ha="center")
+    place, said = (best, plan.best.step_seconds), "best" if plan.best.fits else "fastest"
+    axes.annotate(said, place, xytext=(0, 8), textcoords="offset points", ha="center")
     labels = [f"{split.engines} + {split.ranks}" + ("" if split.fits else "\ndoes not fit") for split in plan.splits]
     axes.set_xticks(places, labels)
     axes.set_xlabel("engines + ranks")
     axes.set_ylabel("seconds a step")
-    axes.legend(loc="upper center")
+    axes.set_ylim(top=1.2 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(loc="upper center", ncols=3)
 
 
 def _draw_memory(axes: Any, plan: Forecast) -> None:

@@ -31,7 +31,8 @@ def update(transport: str, weight_bytes: float, device: Device, nodes: int, engi
         fast = device.cores is not None  # one machine, and no copy to a GPU
         gathered, pause = weight_bytes / GATHERED, weight_bytes / engine_gpus / INTO_AN_ENGINE
         arrival = 0.0 if fast else weight_bytes / TO_A_NODE
-        return Update(gathered + CALLS * (not fast), pause, gathered + arrival + pause)
+        gathered += CALLS * (not fast)
+        return Update(gathered, pause, gathered + arrival + pause)
     rate = device.link if transport == "ipc" or nodes == 1 else device.network
     seconds = weight_bytes / rate + CALLS
     return Update(seconds, seconds, seconds)

@@ -106,7 +106,10 @@ def of_run(run: str) -> dict[str, tuple[float, str]]:
         found = [line[key] for line in lines if isinstance(line, dict) and isinstance(line.get(key), int | float)]
         if not found:
             raise UserError(f"--lengths {run}: {folder / METRICS} has no {key}; name a run of this version of Baton")
-        return statistics.fmean(found)
+        try:
+            return statistics.fmean(found)
+        except OverflowError:  # a whole number beyond every float
+            return math.inf
 
     turns, sampled = max(mean("generate/avg_num_turns"), 1.0), mean("generate/avg_assistant_tokens")
     after_prompt = mean("generate/avg_num_tokens")
@@ -150,9 +153,22 @@ def work_of(config: Config, run: str | None, given: Mapping[str, float | None]) 
             raise UserError(
                 f"--{name.replace('_', '-')} {value:g} ({source}): give a number from {lowest:g} to {highest:g}"
             )
+    for name, (setting, allowed) in _limits(config).items():
+        if (value := given.get(name) or 0.0) > allowed:
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: {setting} allows {allowed}; give less, or raise it")
     values: dict[str, Any] = {name: value for name, (value, _) in figures.items()}
     sources = {**work.sources, **{name: source for name, (_, source) in figures.items()}}
     return replace(work, **values, sources=sources)
+
+
+def _limits(config: Config) -> dict[str, tuple[str, int]]:
+    """What the configuration allows: memory is planned for it."""
+    generator = config.generator
+    return {
+        "turns": ("env.max_turns" if config.endpoint is None else "endpoint.max_calls", config.most_steps),
+        "prompt_tokens": ("generator.max_input_length", generator.max_input_length),
+        "response_tokens": ("generator.max_generate_length", generator.max_generate_length),
+    }
 
 
 def lines_of(work: Work) -> Iterator[str]:

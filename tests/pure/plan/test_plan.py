@@ -86,6 +86,9 @@ def test_what_does_not_fit_is_an_answer_with_an_exit_code_of_its_own(
     words = [*recipe, "trainer.max_tokens_per_micro_batch=1048576", "trainer.gradient_checkpointing=false"]
     found = planned(words, capsys, DOES_NOT_FIT)
     assert not found["fits"] and "trainer." in str(found["problem"])
+    assert main(["plan", *words]) == DOES_NOT_FIT
+    page = capsys.readouterr().out
+    assert "no split fits" in page and "best split" not in page
     found = planned([*recipe, "--gpus", "4"], capsys, DOES_NOT_FIT)
     assert "4 more than --gpus 4" in str(found["problem"])
 
@@ -101,6 +104,7 @@ def test_lengths_come_from_a_run(recipe: list[str], capsys: pytest.CaptureFixtur
 def test_a_model_that_the_run_would_make_is_planned_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(["--config", QUICKSTART, "--gpu", "cpu"], capsys)
     assert found["fits"] and found["device"]["cores"] >= 1  # type: ignore[index]
+    assert list(found["weights"]) == ["memory"]  # type: ignore[call-overload]
     assert 0 < found["chosen"]["step_seconds"] < 60  # type: ignore[index]
 
 
@@ -116,6 +120,8 @@ def test_a_model_that_the_run_would_make_is_planned_on_this_machine(capsys: pyte
         (["--response-tokens", "nan"], "--response-tokens nan (given): give a number"),
         (["--sigma", "-1"], "--sigma -1 (given): give a number from 0"),
         (["--sigma", "1e300"], "--sigma 1e+300 (given): give a number from 0"),
+        (["--turns", "2"], "--turns 2: env.max_turns allows 1"),
+        (["--response-tokens", "513"], "--response-tokens 513: generator.max_generate_length allows 512"),
         (["--plot", "plan.exe"], "--plot plan.exe: give a file that ends in .png"),
         (["--lengths", "no-such-run"], "no-such-run"),
         (["model.path=/nowhere"], "/nowhere has no config.json"),
@@ -137,6 +143,7 @@ ODD_METRICS = {
     "{": "cannot be read",
     "[" * 100_000: "cannot be read",
     '{"generate/avg_num_turns": NaN, "generate/avg_assistant_tokens": 1, "generate/avg_num_tokens": 1}': "--turns nan",
+    f'{{"generate/avg_num_turns": {10**400}, "generate/avg_assistant_tokens": 1, "generate/avg_num_tokens": 1}}': "inf",
     '{"generate/avg_num_turns": 2, "generate/avg_assistant_tokens": 1e300, "generate/avg_num_tokens": 1}': "e+299",
 }
 
