@@ -186,7 +186,8 @@ def scale(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     folder = run_folder(arguments.run)
     ask_for(folder, load([folder / CONFIG], []).config, arguments.engines)
-    print(f"{folder} is asked for {arguments.engines} generators; baton status {folder} shows how many are up")
+    generators = "1 generator" if arguments.engines == 1 else f"{arguments.engines} generators"
+    print(f"{folder} is asked for {generators}: see baton status {folder}, and baton logs {folder} driver")
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,8 +29,8 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     done: bool
     snapshot: bytes | None = None
     """None: the environment is played again."""
-    messages: Sequence[Message] = ()
-    """The environment's answer to the step."""
+    messages: Sequence[Any] = ()
+    """The environment's answer to the step: messages, with all that they hold beside role and content."""
     is_history: bool = False
     """Whether they are the whole conversation."""
     info: dict[str, float] = {}

@@ -61,8 +61,10 @@ class Asked(NamedTuple):
         except msgspec.MsgspecError:
             self.clear()
             return None
-        if not 0 < found.steps <= MOST_STEPS or not all(0 <= rank < ranks for rank in found.ranks):
-            self.answer(found, (), f"there are ranks 0 to {ranks - 1}, and at most {MOST_STEPS} steps are profiled")
+        each_once = sorted({*found.ranks} & {*range(ranks)})
+        if not 0 < found.steps <= MOST_STEPS or sorted(found.ranks) != each_once:
+            problem = f"there are ranks 0 to {ranks - 1}, each once, and at most {MOST_STEPS} steps are profiled"
+            self.answer(found, (), problem)
             return None
         return found
 

@@ -38,6 +38,6 @@ def asked_for(folder: Path, config: Config, now: int) -> int:
         engines = int(json.loads((folder / SCALE).read_text(encoding="utf-8"))["engines"])
     except FileNotFoundError:
         return most
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):  # another hand wrote it, or the disk fails
-        return now
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return now  # another hand wrote it, or the disk fails
     return min(max(engines, least), most)

@@ -100,6 +100,7 @@ class Timelines:
         self._played = self._before = 0
         """Trajectories that ended: in all, and before this window."""
         self._window = time.monotonic()
+        self._finished = False
         self._sampled: list[Ended] = []
         self._slowest: list[Ended] = []
         self._sums: dict[tuple[str, str], list[float]] = {}
@@ -173,17 +174,22 @@ class Timelines:
         self._parts.clear()
         self._tools.clear()
 
+    def finish(self) -> None:
+        """No more are played: what the last window has is put into the timeline at the next `record`."""
+        self._finished = True
+
     def record(self, trace: Trace) -> None:
         """Put the sample since the last call into the timeline, and once a window the slowest and the sums."""
         for ended in self._sampled:
             trace.add(*ended.event("sampled"))
         self._sampled.clear()
-        if (past := time.monotonic() - self._window) < WINDOW_SECONDS:
+        if (past := time.monotonic() - self._window) < WINDOW_SECONDS and not self._finished:
             return
         for ended in self._slowest:
             trace.add(*ended.event("slow"))
         self._slowest.clear()
-        self._every = max(1, math.ceil((self._played - self._before) * WINDOW_SECONDS / past / self._a_window))
+        if not self._finished:
+            self._every = max(1, math.ceil((self._played - self._before) * WINDOW_SECONDS / past / self._a_window))
         self._before, self._window = self._played, time.monotonic()
         if self._sums:
             sums = [

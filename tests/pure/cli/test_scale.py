@@ -30,7 +30,7 @@ def test_a_run_has_as_many_generators_as_it_is_asked_for(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "{}", "[]", '{"engines": null}', '{"engines": 1e400}', '{"engines": NaN}', "\udcff"]
+    "text", ["{", "{}", "[]", "[" * 9999, '{"engines": null}', '{"engines": 1e400}', '{"engines": NaN}', "\udcff"]
 )
 def test_a_number_that_cannot_be_read_changes_nothing(tmp_path: Path, text: str) -> None:
     config = run_of(tmp_path, RANGE)

@@ -14,7 +14,7 @@ from service.observe.metrics_table import TABLE
 FOLDER = Path("deploy/grafana")
 FILES = sorted((FOLDER / "dashboards").glob("*.json"))
 DOCUMENTS = {file.stem: json.loads(file.read_text()) for file in FILES}
-UNITS = {"none", "s", "bytes", "percentunit"}
+UNITS = {"none", "s", "bytes", "Bps", "percentunit"}
 
 
 def test_there_is_a_file_for_every_dashboard_and_no_other() -> None:

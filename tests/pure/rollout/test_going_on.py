@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from service.handoff.steps.builder import StepColumns, steps_table
 from service.handoff.steps.tables import step_objects
+from service.rollout import going_on
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.env_guard import EnvGuard
-from service.rollout.environment import Environment
+from service.rollout.environment import Environment, StepResult
 from service.rollout.isolation import IsolatedEnvironments
 from service.types import GOES_ON, Step, TrajectoryId
 from tests.pure.rollout import counting
@@ -55,6 +58,15 @@ async def test_what_goes_on_elsewhere_samples_only_the_turns_that_are_missing(
         assert sampled == TURNS - n_left
         assert all(same(one, other) for one, other in zip(steps, whole[n_left:], strict=True))
         assert (again.end, dict(again.info)) == (result.end, dict(result.info))
+
+
+async def test_a_restored_conversation_has_all_that_its_messages_held(chat: Chat) -> None:
+    told = [{"role": "tool", "content": "7", "name": "add", "calls": [{"id": 1, "arguments": {"a": None}}]}]
+    guard = EnvGuard("counts", Restorable, limits(chat))
+    await guard.reset(QUESTION, 0)
+    text = await going_on.written(guard, StepResult(told, 0.0, False), None, Counter(), 4096)  # type: ignore[arg-type]
+    await guard.close(OF)
+    assert msgspec.json.decode(text.removeprefix(GOES_ON), type=going_on.Note).messages == told
 
 
 async def test_a_restored_environment_is_not_played_again_and_a_replayed_one_hears_the_same_texts(chat: Chat) -> None:

@@ -19,7 +19,7 @@ from service.cli.parser import main
 from service.files import create_private, lock_folder
 from service.learn.profile import StepProfile
 from service.run.folder import CONFIG
-from service.run.profiles import MOST_STEPS, PROFILES, REQUEST
+from service.run.profiles import MOST_STEPS, PROFILES, REQUEST, Asked
 
 
 class Ranks:
@@ -84,6 +84,12 @@ def test_a_profile_holds_every_operation_of_its_steps_and_of_no_other() -> None:
             torch.ones(8, 8) @ torch.ones(8, 8)
     events = json.loads(gzip.decompress(recorded.file or b""))["traceEvents"]
     assert sum(event["name"] == "aten::matmul" for event in events) == 2
+
+
+def test_a_rank_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    create_private(tmp_path / REQUEST, json.dumps({"id": "odd", "steps": 1, "ranks": [0, 0]}))
+    assert Asked(tmp_path).request(2) is None
+    assert "each once" in (tmp_path / "answer.json").read_text()
 
 
 @pytest.mark.parametrize("words", [["--ranks", "2"], ["--steps", str(MOST_STEPS + 1)]])

@@ -219,6 +219,11 @@ def test_of_many_trajectories_a_stated_sample_is_kept_and_the_slowest(monkeypatc
     assert {4321, 9321, 14321, 19321} - {line[1][0] for line in kept} <= {19321}  # whose window is not over
     played, every, sums = [line for line in lines if line[0] == recorder.TOTALS][-1][1:]
     assert every > 50 and ["search", "other", played] in [row[:3] for row in sums]
+    timelines.finish()
+    timelines.record(trace)
+    last = [json.loads(line) for line in trace.take().splitlines()[1:]]
+    assert 19321 in {line[1][0] for line in (*kept, *last) if line[0] == recorder.TRAJECTORY}
+    assert [line[1:3] for line in last if line[0] == recorder.TOTALS] == [[20_000, every]]
 
 
 def test_baton_trace_writes_the_file_and_leaves_out_what_ended_early(
