@@ -206,7 +206,7 @@ GENERATORS = dashboard(
     "baton-generators",
     "Baton: generators",
     "The work of the engines, their waits, how new weights reach them, and what agents call.",
-    (2, 2, 3, 3, 4, 3),
+    (2, 2, 4, 3, 4, 3),
     graph(
         "Tokens a second",
         "Sampled tokens of each engine.",
@@ -239,6 +239,13 @@ GENERATORS = dashboard(
         "Seconds for which an engine stops generating to load new weights.",
         Query(mean("baton_weight_sync_pause_seconds"), "mean"),
         unit="s",
+    ),
+    graph(
+        "Weights sent and loaded",
+        "Bytes a second. Hosts pass on what leaves the trainer, so more of them do not add to it; engines load it all.",
+        Query(rate("baton_weight_sent_bytes_total"), "left the trainer"),
+        Query(rate("baton_weight_sync_bytes_total"), "loaded by engines"),
+        unit="Bps",
     ),
     graph(
         "Failures",
