@@ -19,8 +19,11 @@ class Ranks:
     """Processes that become the ranks of one process group after another; importing torch takes them seconds, once."""
 
     def __init__(self, most: int, backend: str = "gloo") -> None:
-        self._backend = backend
-        self._pool = ProcessPoolExecutor(most, mp_context=multiprocessing.get_context("spawn"))
+        self._backend, self._most = backend, most
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._most, mp_context=multiprocessing.get_context("spawn"))
 
     def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(rank, world_size, *arguments)` returns on each rank; results are pickled, so no tensors."""
@@ -31,7 +34,14 @@ class Ranks:
                 self._pool.submit(_rank, self._backend, store, rank, world_size, function, arguments)
                 for rank in range(world_size)
             ]
-            return [call.result(timeout=500) for call in calls]
+            try:
+                return [call.result(timeout=500) for call in calls]
+            except BaseException:  # the other ranks may wait for the one that failed, and the next call for them
+                for process in self._pool._processes.values():
+                    process.kill()
+                self.close()
+                self._pool = self._new_pool()
+                raise
 
     def close(self) -> None:
         """End the processes."""
@@ -47,6 +57,8 @@ def _rank(
     timeout = timedelta(seconds=240)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     try:
+        if backend == "gloo":  # who leaves the group closes its connections, which others may still be making
+            dist.barrier()
         return function(rank, world_size, *arguments)
     finally:
         dist.destroy_process_group()
