@@ -43,6 +43,7 @@ from service.config import (
     RunConfig,
     TrainerConfig,
 )
+from service.learn.model.sharding import Rows
 from service.learn.model.tiny_model import make_model
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
@@ -206,10 +207,12 @@ class Road:
         self.call("start")
         self.incarnation = self._get(self.buffer.join.remote("trainer", "trainer"))
         self.version = PolicyVersion(self.incarnation, 0)
-        publication = Publication(self.version.pack(), load_file(self.model / "model.safetensors"))
-        bucket, data = publication.bucket(0, publication.n_bytes, whole=True)
+        weights = load_file(self.model / "model.safetensors")
+        rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in weights.items()}
+        publication = Publication(self.version.pack(), rows)
+        bucket, data = publication.bucket(0, publication.part.n_bytes, whole=True)
         self.weights = data.tobytes()
-        self.image = self.call("hold_image", 0, len(data))
+        self.image = self.call("hold_image", 0, [publication.part])
         self._get(self.generator.write_image.remote(0, bucket, data, False)[1])
 
     def call(self, method: str, *arguments: Any) -> Any:

@@ -28,6 +28,7 @@ from actors.weights.chain import Sent
 from actors.weights.image_holder import ImageHolder
 from actors.weights.node_files import NodeFiles
 from service.config import Config
+from service.learn.model.sharding import Rows
 from service.types import PolicyVersion
 from tests.hosts.bed import Bed, Host
 
@@ -46,8 +47,8 @@ class Rank(TrainerRank):
         shape = (int(millions * 1e6 / TENSORS / 1000), 1000)
         made = {f"layers.{number}.weight": torch.randn(shape).bfloat16() for number in range(TENSORS)}
         self._made = made
-        copies = lambda: {name: tensor.clone() for name, tensor in made.items()}  # noqa: E731
-        self._learner = SimpleNamespace(weights=copies)  # type: ignore[assignment]
+        copies = lambda: {name: Rows(shape, 0, tensor.clone()) for name, tensor in made.items()}  # noqa: E731
+        self._learner = SimpleNamespace(shards=copies)  # type: ignore[assignment]
 
     def change(self) -> None:
         """One step."""
@@ -94,7 +95,7 @@ class World:
         }
         ray.get([holder.release_image.remote(-1) for holder in self.holders.values()])
         self.trainer = TrainerGroup(config, [self.rank])
-        self.trainer.node = here
+        self.trainer.nodes = [here]
         self.sent: list[Sent] = []
         self.files = NodeFiles(config.weights, self.holders, self.trainer, self.sent.append)
         for number, name in enumerate(self.holders, start=1):

@@ -27,6 +27,7 @@ from actors.weights.bucket import Bucket, Octets
 from actors.weights.checksum import EMPTY_CHECKSUM, checksum_of
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.nccl_broadcast import BroadcastSender, encode_announcement
+from actors.weights.part import Part
 from actors.weights.publication import Publication
 from actors.weights.weight_group import Meeting
 from service.config import Config
@@ -65,7 +66,7 @@ class TrainerRank:
         """Version and whole weights, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
         self._publication: Publication | None = None
-        """The newest weights, for transport `memory`."""
+        """What this rank holds of the newest weights, for transport `memory`."""
         self._process = uuid.uuid4().hex
         self._steps = 0
         self._profile: StepProfile | None = None
@@ -173,32 +174,34 @@ class TrainerRank:
         return recorded.file
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    def weights(self, version: int) -> tuple[Octets, tuple[int, int]]:
-        """Gather the policy and return what rank 0 publishes, its checksum, and the bytes of what `bucket` gives out;
-        every rank must call.
+    def weights(self, version: int) -> tuple[Octets, tuple[int, Part | None]]:
+        """Copy or gather the policy; returns what this rank publishes, its checksum, and the part of the weights that
+        `bucket` gives out; every rank must call.
 
-        `nccl` publishes the announcement of what `begin_send` will send. `memory` publishes nothing until `bucket` is
-        called, `ipc` nothing until `ipc_handles` is called. Ranks other than 0 publish nothing.
+        `memory` copies this rank's own part and publishes nothing until `bucket` is called. With `nccl` rank 0 gathers
+        all and publishes the announcement of what `begin_send` will send. `ipc` gathers all on every rank and publishes
+        nothing until `ipc_handles` is called.
         """
         with self._busy("weights"):
             transport, delta = self._config.weights.transport, self._config.weights.delta
+            if transport == "memory":
+                # without `base`, the memory of the version before is free for the copies
+                base, self._publication = self._publication if delta else None, None
+                self._publication = Publication(version, self.learner.shards(), self._rank, base)
+                return _NOTHING, (EMPTY_CHECKSUM, self._publication.part)
             if transport == "ipc":
                 self._gather_on_device(version)
-                return _NOTHING, (EMPTY_CHECKSUM, 0)
-            base, self._publication = self._publication if delta else None, None  # its memory is free for the copies
+                return _NOTHING, (EMPTY_CHECKSUM, None)
             weights = self.learner.weights()
             if weights is None:
-                return _NOTHING, (EMPTY_CHECKSUM, 0)
-            if transport == "nccl":
-                self._gathered = version, weights
-                data, checksum = _with_checksum(encode_announcement(weights))
-                return data, (checksum, 0)
-            self._publication = Publication(version, weights, base)
-            return _NOTHING, (EMPTY_CHECKSUM, self._publication.n_bytes)
+                return _NOTHING, (EMPTY_CHECKSUM, None)
+            self._gathered = version, weights
+            data, checksum = _with_checksum(encode_announcement(weights))
+            return data, (checksum, None)
 
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
     def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[Octets, Bucket | None]:
-        """These bytes of the file of this version's weights, for the nodes; None if a newer version has replaced it."""
+        """These bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
         publication = self._publication
         if publication is None or publication.version != version:
             return _NOTHING, None

@@ -15,6 +15,7 @@ import ray.exceptions
 from actors.calls import answer, call, in_a_line
 from actors.weights.bucket import Bucket
 from actors.weights.checksum import EMPTY_CHECKSUM, PublishedWeights
+from actors.weights.part import check_parts
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved
@@ -38,8 +39,8 @@ class TrainerGroup:
         self._warm_start_steps = 0 if config.model.warm_start is None else config.model.warm_start.steps
         self._ranks = list(ranks)
         self._processes: list[str] = []
-        self.node = ""
-        """The id of rank 0's node."""
+        self.nodes: list[str] = []
+        """The id of each rank's node."""
 
     async def load(self, model_folder: Path, adapter: bool = True) -> None:
         """Form the process group and load the policy; `adapter`: with that of `model.lora`, if there is one.
@@ -49,9 +50,8 @@ class TrainerGroup:
         """
         self._processes = await self._call_all("process", within=self._start_deadline)
         meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
-        nodes = await self._call_all("node", within=self._start_deadline)
-        self.node = nodes[0]
-        await self._call_all("load", meeting_point, str(model_folder), nodes, adapter, within=self._start_deadline)
+        self.nodes = await self._call_all("node", within=self._start_deadline)
+        await self._call_all("load", meeting_point, str(model_folder), self.nodes, adapter, within=self._start_deadline)
 
     async def restart(self, model_folder: Path) -> None:
         """End every rank's process and form a new group.
@@ -99,17 +99,20 @@ class TrainerGroup:
         return reports[0]
 
     async def weights(self, version: PolicyVersion) -> PublishedWeights:
-        """Gather the whole policy, on rank 0 or with transport `ipc` on every rank's GPU."""
+        """Let every rank copy its part of the policy, or with transports from GPU to GPU gather the whole policy."""
         ranks = range(len(self._ranks))
-        answers = (self._stored(number, "weights", version.pack()) for number in ranks)
-        data, (checksum, n_bytes) = (await asyncio.gather(*answers))[0]
-        return PublishedWeights(data, checksum, n_bytes)
+        answers = await asyncio.gather(*(self._stored(number, "weights", version.pack()) for number in ranks))
+        data, (checksum, _) = answers[0]
+        parts = tuple(part for _, (_, part) in answers if part is not None)
+        if parts:
+            check_parts(parts)
+        return PublishedWeights(data, checksum, parts)
 
     async def bucket(
-        self, version: PolicyVersion, start: int, stop: int, whole: bool = False
+        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
     ) -> tuple[Bucket, Any] | None:
-        """A part of the file of these weights, and a reference to its message; None if newer ones are there."""
-        data, bucket = await self._stored(0, "bucket", version.pack(), start, stop, whole)
+        """Bytes of a rank's part of these weights, and a reference to their message; None if newer ones are there."""
+        data, bucket = await self._stored(rank, "bucket", version.pack(), start, stop, whole)
         return None if bucket is None else (bucket, data)
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:

@@ -30,8 +30,10 @@ class Bucket(NamedTuple):
 
     version: int
     """Packed; that of the file."""
+    rank: int
+    """Whose part of the file it is of."""
     start: int
-    """First byte in the file."""
+    """First byte in the part."""
     n_bytes: int
     checksum: int
     message_bytes: int
@@ -75,6 +77,6 @@ def decode(bucket: Bucket, message: WeightBytes, base: bytearray) -> memoryview:
     return verify(base, bucket.checksum)
 
 
-def bucket_of(version: int, start: int, new: Octets) -> Bucket:
-    """The bucket that these bytes of a version's file are."""
-    return Bucket(version, start, len(new), checksum_of(new), len(new))
+def bucket_of(version: int, rank: int, start: int, new: Octets) -> Bucket:
+    """The bucket that these bytes of a rank's part of a version's file are."""
+    return Bucket(version, rank, start, len(new), checksum_of(new), len(new))

@@ -1,16 +1,18 @@
-"""One publication on its way from rank 0 to several nodes: each receives it once and passes it on to the next.
+"""One publication on its way from the ranks to several nodes: each receives it once and passes it on to the next.
 
-    rank 0 --bucket 2--> node A --bucket 1--> node B --bucket 0--> node C
+    rank 0 on node A   --bucket 2--> node A --bucket 1--> node B --bucket 0--> node C
+    rank 1 on node B   --bucket 2--> node B --bucket 1--> node C --bucket 0--> node A
 
-The link of rank 0 carries one copy of the weights, whatever the number of nodes, and the last node has them a few
-buckets after the first. A bucket is passed on as an object of the node that has just received it, because Ray would
-fetch one object from whichever node holds it, rank 0's among them.
+Each rank gives out its own part. The links of the ranks carry one copy of the weights, whatever the number of nodes,
+and the last node has them a few buckets after the first. A bucket is passed on as an object of the node that has just
+received it, because Ray would fetch one object from whichever node holds it, the rank's among them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import ray.exceptions
@@ -18,6 +20,7 @@ import ray.exceptions
 from actors.calls import answer, call, first_error
 from actors.trainer.group import TrainerGroup, TrainerLost
 from actors.weights.bucket import Bucket
+from actors.weights.part import Part
 from actors.weights.publication import ALIGNED
 from service.errors import BatonError, Starved
 from service.types import PolicyVersion
@@ -38,15 +41,23 @@ NOT_PASSED_ON = (ray.exceptions.ObjectLostError, Starved)
 
 
 class Replaced(BatonError):
-    """Rank 0 has newer weights, which are about to be published."""
+    """The trainer has newer weights, which are about to be published."""
 
 
 class Sent(NamedTuple):
-    """What left rank 0."""
+    """What left the ranks."""
 
     n_bytes: int
     changed: float | None
-    """Fraction of the elements that differ from the version before; None: rank 0 had none to compare with."""
+    """Fraction of the elements that differ from the version before; None: the ranks had none to compare with."""
+
+
+class Stretch(NamedTuple):
+    """The bytes of a rank's part that a bucket has."""
+
+    rank: int
+    start: int
+    stop: int
 
 
 class Chain:
@@ -58,13 +69,14 @@ class Chain:
         trainer: TrainerGroup,
         images: Mapping[str, int],
         paths: dict[str, str],
+        ways: Sequence[Sequence[str]],
         deadline: float,
     ) -> None:
-        """`images`: the number of the image that each generator writes, in the order of the chain; `paths`: where
-        those lie that are there already."""
+        """`images`: the number of the image that each generator writes; `paths`: where those lie that are there
+        already; `ways`: the order of the generators for the part of each rank."""
         self._generators = {name: generators[name] for name in images}  # also after one of them has left
-        self._trainer, self._images, self.paths = trainer, images, paths
-        self._n_bytes = 0
+        self._trainer, self._images, self.paths, self._ways = trainer, images, paths, ways
+        self._parts: Sequence[Part] = ()
         self._within = deadline / TRIES
         self._hops = {name: asyncio.Semaphore(AT_ONCE) for name in images}
         self._mute = set[str]()
@@ -73,21 +85,20 @@ class Chain:
         self.lost: dict[str, BaseException] = {}
         """Why a generator does not have the weights."""
 
-    async def send(self, version: PolicyVersion, n_bytes: int) -> Sent:
-        """Send the file of these weights, of so many bytes.
+    async def send(self, version: PolicyVersion, parts: Sequence[Part]) -> Sent:
+        """Send the file of these weights, which has these parts.
 
         Raises:
-            Replaced: rank 0 has newer ones.
-            TrainerLost: rank 0 does not answer.
+            Replaced: the trainer has newer ones.
+            TrainerLost: a rank does not answer.
         """
-        self._n_bytes = n_bytes
-        size = min(max(n_bytes // BUCKETS, LEAST_BYTES), MOST_BYTES) // ALIGNED * ALIGNED
+        self._parts = parts
         under_way = asyncio.Semaphore(AT_ONCE * (len(self._images) + 1))
         try:
             async with asyncio.TaskGroup() as trips:
-                for start in range(0, n_bytes, size):
+                for stretch in stretches([part.n_bytes for part in parts]):
                     await under_way.acquire()
-                    trip = trips.create_task(self._trip(version, start, min(start + size, n_bytes)))
+                    trip = trips.create_task(self._trip(version, stretch))
                     trip.add_done_callback(lambda done: under_way.release())
         except BaseExceptionGroup as group:
             raise first_error(group) from group
@@ -96,24 +107,26 @@ class Chain:
         changed = sum(bucket.changed or 0 for bucket in compared) / elements if elements else None
         return Sent(sum(bucket.message_bytes for bucket in self._sent), changed)
 
-    async def _trip(self, version: PolicyVersion, start: int, stop: int) -> None:
+    async def _trip(self, version: PolicyVersion, stretch: Stretch) -> None:
         """Take one bucket to every generator that is not lost."""
-        bucket, from_rank_0 = await self._bucket(version, start, stop)
-        source, giver = from_rank_0, ""
-        for name in self._images:
+        bucket, from_rank = await self._bucket(version, stretch)
+        source, giver = from_rank, ""
+        way = self._ways[stretch.rank]
+        for name in way:
             async with self._hops[name]:
                 if name in self.lost:
                     continue
                 try:
                     try:
-                        written, copy = await self._give(name, bucket, source)
+                        written, copy = await self._give(name, bucket, source, name != way[-1])
                     except NOT_PASSED_ON:
                         if not giver:
                             raise
                         self._mute.add(giver)
-                        written, copy = await self._give(name, bucket, from_rank_0)
+                        written, copy = await self._give(name, bucket, from_rank, name != way[-1])
                     if not written:
-                        await self._give(name, *await self._bucket(version, start, stop, whole=True))
+                        whole = await self._bucket(version, stretch, whole=True)
+                        await self._give(name, *whole, passes_on=False)
                     elif name not in self._mute:
                         source, giver = copy, name
                 except (Replaced, TrainerLost):
@@ -121,18 +134,31 @@ class Chain:
                 except NODE_FAILED as error:
                     self.lost[name] = error
 
-    async def _bucket(self, version: PolicyVersion, start: int, stop: int, whole: bool = False) -> tuple[Bucket, Any]:
-        found = await self._trainer.bucket(version, start, stop, whole)
+    async def _bucket(self, version: PolicyVersion, stretch: Stretch, whole: bool = False) -> tuple[Bucket, Any]:
+        found = await self._trainer.bucket(version, *stretch, whole)
         if found is None:
             raise Replaced(f"newer weights than those of version {version} are about to be published")
         self._sent.append(found[0])
         return found
 
-    async def _give(self, name: str, bucket: Bucket, message: Any) -> tuple[bool, Any]:
+    async def _give(self, name: str, bucket: Bucket, message: Any, passes_on: bool) -> tuple[bool, Any]:
         """Let a generator write a bucket; returns whether it has what the bucket changes, and a copy on its node."""
         generator, number = self._generators[name], self._images[name]
         if name not in self.paths:
-            self.paths[name] = await call(generator.hold_image, number, self._n_bytes, who=name, within=self._within)
-        passes_on = name != [*self._images][-1]
+            self.paths[name] = await call(generator.hold_image, number, self._parts, who=name, within=self._within)
         copy, written = generator.write_image.remote(number, bucket, message, passes_on)
         return await answer(written, who=name, within=self._within), copy
+
+
+def stretches(sizes: Sequence[int]) -> list[Stretch]:
+    """What the buckets of parts of these bytes have; the ranks take turns, so that the links of all are busy.
+
+    >>> [(each.rank, each.start >> 20, each.stop >> 20) for each in stretches([3 << 20, 1 << 20])]
+    [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3)]
+    """
+    size = min(max(sum(sizes) // BUCKETS, LEAST_BYTES), MOST_BYTES) // ALIGNED * ALIGNED
+    by_rank = (
+        [Stretch(rank, start, min(start + size, n_bytes)) for start in range(0, n_bytes, size)]
+        for rank, n_bytes in enumerate(sizes)
+    )
+    return [each for each in chain.from_iterable(zip_longest(*by_rank)) if each is not None]

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.weights.adapter import AdapterShapes, adapter_shapes
+from actors.weights.part import Part
 from service.config import LoraConfig
 from service.config.model_folder import model_config, open_weights
 
@@ -38,8 +39,8 @@ class PublishedWeights:
     data: Any
     """Ray object reference to `WeightBytes`, which every engine takes."""
     checksum: int
-    n_bytes: int = 0
-    """Of the safetensors file whose buckets rank 0 gives out; 0: it gives out none."""
+    parts: tuple[Part, ...] = ()
+    """Of the safetensors file whose buckets the ranks give out, that of each rank; none: they give out none."""
 
 
 def checksum_of(data: WeightBytes) -> int:

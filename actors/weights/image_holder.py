@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import ray
 
 from actors.weights.bucket import Bucket
 from actors.weights.checksum import WeightBytes
 from actors.weights.node_image import NodeImage
+from actors.weights.part import Part
 from service.errors import WeightsGone
 
 
@@ -18,10 +20,10 @@ class ImageHolder:
     def __init__(self) -> None:
         self._images: dict[int, NodeImage] = {}
 
-    async def hold_image(self, number: int, n_bytes: int) -> str:
+    async def hold_image(self, number: int, parts: Sequence[Part]) -> str:
         """Hold an image of weights for all engines of this node until `release_image`; returns where it lies."""
         if number not in self._images:
-            self._images[number] = NodeImage(n_bytes)
+            self._images[number] = NodeImage(parts)
         return self._images[number].path
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]

@@ -1,6 +1,6 @@
 """One image of the newest weights a node: one generator writes it as it arrives, all engines of the node load from it.
 
-    node A   generator-0  writes /proc/71/fd/40 <- rank 0    generator-1  loads it
+    node A   generator-0  writes /proc/71/fd/40 <- ranks     generator-1  loads it
     node B   generator-2  writes /proc/35/fd/40 <- node A    generator-3  loads it
 
 An image has no name and vanishes with the process that holds it, so nothing is left behind. A process that has opened
@@ -38,7 +38,7 @@ class HeldImage:
     """Name of the generator that writes and holds the image."""
     number: int
     path: asyncio.Future[str | None] = field(default_factory=asyncio.Future)
-    """Where engines load the image, once it is whole; None: rank 0 has newer weights."""
+    """Where engines load the image, once it is whole; None: the trainer has newer weights."""
     users: int = 1
 
     @property
@@ -131,21 +131,26 @@ class NodeFiles:
             self._held[self._node_of[name]] = held
             begun.append(held)
         if begun:
-            # first the node of rank 0, which takes nothing from the link of rank 0
-            in_order = sorted(begun, key=lambda held: self._node_of[held.holder] != self._trainer.node)
-            numbers = {held.holder: held.number for held in in_order}
-            chain = Chain(self._generators, self._trainer, numbers, kept, self._deadline)
+            numbers = {held.holder: held.number for held in begun}
+            ways = [self._way([*numbers], node) for node in self._trainer.nodes]
+            chain = Chain(self._generators, self._trainer, numbers, kept, ways, self._deadline)
             sending = asyncio.ensure_future(self._send(chain, begun, version, weights))
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
         return begun
+
+    def _way(self, names: Sequence[str], node: str) -> list[str]:
+        """These generators in a ring, first that of a rank's own node, which takes nothing from the rank's link."""
+        nodes = [self._node_of[name] for name in names]
+        at = nodes.index(node) if node in nodes else 0
+        return [*names[at:], *names[:at]]
 
     async def _send(
         self, chain: Chain, begun: Sequence[HeldImage], version: PolicyVersion, weights: PublishedWeights
     ) -> None:
         """Fill these images; in the end each has a path, or an error."""
         try:
-            self._report(await chain.send(version, weights.n_bytes))
+            self._report(await chain.send(version, weights.parts))
         except Replaced:
             chain.paths.clear()
         except Exception as error:  # noqa: BLE001 - raised to all who wait for a path

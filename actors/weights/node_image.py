@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
 from actors.weights.bucket import Bucket, decode
 from actors.weights.checksum import PolicySize, WeightBytes
+from actors.weights.part import Part
 from service.errors import WeightsGone
 
 
@@ -22,14 +24,16 @@ class NodeImage:
     one.
     """
 
-    def __init__(self, n_bytes: int) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """`parts`: where the bytes of each rank lie in the file."""
+        self._parts = parts
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, n_bytes)
+        os.ftruncate(self._fd, sum(part.n_bytes for part in parts))
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         """Where an engine of this node opens the file."""
         self._version = 0
-        self._checksums: dict[int, int] = {}
-        """Of the buckets that are written, by their first byte."""
+        self._checksums: dict[tuple[int, int], int] = {}
+        """Of the buckets that are written, by their rank and first byte."""
         self._writing = Lock()
 
     def write(self, bucket: Bucket, message: WeightBytes) -> bool:
@@ -43,17 +47,19 @@ class NodeImage:
             if self._fd < 0 or bucket.version < self._version:
                 raise WeightsGone("a bucket of weights came after newer ones")
             self._version = bucket.version
-            base = bytearray()
+            spans = self._parts[bucket.rank].spans(bucket.start, bucket.start + bucket.n_bytes)
+            place, base = (bucket.rank, bucket.start), bytearray()
             if bucket.base is not None:
-                if bucket.base != self._checksums.get(bucket.start):
+                if bucket.base != self._checksums.get(place):
                     return False
-                base += os.pread(self._fd, bucket.n_bytes, bucket.start)
-            left, at = decode(bucket, message, base), bucket.start
-            self._checksums.pop(bucket.start, None)
-            while left:
-                written = os.pwrite(self._fd, left, at)
-                left, at = left[written:], at + written
-            self._checksums[bucket.start] = bucket.checksum
+                base += b"".join(os.pread(self._fd, n_bytes, at) for at, n_bytes in spans)
+            octets = decode(bucket, message, base)
+            self._checksums.pop(place, None)
+            for at, left in _cut(octets, spans):
+                while left:
+                    written = os.pwrite(self._fd, left, at)
+                    left, at = left[written:], at + written
+            self._checksums[place] = bucket.checksum
         return True
 
     def close(self) -> None:
@@ -61,6 +67,14 @@ class NodeImage:
         with self._writing:
             fd, self._fd = self._fd, -1
             os.close(fd)
+
+
+def _cut(octets: memoryview, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of each span, with its place."""
+    begin = 0
+    for at, n_bytes in spans:
+        yield at, octets[begin : begin + n_bytes]
+        begin += n_bytes
 
 
 def open_image(path: str, size: PolicySize) -> int:

@@ -1,19 +1,22 @@
-"""The trainer's end of weights that go by memory: copies in CPU memory, given out in buckets of a safetensors file.
+"""A rank's end of weights that go by memory: copies of what the rank holds, given out in buckets of a safetensors file.
 
-A safetensors file is `header length (8 bytes) | header (JSON) | data`. It is never made as a whole: a bucket is copied
-from the tensors when it is asked for.
+A safetensors file is `header length (8 bytes) | header (JSON) | data`. It is never made as a whole: each rank copies
+its own rows only (`actors.weights.part`), and a bucket is copied from those when it is asked for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from actors.weights.bucket import Bucket, Octets, bucket_of, encode
+from actors.weights.part import Part
+from service.learn.model.sharding import Rows
 
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """What a header calls the types of weights."""
@@ -22,30 +25,28 @@ ALIGNED = 8
 
 
 class Publication:
-    """The weights of one version."""
+    """What a rank holds of the weights of one version."""
 
-    def __init__(self, version: int, weights: Mapping[str, Tensor], base: Publication | None = None) -> None:
+    def __init__(
+        self, version: int, weights: Mapping[str, Rows], rank: int = 0, base: Publication | None = None
+    ) -> None:
         """`base`: the version before, of which only what has changed since is to travel."""
-        self.version = version
-        self._tensors = [tensor.contiguous().view(-1).view(torch.uint8).numpy() for tensor in weights.values()]
-        self._tensors.insert(0, np.frombuffer(_header(weights), np.uint8))
-        self._ends = np.cumsum([len(tensor) for tensor in self._tensors])
-        self._itemsize = min((tensor.itemsize for tensor in weights.values()), default=1)
+        self.version, self._rank = version, rank
+        pieces = list(_pieces(weights, rank))
+        self._pieces = [octets for _, octets in pieces]
+        self._ends = np.cumsum([0, *map(len, self._pieces)])
+        self.part = Part.of_spans([(at, len(octets)) for at, octets in pieces])
+        self._itemsize = min((rows.itemsize for _, _, rows in weights.values()), default=1)
         self._checksums: dict[int, int] = {}
         """Of the buckets that were given out, by their first byte."""
-        self._base = base if base is not None and base.n_bytes == self.n_bytes else None
+        self._base = base if base is not None and base.part.n_bytes == self.part.n_bytes else None
         if base is not None:
             base._base = None
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the file."""
-        return int(self._ends[-1])
-
     def bucket(self, start: int, stop: int, whole: bool) -> tuple[Bucket, Octets]:
-        """These bytes of the file, as what has changed in them unless `whole`, or unless that is much."""
+        """These bytes of the part, as what has changed in them unless `whole`, or unless that is much."""
         new = self._read(start, stop)
-        bucket = bucket_of(self.version, start, new)
+        bucket = bucket_of(self.version, self._rank, start, new)
         self._checksums[start] = bucket.checksum
         before = self._base  # another thread may take it away meanwhile, with newer weights
         checksum = None if before is None else before._checksums.get(start)
@@ -56,17 +57,32 @@ class Publication:
 
     def _read(self, start: int, stop: int) -> Octets:
         """A copy of these bytes."""
-        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
-        begins = [0, *self._ends]
-        pieces = (self._tensors[n][max(start - begins[n], 0) : stop - begins[n]] for n in range(first, last + 1))
+        first, last = np.searchsorted(self._ends[1:], [start, stop - 1], side="right")
+        pieces = (self._pieces[n][max(start - self._ends[n], 0) : stop - self._ends[n]] for n in range(first, last + 1))
         return np.concatenate([*pieces])
 
 
-def _header(weights: Mapping[str, Tensor]) -> bytes:
+def _pieces(weights: Mapping[str, Rows], rank: int) -> Iterator[tuple[int, Octets]]:
+    """What a rank holds of the file, in its order, each with its first byte in the file; rank 0 has the header."""
+    header = _header(weights)
+    if rank == 0:
+        yield 0, np.frombuffer(header, np.uint8)
+    at = len(header)
+    for shape, first, rows in weights.values():
+        if rows.numel():
+            yield at + first * prod(shape[1:]) * rows.itemsize, _octets(rows)
+        at += prod(shape) * rows.itemsize
+
+
+def _octets(rows: Tensor) -> Octets:
+    return rows.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _header(weights: Mapping[str, Rows]) -> bytes:
     tensors, end = dict[str, object](), 0
-    for name, tensor in weights.items():
-        start, end = end, end + tensor.nbytes
-        tensors[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    for name, (shape, _, rows) in weights.items():
+        start, end = end, end + prod(shape) * rows.itemsize
+        tensors[name] = {"dtype": TYPES[rows.dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(tensors).encode()
     text += b" " * (-len(text) % ALIGNED)
     return len(text).to_bytes(8, "little") + text

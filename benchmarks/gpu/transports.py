@@ -24,6 +24,7 @@ from actors.weights.bucket import bucket_of
 from actors.weights.checksum import checksum_of
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.node_image import NodeImage
+from actors.weights.part import Part
 from actors.weights.publication import Publication
 from benchmarks.gpu.parts import Figures, Give
 from benchmarks.gpu.quickstart import steps_of_run
@@ -92,9 +93,9 @@ async def _update(transport: str, engine: VllmEngine, connection: Connection, st
         raise TimeoutError(f"no weights by {transport} for {ANSWER_SECONDS:g} s")
     trainer_seconds = connection.recv()
     data = np.frombuffer(connection.recv_bytes(), np.uint8)
-    image = NodeImage(len(data))
+    image = NodeImage([Part.whole(len(data))])
     if transport == "memory":
-        await asyncio.to_thread(image.write, bucket_of(step, 0, data), data)
+        await asyncio.to_thread(image.write, bucket_of(step, 0, 0, data), data)
     given = image.path if transport == "memory" else data
     update = await engine.update_weights(PolicyVersion(1, step), given, checksum_of(data))
     image.close()
@@ -111,11 +112,10 @@ def _send(connection: Connection, transport: str, config_json: str, model: Path,
     policy = Policy(Config.model_validate_json(config_json), model, torch.device(device), 0, 1)
     while connection.recv() != END:
         started = time.monotonic()
-        weights = policy.weights(everywhere=transport == "ipc") or {}
         if transport == "ipc":
-            data = encode_handles(weights, policy.device)
+            data = encode_handles(policy.weights(everywhere=True) or {}, policy.device)
         else:
-            publication = Publication(0, weights)
-            _, data = publication.bucket(0, publication.n_bytes, whole=True)
+            publication = Publication(0, policy.shards())
+            _, data = publication.bucket(0, publication.part.n_bytes, whole=True)
         connection.send(time.monotonic() - started)
         connection.send_bytes(data)

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -27,6 +27,8 @@ from service.files import atomic_folder, sync
 from service.learn.model.hf_checkpoint import write_beside_weights
 from service.learn.model.lora import merged
 from service.learn.model.sharding import shard_rows
+
+Named = TypeVar("Named")
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -75,8 +77,8 @@ class Base(BaseModel):
             )
 
 
-def peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An adapter's tensors under PEFT's names."""
+def peft_names(tensors: Mapping[str, Named]) -> dict[str, Named]:
+    """An adapter's tensors, or rows of them, under PEFT's names."""
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 

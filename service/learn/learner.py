@@ -23,6 +23,7 @@ from service.learn.device_batch import DeviceBatch
 from service.learn.losses.objective import FixedLogprobs, Objective
 from service.learn.model.frozen_weights import FrozenWeights
 from service.learn.model.policy import Policy
+from service.learn.model.sharding import Rows
 from service.learn.optimizer import Optimizer, learning_rate, square_norm
 from service.learn.step_metrics import Sums, not_finite, step_metrics
 from service.types import MicroBatch, MiniBatch
@@ -179,6 +180,10 @@ class Learner:
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
         """Copies of what is trained, on rank 0 or `everywhere`; see `Policy.weights`."""
         return self.policy.weights(everywhere)
+
+    def shards(self) -> dict[str, Rows]:
+        """Copies of this rank's part of what is trained; see `Policy.shards`."""
+        return self.policy.shards()
 
     def export(self, folder: Path) -> None:
         """Write the final weights, see `Policy.export`; every rank must call."""

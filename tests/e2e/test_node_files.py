@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from actors.weights.checksum import PolicySize, PublishedWeights
 from actors.weights.image_holder import ImageHolder
 from actors.weights.node_files import NodeFiles
 from actors.weights.node_image import NodeImage, open_image
+from actors.weights.part import Part
 from actors.weights.publication import Publication
 from service.config import WeightsConfig
 from service.errors import WeightsGone
 from service.types import PolicyVersion
+from tests.pure.actors.fakes import all_rows
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -31,21 +33,21 @@ SIZE = PolicySize(512 * 1024, tied=False)
 class Rank0:
     """Gives out what was published last."""
 
-    node = "a"
+    nodes = ("a",)
 
     def __init__(self) -> None:
         self.given = 0
 
     def publishes(self, step: int) -> PublishedWeights:
         weights = {"w": torch.full((512, 1024), float(step))}
-        self.publication = Publication(PolicyVersion(1, step).pack(), weights)
-        return PublishedWeights(None, 0, self.publication.n_bytes)
+        self.publication = Publication(PolicyVersion(1, step).pack(), all_rows(weights))
+        return PublishedWeights(None, 0, (self.publication.part,))
 
     @property
     def data(self) -> bytes:
-        return self.publication.bucket(0, self.publication.n_bytes, whole=True)[1].tobytes()
+        return self.publication.bucket(0, self.publication.part.n_bytes, whole=True)[1].tobytes()
 
-    async def bucket(self, version: PolicyVersion, start: int, stop: int, whole: bool) -> tuple[Bucket, Any]:
+    async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool) -> tuple[Bucket, Any]:
         bucket, message = self.publication.bucket(start, stop, whole)
         self.given += len(message)
         return bucket, ray.put(message)
@@ -58,9 +60,9 @@ class Holder(ImageHolder):
         super().__init__()
         self.written = 0
 
-    async def hold_image(self, number: int, n_bytes: int) -> str:
+    async def hold_image(self, number: int, parts: Sequence[Part]) -> str:
         self.written += number not in self._images
-        return await super().hold_image(number, n_bytes)
+        return await super().hold_image(number, parts)
 
     async def mapped(self, path: str) -> tuple[int, bytes]:
         """Which file it is, and what is in it."""
@@ -139,8 +141,8 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_an
 
 def test_who_has_the_image_open_keeps_it_when_its_writer_ends() -> None:
     rank_0 = Rank0()
-    n_bytes = rank_0.publishes(4).n_bytes
-    image = NodeImage(n_bytes)
+    parts = rank_0.publishes(4).parts
+    image, n_bytes = NodeImage(parts), parts[0].n_bytes
     image.write(*rank_0.publication.bucket(0, n_bytes, whole=True))
     own = open_image(image.path, SIZE)
     image.close()

@@ -6,7 +6,7 @@ on disk         ...mlp.experts.0.gate_proj.weight [I, H], ...mlp.experts.0.up_pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from service.handoff.steps.validate import Routing
+from service.learn.model.sharding import Rows
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -44,6 +45,24 @@ def _split(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         for part, values in zip(names, of_expert.chunk(len(names)), strict=True):
             # safetensors refuses tensors that share memory
             yield part, values.clone()
+
+
+def split_expert_rows(weights: Mapping[str, Rows]) -> dict[str, Rows]:
+    """As `split_experts`, of a rank's rows: a fused weight has a row an expert, so a rank has the whole weights on disk
+    of its experts and nothing of the others."""
+    split = dict[str, Rows]()
+    for name, (shape, first, rows) in weights.items():
+        if not names_on_disk(name, 0):
+            split[name] = Rows(shape, first, rows)
+            continue
+        for expert in range(shape[0]):
+            names = names_on_disk(name, expert)
+            of_shape = (shape[1] // len(names), *shape[2:])
+            is_held = first <= expert < first + len(rows)
+            values = rows[expert - first] if is_held else rows.new_empty((0, *shape[2:]))
+            of_names = values.chunk(len(names)) if is_held else [values] * len(names)
+            split |= {part: Rows(of_shape, 0, of_part) for part, of_part in zip(names, of_names, strict=True)}
+    return split
 
 
 def routing_of_model(config: PretrainedConfig) -> Routing:

@@ -15,7 +15,7 @@ from service.learn.adapter_folder import Base, peft_names, read_adapter, write_a
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.attention import use_fastest_attention
 from service.learn.model.compile import compiles_layers, on_gpu
-from service.learn.model.experts import split_experts
+from service.learn.model.experts import split_expert_rows, split_experts
 from service.learn.model.hf_checkpoint import load_weights, write_folder
 from service.learn.model.hf_config import read_config
 from service.learn.model.logprob import accumulation_dtype
@@ -23,7 +23,7 @@ from service.learn.model.lora import adapter_off, add_adapter, begin_adapter
 from service.learn.model.master_weights import MasterWeights, randomize
 from service.learn.model.policy_model import Checkpointing, allocate, empty_model
 from service.learn.model.sequence_parallel import Slice
-from service.learn.model.sharding import full_state_dict, local_shard, ranks_by_node, reshard, shard
+from service.learn.model.sharding import Rows, full_state_dict, local_rows, local_shard, ranks_by_node, reshard, shard
 from service.types import MicroBatch
 
 
@@ -140,6 +140,11 @@ class Policy:
         if whole is None:
             return None
         return split_experts(whole) if self.lora is None else peft_names(whole)
+
+    def shards(self) -> dict[str, Rows]:
+        """Copies in CPU memory of what this rank holds of the weights that `weights` gathers, under the same names."""
+        rows = local_rows(self.master_weights.parameters, self.dtype)
+        return split_expert_rows(rows) if self.lora is None else peft_names(rows)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the weights, or the float32 adapter in PEFT's form, whole or not at all;

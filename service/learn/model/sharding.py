@@ -15,13 +15,14 @@ gradients of shards are summed over nodes.
 Layers are gathered one at a time. Those of a model so small that a message costs more than its bytes are gathered with
 the rest of it.
 
-`full_state_dict` gathers the whole weights again.
+`full_state_dict` gathers the whole weights again, `local_rows` copies what this rank has of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,40 @@ def shard_rows(parameter: Tensor) -> slice:
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, on the same storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a weight."""
+
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    first: int
+    """Number of the first row."""
+    rows: Tensor
+    """[R, ...] of them, maybe none."""
+
+
+@torch.no_grad()
+def local_rows(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Rows]:
+    """Copies of this rank's rows of all parameters, in this type and in CPU memory.
+
+    Where nodes hold copies of the model, the ranks of the first copy have all rows and the other ranks none.
+    """
+    copies = {
+        name: Rows(tuple(parameter.shape), shard_rows(parameter).start or 0, begin_host_copy(_held(parameter), dtype))
+        for name, parameter in parameters.items()
+    }
+    finish_host_copies()
+    return copies
+
+
+def _held(parameter: Tensor) -> Tensor:
+    """This rank's rows, or none if another copy of the model has the same."""
+    rows = local_shard(parameter.detach())
+    if not isinstance(parameter, DTensor):
+        return rows
+    *copies, _ = parameter.device_mesh.get_coordinate() or [0]
+    return rows[:0] if any(copies) else rows
 
 
 @torch.no_grad()

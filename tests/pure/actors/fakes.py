@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import ray.exceptions
+from torch import Tensor
 
 from actors.weights.bucket import Bucket, bucket_of
 from actors.weights.node_image import NodeImage
+from actors.weights.part import Part
+from service.learn.model.sharding import Rows
 from service.types import PolicyVersion
 
-N_BYTES = 16
-"""Of a file of weights that is one bucket."""
+ONE_BUCKET = (Part.whole(16),)
+"""A file of weights that is one bucket of one rank."""
+
+
+def all_rows(weights: Mapping[str, Tensor]) -> dict[str, Rows]:
+    """These weights as the only rank has them."""
+    return {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in weights.items()}
 
 
 class Method:
@@ -47,22 +55,24 @@ class Stores:
 class FakeRank0:
     """The trainer, which gives out weights of one bucket until it has newer ones than those of `newest`."""
 
-    node = "node of rank 0"
+    nodes = ("node of rank 0",)
 
     def __init__(self) -> None:
         self.newest = PolicyVersion(1, 1)
 
-    async def bucket(self, version: PolicyVersion, start: int, stop: int, whole: bool) -> tuple[Bucket, Any] | None:
+    async def bucket(
+        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool
+    ) -> tuple[Bucket, Any] | None:
         if version < self.newest:
             return None
         data = np.full(stop - start, version.step, np.uint8)
-        return bucket_of(version.pack(), start, data), data
+        return bucket_of(version.pack(), rank, start, data), data
 
 
 def image_of(data: bytes) -> NodeImage:
     """A node's image of this file."""
-    image, octets = NodeImage(len(data)), np.frombuffer(data, np.uint8)
-    image.write(bucket_of(0, 0, octets), octets)
+    image, octets = NodeImage([Part.whole(len(data))]), np.frombuffer(data, np.uint8)
+    image.write(bucket_of(0, 0, 0, octets), octets)
     return image
 
 
@@ -96,7 +106,7 @@ class FakeGenerator:
         """Its images go with it."""
         self._images.clear()
 
-    async def _hold(self, number: int, n_bytes: int) -> str:
+    async def _hold(self, number: int, parts: Sequence[Part]) -> str:
         if number not in self._images:
             self.written += 1
             self._images[number] = f"/{self.name}/{self.written}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ray.exceptions import ObjectLostError
 from actors.trainer.group import TrainerLost
 from actors.weights.bucket import Bucket, bucket_of
 from actors.weights.chain import LEAST_BYTES, Chain, Replaced, Sent
+from actors.weights.part import Part
 from service.errors import Starved
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import Method, Stores, died
@@ -22,6 +24,7 @@ VERSION = PolicyVersion(1, 3)
 BUCKETS = 8
 N_BYTES = BUCKETS * LEAST_BYTES - 8
 NAMES = ("a", "b", "c")
+ALL = Part.whole(N_BYTES)
 
 
 class Node:
@@ -29,7 +32,7 @@ class Node:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.took: dict[int, str] = {}
+        self.took: dict[Any, str] = {}
         self.whole: list[int] = []
         self.failing: dict[str, Any] = {}
         """Error of a bucket that comes from this giver; `any` stands for every giver."""
@@ -39,8 +42,8 @@ class Node:
         self.hold_image = Method(self._hold)
         self.write_image = Stores(self._write)
 
-    async def _hold(self, number: int, n_bytes: int) -> str:
-        assert n_bytes == N_BYTES
+    async def _hold(self, number: int, parts: Sequence[Part]) -> str:
+        assert sum(part.n_bytes for part in parts) == N_BYTES
         return f"/{self.name}/{number}"
 
     async def _write(self, number: int, bucket: Bucket, message: Any, passes_on: bool) -> tuple[Any, bool]:
@@ -56,45 +59,47 @@ class Node:
             await asyncio.Event().wait()
         if bucket.base is not None and not self.has_base:
             return None, False
-        self.took[bucket.start] = giver
+        self.took[bucket.rank, bucket.start] = giver
         if bucket.base is None:
             self.whole.append(bucket.start)
         return self.name if passes_on else None, True
 
 
-class Rank0:
-    """Gives out the buckets of one version, as changes of another."""
+class Ranks:
+    """Give out the buckets of one version, as changes of another."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.newer_after = BUCKETS
-        self.given: list[tuple[int, bool]] = []
+        self.given: list[tuple[int, int, bool]] = []
 
-    async def bucket(self, version: PolicyVersion, start: int, stop: int, whole: bool) -> tuple[Bucket, str] | None:
+    async def bucket(
+        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool
+    ) -> tuple[Bucket, str] | None:
         if self.error is not None:
             raise self.error
         if len(self.given) >= self.newer_after:
             return None
-        self.given.append((start, whole))
-        made = bucket_of(version.pack(), start, np.zeros(stop - start, np.uint8))
+        self.given.append((rank, start, whole))
+        made = bucket_of(version.pack(), rank, start, np.zeros(stop - start, np.uint8))
         changed = None if whole else 4
-        return made._replace(base=None if whole else 7, changed=changed, itemsize=2, message_bytes=12), "rank 0"
+        return made._replace(base=None if whole else 7, changed=changed, itemsize=2, message_bytes=12), f"rank {rank}"
 
 
 class World:
-    def __init__(self, deadline: float = 60.0) -> None:
-        self.nodes, self.rank_0 = {name: Node(name) for name in NAMES}, Rank0()
+    def __init__(self, deadline: float = 60.0, parts: Sequence[Part] = (ALL,), ways: Sequence[str] = ("abc",)) -> None:
+        self.nodes, self.ranks, self.parts = {name: Node(name) for name in NAMES}, Ranks(), parts
         numbers = {name: number for number, name in enumerate(NAMES)}
-        self.chain = Chain(self.nodes, self.rank_0, numbers, {}, deadline)  # type: ignore[arg-type]
+        self.chain = Chain(self.nodes, self.ranks, numbers, {}, ways, deadline)  # type: ignore[arg-type]
 
     async def send(self) -> Sent:
         async with asyncio.timeout(30):
-            return await self.chain.send(VERSION, N_BYTES)
+            return await self.chain.send(VERSION, self.parts)
 
-    def givers(self, name: str) -> list[str]:
-        """Who gave a node its buckets, in their order."""
-        took = self.nodes[name].took
-        assert sorted(took) == list(range(0, N_BYTES, LEAST_BYTES)), f"{name} has all of them"
+    def givers(self, name: str, rank: int = 0) -> list[str]:
+        """Who gave a node a rank's buckets, in their order."""
+        took = {start: giver for (of, start), giver in self.nodes[name].took.items() if of == rank}
+        assert sorted(took) == list(range(0, self.parts[rank].n_bytes, LEAST_BYTES)), f"{name} has all of them"
         return [took[start] for start in sorted(took)]
 
 
@@ -102,10 +107,23 @@ async def test_rank_0_gives_each_bucket_once_and_every_node_passes_it_on_to_the_
     world = World()
     sent = await world.send()
     assert [world.givers(name) for name in NAMES] == [["rank 0"] * BUCKETS, ["a"] * BUCKETS, ["b"] * BUCKETS]
-    assert sorted(world.rank_0.given) == [(start, False) for start in range(0, N_BYTES, LEAST_BYTES)]
+    assert sorted(world.ranks.given) == [(0, start, False) for start in range(0, N_BYTES, LEAST_BYTES)]
     assert sent == Sent(12 * BUCKETS, 4 * BUCKETS / (N_BYTES // 2))
     assert world.chain.paths == {"a": "/a/0", "b": "/b/1", "c": "/c/2"} and world.chain.lost == {}
     assert [node.most_at_once for node in world.nodes.values()] == [2, 2, 2], "a link is busy, and no more than that"
+
+
+async def test_each_rank_gives_its_own_part_from_its_own_node_on_and_no_node_passes_on_more_than_one_copy() -> None:
+    half = N_BYTES // 2 // 8 * 8
+    parts = [Part.of_spans([(0, half)]), Part.of_spans([(half, N_BYTES - half)]), Part.of_spans([])]
+    world = World(parts=parts, ways=["abc", "bca", "cab"])
+    await world.send()
+    of_rank_0, of_rank_1 = ([world.givers(name, rank) for name in NAMES] for rank in (0, 1))
+    n = len(of_rank_0[0])
+    assert of_rank_0 == [["rank 0"] * n, ["a"] * n, ["b"] * n]
+    assert of_rank_1 == [["c"] * n, ["rank 1"] * n, ["b"] * n]
+    assert {rank for rank, _, _ in world.ranks.given} == {0, 1}, "a rank without a part is not asked"
+    assert [rank for rank, _, _ in world.ranks.given][:4] == [0, 1, 0, 1], "the links of both are busy"
 
 
 async def test_where_a_node_dies_the_next_takes_from_the_one_before() -> None:
@@ -139,7 +157,7 @@ async def test_a_node_that_is_silent_is_given_up_at_the_deadline_and_the_others_
 async def test_a_node_without_the_base_asks_for_all_and_the_others_still_take_what_changed() -> None:
     world = World()
     world.nodes["b"].has_base = False
-    world.rank_0.newer_after = 2 * BUCKETS
+    world.ranks.newer_after = 2 * BUCKETS
     await world.send()
     assert (world.givers("b"), world.givers("c")) == (["rank 0"] * BUCKETS, ["a"] * BUCKETS)
     assert [len(node.whole) for node in world.nodes.values()] == [0, BUCKETS, 0]
@@ -147,14 +165,14 @@ async def test_a_node_without_the_base_asks_for_all_and_the_others_still_take_wh
 
 async def test_weights_that_were_replaced_on_the_way_are_given_up() -> None:
     world = World()
-    world.rank_0.newer_after = 4
+    world.ranks.newer_after = 4
     with pytest.raises(Replaced):
         await world.send()
 
 
 async def test_a_trainer_that_is_lost_and_a_bug_are_raised() -> None:
     world = World()
-    world.rank_0.error = TrainerLost("the trainer failed")
+    world.ranks.error = TrainerLost("the trainer failed")
     with pytest.raises(TrainerLost):
         await world.send()
     world = World()

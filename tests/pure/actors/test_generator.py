@@ -21,6 +21,7 @@ from actors.generator.claims import Claimer
 from actors.generator.engine import VllmEngine, WeightUpdate
 from actors.generator.outbox import Outbox
 from actors.weights.bucket import bucket_of
+from actors.weights.part import Part
 from examples import lookup
 from service.agents.keys import Keys
 from service.config import Config, load_config
@@ -380,15 +381,15 @@ async def test_beyond_the_bound_of_leaked_tasks_the_generator_ends_so_that_its_p
 
 async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_released(generator: Generator) -> None:
     data = np.frombuffer(b"some", np.uint8)
-    first, second = [await generator.hold_image(number, 4) for number in (0, 1)]
-    assert await generator.hold_image(0, 4) == first, "asked for again, it is the same"
-    assert await generator.write_image(0, bucket_of(1, 0, data), data, True) == (data, True)
-    assert await generator.write_image(0, bucket_of(1, 0, data), data, False) == (None, True)
+    first, second = [await generator.hold_image(number, [Part.whole(4)]) for number in (0, 1)]
+    assert await generator.hold_image(0, [Part.whole(4)]) == first, "asked for again, it is the same"
+    assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, True) == (data, True)
+    assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, False) == (None, True)
     assert (Path(first).read_bytes(), Path(second).read_bytes()) == (b"some", bytes(4))
     await generator.release_image(0)
     assert not Path(first).exists() and Path(second).exists()
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
-        await generator.write_image(0, bucket_of(1, 0, data), data, True)
+        await generator.write_image(0, bucket_of(1, 0, 0, data), data, True)
     await generator.release_image(0)
     await generator.release_image(7)  # held by its process before it started again
     await generator.release_image(1)

@@ -21,7 +21,7 @@ from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, Starved, WeightsCutOff, WeightsGone
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import N_BYTES, FakeGenerator, FakeRank0, Method, died
+from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
 pytestmark = pytest.mark.asyncio
 
@@ -82,7 +82,7 @@ class World:
     async def publish(self, step: int) -> list[str]:
         """What was said while the engines took the weights of this step."""
         self.said.clear()
-        await self.pool.publish(PolicyVersion(1, step), PublishedWeights(f"weights {step}", step, N_BYTES))
+        await self.pool.publish(PolicyVersion(1, step), PublishedWeights(f"weights {step}", step, ONE_BUCKET))
         await self.pool.published()
         return sorted(self.said)
 
@@ -145,7 +145,7 @@ async def stopped_while_weights_are_on_their_way() -> None:
         generator.loading.clear()
         generator.failing["update"] = RuntimeError("Server shutting down")
         generator.stop = answering(None)
-    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, N_BYTES))
+    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, ONE_BUCKET))
     await until(lambda: bool(world.generators[0].paths))
     await world.pool.stop()
     for generator in world.generators:
@@ -444,7 +444,7 @@ async def test_an_engine_that_evaluates_keeps_its_weights_until_it_is_let_go_on_
 async def test_an_engine_keeps_weights_that_are_still_on_their_way_to_it() -> None:
     world = await World("memory").started()
     world.generators[0].loading.clear()
-    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, N_BYTES))
+    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, ONE_BUCKET))
     kept = world.pool.keep(1)
     assert kept is not None and kept.arriving is not None
     world.generators[0].loading.set()

@@ -13,12 +13,12 @@ from actors.weights.node_files import NodeFiles
 from service.config import WeightsConfig
 from service.errors import Starved
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import N_BYTES, FakeGenerator, FakeRank0, Stores, died
+from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Stores, died
 
 pytestmark = pytest.mark.asyncio
 
-VERSION, WEIGHTS = PolicyVersion(1, 1), PublishedWeights("old", 1, N_BYTES)
-NEXT, NEWER = PolicyVersion(1, 2), PublishedWeights("new", 2, N_BYTES)
+VERSION, WEIGHTS = PolicyVersion(1, 1), PublishedWeights("old", 1, ONE_BUCKET)
+NEXT, NEWER = PolicyVersion(1, 2), PublishedWeights("new", 2, ONE_BUCKET)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ async def test_weights_go_to_one_generator_of_each_node_and_to_that_of_rank_0_fi
     generators = [FakeGenerator(name, []) for name in ("far", "near", "beside far")]
     rank_0 = FakeRank0()
     files = files_of(*generators, rank_0=rank_0)
-    for generator, node in zip(generators, ("a", rank_0.node, "a"), strict=True):
+    for generator, node in zip(generators, ("a", rank_0.nodes[0], "a"), strict=True):
         files.register(generator.name, node)
         writes = generator._write
 

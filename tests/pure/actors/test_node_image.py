@@ -15,6 +15,7 @@ from actors.weights import node_image
 from actors.weights.bucket import bucket_of, encode
 from actors.weights.checksum import PolicySize
 from actors.weights.node_image import NodeImage, open_image
+from actors.weights.part import Part
 from service.errors import WeightsGone
 from tests.pure.actors.fakes import image_of
 
@@ -54,20 +55,20 @@ def content(image: NodeImage) -> list[int]:
 
 
 def test_buckets_are_written_in_any_order_and_a_spoilt_one_not_at_all() -> None:
-    image = NodeImage(6)
+    image = NodeImage([Part.whole(6)])
     for start in (4, 2, 0):
-        assert image.write(bucket_of(1, start, octets(start, start + 1)), octets(start, start + 1))
+        assert image.write(bucket_of(1, 0, start, octets(start, start + 1)), octets(start, start + 1))
     for spoilt in (octets(8, 8), octets(2), octets(2, 3, 4)):
         with pytest.raises(ValueError, match="have the checksum"):
-            image.write(bucket_of(1, 2, octets(2, 3)), spoilt)
+            image.write(bucket_of(1, 0, 2, octets(2, 3)), spoilt)
     assert content(image) == [0, 1, 2, 3, 4, 5]
     image.close()
 
 
 def test_what_changed_is_written_into_its_own_base_and_into_no_other() -> None:
-    image, old, new = NodeImage(16), np.zeros(8, np.uint8), octets(0, 0, 0, 0, 0, 0, 0, 9)
-    image.write(bucket_of(1, 8, old), old)
-    sent = bucket_of(2, 8, new)._replace(base=bucket_of(1, 8, old).checksum)
+    image, old, new = NodeImage([Part.whole(16)]), np.zeros(8, np.uint8), octets(0, 0, 0, 0, 0, 0, 0, 9)
+    image.write(bucket_of(1, 0, 8, old), old)
+    sent = bucket_of(2, 0, 8, new)._replace(base=bucket_of(1, 0, 8, old).checksum)
     bucket, message = encode(sent, old, new, whole=False)
     assert not image.write(bucket._replace(start=0), message), "nothing was written there"
     assert not image.write(bucket._replace(base=1), message)
@@ -81,14 +82,14 @@ def test_what_changed_is_written_into_its_own_base_and_into_no_other() -> None:
 
 
 def test_a_bucket_that_comes_after_newer_ones_or_after_the_end_is_not_written() -> None:
-    image = NodeImage(2)
-    image.write(bucket_of(2, 0, octets(2, 2)), octets(2, 2))
+    image = NodeImage([Part.whole(2)])
+    image.write(bucket_of(2, 0, 0, octets(2, 2)), octets(2, 2))
     with pytest.raises(WeightsGone, match="after newer ones"):
-        image.write(bucket_of(1, 0, octets(1, 1)), octets(1, 1))
+        image.write(bucket_of(1, 0, 0, octets(1, 1)), octets(1, 1))
     assert content(image) == [2, 2]
     image.close()
     with pytest.raises(WeightsGone):
-        image.write(bucket_of(3, 0, octets(3, 3)), octets(3, 3))
+        image.write(bucket_of(3, 0, 0, octets(3, 3)), octets(3, 3))
 
 
 @pytest.mark.parametrize("tied", [True, False])

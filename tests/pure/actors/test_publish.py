@@ -21,6 +21,7 @@ from actors.weights.nccl_broadcast import encode_announcement
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig, load_config
 from service.run.prepare import prepare
+from tests.pure.actors.fakes import all_rows
 
 WEIGHTS = {f"layers.{n}.weight": torch.full((2, n + 1), float(n), dtype=torch.bfloat16) for n in range(5)}
 SIZE = PolicySize(sum(tensor.numel() for tensor in WEIGHTS.values()), tied=False)
@@ -29,7 +30,9 @@ CPU = torch.device("cpu")
 
 def rank_of(transport: str) -> TrainerRank:
     rank = TrainerRank(Config(weights=WeightsConfig(transport=transport)).model_dump_json(), 0)  # type: ignore[arg-type]
-    rank._learner = SimpleNamespace(weights=lambda everywhere=False: WEIGHTS)  # type: ignore[assignment]
+    rank._learner = SimpleNamespace(  # type: ignore[assignment]
+        weights=lambda everywhere=False: WEIGHTS, shards=lambda: all_rows(WEIGHTS)
+    )
     return rank
 
 
@@ -85,7 +88,9 @@ def test_a_rank_shares_the_newest_version_whose_work_on_the_gpu_has_ended(monkey
 
 def file_of(rank: TrainerRank, version: int, size: int = 64) -> bytes:
     """The file that a rank gives out in buckets of this size."""
-    _, (_, n_bytes) = rank.weights(version)
+    _, (_, part) = rank.weights(version)
+    assert part is not None
+    n_bytes = part.n_bytes
     given = [rank.bucket(version, start, min(start + size, n_bytes), False) for start in range(0, n_bytes, size)]
     for message, bucket in given:
         assert bucket is not None

@@ -20,7 +20,7 @@ from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import N_BYTES, FakeGenerator, FakeRank0, Method, died
+from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
 pytestmark = pytest.mark.asyncio
 
@@ -130,7 +130,7 @@ class World:
 
     async def running(self) -> asyncio.Task[None]:
         await self.pool.start()
-        await self.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights", 1, N_BYTES))
+        await self.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights", 1, ONE_BUCKET))
         await self.pool.published()
         return asyncio.ensure_future(self.pool.run())
 
@@ -169,7 +169,7 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     assert {"generator-1 None gone", "generator-1 left"} <= set(world.told.gone)
     assert (world.there[0].most, world.told.expected[-1]) == (GROUPS, 1)
     world.said.clear()
-    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, N_BYTES))
+    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
     await world.pool.published()
     assert [line.split()[0] for line in world.said] == ["generator-0"]
     world.there[0].ended.set()
@@ -190,7 +190,7 @@ async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.Monke
         raise died()
 
     leaving.update_weights = Method(update)
-    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, N_BYTES))
+    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
     world.wanted = 1
     async with asyncio.timeout(30):
         await updating.wait()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from actors.weights.bucket import MOST_CHANGED, SKIP, Bucket, bucket_of, decode, encode
 from actors.weights.node_image import NodeImage
 from actors.weights.publication import Publication
+from tests.pure.actors.fakes import all_rows
 
 N = 4096
 GENERATOR = np.random.default_rng(0)
@@ -20,7 +21,7 @@ GENERATOR = np.random.default_rng(0)
 
 def both(base: np.ndarray, new: np.ndarray, itemsize: int) -> tuple[Bucket, np.ndarray]:
     """The bucket of `new`, and its message as a change of `base`."""
-    bucket = bucket_of(2, 0, new)._replace(base=bucket_of(1, 0, base).checksum, itemsize=itemsize)
+    bucket = bucket_of(2, 0, 0, new)._replace(base=bucket_of(1, 0, 0, base).checksum, itemsize=itemsize)
     return encode(bucket, base, new, whole=False)
 
 
@@ -56,14 +57,14 @@ def test_much_that_changed_travels_as_it_is_and_its_share_is_still_measured() ->
 
 
 def published(version: int, weights: dict[str, torch.Tensor], base: Publication | None = None) -> Publication:
-    return Publication(version, {name: tensor.clone() for name, tensor in weights.items()}, base)
+    return Publication(version, all_rows({name: tensor.clone() for name, tensor in weights.items()}), base=base)
 
 
 def take(image: NodeImage, publication: Publication, size: int = 1024) -> list[Bucket]:
     """Let an image take a publication as a node does: what it cannot change comes as it is."""
     taken = []
-    for start in range(0, publication.n_bytes, size):
-        stop = min(start + size, publication.n_bytes)
+    for start in range(0, publication.part.n_bytes, size):
+        stop = min(start + size, publication.part.n_bytes)
         bucket, message = publication.bucket(start, stop, whole=False)
         if not image.write(bucket, message):
             assert image.write(*publication.bucket(start, stop, whole=True))
@@ -77,15 +78,15 @@ def test_an_image_that_takes_changes_step_after_step_equals_one_that_takes_all()
     weights["norm.weight"] = torch.ones(3, dtype=torch.bfloat16)
     publication, kept = published(1, weights), None
     for version in range(2, 6):
-        image = kept or NodeImage(publication.n_bytes)
+        image = kept or NodeImage([publication.part])
         take(image, publication)
-        weights = {name: tensor + 1e-3 * (torch.rand(tensor.shape) < 0.02) for name, tensor in weights.items()}
+        weights = {name: tensor + (torch.rand(tensor.shape) < 0.02) for name, tensor in weights.items()}
         publication, kept = published(version, weights, publication), image
-    whole = NodeImage(publication.n_bytes)
+    whole = NodeImage([publication.part])
     changes, everything = take(image, publication), take(whole, published(9, weights))
     assert Path(image.path).read_bytes() == Path(whole.path).read_bytes()
     assert [bucket.checksum for bucket in changes] == [bucket.checksum for bucket in everything]
-    assert sum(bucket.message_bytes for bucket in changes) < 0.1 * publication.n_bytes
+    assert sum(bucket.message_bytes for bucket in changes) < 0.1 * publication.part.n_bytes
     image.close()
     whole.close()
 
@@ -102,9 +103,9 @@ class LosesItsBase(Publication):
 
 def test_a_bucket_that_is_made_while_newer_weights_are_published_is_whole() -> None:
     first = published(1, {"w": torch.zeros(64, 64).bfloat16()})
-    image = NodeImage(first.n_bytes)
+    image = NodeImage([first.part])
     take(image, first)
-    second = LosesItsBase(2, {"w": torch.eye(64).bfloat16()}, first)
+    second = LosesItsBase(2, all_rows({"w": torch.eye(64).bfloat16()}), base=first)
     image.write(*second.bucket(0, 1024, whole=False))
     assert Path(image.path).read_bytes()[:1024] == second._read(0, 1024).tobytes()
     image.close()
@@ -118,10 +119,10 @@ def test_an_image_that_missed_a_version_or_took_half_of_it_takes_the_next_one_al
         weights = {"w": weights["w"].clone()}
         weights["w"][version, ::7] += 1
         versions.append(published(version, weights, versions[-1]))
-    behind, half = NodeImage(versions[0].n_bytes), NodeImage(versions[0].n_bytes)
+    behind, half = NodeImage([versions[0].part]), NodeImage([versions[0].part])
     for image in (behind, half):
         take(image, versions[0])
-    whole = NodeImage(versions[0].n_bytes)
+    whole = NodeImage([versions[0].part])
     take(whole, versions[1])  # asked for, so that the next version has it as its base
     half.write(*versions[1].bucket(0, 1024, whole=False))
     for image in (behind, half, whole):
@@ -139,15 +140,15 @@ def test_at_the_learning_rate_of_rl_a_tenth_of_the_bytes_of_bfloat16_weights_tra
     image: NodeImage | None = None
     for version in range(1, 6):
         versions.append(published(version, {"w": master.detach().bfloat16()}, versions[-1] if versions else None))
-        image = image or NodeImage(versions[-1].n_bytes)
+        image = image or NodeImage([versions[-1].part])
         buckets = take(image, versions[-1], 1 << 20)
         if version > 1:
             sent = sum(bucket.message_bytes for bucket in buckets)
-            assert 0 < sent < 0.1 * versions[-1].n_bytes, f"version {version}"
+            assert 0 < sent < 0.1 * versions[-1].part.n_bytes, f"version {version}"
         master.grad = torch.randn_like(master)
         optimizer.step()
     assert image is not None
-    whole = NodeImage(versions[-1].n_bytes)
+    whole = NodeImage([versions[-1].part])
     take(whole, published(9, {"w": versions_weights(versions[-1])}))
     assert Path(image.path).read_bytes() == Path(whole.path).read_bytes()
     image.close()
@@ -156,6 +157,6 @@ def test_at_the_learning_rate_of_rl_a_tenth_of_the_bytes_of_bfloat16_weights_tra
 
 def versions_weights(publication: Publication) -> torch.Tensor:
     """The only tensor of a publication."""
-    data = np.concatenate([publication.bucket(0, publication.n_bytes, whole=True)[1]])
+    data = np.concatenate([publication.bucket(0, publication.part.n_bytes, whole=True)[1]])
     header = 8 + int.from_bytes(data[:8].tobytes(), "little")
     return torch.from_numpy(data[header:].copy()).view(torch.bfloat16).view(512, 512)

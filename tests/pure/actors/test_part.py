@@ -1,0 +1,90 @@
+"""The parts of the ranks are together one file of weights, whatever the rows that each rank has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+from torch import Tensor
+
+from actors.weights.bucket import Bucket
+from actors.weights.node_image import NodeImage
+from actors.weights.part import Part, check_parts
+from actors.weights.publication import Publication
+from service.learn.model.sharding import Rows, shard_bounds
+
+
+def on_ranks(weights: dict[str, Tensor], n_ranks: int) -> list[dict[str, Rows]]:
+    """What each rank has of these weights, as FSDP cuts them."""
+    return [
+        {
+            name: Rows(tuple(tensor.shape), start, tensor[start:stop])
+            for name, tensor in weights.items()
+            for start, stop in [shard_bounds(len(tensor), rank, n_ranks)]
+        }
+        for rank in range(n_ranks)
+    ]
+
+
+def published(
+    version: int, weights: dict[str, Tensor], n_ranks: int, base: list[Publication | None]
+) -> list[Publication]:
+    shards = on_ranks({name: tensor.clone() for name, tensor in weights.items()}, n_ranks)
+    return [
+        Publication(version, rows, rank, before) for rank, (rows, before) in enumerate(zip(shards, base, strict=True))
+    ]
+
+
+def take(image: NodeImage, publications: list[Publication], size: int) -> list[Bucket]:
+    taken = []
+    for publication in publications:
+        for start in range(0, publication.part.n_bytes, size):
+            bucket, message = publication.bucket(start, min(start + size, publication.part.n_bytes), whole=False)
+            assert image.write(bucket, message)
+            taken.append(bucket)
+    return taken
+
+
+@given(
+    rows=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    n_ranks=st.integers(1, 4),
+    size=st.sampled_from([8, 24, 4096]),
+)
+def test_an_image_of_all_parts_is_the_file_and_changes_of_each_part_keep_it_so(
+    rows: list[int], n_ranks: int, size: int
+) -> None:
+    torch.manual_seed(len(rows))
+    weights = {f"layers.{n}.weight": torch.randn(of, 1 + n).bfloat16() for n, of in enumerate(rows)}
+    first = published(1, weights, n_ranks, [None] * n_ranks)
+    image = NodeImage([publication.part for publication in first])
+    check_parts([publication.part for publication in first])
+    take(image, first, size)
+    changed = {name: tensor + (torch.rand(tensor.shape) < 0.1) for name, tensor in weights.items()}
+    for of, publications in ((weights, []), (changed, published(2, changed, n_ranks, list(first)))):
+        buckets = take(image, publications, size)
+        assert all(bucket.changed is not None for bucket in buckets), "each is compared with the version before"
+        read = load(Path(image.path).read_bytes())
+        assert read.keys() == of.keys() and all(torch.equal(read[name], tensor) for name, tensor in of.items())
+    image.close()
+
+
+def test_one_rank_has_the_whole_file_in_one_span_and_two_have_each_row_once() -> None:
+    weights = {"a": torch.zeros(4, 2), "b": torch.ones(3)}
+    (alone,) = published(1, weights, 1, [None])
+    assert alone.part.spans(0, alone.part.n_bytes) == [(0, alone.part.n_bytes)]
+    first, second = published(1, weights, 2, [None, None])
+    header = alone.part.n_bytes - 4 * 11
+    assert first.part.spans(0, first.part.n_bytes) == [(0, header + 16), (header + 32, 8)]
+    assert second.part.spans(0, second.part.n_bytes) == [(header + 16, 16), (header + 40, 4)]
+
+
+@pytest.mark.parametrize("other", [[(4, 8)], [(16, 8)], []])
+def test_parts_that_leave_bytes_out_or_have_them_twice_are_refused(other: list[tuple[int, int]]) -> None:
+    first = Part.of_spans([(0, 8), (12, 4)])
+    check_parts([first, Part.of_spans([(8, 4)])])
+    with pytest.raises(ValueError, match="not each byte of the weights once"):
+        check_parts([first, Part.of_spans(other)])
