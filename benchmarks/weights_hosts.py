@@ -1,9 +1,10 @@
-"""Weights to several hosts over slow links: seconds until all have them against one host, and what leaves rank 0.
+"""Weights to several hosts over slow links: seconds until all have them against one host, and what leaves the ranks.
 
-    python -m benchmarks.weights_hosts [--millions 50] [--mbit 100]
+    python -m benchmarks.weights_hosts [--millions 50] [--mbit 100] [--ranks 1]
 
-Hosts are namespaces on this machine (Linux and root, see tests/hosts). Rank 0 and the hosts' images are those of a run;
-models and engines are left out. `at once` is what Ray does by itself: every host fetches one object of all weights.
+Hosts are namespaces on this machine (Linux and root, see tests/hosts). The ranks, each on a host of its own, and the
+hosts' images are those of a run; models and engines are left out. `at once` is what Ray does by itself: every host
+fetches one object of all weights from one rank.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from actors.trainer.group import TrainerGroup
 from actors.weights.chain import Sent
 from actors.weights.image_holder import ImageHolder
 from actors.weights.node_files import NodeFiles
-from service.config import Config
-from service.learn.model.sharding import Rows
+from service.config import load_config
+from service.learn.model.sharding import Rows, shard_bounds
 from service.types import PolicyVersion
 from tests.hosts.bed import Bed, Host
 
@@ -39,15 +40,16 @@ CHANGED = 0.02
 
 
 class Rank(TrainerRank):
-    """Rank 0 with tensors in place of a model."""
+    """A rank with tensors in place of a model."""
 
     def fill(self, millions: float) -> None:
-        """So many million elements."""
-        torch.manual_seed(0)
+        """This rank's rows of so many million elements."""
+        torch.manual_seed(self._rank)
         shape = (int(millions * 1e6 / TENSORS / 1000), 1000)
-        made = {f"layers.{number}.weight": torch.randn(shape).bfloat16() for number in range(TENSORS)}
+        first, end = shard_bounds(shape[0], self._rank, self._world_size)
+        made = {f"layers.{number}.weight": torch.randn(end - first, 1000).bfloat16() for number in range(TENSORS)}
         self._made = made
-        copies = lambda: {name: Rows(shape, 0, tensor.clone()) for name, tensor in made.items()}  # noqa: E731
+        copies = lambda: {name: Rows(shape, first, tensor.clone()) for name, tensor in made.items()}  # noqa: E731
         self._learner = SimpleNamespace(shards=copies)  # type: ignore[assignment]
 
     def change(self) -> None:
@@ -56,7 +58,7 @@ class Rank(TrainerRank):
             tensor += (torch.rand(tensor.shape) < CHANGED) * tensor
 
     def blocked(self, version: int) -> tuple[float, float]:
-        """Seconds of a publication in which the rank does nothing else, and of one copy of the weights."""
+        """Seconds of a publication in which the rank does nothing else, and of one copy of its weights."""
         start = time.monotonic()
         self.weights(version)
         between = time.monotonic()
@@ -79,26 +81,29 @@ class Holder(ImageHolder):
 
 
 class World:
-    """Rank 0 on the first host, and a generator on each of the others."""
+    """Each rank on a host of its own, and a generator on each of the others."""
 
-    def __init__(self, delta: bool, millions: float) -> None:
-        config = Config().model_copy(update={"weights": Config().weights.model_copy(update={"delta": delta})})
+    def __init__(self, delta: bool, millions: float, n_ranks: int) -> None:
+        config = load_config([], [f"weights.delta={delta}", f"trainer.ranks={n_ranks}"])
         here = ray.get_runtime_context().get_node_id()
         nodes = [here, *(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)]
         at = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         actor = ray.remote(concurrency_groups={SENDING: 1})(Rank)
-        self.rank: Any = actor.options(num_cpus=0, scheduling_strategy=at[0]).remote(config.model_dump_json(), 0)
-        ray.get(self.rank.fill.remote(millions))
+        self.ranks: list[Any] = [
+            actor.options(num_cpus=0, scheduling_strategy=at[rank]).remote(config.model_dump_json(), rank)
+            for rank in range(n_ranks)
+        ]
+        ray.get([rank.fill.remote(millions) for rank in self.ranks])
         self.holders: dict[str, Any] = {
             f"generator-{number}": ray.remote(Holder).options(num_cpus=0, scheduling_strategy=at[number]).remote()
-            for number in range(1, HOSTS + 1)
+            for number in range(n_ranks, n_ranks + HOSTS)
         }
         ray.get([holder.release_image.remote(-1) for holder in self.holders.values()])
-        self.trainer = TrainerGroup(config, [self.rank])
-        self.trainer.nodes = [here]
+        self.trainer = TrainerGroup(config, self.ranks)
+        self.trainer.nodes = nodes[:n_ranks]
         self.sent: list[Sent] = []
         self.files = NodeFiles(config.weights, self.holders, self.trainer, self.sent.append)
-        for number, name in enumerate(self.holders, start=1):
+        for number, name in enumerate(self.holders, start=n_ranks):
             self.files.register(name, nodes[number])
         self._step = 0
 
@@ -120,7 +125,7 @@ class World:
 
     async def at_once(self, hosts: int) -> float:
         """The same, where each host fetches all weights from where Ray likes."""
-        whole = self.rank.whole.remote()
+        whole = self.ranks[0].whole.remote()
         await asyncio.to_thread(ray.wait, [whole], fetch_local=False)
         start = time.monotonic()
         await asyncio.gather(*(holder.fetched.remote(whole) for holder in [*self.holders.values()][:hosts]))
@@ -128,23 +133,25 @@ class World:
 
     def end(self) -> None:
         """Its actors are gone."""
-        for actor in (self.rank, *self.holders.values()):
+        for actor in (*self.ranks, *self.holders.values()):
             ray.kill(actor)
 
 
-async def measure(millions: float) -> None:
+async def measure(millions: float, n_ranks: int) -> None:
     """Inside the first host; prints each figure as soon as it is there."""
-    world = World(False, millions)
-    ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"chain": world.publish, "at once": world.at_once}
+    world = World(False, millions, n_ranks)
+    ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"chain": world.publish}
+    if n_ranks == 1:
+        ways["at once"] = world.at_once
     for way, send in ways.items():
         one, all_hosts = await send(1), await send(HOSTS)
         print(f"{way}: 1 host {one:.1f} s, {HOSTS} hosts {all_hosts:.1f} s, ratio {all_hosts / one:.2f}", flush=True)
-    blocked, copy = ray.get(world.rank.blocked.remote(PolicyVersion(2, 0).pack()))
+    blocked, copy = ray.get(world.ranks[0].blocked.remote(PolicyVersion(2, 0).pack()))
     print(f"rank 0 blocked {1e3 * blocked:.0f} ms, a copy {1e3 * copy:.0f} ms, ratio {blocked / copy:.2f}", flush=True)
     world.end()
-    world = World(True, millions)
+    world = World(True, millions, n_ranks)
     first = await world.publish(HOSTS)
-    ray.get(world.rank.change.remote())
+    ray.get([rank.change.remote() for rank in world.ranks])
     seconds = await world.publish(HOSTS)
     whole, delta = world.sent
     print(
@@ -158,20 +165,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=50.0)
     parser.add_argument("--mbit", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
         ray.init(log_to_driver=False)
-        asyncio.run(measure(arguments.millions))
+        asyncio.run(measure(arguments.millions, arguments.ranks))
         return
     with (
         tempfile.TemporaryDirectory() as shared,
-        Bed(Path(shared), [Host(f"host-{n}") for n in range(HOSTS + 1)]) as bed,
+        Bed(Path(shared), [Host(f"host-{n}") for n in range(HOSTS + arguments.ranks)]) as bed,
     ):
         bed.start_ray()
         for name in bed.hosts:
             bed.limit(name, arguments.mbit)
-        command = [sys.executable, "-m", "benchmarks.weights_hosts", "--inside", "--millions", str(arguments.millions)]
+        sizes = ["--millions", str(arguments.millions), "--ranks", str(arguments.ranks)]
+        command = [sys.executable, "-m", "benchmarks.weights_hosts", "--inside", *sizes]
         sys.exit(bed.popen(bed.head, command, RAY_ADDRESS=bed.address).wait())
 
 

@@ -182,7 +182,7 @@ class WeightsConfig(Section):
     `generator.gpu_memory_utilization` must leave room for the rank. `ipc` has run on one H100, `nccl` not yet."""
     delta: bool = False
     """With `memory`: only elements that changed travel between hosts, which then keep a copy of the weights in shared
-    memory, and the trainer's host a second one in memory."""
+    memory, and each rank a second one of its part."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests at an update."""
     sync_deadline: Seconds = 300.0
