@@ -11,7 +11,9 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from service.errors import BatonError, Starved
+from service.errors import BatonError, RunFailed, Starved
+from service.handoff.verbs import Wait
+from service.types import Refusal
 
 MAX_CHARACTERS = 200
 
@@ -53,6 +55,14 @@ async def answer(called: Awaitable[Any], *, who: str, within: float | None) -> A
         if not waiting.expired():
             raise
         raise Starved(f"no answer of {who} for {within:.0f} s") from None
+
+
+def accepted(answer: object) -> None:
+    """Raise if the buffer refused a call of the trainer, which it does when another trainer has joined."""
+    if isinstance(answer, Refusal):
+        raise RunFailed(f"the buffer refused this trainer: {answer}")
+    if not isinstance(answer, Wait | None):
+        raise TypeError(f"unexpected answer of the buffer: {answer!r}")
 
 
 def may_be_dropped(waiting: asyncio.Future[Any]) -> None:

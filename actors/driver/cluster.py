@@ -37,7 +37,7 @@ from actors.driver.placement import (
     run_bundles,
     say_buffer_is_elsewhere,
 )
-from actors.driver.signals import when_stuck
+from actors.driver.signals import run_beside, when_stuck
 from actors.driver.watchdog import MARK, start_watchdog
 from actors.generator.actor import Generator
 from actors.generator.engine_arguments import SCRATCH
@@ -91,7 +91,7 @@ def ray_session(
     try:
         yield
     finally:
-        ray.shutdown()
+        run_beside(ray.shutdown)
 
 
 class _Job(JobConfig):  # type: ignore[misc]

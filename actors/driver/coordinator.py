@@ -11,7 +11,7 @@ from pathlib import Path
 import ray.exceptions
 
 from actors.buffer.actor import Leased
-from actors.calls import call, in_a_line
+from actors.calls import accepted, call, in_a_line
 from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
 from actors.driver.hosts import HostWatch
@@ -27,7 +27,7 @@ from actors.trainer.profiles import Profiles
 from service.cli.phases import phase
 from service.config import Config
 from service.errors import RunFailed
-from service.handoff.verbs import Wait, WaitReason
+from service.handoff.verbs import WaitReason
 from service.observe.logprob_mismatch import LogprobCheck
 from service.observe.progress import QUIET_SECONDS, Progress
 from service.observe.trajectories.records import describe_ends, trained
@@ -39,7 +39,7 @@ from service.run.repeated_failures import FailureWatch
 from service.run.scale import asked_for
 from service.run.store.uploads import Uploads
 from service.run.writer import RunWriter
-from service.types import PolicyVersion, Refusal
+from service.types import PolicyVersion
 
 POLL_SECONDS = 2.0
 """Length of one long poll for a mini-batch; the driver checks for a stop signal between two polls."""
@@ -104,8 +104,14 @@ class Coordinator:
         if self._starting is not None:
             self._say("stopping before the first step ...")
             self._starting.cancel()
+        elif self._has_all_steps:
+            self._say(f"stopping: all {self._version.step} steps are done, the final weights are still written ...")
         else:
             self._say("stopping: the current step is finished, then the final weights are written ...")
+
+    @property
+    def _has_all_steps(self) -> bool:
+        return self._version.step >= self._config.run.max_steps
 
     async def run(self) -> None:
         """Start the actors, train, write the final weights and the summary.
@@ -257,7 +263,7 @@ class Coordinator:
 
     async def _train(self) -> None:
         lost: TrainerLost | None = None
-        while self._version.step < self._config.run.max_steps and not self._stopping:
+        while not self._has_all_steps and not self._stopping:
             try:
                 if lost is not None:
                     await self._restart_trainer(lost)
@@ -288,7 +294,7 @@ class Coordinator:
             raise RunFailed(why)
         self._version = PolicyVersion(self._version.incarnation, self._version.step + 1)
         self._telemetry.doing("commit")
-        _accepted(await ask_buffer(self._buffer.commit, self._version.incarnation, leased.lease, self._version))
+        accepted(await ask_buffer(self._buffer.commit, self._version.incarnation, leased.lease, self._version))
         self._bad_steps = 0
         self._generator_pool.progressed()
         self._failures.progressed()
@@ -329,7 +335,7 @@ class Coordinator:
             if isinstance(answer, Leased):
                 self._progress.waited(time.monotonic() - start)
                 return answer
-            _accepted(answer)
+            accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
             self._telemetry.doing("waiting", reason=answer.reason, detail=answer.detail)
             self._failures.check(await self._generator_pool.statuses())
@@ -343,7 +349,7 @@ class Coordinator:
         self._bad_steps += 1
         self._telemetry.aborted()
         self._say(f"step {self._version.step + 1} was not applied: {reason}")
-        _accepted(await ask_buffer(self._buffer.release, self._version.incarnation, leased.lease, reason))
+        accepted(await ask_buffer(self._buffer.release, self._version.incarnation, leased.lease, reason))
         if self._bad_steps >= self._config.trainer.max_bad_steps:
             ends = describe_ends(leased.trajectories)
             raise RunFailed(
@@ -377,24 +383,17 @@ class Coordinator:
         self._telemetry.doing("stopping")
         with phase("writing the final weights", self._say):
             await self._trainer.export(self._folder.path / FINAL)
+        self._folder.has_final = True
         await asyncio.gather(self._checkpoints.settle(), self._evaluations.settled())
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
             await self._checkpoints.settle()
         else:
             await ask_buffer(self._buffer.covered, self._version.step, self._version.step)
-        if not self._stopping:
+        state = "finished" if self._has_all_steps else "stopped"
+        if state == "finished":
             self._folder.append_trajectories(await ask_buffer(self._buffer.end))
         generators = await self._generator_pool.statuses()
         await self._generator_pool.stop()
-        state = "stopped" if self._stopping else "finished"
         self._telemetry.stop(state)
         self._progress.end(state, await ask_buffer(self._buffer.status), generators)
-
-
-def _accepted(answer: object) -> None:
-    """Raise if the buffer refused a call, which it does when another trainer has joined."""
-    if isinstance(answer, Refusal):
-        raise RunFailed(f"the buffer refused this trainer: {answer}")
-    if not isinstance(answer, Wait | None):
-        raise TypeError(f"unexpected answer of the buffer: {answer!r}")

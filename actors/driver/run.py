@@ -15,7 +15,7 @@ from pathlib import Path
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.driver.cluster import place_actors, ray_session
 from actors.driver.coordinator import Coordinator
-from actors.driver.signals import exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
+from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
 from actors.observe.logs import begin_logs
 from service.agents.keys import WORKER_KEY, Keys, run_keys
 from service.cli.phases import phase, say
@@ -110,7 +110,8 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
         uploads = claimed_store(config, folder)
     say(f"run folder: {folder.path}")
     seconds, heeded = config.run.stop_grace, heeded_signals()
-    with force_after(seconds, partial(end_by_force, folder, seconds)) as countdown:
+    too_late = f"{seconds:g} s after the stop signal (run.stop_grace) the run had not ended in order"
+    with force_after(seconds, partial(end_by_force, config, folder, too_late)) as countdown:
         try:
             code = _run_on_ray(config, folder, prepared, keys, manifest, uploads, countdown)
         except BaseException:  # what the run leaves is worth more now
@@ -139,7 +140,8 @@ def _run_on_ray(
             held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
         cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL, keys)
         coordinator = Coordinator(config, cluster, folder, prepared, say, manifest, uploads)
-        return asyncio.run(_until_stopped(coordinator, countdown))
+        force = partial(end_by_force, config, folder, f"{FORCING} stop signals came before the run had ended in order")
+        return asyncio.run(_until_stopped(coordinator, countdown, force))
 
 
 def claimed_store(config: Config, folder: RunWriter) -> Uploads | None:
@@ -168,24 +170,35 @@ def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals]) 
     return 0
 
 
-async def _until_stopped(coordinator: Coordinator, countdown: Callable[[int], None]) -> int:
+async def _until_stopped(
+    coordinator: Coordinator, countdown: Callable[[int], None], force: Callable[[int], None]
+) -> int:
     """Run the coordinator; the first stop signal ends it in order, within the time of the countdown."""
 
     def stop(number: int) -> None:
         countdown(number)
         coordinator.stop(number)
 
-    with on_stop_signal(stop):
+    with on_stop_signal(stop, force):
         await coordinator.run()
     return 128 + coordinator.stopped_by if coordinator.stopped_by else 0
 
 
-def end_by_force(folder: RunWriter, seconds: float, number: int) -> None:
+def end_by_force(config: Config, folder: RunWriter, why: str, number: int) -> None:
     """End this process now; the watchdog ends the others."""
-    reason = f"ended by force: {seconds:g} s after the stop signal (run.stop_grace) the run had not ended in order"
+    reason = f"ended by force: {why}"
     try:
         if not (folder.path / SUMMARY).exists():
+            if folder.step >= config.run.max_steps and not folder.has_final:
+                reason += f"; {_without_final(folder, config)}"
             folder.write_summary({"state": "stopped", "steps": folder.step, "reason": reason})
         say(reason)
     finally:  # the disk may be full, and the terminal closed
         os._exit(128 + number)
+
+
+def _without_final(folder: RunWriter, config: Config) -> str:
+    done = f"all {folder.step} steps are done, but the final weights are not written"
+    if not config.trainer.checkpoint_every:
+        return f"{done}, and with trainer.checkpoint_every=0 there is no checkpoint to write them from"
+    return f"{done}; `baton run --resume {folder.path}` writes them"

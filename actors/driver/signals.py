@@ -1,7 +1,8 @@
 """Stop signals (Ctrl-C, SIGTERM, a closed terminal): how they end a run or an evaluation, in order or by force.
 
-Outside an event loop a stop signal raises `SystemExit` (`exit_on_stop_signals`); inside one it calls a function
-(`on_stop_signal`). Where the main thread cannot react, a thread ends the process (`when_stuck`, `force_after`).
+Outside an event loop a stop signal raises `SystemExit` (`exit_on_stop_signals`); inside one it calls a function, and
+from there on the third one ends the process by force (`on_stop_signal`, `run_beside`). Where the main thread cannot
+react, a thread ends the process (`when_stuck`, `force_after`).
 """
 
 from __future__ import annotations
@@ -10,15 +11,50 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+from service.cli.phases import say
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+"""What `signal.signal` takes and `signal.getsignal` returns."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP comes when the terminal is closed, unless nohup has it ignored."""
 
 STUCK_SECONDS = 1.0
 """Seconds after a stop signal in which the main thread ends, unless it waits inside Ray."""
+
+FORCING = 3
+"""Which stop signal ends by force what is already stopping."""
+ALREADY = f"already stopping; stop signal number {FORCING} ends it at once, whatever is not written yet"
+"""What is said to the stop signals before that one."""
+
+LOOK_SECONDS = 0.005
+"""Pause before the handlers are set again while Ray ends, which gives SIGTERM its default action back."""
+
+
+class Heard:
+    """The handler of the stop signals from an event loop on: the first one stops, a further one is answered with a
+    line, the one of number `FORCING` ends the process."""
+
+    def __init__(self, stop: Callable[[int], None], force: Callable[[int], None]) -> None:
+        self._stop, self._force = stop, force
+        self._loop = asyncio.get_running_loop()
+        self.came = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came += 1
+        if self.came >= FORCING:
+            self._force(number)
+        elif self.came > 1:
+            # In a thread, because this one may be in the middle of a line.
+            threading.Thread(target=say, args=(ALREADY,), name="signals", daemon=True).start()
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop, number)
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -30,9 +66,12 @@ def heeded_signals() -> list[signal.Signals]:
 def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iterator[None]:
     """Turn the first stop signal into `SystemExit(128 + number)`, so that the block cleans up; ignore further ones.
 
+    They stay ignored after a block in which a stop signal came: the process is about to end with that signal's code.
+
     `heeded`: the signals that count, also where they are ignored now; None: those that are not.
     """
     before = {number: signal.getsignal(number) for number in (heeded_signals() if heeded is None else heeded)}
+    stopped = False
 
     def end(number: int, frame: FrameType | None) -> None:
         _ignore(before)
@@ -43,34 +82,68 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
     try:
         yield
     except KeyboardInterrupt:
+        stopped = True
         raise SystemExit(128 + signal.SIGINT) from None
-    except SystemExit as stopped:
+    except SystemExit as code:
+        stopped = True
         # Ray replaces the handler by its own when it starts, which exits with the signal's number alone.
-        raise SystemExit(128 | int(stopped.code or 0)) from None
+        raise SystemExit(128 | int(code.code or 0)) from None
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            now = signal.getsignal(number)
+            stopped |= isinstance(now, Heard) and now.came > 0
+            signal.signal(number, signal.SIG_IGN if stopped else handler)
 
 
 @contextmanager
-def on_stop_signal(stop: Callable[[int], None]) -> Iterator[None]:
-    """Call `stop` with the number of each stop signal, from the running event loop.
+def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) -> Iterator[None]:
+    """Call `stop` with the number of the first stop signal, from the running event loop, see `Heard`.
 
-    After a block that ended well, stop signals are ignored: what follows takes seconds, and a signal would cut it
-    short.
+    `force` is called at any point of the main thread, and does not return. The signals are heard after the block too.
     """
-    loop, heeded = asyncio.get_running_loop(), heeded_signals()
-    for number in heeded:
-        loop.add_signal_handler(number, stop, number)
-    yield
-    for number in heeded:
-        loop.remove_signal_handler(number)
-    _ignore(heeded)
+    heard = Heard(stop, force)
+    reading, writing = socket.socketpair()
+    for end in (reading, writing):
+        end.setblocking(False)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(reading, reading.recv, 64)
+    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)  # also of an idle loop
+    for number in heeded_signals():
+        signal.signal(number, heard)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        loop.remove_reader(reading)
+        reading.close()
+        writing.close()
+
+
+def run_beside(work: Callable[[], object]) -> None:
+    """Do `work`, which ends Ray, in a thread, while stop signals are heard as they were in the event loop before.
+
+    Where there was none, they are ignored. With its last process Ray gives SIGTERM its default action back, unknown to
+    Python: a signal would end this process at once.
+    """
+    before = {number: signal.getsignal(number) for number in heeded_signals()}
+    during = {number: handler if isinstance(handler, Heard) else signal.SIG_IGN for number, handler in before.items()}
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            working = pool.submit(work)
+            while not wait([working], LOOK_SECONDS).done:
+                _set(during)
+            working.result()
+    finally:
+        _set(before)
+
+
+def _set(handlers: Mapping[signal.Signals, _Handler]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _ignore(numbers: Iterable[signal.Signals]) -> None:
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
+    _set(dict.fromkeys(numbers, signal.SIG_IGN))
 
 
 @contextmanager

@@ -123,7 +123,7 @@ async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> l
         stopped.append(number)
         task.cancel()
 
-    with on_stop_signal(stop):
+    with on_stop_signal(stop, lambda number: os._exit(128 + number)):
         await asyncio.wait([task])
     return 128 + stopped[0] if stopped and task.cancelled() else task.result()
 

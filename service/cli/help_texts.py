@@ -42,7 +42,7 @@ examples:
   baton run --resume s3://bucket/run                                   # ... on another machine, from its run.store
 
 Ctrl-C ends the run in order: the optimizer step is finished and the final weights are written. After run.stop_grace
-seconds the run is ended by force.
+seconds, or at the third Ctrl-C, the run is ended by force. --resume also writes final/ where only that is missing.
 
 exit code: 0 finished, 2 the input is wrong (one line says what), 1 the run failed, 128 + n stopped by signal n.
 """

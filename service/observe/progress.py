@@ -40,6 +40,7 @@ class Progress:
         self._began = self._last = self._said = time.monotonic()
         most, taken = self._config.run.max_steps, len(self._rewards)
         steps = f"steps {taken + 1} to {most}" if taken else f"{most} optimizer steps"
+        steps = f"all {taken} steps are done before" if taken >= most else steps
         self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
 
     def probed(self, success: float, expected: tuple[float, float]) -> None:

@@ -5,6 +5,7 @@ Everything is checked before Ray starts, so a refusal takes no time and leaves t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from service.errors import UserError
 from service.files import recover_folder
 from service.interop.store_url import is_store_url
 from service.run.checkpoints import Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, find_run, lock_run, no_such_run
+from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, SUMMARY, find_run, lock_run, no_such_run
 from service.run.store.fetch import fetched
 from service.run.store.objects import open_store
 
@@ -51,10 +52,11 @@ def folder_to_resume(
 def resumed(config: Config, path: Path) -> Iterator[Manifest]:
     """Hold the lock of a run's folder; yields the checkpoint from which the run goes on.
 
-    Files that a killed writer left unfinished are deleted.
+    Files that a killed writer left unfinished are deleted. A run that took all its steps and ended before its final
+    weights were written goes on to write them.
 
     Raises:
-        UserError: the run goes on already, there is no whole checkpoint, or the run has taken all its steps.
+        UserError: the run goes on already, there is no whole checkpoint, or the run has nothing left to do.
     """
     with lock_run(path):
         checkpoints = Checkpoints(path / CHECKPOINTS, config.trainer.keep_checkpoints)
@@ -63,9 +65,19 @@ def resumed(config: Config, path: Path) -> Iterator[Manifest]:
         manifest = checkpoints.newest()
         if manifest is None:
             raise UserError(f"{path}: {_why_none(config, checkpoints)}; begin a new run")
-        if manifest.step >= config.run.max_steps:
+        left = config.run.max_steps - manifest.step
+        if left < 0 or (left == 0 and _is_finished(path)):
             raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to continue")
         yield manifest
+
+
+def _is_finished(path: Path) -> bool:
+    """Whether a run has taken all its steps and written its final weights, as its summary says."""
+    try:
+        summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none, or one that was cut off: the final weights are written again
+        return False
+    return isinstance(summary, dict) and summary.get("state") == "finished"
 
 
 def _why_none(config: Config, checkpoints: Checkpoints) -> str:

@@ -44,6 +44,8 @@ class RunWriter:
         self._targets: Sequence[Mapping[str, Any]] = ()
         self.step = 0
         """The optimizer step that was logged last."""
+        self.has_final = False
+        """Whether the final weights are those of that step."""
 
     def begin(self, config: Config) -> None:
         """The run begins or goes on: delete how its earlier part ended, and write the resolved configuration.

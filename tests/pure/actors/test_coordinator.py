@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +23,14 @@ from service.errors import RunFailed
 from service.handoff.steps.validate import Routing
 from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
-from service.run.folder import TARGETS, warmed_model
+from service.run.folder import SUMMARY, TARGETS, warmed_model
 from service.run.prepare import Prepared
 from service.run.writer import RunWriter
 from tests.pure.actors.fakes import Method
 
 FRUITLESS = "591 groups finished, all filtered: every return was 0.0"
-LEASED = Leased(0, {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.0}, (), [], [])
+MEASURED = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.0, "generate/batch_padded_seq_len": 8.0}
+LEASED = Leased(0, MEASURED, (), [], [])
 
 
 def answering(answer: Any = None) -> Callable[..., Any]:
@@ -66,6 +68,33 @@ def drive(folder: Path, leases: list[Leased | Wait]) -> None:
             asyncio.run(Coordinator(config, cluster, run, prepared, lambda line: None, None).run())
     finally:
         run.close()
+
+
+def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tmp_path: Path) -> None:
+    config = load_config(
+        ["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=0", "run.max_steps=2"]
+    )
+    said: list[str] = []
+    status = {"tokens": {}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": []}
+    buffer = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "end": [[]], "stop": None}
+    driving: list[Coordinator] = []
+
+    async def export(folder: Path) -> None:
+        assert not run.has_final
+        driving[0].stop(signal.SIGTERM)
+
+    trainer = {"load": answering(), "weights": answering(), "step": answering(StepReport(True, None, {}))}
+    cluster = cluster_of(buffer | {"status": status}, trainer | {"export": export})
+    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
+    driving.append(Coordinator(config, cluster, run, prepared, said.append, None))
+    try:
+        asyncio.run(driving[0].run())
+    finally:
+        run.close()
+    assert run.has_final and driving[0].stopped_by == signal.SIGTERM
+    assert "stopping: all 2 steps are done, the final weights are still written ..." in said
+    assert any(line.startswith("finished after 2 optimizer steps") for line in said)
+    assert json.loads((tmp_path / "run" / SUMMARY).read_text())["state"] == "finished"
 
 
 class Trainer:

@@ -1,5 +1,6 @@
 """The forced end of a run, `run.stop_grace` seconds after the stop signal."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from actors.driver.run import end_by_force
 from actors.driver.signals import force_after
+from service.config import Config
 from service.run.writer import RunWriter
 
 folder = RunWriter(Path(sys.argv[1]))
@@ -25,7 +27,9 @@ def fails(*_):
 
 if sys.argv[2] == "full":
     folder.write_summary = fails
-with force_after(0.1, partial(end_by_force, folder, 0.1)) as start:
+config = Config.model_validate({"trainer": {"checkpoint_every": int(sys.argv[4])}})
+folder.step, folder.has_final = config.run.max_steps, sys.argv[3] == "written"
+with force_after(0.1, partial(end_by_force, config, folder, "too late")) as start:
     start(15)
     threading.Event().wait(60)
 """
@@ -33,9 +37,29 @@ with force_after(0.1, partial(end_by_force, folder, 0.1)) as start:
 
 @pytest.mark.parametrize("disk", ["full", "free"])
 def test_a_run_is_ended_by_force_also_where_its_folder_cannot_be_written(tmp_path: Path, disk: str) -> None:
-    done = subprocess.run([sys.executable, "-c", FORCED, str(tmp_path), disk], capture_output=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", FORCED, str(tmp_path), disk, "written", "0"], capture_output=True, timeout=240
+    )
     assert done.returncode == 128 + 15, done.stderr
     assert (tmp_path / SUMMARY).exists() == (disk == "free")
+
+
+@pytest.mark.parametrize(
+    ("final", "every", "said"),
+    [
+        ("missing", 20, "the final weights are not written; `baton run --resume {} writes them"),
+        ("missing", 0, "the final weights are not written, and with trainer.checkpoint_every=0 there is no checkpoint"),
+        ("written", 20, ""),
+    ],
+)
+def test_a_forced_end_after_the_last_step_says_what_writes_the_final_weights(
+    tmp_path: Path, final: str, every: int, said: str
+) -> None:
+    command = [sys.executable, "-c", FORCED, str(tmp_path), "free", final, str(every)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    reason = json.loads((tmp_path / SUMMARY).read_text())["reason"]
+    assert reason in done.stdout and ("the final weights" in reason) == bool(said)
+    assert said.replace("{}", f"{tmp_path}`") in reason
 
 
 def test_seconds_that_no_timer_can_hold_are_refused() -> None:

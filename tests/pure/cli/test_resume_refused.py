@@ -150,6 +150,19 @@ def test_a_run_goes_on_from_any_folder_and_a_failure_before_it_does_leaves_how_i
     assert load_config([run / CONFIG], []).run.max_steps == STEP
 
 
+@pytest.mark.parametrize("left", ['{"state": "failed", "steps": 3, "reason": "the disk is full"}', '{"state":', None])
+def test_a_run_with_all_steps_goes_on_where_its_final_weights_are_missing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: str | None
+) -> None:
+    (run / SUMMARY).unlink()
+    if left is not None:
+        (run / SUMMARY).write_text(left)
+    monkeypatch.setattr(running, "_run_on_ray", lambda *arguments: 7)
+    assert main(["run", "--resume", str(run)]) == 7
+    assert main(["run", "--resume", str(run), f"run.max_steps={STEP - 1}"]) == 2
+    assert f"the run has all of its {STEP} steps" in capsys.readouterr().err
+
+
 def test_a_run_that_has_nothing_to_go_on_from_is_refused_before_anything_is_loaded(
     refused: Callable[..., str], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

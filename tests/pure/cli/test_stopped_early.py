@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from actors.driver import run as running
-from actors.driver.signals import STOP_SIGNALS
+from actors.driver.signals import FORCING, STOP_SIGNALS
 from service.config import Config, load_config
+from service.errors import RunFailed
 from service.run.prepare import Prepared
 from service.run.writer import RunWriter
 from tests.waiting import PAUSE, until
@@ -147,6 +148,125 @@ def test_a_stopped_run_that_does_not_end_in_time_is_ended_by_force(tmp_path: Pat
         assert "run.stop_grace" in process.stdout.read()
     summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("stopped", 7) and "ended by force" in summary["reason"]
+
+
+ENDING = """
+import asyncio, ctypes, signal, sys, tempfile
+from pathlib import Path
+from actors.driver import cluster, local_ray, run as running
+from service.config import load_config
+
+
+class Coordinator:
+    stopped_by = None
+
+    def __init__(self, *rest):
+        self.stopping = asyncio.Event()
+
+    def stop(self, number):
+        self.stopped_by = number
+        self.stopping.set()
+
+    async def run(self):
+        print("begun", flush=True)
+        await self.stopping.wait()
+        if {fails}:
+            raise running.RunFailed("the disk is full")
+
+
+def shutdown():
+    ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # Ray gives it the default action back, unknown to Python
+    bit = 1 << signal.SIGTERM - 1
+    while not any(int(line.split()[1], 16) & bit for line in open("/proc/self/status") if line.startswith("SigCgt")):
+        pass
+    print("Ray ends", flush=True)
+    sys.stdin.readline()
+
+
+running.Coordinator = Coordinator
+running.prepare = lambda config, path: None
+running.keep_token_private = lambda environment, home: None
+running.place_actors = lambda *words: None
+cluster.start_watchdog = lambda *words: None
+cluster.ray.init, cluster.ray.shutdown = lambda *words, **settings: None, shutdown
+settings = ["run.dir=" + sys.argv[1], "metrics.port=0"]
+try:
+    code = running.run(load_config(["configs/quickstart.yaml"], settings))
+except running.RunFailed as failure:
+    code = failure.exit_code
+print("Ray has ended", flush=True)
+sys.stdin.readline()
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def ending(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A run that was stopped by SIGTERM and now ends Ray; each line that it reads lets it end something more."""
+    fails = getattr(request, "param", False)
+    command = [sys.executable, "-c", ENDING.format(fails=fails), str(tmp_path)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            read_to("begun", process)
+            process.terminate()
+            read_to("Ray ends", process)
+            yield process
+        finally:
+            process.kill()
+
+
+def read_to(words: str, process: subprocess.Popen[str]) -> str:
+    """The next line of a process with these words."""
+    assert process.stdout is not None
+    return next(line for line in process.stdout if words in line)
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_second_stop_signal_while_ray_is_ended_is_answered_with_a_line_and_changes_nothing(
+    ending: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    ending.send_signal(number)
+    assert f"number {FORCING} " in read_to("already stopping", ending)
+    go_on(ending)
+    read_to("Ray has ended", ending)
+    for _ in range(FORCING):
+        ending.send_signal(number)
+    go_on(ending)
+    assert ending.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_third_stop_signal_while_ray_is_ended_ends_the_run_by_force(
+    ending: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    ending.terminate()
+    read_to("already stopping", ending)
+    ending.send_signal(signal.SIGINT)
+    assert f"{FORCING} stop signals" in read_to("ended by force", ending)
+    assert ending.wait(60) == 128 + signal.SIGINT
+    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    assert summary["state"] == "stopped" and f"{FORCING} stop signals" in summary["reason"]
+
+
+@pytest.mark.parametrize("ending", [True], indirect=True)
+def test_a_second_stop_signal_while_a_failed_run_ends_ray_leaves_why_it_failed(
+    ending: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    ending.terminate()
+    read_to("already stopping", ending)
+    go_on(ending)
+    go_on(ending)
+    assert ending.wait(60) == RunFailed.exit_code
+    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    assert (summary["state"], summary["reason"]) == ("failed", "the disk is full")
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
