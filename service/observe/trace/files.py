@@ -156,6 +156,8 @@ def _lines(file: Path) -> Iterator[Line]:
             found = msgspec.convert(event, EVENTS[kind])
             if kind == SPAN and found[0] in DETAILS:
                 msgspec.convert(found[-1], DETAILS[found[0]])
+            if any(ended < began for began, ended in _stays(kind, found)):
+                raise ValueError(f"a {kind} that ends before it begins")
             yield Line(source, shift, kind, found)
         elif "hub" in line:
             hub = msgspec.convert(line["hub"], Hub)
@@ -169,6 +171,13 @@ def _lines(file: Path) -> Iterator[Line]:
                 if source["offset"] is None and (later := measured.get(_process(source))) is not None:
                     source["offset"], source["error"] = later["offset"], later["error"]
                 shift += source["offset"] or 0.0
+
+
+def _stays(kind: str, event: tuple[Any, ...]) -> list[tuple[float, float]]:
+    """When what an event tells of began and ended."""
+    if kind == SPAN:
+        return [event[2:4]]
+    return [(0.0, event[5]), *(call[1:3] for call in event[7])] if kind == TRAJECTORY else []
 
 
 def _process(source: Source) -> tuple[str, str, int]:

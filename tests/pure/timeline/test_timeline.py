@@ -288,6 +288,7 @@ DAMAGE: list[tuple[str, Any, Any]] = [
     ("span leases", 5, {}), ("span leases", 5, {"lease": 1, "groups": [[]]}), ("span commits", 5, {"groups": []}),
     ("counter", 2, "soon"), ("counter", 3, {"open": float("inf")}), ("trajectory", 1, [1, 2]), ("trajectory", 3, 7),
     ("trajectory", 7, {"decode": "long"}), ("trajectory", 8, [["", 1.0]]), ("trajectory", 5, float("nan")),
+    ("span", 4, -1.0), ("trajectory", 6, -0.5), ("trajectory", 8, [["", 1.0, 0.5, {}]]),
     ("totals", 3, [["lookup"]]), ("totals", 3, 1), ("span", 0, "of another version"), ("span", 0, []),
     ("from", "host", None), ("from", "dropped", "x"), ("from", "error", {}),
     ("hub", "hub", {"boot": "b", "wall": 1e300}),
