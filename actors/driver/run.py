@@ -109,6 +109,8 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
         check_checkpoint(config, prepared.base, checkpoints.path(manifest.step))
         uploads = claimed_store(config, folder)
     say(f"run folder: {folder.path}")
+    for line in config.notes:
+        say(f"NOTE {line}")
     seconds, heeded = config.run.stop_grace, heeded_signals()
     too_late = f"{seconds:g} s after the stop signal (run.stop_grace) the run had not ended in order"
     with force_after(seconds, partial(end_by_force, config, folder, too_late)) as countdown:

@@ -72,8 +72,12 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
             from service.learn.losses.loss import loss_named
 
             loss_named(config.algorithm.loss)
+        if config.model.adapter is not None:
+            from service.run.prepare import check_first_adapter
+
+            check_first_adapter(config)
         estimates = _estimates(config)
-    for line in (*(f"note: {line}" for line in missing), *estimates):
+    for line in (*(f"note: {line}" for line in (*missing, *config.notes)), *estimates):
         print(line)
     files = ", ".join(str(file) for file in arguments.config)
     print(f"{files}: fine" + (", but it cannot be run here" if missing else ""))

@@ -10,7 +10,7 @@ from service.config.checks_algorithm import RULES as ALGORITHM_RULES
 from service.config.checks_algorithm import TEMPORAL_ESTIMATORS
 from service.config.checks_command import check_command
 from service.config.checks_trainer import RULES as TRAINER_RULES
-from service.config.lora import LINEAR, SLOT_RANKS
+from service.config.lora import ALL, LINEAR, SLOT_RANKS
 from service.config.problem import Problem
 from service.config.rollout import MADE_SET
 from service.config.source import Source
@@ -128,6 +128,7 @@ def _lora(config: Config) -> Iterator[Problem]:
         elif target not in LINEAR:
             near = difflib.get_close_matches(target, LINEAR, n=1)
             hint = f"did you mean {near[0]}?" if near else f"choose of {', '.join(LINEAR)}"
+            hint = "leave targets out, which names all of them" if target == ALL else hint
             yield Problem("model.lora.targets", f"{target!r:.80} is no linear layer of a decoder layer; {hint}")
 
 

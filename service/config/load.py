@@ -17,6 +17,20 @@ from service.config.source import KeyPath, Source, plain, read_sources, short
 from service.config.tree import Config
 from service.errors import ConfigError
 
+BOUNDS = {"gt": "more than {}", "ge": "{} or more", "lt": "less than {}", "le": "{} or less"}
+"""Pydantic's name of a bound -> the bound in words."""
+BOOLEAN = "true, false"
+KINDS = {
+    **dict.fromkeys(("bool_type", "bool_parsing"), BOOLEAN),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "literal_error": "{expected}",
+    "model_type": "{section}",
+}
+"""Pydantic's name of an error -> what the value should have been."""
+NEGATIONS = ("none", "None", None, "never")
+"""What is written for false."""
+
 
 class Loaded(NamedTuple):
     """A configuration, and where its values were set."""
@@ -40,11 +54,13 @@ def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
     try:
         return Loaded(Config.model_validate(source.values), source)
     except ValidationError as error:
-        # A value that fits no member of a union is reported once for each member; the first report is kept.
-        by_path = {_tree_path(detail, source): detail for detail in reversed(error.errors(include_url=False))}
+        # A value that fits no member of a union is reported once for each member.
+        by_path: dict[KeyPath, list[ErrorDetails]] = {}
+        for detail in error.errors(include_url=False):
+            by_path.setdefault(_tree_path(detail, source), []).append(detail)
         lines = [
-            source.line(path, _message(detail, path))
-            for path, detail in reversed(by_path.items())
+            source.line(path, _messages(details, path))
+            for path, details in by_path.items()
             if not any(other[: len(path)] == path for other in by_path if other != path)  # another member fits better
         ]
         raise ConfigError("\n".join(lines)) from None
@@ -87,6 +103,20 @@ def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
     return (*path, str(detail["loc"][-1])) if is_key else path
 
 
+def _messages(details: Sequence[ErrorDetails], path: KeyPath) -> str:
+    """One message of the errors at a path: what the value nearly is, or else all that it may be."""
+    for detail in details:
+        if any(name in BOUNDS for name in detail.get("ctx", {})):
+            return _message(detail, path)
+    if len(details) == 1 or not all(detail["type"] in KINDS for detail in details):
+        return _message(details[0], path)
+    section = f"a section with {', '.join(_keys_of(path))}"
+    kinds = [KINDS[detail["type"]].format(section=section, **detail.get("ctx", {})) for detail in details]
+    value = details[0]["input"]
+    hint = " (did you mean false?)" if BOOLEAN in kinds and value in NEGATIONS else ""
+    return f"must be {', '.join(kinds[:-1])} or {kinds[-1]}, not {'null' if value is None else short(value)}{hint}"
+
+
 def _message(detail: ErrorDetails, path: KeyPath) -> str:
     value = detail.get("input")
     if detail["type"] == "extra_forbidden":
@@ -109,10 +139,22 @@ def _message(detail: ErrorDetails, path: KeyPath) -> str:
         return f"{short(value)} must {PATTERNS.get(pattern, f'match {pattern}')}"
     if detail["type"] in ("tuple_type", "list_type"):
         return f"is a list, not {short(value)}; write [{plain(str(value))}]"
+    for name, value_of in detail.get("ctx", {}).items():
+        if name in BOUNDS:
+            return f"must be {_bound(name, value_of)}, not {short(value)}"
+    if (kind := KINDS.get(detail["type"], "{")) and "{" not in kind:
+        return f"must be {kind.replace(', ', ' or ')}, not {'null' if value is None else short(value)}"
     if detail["type"] == "value_error":  # a validator of Baton's has written the whole text
         return f"{detail['ctx']['error']}, not {short(value)}"
     text = detail["msg"][:1].lower() + detail["msg"][1:]
     return text if isinstance(value, Mapping) else f"{text}, not {short(value)}"
+
+
+def _bound(name: str, value: float) -> str:
+    """A bound in words; of whole numbers, the last one within it."""
+    if isinstance(value, int) and name in ("gt", "lt"):
+        name, value = ("ge", value + 1) if name == "gt" else ("le", value - 1)
+    return BOUNDS[name].format(value if isinstance(value, int) else f"{value:g}")
 
 
 def _unknown_hint(path: KeyPath) -> str:

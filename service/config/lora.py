@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from service.config.section import Positive, Section
 
@@ -16,6 +16,16 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of the slots that an engine can be started with; a slot takes adapters of its rank and of lower ones."""
 
 
+ALL = "all-linear"
+"""PEFT's word for all of them."""
+
+
+def _several(targets: object) -> object:
+    if isinstance(targets, str) and targets not in LINEAR:
+        raise ValueError(f"must be a list of {', '.join(LINEAR)} (all of them where it is left out)")
+    return targets
+
+
 class LoraConfig(Section):
     """A low-rank adapter: each target W computes x W^T + alpha / rank (x A^T) B^T, where only A and B are trained."""
 
@@ -23,7 +33,7 @@ class LoraConfig(Section):
     """Rows of A and columns of B."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """Factor of the update, divided by `rank`."""
-    targets: tuple[str, ...] = LINEAR
+    targets: Annotated[tuple[str, ...], BeforeValidator(_several)] = LINEAR
     """Linear layers that get an update, in every decoder layer."""
 
     @property

@@ -247,3 +247,13 @@ class Config(Section):
     def most_steps(self) -> int:
         """Most steps of a trajectory: turns in an environment, calls of an agent."""
         return max(self.env.max_turns, self.endpoint.max_calls if self.endpoint is not None else 0)
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each thing that its author may not expect; nothing of it is refused."""
+        if self.run.store is None or self.trainer.checkpoint_every:
+            return []
+        return [
+            "run.store: only the end of the run is uploaded (final weights, metrics, summary), since "
+            "trainer.checkpoint_every is 0; set it, so that the run can go on from the store"
+        ]

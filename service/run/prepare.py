@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from service.config import Config, MakeModelConfig
 from service.config.checks import check_bytes
 from service.config.model_folder import check_vocabulary, is_model_folder
+from service.config.paths import with_absolute_paths
 from service.errors import UserError
 from service.evaluation.target import EvalTarget
 from service.handoff.scoring import teachers_of
@@ -85,13 +86,30 @@ def prepare(config: Config, folder: Path) -> Prepared:
     routing = routing_of_model(hf_config)
     check_bytes(config, routing.experts_per_token)
     check_engine(hf_config, config)
-    if config.model.lora is not None:
-        shapes = trained_shapes(hf_config, config.model.lora)
-        if config.model.adapter is not None:
-            check_adapter(config.model.adapter, config.model.lora, Base.of(model_folder), shapes)
+    _check_first_adapter(config, model_folder, hf_config)
     refuse_too_large(config, model_folder)
     warmed = warmed_model(config, folder)
     return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing, evals, warmed)
+
+
+def check_first_adapter(config: Config) -> None:
+    """Check `model.adapter` as `prepare` does, where it and the model to which it is added are on this machine.
+
+    Raises:
+        UserError: the model or the adapter is malformed, or the adapter is of other settings or of another model.
+    """
+    config = with_absolute_paths(config)
+    folder, adapter = config.model.path, config.model.adapter
+    if folder is not None and is_model_folder(folder) and adapter is not None and adapter.exists():
+        _check_first_adapter(config, folder, _checked_model(folder)[0])
+
+
+def _check_first_adapter(config: Config, folder: Path, hf_config: PretrainedConfig) -> None:
+    lora, adapter = config.model.lora, config.model.adapter
+    if lora is not None:
+        shapes = trained_shapes(hf_config, lora)
+        if adapter is not None:
+            check_adapter(adapter, lora, Base.of(folder), shapes)
 
 
 def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:

@@ -84,7 +84,7 @@ def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureF
         ),
         (["config", "validate", "--config", QUICKSTART, "env.name=os:Path"], "env.trusted_modules does not name 'os'"),
         (["config", "validate", "--config", QUICKSTART, "env.options.colour=1"], "'lookup' refuses them"),
-        (["config", "validate", "--config", QUICKSTART, "trainer.betas=[0.9,1.5]"], "should be less than 1, not 1.5"),
+        (["config", "validate", "--config", QUICKSTART, "trainer.betas=[0.9,1.5]"], "must be less than 1, not 1.5"),
         (["config", "validate", "--config", QUICKSTART, "model.make.num_layers=1000"], "model.make.num_layers"),
         (["status", "nobody"], "neither a URL, host:port, a run folder (with config.yaml) nor the name of a run"),
         (["status", "127.0.0.1:1"], "no run answers there"),
@@ -113,6 +113,15 @@ def test_paths_of_another_machine_are_notes_of_the_validation_and_refused_by_a_r
     assert main(["run", *words]) == 2
     refused = capsys.readouterr().err.splitlines()
     assert [line.split("override ")[1].split("=")[0] for line in refused] == ["model.path", "data.train"]
+
+
+def test_a_store_without_checkpoints_is_a_note_of_the_validation(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["config", "validate", "--config", QUICKSTART, "run.store=s3://bucket/run"]
+    assert main([*words, "trainer.checkpoint_every=0"]) == 0
+    note, last = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: run.store: only the end of the run is uploaded") and last.endswith(": fine")
+    assert main([*words, "trainer.checkpoint_every=5"]) == 0
+    assert "note" not in capsys.readouterr().out
 
 
 def test_what_is_here_and_broken_is_refused_by_the_validation_too(

@@ -60,6 +60,7 @@ TOKENS = "trainer.max_tokens_per_micro_batch"
         (["model.lora={}", "weights.transport=nccl"], "model.dtype", "16 bits, not in float32; use bfloat16"),
         (["model.lora.rank=513"], "model.lora.rank", "the largest slot has rank 512"),
         (["model.lora.targets=[q_proj,k_prj]"], "model.lora.targets", "did you mean k_proj?"),
+        (["model.lora.targets=[all-linear]"], "model.lora.targets", "leave targets out"),
         (["model.lora.targets=[experts]"], "model.lora.targets", "choose of q_proj"),
         (["model.lora.targets=[lm_head]"], "model.lora.targets", "untie"),
         (["model.lora.targets=[]"], "model.lora.targets", "nothing would be trained"),
@@ -189,7 +190,7 @@ def test_a_combination_is_refused_with_its_path_and_consequence(
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        (f"env.limits.memory_bytes={1 << 63}", "less than or equal"),
+        (f"env.limits.memory_bytes={1 << 63}", " or less, not "),
         ("agents.host=''", "at least 1 character"),
         ("agents.host='a b'", "must match"),
     ],

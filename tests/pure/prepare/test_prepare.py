@@ -5,11 +5,15 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from actors.driver.run import run
 from service.cli import main
-from service.config import Config, load_config
+from service.config import Config, LoraConfig, load_config
 from service.errors import UserError
+from service.learn.adapter_folder import ADAPTER_WEIGHTS, Base, write_adapter
+from service.learn.model.hf_config import read_config
+from service.learn.model.policy_model import trained_shapes
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.prepare import prepare
 
@@ -37,6 +41,41 @@ def test_a_teacher_that_reads_other_tokens_or_teaches_no_row_is_refused_before_a
             prepare(pointed_at(model, *teacher), tmp_path / "run")
     with pytest.raises(UserError, match="no row of the dataset names a teacher in its column 'who'"):
         prepare(pointed_at(model, *teacher, "algorithm.teacher.column=who"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("setting", "wrong"),
+    [
+        ("model.lora.rank=4", None),
+        ("model.lora.rank=8", "model.lora.rank: the adapter {} has 4; set that"),
+        ("model.lora.targets=[q_proj]", "model.lora.targets: the adapter {} has [k_proj,q_proj]"),
+        ("of another model", "is of an adapter for another model than"),
+        ("cut off", "model.adapter: {}/adapter_model.safetensors cannot be read"),
+    ],
+)
+def test_an_adapter_to_begin_with_is_refused_by_the_validation_in_the_line_of_a_run(
+    setting: str, wrong: str | None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora, adapter = LoraConfig(rank=4, targets=("q_proj", "k_proj")), tmp_path / "adapter"
+    tensors = {name: torch.zeros(shape) for name, shape in trained_shapes(read_config(model), lora).items()}
+    write_adapter(adapter, Base.of(model), lora, tensors)
+    if setting == "cut off":
+        (adapter / ADAPTER_WEIGHTS).write_bytes(b"\xff")
+    if setting == "of another model":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config, indent=7))
+    words = ["model.make=null", "model.warm_start=null", f"model.path={model}", f"model.adapter={adapter}"]
+    words += ["model.lora={rank: 4, targets: [q_proj, k_proj]}", *([setting] if "=" in setting else [])]
+    code = main(["config", "validate", "--config", QUICKSTART, *words])
+    said = capsys.readouterr().err
+    if wrong is None:
+        assert code == 0 and prepare(load_config([QUICKSTART], words), tmp_path / "run")
+    else:
+        with pytest.raises(UserError) as refused:
+            prepare(load_config([QUICKSTART], words), tmp_path / "run")
+        line = str(refused.value)
+        assert wrong.format(adapter) in line and code == 2 and said.count("\n") == 1
+        assert said.endswith(f"{line.partition(': ')[2]}\n") and line.partition(":")[0] in said
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '"qwen3"', "{", '{"model_type": "qwen3", "vocab_size": "many"}', ""])

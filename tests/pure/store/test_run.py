@@ -45,14 +45,24 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_when_the_command_ends_the_store_has_how_the_run_ended(
-    objects: MemoryObjects, config: Config, tmp_path: Path
+    objects: MemoryObjects, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert running.run(config) == 0
+    assert "NOTE" not in capsys.readouterr().out
     assert objects.held["final/model.safetensors"] == b"weights"
     assert json.loads(objects.held[SUMMARY]) == SUMMARY_OF_RUN
     with pytest.raises(UserError, match="holds another run"):
         running.run(config)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["quickstart"]
+
+
+def test_a_run_without_checkpoints_says_that_its_store_gets_its_end_only(
+    objects: MemoryObjects, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = config.trainer.model_copy(update={"checkpoint_every": 0})
+    assert running.run(config.model_copy(update={"trainer": trainer})) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "NOTE" in line]
+    assert note.startswith("NOTE run.store: only the end of the run is uploaded")
 
 
 def test_a_store_that_cannot_be_written_ends_the_command_with_a_line_before_ray_starts(
