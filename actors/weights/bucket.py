@@ -73,7 +73,10 @@ def decode(bucket: Bucket, message: WeightBytes, base: bytearray) -> memoryview:
     octets = np.frombuffer(message, np.uint8)
     values, gaps = np.split(octets, [(bucket.changed or 0) * bucket.itemsize])
     places = np.cumsum(gaps + (gaps != SKIP), dtype=np.int64)[gaps != SKIP] - 1
-    np.frombuffer(base, element)[places] = values.view(element)
+    elements = np.frombuffer(base, element)
+    if len(values) != len(places) * bucket.itemsize or (len(places) and places[-1] >= len(elements)):
+        raise ValueError(f"a change of weights names other elements than the {len(elements)} of its bucket")
+    elements[places] = values.view(element)
     return verify(base, bucket.checksum)
 
 
