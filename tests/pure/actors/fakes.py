@@ -55,7 +55,7 @@ class Stores:
 class FakeRank0:
     """The trainer, which gives out weights of one bucket until it has newer ones than those of `newest`."""
 
-    nodes = ("node of rank 0",)
+    nodes: tuple[str, ...] = ("node of rank 0",)
 
     def __init__(self) -> None:
         self.newest = PolicyVersion(1, 1)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from actors.weights.bucket import Bucket
 from actors.weights.checksum import PublishedWeights
 from actors.weights.node_files import NodeFiles
+from actors.weights.part import Part
 from service.config import WeightsConfig
 from service.errors import Starved
 from service.types import PolicyVersion
@@ -234,25 +236,29 @@ async def test_of_weights_that_rank_0_has_replaced_nothing_is_held(delta: bool) 
         assert path == "/first/1", "no image was begun for the old ones"
 
 
-async def test_weights_go_to_one_generator_of_each_node_and_to_that_of_rank_0_first() -> None:
-    order: list[str] = []
+async def test_weights_go_to_one_generator_of_each_node_and_first_to_that_of_the_ranks_own_node() -> None:
+    order: dict[int, list[str]] = {0: [], 1: [], 2: []}
     generators = [FakeGenerator(name, []) for name in ("far", "near", "beside far")]
-    rank_0 = FakeRank0()
-    files = files_of(*generators, rank_0=rank_0)
-    for generator, node in zip(generators, ("a", rank_0.nodes[0], "a"), strict=True):
+    trainer = FakeRank0()
+    trainer.nodes = ("b", "a", "of no generator")
+    files = files_of(*generators, rank_0=trainer)
+    for generator, node in zip(generators, ("a", "b", "a"), strict=True):
         files.register(generator.name, node)
         writes = generator._write
 
-        async def writing(*arguments: Any, name: str = generator.name, writes: Any = writes) -> Any:
-            order.append(name)
-            return await writes(*arguments)
+        async def writing(
+            number: int, bucket: Bucket, *rest: Any, name: str = generator.name, writes: Any = writes
+        ) -> Any:
+            order[bucket.rank].append(name)
+            return await writes(number, bucket, *rest)
 
         generator.write_image = Stores(writing)
-    async with files.spread([generator.name for generator in generators], VERSION, WEIGHTS):
-        async with files.path_for("beside far", VERSION, WEIGHTS) as path:
+    weights = PublishedWeights("of three ranks", 1, tuple(Part.of_spans([(start, 8)]) for start in (0, 8, 16)))
+    async with files.spread([generator.name for generator in generators], VERSION, weights):
+        async with files.path_for("beside far", VERSION, weights) as path:
             assert path == "/far/1"
         assert [generator.written for generator in generators] == [1, 1, 0]
-    assert order == ["near", "far"]
+    assert (order[0], order[1], sorted(order[2])) == (["near", "far"], ["far", "near"], ["far", "near"])
     assert all(not generator.paths for generator in generators)
 
 
