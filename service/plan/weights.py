@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from service.plan.device import Device
 
-GATHERED, TO_A_NODE, INTO_AN_ENGINE = 1.3e9, 1.1e9, 5e9
-"""Bytes/s of `weights.transport: memory`: gathered and copied on rank 0, while the trainer waits; from node to node and
-into their shared memory; into an engine while it pauses. Estimated from the code, not measured on a GPU."""
+GATHERED, TO_A_NODE, INTO_AN_ENGINE = 2.2e9, 0.48e9, 3.5e9
+"""Bytes/s of `weights.transport: memory`, calls included: gathered and copied on rank 0, while the trainer waits; into
+the shared memory of the engines' node; into an engine while it pauses. Measured on one H100 with 1.64 GB
+(`python -m benchmarks.gpu`); nodes over a network were not."""
 CALLS = 0.3
-"""Seconds of the calls of an update, whatever the bytes; assumed."""
+"""Seconds of the calls of an update by the other transports, whatever the bytes; assumed."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ def update(transport: str, weight_bytes: float, device: Device, nodes: int, engi
         fast = device.cores is not None  # one machine, and no copy to a GPU
         gathered, pause = weight_bytes / GATHERED, weight_bytes / engine_gpus / INTO_AN_ENGINE
         arrival = 0.0 if fast else weight_bytes / TO_A_NODE
-        gathered += CALLS * (not fast)
         return Update(gathered, pause, gathered + arrival + pause)
     rate = device.link if transport == "ipc" or nodes == 1 else device.network
     seconds = weight_bytes / rate + CALLS
