@@ -3,7 +3,8 @@
     python -m benchmarks.plan                       # the quick start, the three small recipes, and three splits
     python -m benchmarks.plan --part recipes --only quickstart --steps 40
 
-Lengths are those of each run, so that the model is compared and not a guess of lengths. Run it on a quiet machine.
+Lengths and times of the environment are those of each run, so that the model is compared and not a guess of them. The
+pace is measured before and after each run, and its mean is planned with. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -27,7 +29,7 @@ from service.observe.trace.timeline import Timeline
 from service.plan.command import model_of
 from service.plan.device import Device
 from service.plan.forecast import Forecast, forecast
-from service.plan.measure import measured
+from service.plan.measure import measured, pace
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines
 
@@ -76,7 +78,7 @@ def _held(pid: int) -> dict[str, float]:
 
 
 def planned(config: Config, folder: Path, device: Device) -> Forecast:
-    """The plan of a run that has ended, with its lengths."""
+    """The plan of a run that has ended, with its lengths and times."""
     work = work_of(config, str(folder), dict.fromkeys(OPTIONS))
     with model_of(config, str(folder)) as model:
         return forecast(config, model, device, work, None)
@@ -112,14 +114,17 @@ def _engines_idle(timeline: Timeline, last: float) -> float:
 
 def recipes(names: tuple[str, ...], steps: int, parent: Path) -> Iterator[str]:
     """A line for each figure of each recipe: predicted, measured, predicted over measured."""
-    device = measured()
-    yield f"rates: {device}"
     for name in names:
+        device = measured()
         folder, held = run(name, steps, parent)
+        before, after = device.pace, pace()
+        device = replace(device, pace=(before + after) / 2)
+        yield f"rates: {device}"
         plan = planned(load([ROOT / f"configs/{name}.yaml"], list(SETTINGS)).config, folder, device)
         seconds, trainer, engines = seconds_and_waits(folder)
         flow = plan.chosen.flow
         for what, predicted, found in (
+            ("pace before and after", before, after),
             ("bytes of a rank", sum(plan.chosen.rank_bytes.values()), held["rank"]),
             ("bytes of an engine", sum(plan.engine_bytes.values()), held["engine"]),
             ("seconds a step", flow.step_seconds, seconds),
@@ -132,10 +137,12 @@ def recipes(names: tuple[str, ...], steps: int, parent: Path) -> Iterator[str]:
 
 def splits(steps: int, parent: Path) -> Iterator[str]:
     """A line for each split of the quick start, and whether the plan names the fastest."""
-    device, predicted, found = measured(), {}, {}
+    predicted, found = {}, {}
     for engines, ranks in SPLITS:
         setting = (f"generator.engines={engines}", f"trainer.ranks={ranks}")
+        device = measured()
         folder, _ = run("quickstart", steps, parent, *setting)
+        device = replace(device, pace=(device.pace + pace()) / 2)
         config = load([ROOT / "configs/quickstart.yaml"], [*SETTINGS, *setting]).config
         predicted[engines, ranks] = planned(config, folder, device).chosen.step_seconds
         found[engines, ranks] = seconds_and_waits(folder)[0]

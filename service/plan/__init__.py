@@ -1,7 +1,7 @@
 """What a configuration takes of its machines before it runs: memory, speed, who waits for whom, what binds.
 
     configuration, model's config.json -> memory and operations (service.learn.estimate) --+
-    lengths and tool times, of a run or assumed -> `work` ---------------------------------+-> `forecast` -> `page`
+    lengths and times, of a run or assumed -> `work` --------------------------------------+-> `forecast` -> `page`
     a GPU's rates -> `device`, or this machine's -> `measure` -----------------------------+
 
 `binding` is the plain model of who waits for whom; it serves measured figures as well.

@@ -38,7 +38,7 @@ EXAMPLES = f"""\
 examples:
   baton plan --config configs/gsm8k.yaml --gpu h100 --gpus 8
   baton plan --config mine.yaml --gpu a100 --gpus 16 --turns 12 --response-tokens 400 --environment-seconds 1.5
-  baton plan --config mine.yaml --gpu h200 --lengths runs/pilot        # lengths and turns of a run
+  baton plan --config mine.yaml --gpu h200 --lengths runs/pilot        # lengths, turns and times of a run
   baton plan --config configs/quickstart.yaml --gpu measured           # this machine, measured in under 30 s
   baton plan --config mine.yaml --gpu h100 --json --plot plan.png
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join((*DATA_SHEETS, "cpu", "measured"))
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{names} (default h100)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: as many as are configured)")
-    parser.add_argument("--lengths", metavar="RUN", help="take turns and lengths from a run's files")
+    parser.add_argument("--lengths", metavar="RUN", help="take turns, lengths and the environment's time from a run")
     for name, option in OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=option.metadata["help"])
     parser.add_argument("--json", action="store_true", help="print JSON")

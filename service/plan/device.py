@@ -53,7 +53,8 @@ class Device:
     cores: int | None = None
     """CPU cores that all processes share; None: a GPU, which shares nothing."""
     pace: float = 1.0
-    """Seconds of Python's work here, over those on the machine on which the costs of the host were measured."""
+    """Seconds of the work of a run's processes here, over those on the machine on which `service.plan.host` was
+    measured; of a GPU that is not measured, 1."""
 
 
 def profile(name: str) -> Device:

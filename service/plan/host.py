@@ -1,24 +1,28 @@
-"""What the processes of a run cost the CPU beside their model: per turn, per token, per step.
+"""What the processes of a run cost the CPU beside their model: per iteration, per turn, per token, per step.
 
-Measured on 2 x86-64 cores with the quick start: of each step with 300 turns of together 1100 sampled tokens, in CPU
-milliseconds, vLLM's core 381, the generator's process 251, two ranks 146, the buffer 89, the driver 50, the rest 67.
+Measured with the quick start on 2 x86-64 cores that did nothing else; how fast such work goes on elsewhere, or there
+beside other work, is what `service.plan.pace` measures. Of each step with 320 turns of together 1150 sampled tokens, in
+CPU milliseconds: vLLM's core 162, the generator's process 121, two ranks 84, the buffer 32, the driver 15, the rest 16.
+With two engines cores and generators took 457 together, with three 621: most of it is of an iteration, whatever runs.
 """
 
 from __future__ import annotations
 
 from service.plan.device import Device
 
-TURNS = 300
-"""Turns of a step of the quick start."""
-CORE_REQUEST, CORE_TURN = 0.20e-3, 0.55e-3
-"""CPU seconds of vLLM's core for a sampled token and for a turn; both together are its 381 ms, the parts assumed."""
-CORE_ITERATION = 1.0e-3
-GENERATOR_TURN = 0.251 / TURNS
-FORMING_TURN = 0.012 / TURNS
+MESSAGE_SECONDS = 33e-6
+"""What `service.plan.pace` measured on that machine: the pace for which the costs below hold."""
+ENGINE_ITERATION = 7e-3
+"""Seconds of an iteration of vLLM's core, and of the generator's process that takes its tokens, where both have a core.
+Set, with the two below, so that the seconds of a step with one, two and three engines are met."""
+ENGINE_TOKEN, ENGINE_TURN = 0.02e-3, 0.3e-3
+"""The same of a sampled token and of a turn, of both processes; how much is of which, by `gsm8k_tiny` with one turn of
+11 tokens and `text_to_sql_tiny` with two of 14."""
+FORMING_TURN = 0.005 / 320
 """Of the buffer's time, what lies between a mini-batch's last step and its lease, for a turn; the part is assumed."""
-RANK_STEP, AFTER_STEP = 0.040, 0.090
+RANK_STEP, AFTER_STEP = 0.005, 0.015
 """CPU seconds of a rank for a step, beside its model's operations, until the commit; and of ranks and driver after it,
-until the next lease is asked for: publication, metrics, messages. Set so that the quick start's waiting is met."""
+until the next lease is asked for: publication, metrics, messages. Set so that the driver's seconds are met."""
 PROCESSES_OF_ENGINE = 1.3
 """Cores that a busy generator takes: its core and its own process, which mostly wait for each other."""
 

@@ -1,4 +1,4 @@
-"""The rates of this machine, measured in a few seconds: products, copies, attention, and the pace of Python."""
+"""The rates of this machine, measured in a few seconds: products, copies, attention, the pace of a run's processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from service.plan.device import Device, profile
+from service.plan.host import MESSAGE_SECONDS
+from service.plan.pace import message_seconds
 
 BUDGET_SECONDS = 3.0
 """Seconds that each measurement may take at most, but for its first round."""
-
-REFERENCE_SECONDS = 0.0024
-"""Seconds of `_pythons_work` on the machine on which the costs of the host in `service.plan.host` were measured."""
 
 COPIES, ROWS, CONTEXT = {"cpu": 1 << 24, "cuda": 1 << 30}, {"cpu": 768, "cuda": 8192}, {"cpu": 512, "cuda": 8192}
 """Bytes of a copy, rows of a square matrix, tokens of an attention's row."""
@@ -26,6 +25,7 @@ COPIES, ROWS, CONTEXT = {"cpu": 1 << 24, "cuda": 1 << 30}, {"cpu": 768, "cuda": 
 
 def measured(cpu: bool = False) -> Device:
     """This machine's first GPU; or its CPU, where there is no GPU or with `cpu`, one core for each process of a run."""
+    found = pace()
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     threads = torch.get_num_threads()
@@ -39,7 +39,8 @@ def measured(cpu: bool = False) -> Device:
         flops = 2 * 8 * 64 * context * context
         return Device(
             name="cpu" if cpu else "measured",
-            source=f"measured here: {_device_name(device)}",
+            source=f"measured here: {_device_name(device)}; work of processes takes {found:.2f} times as long as where "
+            "its constants were measured",
             memory=_memory(device),
             products=2 * rows**3 / fastest(lambda: matrix @ matrix, device),
             bandwidth=2 * bandwidth,  # read and written
@@ -47,10 +48,15 @@ def measured(cpu: bool = False) -> Device:
             attention_backward=2.5 * flops / max(both - forward, forward),
             **_links(device, bandwidth),
             cores=None if device.type == "cuda" else len(os.sched_getaffinity(0)),
-            pace=fastest(_pythons_work, torch.device("cpu")) / REFERENCE_SECONDS,
+            pace=found,
         )
     finally:
         torch.set_num_threads(threads)
+
+
+def pace() -> float:
+    """Seconds of the work of a run's processes here and now, over those where the costs of the host were measured."""
+    return message_seconds() / MESSAGE_SECONDS
 
 
 def fastest(work: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
@@ -76,14 +82,6 @@ def _attention(heads: Tensor) -> tuple[float, float]:
 
     forward = fastest(lambda: scaled_dot_product_attention(query, key, value, is_causal=True), heads.device)
     return forward, fastest(both, heads.device)
-
-
-def _pythons_work() -> None:
-    """Work like that of the host's processes: small objects, dictionaries, calls."""
-    kept: dict[str, list[int]] = {}
-    for number in range(20_000):
-        kept.setdefault(str(number % 97), []).append(number)
-    sum(len(each) for each in kept.values())
 
 
 def _device_name(device: torch.device) -> str:

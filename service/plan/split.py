@@ -16,11 +16,10 @@ from service.plan.engine import GPU_ITERATION, GPU_REQUEST, Engine
 from service.plan.flow import Flow, Setting, played
 from service.plan.host import (
     AFTER_STEP,
-    CORE_ITERATION,
-    CORE_REQUEST,
-    CORE_TURN,
+    ENGINE_ITERATION,
+    ENGINE_TOKEN,
+    ENGINE_TURN,
     FORMING_TURN,
-    GENERATOR_TURN,
     RANK_BYTES,
     crowding,
 )
@@ -164,14 +163,14 @@ class Planner:
         """An engine of the configuration."""
         config, pace = self.config, self.device.pace
         on_cpu = self.device.cores is not None
-        turn = (CORE_TURN + GENERATOR_TURN) / self.work.response_tokens
+        token = ENGINE_TOKEN + ENGINE_TURN / self.work.response_tokens
         return Engine(
             self.shape,
             self.device,
             config.generator.tensor_parallel_size,
             self.memory.kv or self.device.memory,
-            CORE_ITERATION * pace if on_cpu else GPU_ITERATION,
-            (CORE_REQUEST + turn) * pace if on_cpu else GPU_REQUEST,
+            ENGINE_ITERATION * pace if on_cpu else GPU_ITERATION,
+            token * pace if on_cpu else GPU_REQUEST,
         )
 
     def _iteration(self) -> Callable[[float], float]:

@@ -11,8 +11,11 @@ from typing import Any
 
 from service.config import Config
 from service.errors import UserError
+from service.observe.trace.files import read_trace
+from service.observe.trace.slow import SLOW
+from service.observe.trace.timeline import Timeline
 from service.observe.trajectories.records import find_recorded_run, load_records
-from service.run.folder import METRICS, read_lines, run_folder
+from service.run.folder import METRICS, TIMELINE, read_lines, run_folder
 
 
 def _option(meaning: str, lowest: float, highest: float) -> Any:
@@ -65,6 +68,8 @@ class Work:
 
 OPTIONS = {option.name: option for option in fields(Work) if "help" in option.metadata}
 ASSUMED = "assumed"
+OUTSIDE = ("environment", "other")
+"""Parts of a trajectory's time in which no engine works for it."""
 SIGMA = 0.6
 """Spread of lengths where nothing says it: between the moderate and the long tails of docs/staleness.md."""
 
@@ -121,11 +126,36 @@ def of_run(run: str) -> dict[str, tuple[float, str]]:
     }
     prompts, lengths = _kept(folder)
     kept = f"trajectories.jsonl of {folder.name}, {len(lengths)} kept trajectories"
+    if (outside := _outside(folder)) is not None:
+        seconds, count = outside
+        where = f"{TIMELINE} of {folder.name}, outside of the engines in each turn of {count} trajectories"
+        found["environment_seconds"] = (seconds / turns, where)
     if lengths:
         logs = [math.log(length) for length in lengths]
         found["prompt_tokens"] = (statistics.fmean(prompts), kept)
         found["sigma"] = (statistics.stdev(logs) if len(logs) > 1 else SIGMA, kept)
     return found
+
+
+def _outside(folder: Path) -> tuple[float, int] | None:
+    """Seconds of a trajectory outside of the engines, mean over the later half of a run, and of how many trajectories.
+
+    None where the timeline has none.
+
+    Raises:
+        UserError: the timeline is damaged.
+    """
+    if not any((folder / TIMELINE).glob("*.jsonl")):
+        return None
+    try:
+        found = [one for one in Timeline(read_trace(folder)).trajectories if one.why != SLOW]
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"--lengths: {folder / TIMELINE} cannot be read: {error!r:.200}") from None
+    if not found:
+        return None
+    middle = (found[0].span.began + found[-1].span.began) / 2
+    late = [sum(one.parts.get(part, 0.0) for part in OUTSIDE) for one in found if one.span.began >= middle]
+    return statistics.fmean(late), len(late)
 
 
 def _kept(folder: Path) -> tuple[Sequence[int], Sequence[int]]:
