@@ -27,9 +27,9 @@ from service.observe.live_binding import WAITING
 from service.observe.trace.files import read_trace
 from service.observe.trace.timeline import Timeline
 from service.plan.command import model_of
-from service.plan.device import Device
 from service.plan.forecast import Forecast, forecast
-from service.plan.measure import measured, pace
+from service.plan.machine.device import Device
+from service.plan.machine.measure import measured, pace
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines
 

@@ -20,9 +20,9 @@ from typing import Any
 from benchmarks.estimates import SHAPES, configured
 from service.learn.estimate.step import StepEstimate, estimate_step
 from service.learn.model.hf_config import read_config
-from service.plan.device import profile
 from service.plan.engine import Engine
 from service.plan.flow import Setting, played
+from service.plan.machine.device import profile
 from service.plan.shape import Shape
 from service.plan.trainer import IMBALANCE, Trainer
 from service.plan.weights import update

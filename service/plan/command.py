@@ -14,8 +14,8 @@ from service.config.model_folder import MODEL_CONFIG, is_model_folder
 from service.errors import UserError
 from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.hf_config import read_config
-from service.plan.device import DATA_SHEETS, Device, profile
 from service.plan.forecast import forecast
+from service.plan.machine.device import DATA_SHEETS, Device, profile
 from service.plan.page import as_dict, lines
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import run_folder
@@ -104,7 +104,7 @@ def model_of(config: Config, run: str | None = None) -> Iterator[Path]:
 def named(name: str) -> Device:
     """The device of that name, measured where that is asked for."""
     if name in ("cpu", "measured"):
-        from service.plan.measure import measured
+        from service.plan.machine.measure import measured
 
         return measured(cpu=name == "cpu")
     return profile(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.plan.device import Device
+from service.plan.machine.device import Device
 from service.plan.shape import Shape
 
 GPU_ITERATION, GPU_REQUEST = 1.5e-3, 10e-6

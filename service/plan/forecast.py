@@ -8,9 +8,9 @@ from pathlib import Path
 
 from service.config import Config
 from service.errors import UserError
-from service.plan.device import Device
 from service.plan.flow import Flow
-from service.plan.host import ENGINE_BYTES
+from service.plan.machine.device import Device
+from service.plan.machine.host import ENGINE_BYTES
 from service.plan.split import Planner, Split
 from service.plan.weights import Update
 from service.plan.work import Work

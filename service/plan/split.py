@@ -11,10 +11,10 @@ from service.learn.estimate.fit import MARGIN
 from service.learn.estimate.step import GPUS_OF_A_NODE
 from service.learn.model.hf_config import read_config
 from service.plan.binding import Binding, Demand, Part, Side, binding
-from service.plan.device import Device
 from service.plan.engine import GPU_ITERATION, GPU_REQUEST, Engine
 from service.plan.flow import Flow, Setting, played
-from service.plan.host import (
+from service.plan.machine.device import Device
+from service.plan.machine.host import (
     AFTER_STEP,
     ENGINE_ITERATION,
     ENGINE_TOKEN,

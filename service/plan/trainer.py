@@ -21,8 +21,8 @@ from service.learn.estimate.meter import (
 from service.learn.estimate.step import FUSED_PASSES, GPUS_OF_A_NODE, StepEstimate, estimate_step
 from service.learn.model.compile import compiles_layers
 from service.learn.model.hf_config import read_config
-from service.plan.device import Device
-from service.plan.host import RANK_STEP
+from service.plan.machine.device import Device
+from service.plan.machine.host import RANK_STEP
 
 ATTENTION_MEAN_RATE = 3.5 / (1 / ATTENTION_RATE + 2.5 / ATTENTION_BACKWARD_RATE)
 """FLOP/s of attention on an H100, forward and backward together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.plan.device import Device
+from service.plan.machine.device import Device
 
 GATHERED, TO_A_NODE, INTO_AN_ENGINE = 2.2e9, 0.48e9, 3.5e9
 """Bytes/s of `weights.transport: memory`, calls included: gathered and copied on rank 0, while the trainer waits; into

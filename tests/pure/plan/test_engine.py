@@ -9,8 +9,8 @@ from benchmarks.estimates import SHAPES, model_folder
 from benchmarks.plan_field import MODELS
 from service.errors import UserError
 from service.learn.model.hf_config import read_config
-from service.plan.device import DATA_SHEETS, profile
 from service.plan.engine import Engine
+from service.plan.machine.device import DATA_SHEETS, profile
 from service.plan.shape import Shape
 
 H100 = profile("h100")

@@ -13,10 +13,10 @@ from service.errors import UserError
 from service.observe.trace.files import TraceFiles
 from service.observe.trace.recorder import TRAJECTORY, Trace
 from service.plan.command import model_of
-from service.plan.device import Device, profile
 from service.plan.forecast import Forecast, forecast
-from service.plan.host import MESSAGE_SECONDS
-from service.plan.pace import message_seconds
+from service.plan.machine.device import Device, profile
+from service.plan.machine.host import MESSAGE_SECONDS
+from service.plan.machine.pace import message_seconds
 from service.plan.weights import update
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, TIMELINE

@@ -20,7 +20,7 @@ import numpy as np
 
 from service.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WARM_UP, SECONDS = 0.5, 2.0
 """Seconds of a pair before anything counts, in which the others start, and those that count."""
 MOST_PAIRS = 16
@@ -41,7 +41,7 @@ def message_seconds() -> float:
     """
     pairs = min(MOST_PAIRS, len(os.sched_getaffinity(0)))
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "service.plan.pace"]
+    command = [sys.executable, "-m", "service.plan.machine.pace"]
     started = [
         subprocess.Popen(command, cwd=ROOT, env=one_thread, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(pairs)

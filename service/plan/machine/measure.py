@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from service.plan.device import Device, profile
-from service.plan.host import MESSAGE_SECONDS
-from service.plan.pace import message_seconds
+from service.plan.machine.device import Device, profile
+from service.plan.machine.host import MESSAGE_SECONDS
+from service.plan.machine.pace import message_seconds
 
 BUDGET_SECONDS = 3.0
 """Seconds that each measurement may take at most, but for its first round."""

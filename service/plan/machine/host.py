@@ -1,17 +1,17 @@
 """What the processes of a run cost the CPU beside their model: per iteration, per turn, per token, per step.
 
 Measured with the quick start on 2 x86-64 cores that did nothing else; how fast such work goes on elsewhere, or there
-beside other work, is what `service.plan.pace` measures. Of each step with 320 turns of together 1150 sampled tokens, in
-CPU milliseconds: vLLM's core 162, the generator's process 121, two ranks 84, the buffer 32, the driver 15, the rest 16.
-With two engines cores and generators took 457 together, with three 621: most of it is of an iteration, whatever runs.
+beside other work, is what `service.plan.machine.pace` measures. Of each step with 320 turns of together 1150 sampled
+tokens, in CPU milliseconds: vLLM's core 162, the generator's process 121, two ranks 84, the buffer 32, the driver 15,
+the rest 16. With two engines cores and generators took 457 together, with three 621: most of it is of an iteration.
 """
 
 from __future__ import annotations
 
-from service.plan.device import Device
+from service.plan.machine.device import Device
 
 MESSAGE_SECONDS = 33e-6
-"""What `service.plan.pace` measured on that machine: the pace for which the costs below hold."""
+"""What `service.plan.machine.pace` measured on that machine: the pace for which the costs below hold."""
 ENGINE_ITERATION = 7e-3
 """Seconds of an iteration of vLLM's core, and of the generator's process that takes its tokens, where both have a core.
 Set, with the two below, so that the seconds of a step with one, two and three engines are met."""
@@ -39,7 +39,7 @@ def crowding(
 
     `share_of_training`: fraction of the time in which ranks compute.
 
-    >>> from service.plan.device import profile
+    >>> from service.plan.machine.device import profile
     >>> crowding(profile("h100"), 4, 4, 0.5, shared_gpus=False)
     (1.0, 1.0)
     >>> crowding(profile("h100"), 4, 4, 0.5, shared_gpus=True)

@@ -53,7 +53,7 @@ class Device:
     cores: int | None = None
     """CPU cores that all processes share; None: a GPU, which shares nothing."""
     pace: float = 1.0
-    """Seconds of the work of a run's processes here, over those on the machine on which `service.plan.host` was
+    """Seconds of the work of a run's processes here, over those on the machine on which `service.plan.machine.host` was
     measured; of a GPU that is not measured, 1."""
 
 
