@@ -21,8 +21,10 @@ SKIPPED = (
     r"^Task \S+ failed\. There are .*retries remaining"
     r"|^The node with node id: .* has been marked dead"
     r"|^Raylet is terminated\."  # with the last twenty lines of its log
+    r"|^A worker died or was killed while executing a task"
 )
-"""What Ray does not print, for each call and node, when a host goes: the run says that in one line (`HostWatch`)."""
+"""What Ray's raylets tell the driver and Ray does not print, for each call, node and process, when a host or a process
+goes: the run says that in one line (`HostWatch`; of generators and ranks, who waits for them)."""
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SKIPPED)
 
 if not os.environ.get("RAY_ADDRESS"):

@@ -1,10 +1,12 @@
-"""The hosts of a run: what each holds, and which come, go and are drained; the changes are said, a line each."""
+"""The hosts of a run: what each holds, which come, go and are drained, and what Ray has started again on them; the
+changes are said, a line each."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import ray
@@ -13,6 +15,9 @@ from ray._private.state import state as cluster_state
 from service.config.tree import MARKET
 
 log = logging.getLogger(__name__)
+
+SAID_ELSEWHERE = ("generator-", "trainer-")
+"""How the names of parts begin whose ends are said by those who wait for them."""
 
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the cluster."""
@@ -27,6 +32,8 @@ class Host(NamedTuple):
     """The parts of the run that it holds."""
     ends_at: int | None = None
     """The Unix time in ms at which it ends if it is drained; 0: unknown."""
+    restarts: tuple[tuple[str, int], ...] = ()
+    """Parts that Ray has started again, and how often."""
 
 
 def hosts() -> dict[str, Host]:
@@ -34,15 +41,19 @@ def hosts() -> dict[str, Host]:
     if not ray.is_initialized():
         return {}
     context = ray.get_runtime_context()
-    parts = {context.get_node_id(): ["driver"]}
+    parts, restarts = {context.get_node_id(): ["driver"]}, defaultdict[str, list[tuple[str, int]]](list)
     for actor in cluster_state.actor_table(None, ray.JobID.from_hex(context.get_job_id()), "ALIVE").values():
-        parts.setdefault(actor["Address"]["NodeID"], []).append(actor["Name"] or actor["ActorClassName"])
+        node_id, name = actor["Address"]["NodeID"], actor["Name"] or actor["ActorClassName"]
+        parts.setdefault(node_id, []).append(name)
+        if actor["NumRestarts"]:
+            restarts[node_id].append((name, actor["NumRestarts"]))
     found, draining = {}, cluster_state.get_draining_nodes()
     for node in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])):
         if node["Alive"]:
             kind = f" ({node['Labels'][MARKET]})" if MARKET in node["Labels"] else ""
-            held = (*sorted(parts.get(node["NodeID"], ())),)
-            found[node["NodeID"]] = Host(node["NodeManagerAddress"] + kind, held, draining.get(node["NodeID"]))
+            node_id = node["NodeID"]
+            held, again = (*sorted(parts.get(node_id, ())),), (*sorted(restarts[node_id]),)
+            found[node_id] = Host(node["NodeManagerAddress"] + kind, held, draining.get(node_id), again)
     return found
 
 
@@ -60,6 +71,8 @@ class HostWatch:
         self._hosts: dict[str, Host] = {}
         self._adrift: set[str] = set()
         """Parts whose host is gone, until they are on another one."""
+        self._restarts: dict[str, int] = {}
+        """How often Ray has started a part again, at the last look."""
 
     async def begin(self) -> None:
         """Say what each host holds, where there are several."""
@@ -67,6 +80,7 @@ class HostWatch:
         if len(self._hosts) > 1:
             for host in self._hosts.values():
                 self._say(f"host {host.name}: {', '.join(host.parts) or 'nothing of this run'}")
+        self._say_restarts(self._hosts.values())
 
     async def run(self) -> None:
         """Say and follow what changes, until cancelled."""
@@ -87,10 +101,21 @@ class HostWatch:
                 held = f"; it held {', '.join(host.parts)}" if host.parts else ""
                 self._say(f"host {host.name} is gone{held}")
                 self._adrift.update(host.parts)
+        moved = {*self._adrift}
         for node, host in found.items():
             if node not in self._hosts:
                 self._say(f"host {host.name} has joined")
             if settled := self._adrift.intersection(host.parts):
                 self._say(f"host {host.name} now holds {', '.join(sorted(settled))}")
                 self._adrift -= settled
+        self._say_restarts(found.values(), moved)
         self._hosts = found
+
+    def _say_restarts(self, found: Iterable[Host], moved: Collection[str] = ()) -> None:
+        """Of a part that starts again and again, the first restart, the second, the fourth and so on are said."""
+        for part, times in (one for host in found for one in host.restarts):
+            said = self._restarts.get(part, 0)
+            self._restarts[part] = times
+            if times.bit_length() > said.bit_length() and part not in moved and not part.startswith(SAID_ELSEWHERE):
+                often = f" (restart {times})" if times > 1 else ""
+                self._say(f"the process of {part} had ended, and Ray has started it again{often}; see its log")
