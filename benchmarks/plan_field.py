@@ -194,7 +194,7 @@ def steps() -> Iterator[Row]:
         shape, ranks = shape_of(model), gpus - generating if off else gpus
         engine = Engine(shape, device, parallel, device.memory * 0.6)
         trainer = replace(trainer_of(model), passes=FORWARDS)
-        refit = update("nccl", shape.parameters * shape.width, device, 1 + (gpus > 8), parallel)
+        refit = update("nccl", shape.parameters * shape.width, device, 1 + (gpus > 8), 1, parallel)
         context = (PROMPT + mean) / 2
 
         def iteration(running: float, engine: Engine = engine, context: float = context, mean: int = mean) -> float:

@@ -242,7 +242,9 @@ class Planner:
         nodes = -(-(engines * gpus + ranks) // GPUS_OF_A_NODE)
         lora = self.config.model.lora  # of an adapter, only itself is sent
         sent = self.shape.parameters if lora is None else self.shape.adapter_parameters(lora.rank)
-        return update(transport, sent * self.shape.width, self.device, nodes, gpus)
+        # copies of the model on several nodes: the ranks of one send
+        senders = ranks if self.config.trainer.shard_within == "all" else min(ranks, GPUS_OF_A_NODE)
+        return update(transport, sent * self.shape.width, self.device, nodes, senders, gpus)
 
     def _evaluation(self, generation_seconds: float) -> float:
         """Seconds of a step for evaluations, during which training waits; those beside training cost it engines."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from service.plan.machine.device import Device
 
-GATHERED, TO_A_NODE, INTO_AN_ENGINE = 2.2e9, 0.48e9, 3.5e9
-"""Bytes/s of `weights.transport: memory`, calls included: gathered and copied on rank 0, while the trainer waits; into
-the shared memory of the engines' node; into an engine while it pauses. Measured on one H100 with 1.64 GB
+COPIED, TO_A_NODE, INTO_AN_ENGINE = 2.2e9, 0.48e9, 3.5e9
+"""Bytes/s of `weights.transport: memory`, calls included: from each rank to the memory of its host, while the trainer
+waits; into the shared memory of the engines' node; into an engine while it pauses. Measured on one H100 with 1.64 GB
 (`python -m benchmarks.gpu`); nodes over a network were not."""
 CALLS = 0.3
 """Seconds of the calls of an update by the other transports, whatever the bytes; assumed."""
@@ -26,13 +26,13 @@ class Update:
     """From the end of the step until the engines serve the weights."""
 
 
-def update(transport: str, weight_bytes: float, device: Device, nodes: int, engine_gpus: int) -> Update:
-    """An update by a transport; `engine_gpus` share the bytes that an engine copies."""
+def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank_gpus: int, engine_gpus: int) -> Update:
+    """An update by a transport; `rank_gpus` share the bytes that leave the trainer, `engine_gpus` an engine's."""
     if transport == "memory":
         fast = device.cores is not None  # one machine, and no copy to a GPU
-        gathered, pause = weight_bytes / GATHERED, weight_bytes / engine_gpus / INTO_AN_ENGINE
+        copied, pause = weight_bytes / rank_gpus / COPIED, weight_bytes / engine_gpus / INTO_AN_ENGINE
         arrival = 0.0 if fast else weight_bytes / TO_A_NODE
-        return Update(gathered, pause, gathered + arrival + pause)
+        return Update(copied, pause, copied + arrival + pause)
     rate = device.link if transport == "ipc" or nodes == 1 else device.network
     seconds = weight_bytes / rate + CALLS
     return Update(seconds, seconds, seconds)

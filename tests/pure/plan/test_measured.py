@@ -97,5 +97,5 @@ def test_a_damaged_timeline_is_refused_in_one_line(
 
 
 def test_an_update_by_memory_takes_what_it_took_on_an_h100() -> None:
-    found = update("memory", 1.64e9, profile("h100"), nodes=1, engine_gpus=1)
+    found = update("memory", 1.64e9, profile("h100"), nodes=1, rank_gpus=1, engine_gpus=1)
     assert (found.trainer, found.pause, found.arrival) == pytest.approx((0.73, 0.47, 4.65), rel=0.05)

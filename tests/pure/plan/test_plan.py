@@ -105,7 +105,8 @@ def test_a_model_that_the_run_would_make_is_planned_on_this_machine(capsys: pyte
     found = planned(["--config", QUICKSTART, "--gpu", "cpu"], capsys)
     assert found["fits"] and found["device"]["cores"] >= 1  # type: ignore[index]
     assert list(found["weights"]) == ["memory"]  # type: ignore[call-overload]
-    assert 0 < found["chosen"]["step_seconds"] < 60  # type: ignore[index]
+    pace = found["device"]["pace"]  # type: ignore[index]  # of a busy machine it is many times the usual one
+    assert 0 < found["chosen"]["step_seconds"] < 60 * max(1.0, pace)  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
