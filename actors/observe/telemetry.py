@@ -68,6 +68,8 @@ class RunTelemetry:
         now = time.time()
         measure_step(self._reporter.metrics, line, now)
         self._report_run(policy_version={"incarnation": policy.incarnation, "step": policy.step}, stepped=now)
+        if "timing/sync_weights" in line:
+            self._report_run(weights_sync_seconds=line["timing/sync_weights"])
         self._reporter.report("step", line)
         staleness = {key: line[f"async/staleness_{key}"] for key in ("mean", "max") if f"async/staleness_{key}" in line}
         self._reporter.trace.counter("staleness", staleness)
@@ -77,10 +79,11 @@ class RunTelemetry:
         self._reporter.metrics.count("baton_aborted_steps_total")
 
     def sent(self, sent: Sent) -> None:
-        """Weights left the trainer's first rank."""
+        """Weights left the trainer's ranks."""
         self._reporter.metrics.count("baton_weight_sent_bytes_total", sent.n_bytes)
         if sent.changed is not None:
             self._reporter.metrics.set("baton_weight_changed_ratio", sent.changed)
+            self._report_run(weights_changed=sent.changed)
 
     def sync_failed(self) -> None:
         """An engine did not load new weights."""

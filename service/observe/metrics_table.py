@@ -261,7 +261,7 @@ GENERATORS_AND_WEIGHTS = (
     ),
     histogram(
         "baton_weight_sync_seconds",
-        "Seconds from sending weights until the engines serve them.",
+        "Seconds from sending weights until the engines serve them; counted at the step in which they do.",
         key="timing/sync_weights",
         buckets=SECONDS,
     ),
@@ -276,7 +276,7 @@ GENERATORS_AND_WEIGHTS = (
     ),
     counter(
         "baton_weight_sent_bytes_total",
-        "Bytes of weights that left the trainer's first rank (`weights.transport: memory`), for all hosts together.",
+        "Bytes of weights that left the trainer's ranks (`weights.transport: memory`), for all hosts together.",
     ),
     gauge(
         "baton_weight_changed_ratio",

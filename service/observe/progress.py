@@ -29,7 +29,8 @@ class Progress:
         self._folder = folder
         self._say = say
         self._created = self._began = self._last = self._plotted = self._said = time.monotonic()
-        self._waited = self._waited_this_step = self._synced = 0.0
+        self._waited = self._waited_this_step = 0.0
+        self._synced: float | None = None
         self._env_metrics = EnvMetricMeans()
         self._rewards: list[float] = []
         self._staleness: list[float] = []
@@ -63,7 +64,7 @@ class Progress:
 
     def synced(self, seconds: float | None) -> None:
         """The engines serve new weights, this long after they were sent; None if no update was under way."""
-        self._synced = seconds or 0.0
+        self._synced = self._synced if seconds is None else seconds
 
     def stepped(
         self,
@@ -81,10 +82,11 @@ class Progress:
             **metrics,
             "timing/step": now - self._last,
             "timing/wait_for_generation_buffer": self._waited_this_step,
-            "timing/sync_weights": self._synced,
+            **({} if self._synced is None else {"timing/sync_weights": self._synced}),
             **self._wait_fractions(now, generators),
             **self._env_metrics.since(generators),
         }
+        self._synced = None  # else the metric would count an update once for each step until the next one
         self._folder.log_step(line)
         self._last = now
         if not self._rewards and (silent := [role for role in self._config.roles if f"role/{role}/turns" not in line]):

@@ -42,6 +42,7 @@ WORDS = sorted(
     }
     | {"groups", "role", "since", "who", "detail", "started", "max_steps", "incarnation", "seconds", "reward_gain"}
     | {"reward/avg_raw_reward", "timing/step", "trainer_wait_fraction", "steps", "time", "stepped", "generators"}
+    | {"weights_sync_seconds", "weights_changed"}
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
@@ -56,7 +57,9 @@ def whole() -> dict[str, Any]:
     metrics = Metrics("generator", "generator-0", Config())
     metrics.set_all("baton_agent_sessions", "state", {"calling": 2, "finished": 3})
     hub.push("generator/generator-0", metrics.snapshot())
-    hub.put_status("run", {"name": "r", "started": 1.0, "stepped": 2.0, "max_steps": 9, "generators": 1})
+    hub.put_status(
+        "run", {"name": "r", "started": 1.0, "stepped": 2.0, "max_steps": 9, "generators": 1, "weights_changed": 0.1}
+    )
     wait = {"who": "trainer", "reason": "groups", "detail": "3 of 4", "since": 1.0}
     hub.put_status("buffer", {"groups": {"open": 3}, "tokens": {"open": 9}, "waits": [wait], "issued": 4})
     hub.put_status("step", {"reward/avg_raw_reward": 0.5, "timing/step": 1.0})

@@ -53,6 +53,7 @@ def line(config: Config, folder: Path) -> dict[str, float]:
     run = RunWriter(folder / "run")
     progress = Progress(config, run, lambda said: None)
     measured = report.metrics | summarize("held_out", played).metrics()
+    progress.synced(0.5)
     progress.stepped(PolicyVersion(0, 2), batch.metrics, measured, [generator])
     run.close()
     (written,) = read_lines(folder / "run" / METRICS)

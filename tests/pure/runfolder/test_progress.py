@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from service.clock import SystemClock
 from service.config import load_config
 from service.observe import progress
+from service.observe.hub import Hub
+from service.observe.measure import measure_step
+from service.observe.metrics import Metrics
 from service.observe.progress import QUIET_SECONDS, Progress
 from service.run.folder import read_lines
 from service.run.writer import RunWriter
@@ -72,6 +76,24 @@ def test_what_environments_say_is_in_the_line_of_a_step(tmp_path: Path, clock: C
     step(going, 1, [{**generator, "environments": {"lookup": {"trajectories": 4.0, "right": 3.0}}}])
     run.close()
     assert [line["environment/lookup/right"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0.75]
+
+
+def test_the_seconds_of_an_update_are_in_the_line_of_one_step(tmp_path: Path, clock: Clock) -> None:
+    config = load_config([Path("configs/quickstart.yaml")], [])
+    run, metrics = RunWriter(tmp_path), Metrics("driver", "driver", config)
+    going = begun(run, [])
+    for number, seconds in enumerate((None, 0.5, None, None, 0.25), start=1):  # as with weights.sync_every=3
+        clock.now += 1
+        going.synced(seconds)
+        going.synced(None)  # as where an evaluation has waited for it already
+        step(going, number)
+    run.close()
+    lines = list(read_lines(tmp_path / "metrics.jsonl"))
+    assert [line.get("timing/sync_weights") for line in lines] == [None, 0.5, None, None, 0.25]
+    for line in lines:
+        measure_step(metrics, line, 0.0)
+    (hub := Hub(SystemClock())).push("driver/driver", metrics.snapshot())
+    assert b'baton_weight_sync_seconds_count{ident="driver",role="driver"} 2.0\n' in hub.page()
 
 
 def test_a_role_that_no_environment_names_is_said_once_after_the_first_step(tmp_path: Path, clock: Clock) -> None:
