@@ -121,7 +121,7 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
             raise
         if uploads is not None:
             uploads.ended()
-        return wait_for_uploads(uploads, heeded) or code
+        return wait_for_uploads(uploads, heeded, folder.has_final) or code
 
 
 def _run_on_ray(
@@ -152,8 +152,8 @@ def claimed_store(config: Config, folder: RunWriter) -> Uploads | None:
     return None if url is None else claim_store(open_store(url), config, folder.path, say)
 
 
-def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals]) -> int:
-    """Wait until the store has what the run leaves; returns the exit code, which is 0 if it has everything.
+def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
+    """Wait until the store has what the run leaves, maybe final weights; returns 0 if it has, else an exit code.
 
     The run itself has ended as its summary says, and its folder is whole. A stop signal ends the waiting.
     """
@@ -169,6 +169,11 @@ def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals]) 
     except SystemExit as stopped:
         say(f"stopped before everything was uploaded: {uploads.url} lacks {uploads.left()}")
         return int(stopped.code or 0)
+    step = uploads.status.step
+    say(
+        f"{uploads.url} has {'no checkpoint' if step is None else f'the checkpoint of step {step}'}"
+        + (" and the final weights" if has_final else "")
+    )
     return 0
 
 

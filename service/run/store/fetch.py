@@ -145,7 +145,7 @@ def _lost(
     """What the run did after the checkpoint, as far as the store has it; it counts as rolled back."""
     reached = read_reached(objects, sizes)
     if reached is None or reached.accepted_tokens <= manifest.accepted_tokens or reached.step < manifest.step:
-        say(f"what the run did after step {manifest.step} counts as rolled back, and is generated again")
+        say(f"if the run did more after step {manifest.step}, the store has no count of it; it is generated again")
         return None
     steps, tokens = reached.step - manifest.step, reached.accepted_tokens - manifest.accepted_tokens
     say(

@@ -60,7 +60,7 @@ def test_a_run_goes_on_on_an_empty_disk_with_the_history_of_the_uninterrupted_on
     run = gone_on(tmp_path / "second", objects, said)
     assert run.history() == history
     assert said[0].startswith("reading the checkpoint of step 4 from memory://bucket/run: ")
-    assert said[1:] == ["what the run did after step 4 counts as rolled back, and is generated again"]
+    assert said[1:] == ["if the run did more after step 4, the store has no count of it; it is generated again"]
     run.end()
     assert stored_steps(objects.sizes()) == [6, 4]
     assert gone_on(tmp_path / "third", objects).history() == history  # from what the second process uploaded

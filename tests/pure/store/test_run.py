@@ -24,6 +24,7 @@ def trained(config: Config, folder: RunWriter, *others: object) -> int:
     """A run without Ray: it leaves the final weights and a summary."""
     (folder.path / FINAL).mkdir()
     (folder.path / FINAL / "model.safetensors").write_bytes(b"weights")
+    folder.has_final = True
     folder.write_summary(SUMMARY_OF_RUN)
     return 0
 
@@ -48,7 +49,8 @@ def test_when_the_command_ends_the_store_has_how_the_run_ended(
     objects: MemoryObjects, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert running.run(config) == 0
-    assert "NOTE" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "NOTE" not in said and "memory://bucket/run has no checkpoint and the final weights" in said.splitlines()[-1]
     assert objects.held["final/model.safetensors"] == b"weights"
     assert json.loads(objects.held[SUMMARY]) == SUMMARY_OF_RUN
     with pytest.raises(UserError, match="holds another run"):
