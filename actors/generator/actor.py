@@ -250,7 +250,7 @@ class Generator(ImageHolder):
     async def update_weights(self, version: int, data: WeightBytes | str, checksum: int) -> dict[str, float]:
         """Swap the engine's weights under the running requests.
 
-        `version` is packed; `data` is the path of an image, or what rank 0 published with its checksum.
+        `version` is packed; `data` is the path of an image, or what a rank published with its checksum.
 
         Raises:
             ValueError: they are not the policy's weights; the engine keeps the old weights.

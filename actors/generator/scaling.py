@@ -75,7 +75,10 @@ class Scaling:
             self._leaving.discard(left)
             left.result()
         there = self._pool.nodes()
-        wanted = self._wanted = self._asked_for(self._wanted)
+        before, wanted = self._wanted, self._asked_for(self._wanted)
+        self._wanted = wanted
+        if wanted != before and self._joining is not None and not self._placing and not self._joining.done():
+            self._say(f"{self._why()}; the one that is starting joins first")
         staying = [name for name, node in there.items() if node not in draining]
         for name, node in there.items():
             if node in draining:

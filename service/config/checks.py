@@ -177,7 +177,7 @@ def _evaluation(config: Config) -> Iterator[Problem]:
         yield Problem(
             "data.eval_mode",
             f"beside lets {evaluating} of at least {engines} engines evaluate, so none may be left to go on with "
-            f"training; set generator.engines to {evaluating + 1} or more, or data.eval_mode=pause",
+            f"training; set generator.engines, or its min, to {evaluating + 1} or more, or data.eval_mode=pause",
         )
     every, sync_every = config.data.eval_every, config.weights.sync_every
     if every % sync_every:

@@ -36,8 +36,11 @@ class Here(FakeGenerator):
         self.start, self.run, self.leave = Method(self._start), Method(self._run), Method(self._leave)
         self.stop, self.status, self.share = Method(self._stop), Method(self._status), Method(self._share)
         self.most: int | None = None
+        self.may_start = asyncio.Event()
+        self.may_start.set()
 
     async def _start(self) -> str:
+        await self.may_start.wait()
         self._fail("start")
         return self.node
 
@@ -107,6 +110,7 @@ class World:
         self.config, self.wanted = Config(generator=settings, weights=weights), 1
         self.there = {0: Here("generator-0", self.said)}
         self.failing: BaseException | None = None
+        self.slow = False
         self.pool = GeneratorPool(
             self.config,
             [self.there[0]],
@@ -126,6 +130,8 @@ class World:
         made = self.there[number] = Here(f"generator-{number}", self.said, node="b")
         if self.failing is not None:
             made.failing["start"] = self.failing
+        if self.slow:
+            made.may_start.clear()
         return Placed(made, f"room {number}")  # type: ignore[arg-type]
 
     async def running(self) -> asyncio.Task[None]:
@@ -146,6 +152,32 @@ class World:
             ):
                 self.scaling.look(draining or {})
                 await asyncio.sleep(0)
+
+
+async def test_another_number_is_answered_while_one_starts_which_joins_before_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    running, world.wanted, world.slow = await world.running(), 3, True
+    async with asyncio.timeout(30):
+        while "generator-1 starts: 3 generators are asked for" not in world.lines:
+            world.scaling.look({})
+            await asyncio.sleep(0)
+    world.wanted = 1
+    for _ in range(3):
+        world.scaling.look({})
+        await asyncio.sleep(0)
+    answer = "1 generator is asked for; the one that is starting joins first"
+    assert world.lines.count(answer) == 1
+    world.there[1].may_start.set()
+    async with asyncio.timeout(30):
+        while "generator-1 leaves: 1 generator is asked for" not in world.lines:
+            world.scaling.look({})
+            await asyncio.sleep(0)
+    joined = next(line for line in world.lines if line.startswith("generator-1 has joined"))
+    assert world.lines.index(answer) < world.lines.index(joined)
+    world.there[0].ended.set()
+    running.cancel()
 
 
 async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_forgotten(
