@@ -185,8 +185,10 @@ class TrainerRank:
         with self._busy("weights"):
             transport, delta = self._config.weights.transport, self._config.weights.delta
             if transport == "memory":
-                # without `base`, the memory of the version before is free for the copies
+                # the memory of versions that are not needed any more is free for the copies
                 base, self._publication = self._publication if delta else None, None
+                if base is not None:
+                    base.forget_base()
                 self._publication = Publication(version, self.learner.shards(), self._rank, base)
                 return _NOTHING, (EMPTY_CHECKSUM, self._publication.part)
             if transport == "ipc":

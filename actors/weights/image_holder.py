@@ -19,9 +19,17 @@ class ImageHolder:
 
     def __init__(self) -> None:
         self._images: dict[int, NodeImage] = {}
+        self._released: set[int] = set()
+        """Images that were to be released before they were held."""
 
     async def hold_image(self, number: int, parts: Sequence[Part]) -> str:
-        """Hold an image of weights for all engines of this node until `release_image`; returns where it lies."""
+        """Hold an image of weights for all engines of this node until `release_image`; returns where it lies.
+
+        Raises:
+            WeightsGone: it was released before: Ray begins calls with large arguments after later ones.
+        """
+        if number in self._released:
+            raise WeightsGone("these weights are not held any more")
         if number not in self._images:
             self._images[number] = NodeImage(parts)
         return self._images[number].path
@@ -43,5 +51,7 @@ class ImageHolder:
 
     async def release_image(self, number: int) -> None:
         """Free an image; one of an earlier process is ignored, its memory is freed already."""
-        if (image := self._images.pop(number, None)) is not None:
+        if (image := self._images.pop(number, None)) is None:
+            self._released.add(number)
+        else:
             await asyncio.to_thread(image.close)

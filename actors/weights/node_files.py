@@ -10,7 +10,7 @@ it keeps it all the same. With `weights.delta` a node keeps its image, and the n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,8 +22,9 @@ from actors.calls import call, may_be_dropped
 from actors.trainer.group import TrainerGroup
 from actors.weights.chain import Chain, Replaced, Sent
 from actors.weights.checksum import PublishedWeights
+from actors.weights.part import alike
 from service.config import WeightsConfig
-from service.errors import BatonError
+from service.errors import BatonError, Starved
 from service.types import PolicyVersion
 
 HOLDER_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, BatonError)
@@ -40,6 +41,8 @@ class HeldImage:
     path: asyncio.Future[str | None] = field(default_factory=asyncio.Future)
     """Where engines load the image, once it is whole; None: the trainer has newer weights."""
     users: int = 1
+    may_change: bool = True
+    """Whether the next update may change the image in place."""
 
     @property
     def is_whole(self) -> bool:
@@ -63,7 +66,7 @@ class NodeFiles:
         self._held: dict[str, HeldImage] = {}
         """By node."""
         self._numbers = count()
-        self._sending: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Task[None]] = set()
 
     def register(self, name: str, node: str) -> None:
         """A generator has started on this node; the images that its earlier process held are gone."""
@@ -96,6 +99,9 @@ class NodeFiles:
         held = await self._hold(name, version, weights)
         try:
             yield held.path.result()
+        except (Starved, asyncio.CancelledError):
+            held.may_change = False  # the engine may load from it all the same, long after
+            raise
         finally:
             await self._let_go(held)
 
@@ -125,19 +131,25 @@ class NodeFiles:
         begun, kept = list[HeldImage](), dict[str, str]()
         for name in names:
             held, before = HeldImage(weights, name, next(self._numbers)), self._held.get(self._node_of[name])
-            if before is not None and not before.users and before.is_whole and before.holder in self._generators:
-                held.holder, held.number = before.holder, before.number
-                kept[held.holder] = str(before.path.result())
             self._held[self._node_of[name]] = held
+            if before is not None and not before.users and before.is_whole and before.holder in self._generators:
+                if alike(before.weights.parts, weights.parts):
+                    held.holder, held.number = before.holder, before.number
+                    kept[held.holder] = str(before.path.result())
+                else:  # ranks that started again may have other rows, which that image would put elsewhere
+                    self._in_background(self._settle(before))
             begun.append(held)
         if begun:
             numbers = {held.holder: held.number for held in begun}
             ways = [self._way([*numbers], node) for node in self._trainer.nodes]
             chain = Chain(self._generators, self._trainer, numbers, kept, ways, self._deadline)
-            sending = asyncio.ensure_future(self._send(chain, begun, version, weights))
-            self._sending.add(sending)
-            sending.add_done_callback(self._sending.discard)
+            self._in_background(self._send(chain, begun, version, weights))
         return begun
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)  # the loop itself would let go of it
+        task.add_done_callback(self._under_way.discard)
 
     def _way(self, names: Sequence[str], node: str) -> list[str]:
         """These generators in a ring, first that of a rank's own node, which takes nothing from the rank's link."""
@@ -175,7 +187,7 @@ class NodeFiles:
         """Keep an image that no engine loads from, or give it back."""
         node = self._node_of[held.holder]
         if self._held.get(node) is held:
-            if self._keeps and held.is_whole:
+            if self._keeps and held.is_whole and held.may_change:
                 return
             del self._held[node]
         if (holder := self._generators.get(held.holder)) is None:

@@ -68,6 +68,18 @@ class Part:
         return found
 
 
+def alike(one: Sequence[Part], other: Sequence[Part]) -> bool:
+    """Whether each rank has the same bytes of the file in both.
+
+    >>> alike([Part.whole(8)], [Part.whole(8)]), alike([Part.whole(8)], [Part.of_spans([(4, 4)]), Part.whole(4)])
+    (True, False)
+    """
+    return len(one) == len(other) and all(
+        np.array_equal(a.start_P, b.start_P) and np.array_equal(a.end_P, b.end_P)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
 def check_parts(parts: Sequence[Part]) -> None:
     """See that these are each byte of one file once.
 

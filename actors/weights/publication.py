@@ -30,7 +30,7 @@ class Publication:
     def __init__(
         self, version: int, weights: Mapping[str, Rows], rank: int = 0, base: Publication | None = None
     ) -> None:
-        """`base`: the version before, of which only what has changed since is to travel."""
+        """`base`: the version before, of which only what has changed since is to travel; it needs none itself then."""
         self.version, self._rank = version, rank
         pieces = list(_pieces(weights, rank))
         self._pieces = [octets for _, octets in pieces]
@@ -41,7 +41,11 @@ class Publication:
         """Of the buckets that were given out, by their first byte."""
         self._base = base if base is not None and base.part.n_bytes == self.part.n_bytes else None
         if base is not None:
-            base._base = None
+            base.forget_base()
+
+    def forget_base(self) -> None:
+        """Free the memory of the version before; buckets travel whole from now on."""
+        self._base = None
 
     def bucket(self, start: int, stop: int, whole: bool) -> tuple[Bucket, Octets]:
         """These bytes of the part, as what has changed in them unless `whole`, or unless that is much."""

@@ -391,7 +391,9 @@ async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_relea
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
         await generator.write_image(0, bucket_of(1, 0, 0, data), data, True)
     await generator.release_image(0)
-    await generator.release_image(7)  # held by its process before it started again
+    await generator.release_image(7)  # held by its process before it started again, or about to be held
+    with pytest.raises(WeightsGone, match="these weights are not held any more"):
+        await generator.hold_image(7, [Part.whole(4)])
     await generator.release_image(1)
     assert not Path(second).exists()
 

@@ -224,6 +224,30 @@ async def test_an_image_that_an_engine_loads_from_is_not_changed_but_replaced() 
     assert (first.paths, second.paths) == (set(), {new})
 
 
+async def test_an_image_of_other_parts_is_replaced_because_ranks_that_started_again_may_have_other_rows() -> None:
+    first, trainer = FakeGenerator("first", []), FakeRank0()
+    trainer.nodes = ("of rank 0", "of rank 1")
+    files = files_of(first, rank_0=trainer, delta=True)
+    async with files.path_for("first", VERSION, WEIGHTS) as old:
+        pass
+    of_two = PublishedWeights("of other ranks", 2, (Part.whole(8), Part.of_spans([(8, 8)])))
+    async with files.path_for("first", NEXT, of_two) as new:
+        assert (old, new) == ("/first/1", "/first/2")
+        assert first.paths == {new}, "the other one is given back"
+    assert first.paths == {new}
+
+
+async def test_an_image_that_a_silent_engine_may_still_load_from_is_not_changed_by_the_next_update() -> None:
+    first = FakeGenerator("first", [])
+    files = files_of(first, delta=True)
+    with pytest.raises(Starved):
+        async with files.path_for("first", VERSION, WEIGHTS):
+            raise Starved("no answer of first")
+    assert first.paths == set(), "the engine has it open, if it loads at all"
+    async with files.path_for("first", NEXT, NEWER) as path:
+        assert path == "/first/2"
+
+
 @pytest.mark.parametrize("delta", [False, True])
 async def test_of_weights_that_rank_0_has_replaced_nothing_is_held(delta: bool) -> None:
     first, rank_0 = FakeGenerator("first", []), FakeRank0()

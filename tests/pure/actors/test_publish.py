@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,10 @@ from actors.weights.adapter import AdapterShapes
 from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, checksum_of
 from actors.weights.cuda_ipc import encode_handles, ipc_update_info
 from actors.weights.nccl_broadcast import encode_announcement
+from actors.weights.publication import Publication
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig, load_config
+from service.learn.model.sharding import Rows
 from service.run.prepare import prepare
 from tests.pure.actors.fakes import all_rows
 
@@ -28,8 +31,9 @@ SIZE = PolicySize(sum(tensor.numel() for tensor in WEIGHTS.values()), tied=False
 CPU = torch.device("cpu")
 
 
-def rank_of(transport: str) -> TrainerRank:
-    rank = TrainerRank(Config(weights=WeightsConfig(transport=transport)).model_dump_json(), 0)  # type: ignore[arg-type]
+def rank_of(transport: str, delta: bool = False) -> TrainerRank:
+    weights = WeightsConfig(transport=transport, delta=delta)  # type: ignore[arg-type]
+    rank = TrainerRank(Config(weights=weights).model_dump_json(), 0)
     rank._learner = SimpleNamespace(  # type: ignore[assignment]
         weights=lambda everywhere=False: WEIGHTS, shards=lambda: all_rows(WEIGHTS)
     )
@@ -112,6 +116,24 @@ def test_a_rank_gives_out_the_newest_version_only() -> None:
     assert rank.bucket(7, 0, 8, False)[1] is not None
     rank.weights(8)
     assert rank.bucket(7, 0, 8, False)[1] is None
+
+
+@pytest.mark.parametrize(("delta", "held"), [(False, 0), (True, 1)])
+def test_while_a_rank_copies_new_weights_it_holds_at_most_the_version_that_they_are_compared_with(
+    delta: bool, held: int
+) -> None:
+    rank, made, alive = rank_of("memory", delta=delta), list[weakref.ref[Publication]](), list[int]()
+
+    def shards() -> dict[str, Rows]:
+        alive.append(sum(publication() is not None for publication in made))
+        return all_rows(WEIGHTS)
+
+    rank._learner = SimpleNamespace(shards=shards)  # type: ignore[assignment]
+    for version in range(1, 5):
+        rank.weights(version)
+        assert rank._publication is not None
+        made.append(weakref.ref(rank._publication))
+    assert alive == [0, *[held] * 3]
 
 
 def loaded(config: Config, folder: Path, adapter: bool) -> TrainerRank:
