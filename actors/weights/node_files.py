@@ -1,7 +1,7 @@
 """One image of the newest weights a node: one generator writes it as it arrives, all engines of the node load from it.
 
-    node A   generator-0  writes /proc/71/fd/40 <- ranks     generator-1  loads it
-    node B   generator-2  writes /proc/35/fd/40 <- node A    generator-3  loads it
+    node A   generator-0  writes /proc/71/fd/40#7 <- ranks     generator-1  loads it
+    node B   generator-2  writes /proc/35/fd/40#9 <- node A    generator-3  loads it
 
 An image has no name and vanishes with the process that holds it, so nothing is left behind. A process that has opened
 it keeps it all the same. With `weights.delta` a node keeps its image, and the next update changes it.

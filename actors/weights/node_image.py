@@ -29,8 +29,8 @@ class NodeImage:
         self._parts = parts
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, sum(part.n_bytes for part in parts))
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        """Where an engine of this node opens the file."""
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
+        """Where an engine of this node opens the file, and the file's own number: descriptors are used again."""
         self._version = 0
         self._checksums: dict[tuple[int, int], int] = {}
         """Of the buckets that are written, by their rank and first byte."""
@@ -78,18 +78,22 @@ def _cut(octets: memoryview, spans: Sequence[tuple[int, int]]) -> Iterator[tuple
 
 
 def open_image(path: str, size: PolicySize) -> int:
-    """Open an image by its path under /proc; the new descriptor outlives the process that wrote the image.
+    """Open an image by its path; the new descriptor outlives the process that wrote the image.
 
     Raises:
-        WeightsGone: that process has ended or is about to.
+        WeightsGone: that process has ended or is about to, or it has another image there.
         ValueError: the image is not the whole policy.
     """
+    at, _, number = path.partition("#")
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(at, os.O_RDONLY)
     except OSError as error:  # which one depends on how far the process has ended
         raise WeightsGone(f"the weights at {path} are gone ({error.strerror})") from error
     try:
-        n_bytes = os.fstat(fd).st_size
+        file = os.fstat(fd)
+        if str(file.st_ino) != number:
+            raise WeightsGone(f"the weights at {path} are gone (others are there)")
+        n_bytes = file.st_size
         try:
             shapes = _shapes(fd, n_bytes)
             size.count(shapes)

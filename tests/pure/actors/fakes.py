@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,16 @@ def image_of(data: bytes) -> NodeImage:
     image, octets = NodeImage([Part.whole(len(data))]), np.frombuffer(data, np.uint8)
     image.write(bucket_of(0, 0, 0, octets), octets)
     return image
+
+
+def content(image: NodeImage) -> bytes:
+    """What is in an image."""
+    return file_at(image.path).read_bytes()
+
+
+def file_at(path: str) -> Path:
+    """The file of an image at this path."""
+    return Path(path.partition("#")[0])
 
 
 class FakeGenerator:

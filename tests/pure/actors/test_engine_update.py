@@ -28,7 +28,7 @@ from service.config import Config, LoraConfig, WeightsConfig
 from service.errors import RunFailed, WeightsCutOff, WeightsGone
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import image_of
+from tests.pure.actors.fakes import file_at, image_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -445,5 +445,5 @@ async def test_an_adapter_that_some_workers_may_lack_is_loaded_again_or_the_engi
 async def test_an_opened_image_is_not_inherited_by_the_engines_processes(engine: VllmEngine) -> None:
     path, _ = sent()
     own = open_image(path, engine._size)
-    assert not os.get_inheritable(int(path.rpartition("/")[2])) and not os.get_inheritable(own)
+    assert not os.get_inheritable(int(file_at(path).name)) and not os.get_inheritable(own)
     os.close(own)

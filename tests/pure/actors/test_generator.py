@@ -41,6 +41,7 @@ from service.rollout.environment import Message, StepResult, Task
 from service.rollout.player import Player
 from service.rollout.prompts.dataset import write_rows
 from service.types import NO_VERSION, Int32s, PolicyVersion, Sender, Step, StepGroup, TrajectoryId
+from tests.pure.actors.fakes import file_at
 
 pytestmark = pytest.mark.asyncio
 
@@ -385,9 +386,9 @@ async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_relea
     assert await generator.hold_image(0, [Part.whole(4)]) == first, "asked for again, it is the same"
     assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, True) == (data, True)
     assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, False) == (None, True)
-    assert (Path(first).read_bytes(), Path(second).read_bytes()) == (b"some", bytes(4))
+    assert (file_at(first).read_bytes(), file_at(second).read_bytes()) == (b"some", bytes(4))
     await generator.release_image(0)
-    assert not Path(first).exists() and Path(second).exists()
+    assert not file_at(first).exists() and file_at(second).exists()
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
         await generator.write_image(0, bucket_of(1, 0, 0, data), data, True)
     await generator.release_image(0)
@@ -395,7 +396,7 @@ async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_relea
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
         await generator.hold_image(7, [Part.whole(4)])
     await generator.release_image(1)
-    assert not Path(second).exists()
+    assert not file_at(second).exists()
 
 
 async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: Generator, exits: list[int]) -> None:

@@ -17,7 +17,7 @@ from actors.weights.checksum import PolicySize
 from actors.weights.node_image import NodeImage, open_image
 from actors.weights.part import Part
 from service.errors import WeightsGone
-from tests.pure.actors.fakes import image_of
+from tests.pure.actors.fakes import content, image_of
 
 EMBEDDING = torch.arange(12.0).view(4, 3)
 UNTIED = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": torch.ones(3)}
@@ -50,10 +50,6 @@ def octets(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.uint8)
 
 
-def content(image: NodeImage) -> list[int]:
-    return [*Path(image.path).read_bytes()]
-
-
 def test_buckets_are_written_in_any_order_and_a_spoilt_one_not_at_all() -> None:
     image = NodeImage([Part.whole(6)])
     for start in (4, 2, 0):
@@ -61,7 +57,7 @@ def test_buckets_are_written_in_any_order_and_a_spoilt_one_not_at_all() -> None:
     for spoilt in (octets(8, 8), octets(2), octets(2, 3, 4)):
         with pytest.raises(ValueError, match="have the checksum"):
             image.write(bucket_of(1, 0, 2, octets(2, 3)), spoilt)
-    assert content(image) == [0, 1, 2, 3, 4, 5]
+    assert [*content(image)] == [0, 1, 2, 3, 4, 5]
     image.close()
 
 
@@ -74,9 +70,9 @@ def test_what_changed_is_written_into_its_own_base_and_into_no_other() -> None:
     assert not image.write(bucket._replace(base=1), message)
     with pytest.raises(ValueError, match="have the checksum"):
         image.write(bucket._replace(checksum=1), message)
-    assert content(image) == [0] * 16
+    assert [*content(image)] == [0] * 16
     assert image.write(bucket, message)
-    assert content(image) == [0] * 15 + [9]
+    assert [*content(image)] == [0] * 15 + [9]
     assert not image.write(bucket, message), "the base is gone"
     image.close()
 
@@ -86,7 +82,7 @@ def test_a_bucket_that_comes_after_newer_ones_or_after_the_end_is_not_written() 
     image.write(bucket_of(2, 0, 0, octets(2, 2)), octets(2, 2))
     with pytest.raises(WeightsGone, match="after newer ones"):
         image.write(bucket_of(1, 0, 0, octets(1, 1)), octets(1, 1))
-    assert content(image) == [2, 2]
+    assert [*content(image)] == [2, 2]
     image.close()
     with pytest.raises(WeightsGone):
         image.write(bucket_of(3, 0, 0, octets(3, 3)), octets(3, 3))
@@ -141,6 +137,19 @@ def test_a_file_whose_data_were_cut_off_is_refused_though_its_header_is_whole() 
     for cut in (data[:-1], data + b"\0"):
         with pytest.raises(ValueError, match="not a safetensors file"):
             taken(cut)
+
+
+def test_another_image_that_has_the_descriptor_of_one_that_was_given_back_is_not_opened_in_its_place() -> None:
+    before, data = descriptors(), save(UNTIED)
+    old = image_of(data)
+    old.close()
+    new = image_of(data)
+    assert old.path != new.path and old.path.partition("#")[0] == new.path.partition("#")[0], "the number is free again"
+    with pytest.raises(WeightsGone, match=f"the weights at {old.path} are gone"):
+        open_image(old.path, UNTIED_SIZE)
+    os.close(open_image(new.path, UNTIED_SIZE))
+    new.close()
+    assert descriptors() == before
 
 
 @pytest.mark.parametrize("path", ["/proc/1/fd/12345", "/proc/self/fd/12345", "/nowhere"])

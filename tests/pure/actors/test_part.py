@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +14,7 @@ from actors.weights.node_image import NodeImage
 from actors.weights.part import Part, check_parts
 from actors.weights.publication import Publication
 from service.learn.model.sharding import Rows, shard_bounds
+from tests.pure.actors.fakes import content
 
 
 def on_ranks(weights: dict[str, Tensor], n_ranks: int) -> list[dict[str, Rows]]:
@@ -67,7 +66,7 @@ def test_an_image_of_all_parts_is_the_file_and_changes_of_each_part_keep_it_so(
     for of, publications in ((weights, []), (changed, published(2, changed, n_ranks, list(first)))):
         buckets = take(image, publications, size)
         assert all(bucket.changed is not None for bucket in buckets), "each is compared with the version before"
-        read = load(Path(image.path).read_bytes())
+        read = load(content(image))
         assert read.keys() == of.keys() and all(torch.equal(read[name], tensor) for name, tensor in of.items())
     image.close()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from actors.weights.bucket import MOST_CHANGED, SKIP, Bucket, bucket_of, decode, encode
 from actors.weights.node_image import NodeImage
 from actors.weights.publication import Publication
-from tests.pure.actors.fakes import all_rows
+from tests.pure.actors.fakes import all_rows, content
 
 N = 4096
 GENERATOR = np.random.default_rng(0)
@@ -92,7 +90,7 @@ def test_an_image_that_takes_changes_step_after_step_equals_one_that_takes_all()
         publication, kept = published(version, weights, publication), image
     whole = NodeImage([publication.part])
     changes, everything = take(image, publication), take(whole, published(9, weights))
-    assert Path(image.path).read_bytes() == Path(whole.path).read_bytes()
+    assert content(image) == content(whole)
     assert [bucket.checksum for bucket in changes] == [bucket.checksum for bucket in everything]
     assert sum(bucket.message_bytes for bucket in changes) < 0.1 * publication.part.n_bytes
     image.close()
@@ -115,7 +113,7 @@ def test_a_bucket_that_is_made_while_newer_weights_are_published_is_whole() -> N
     take(image, first)
     second = LosesItsBase(2, all_rows({"w": torch.eye(64).bfloat16()}), base=first)
     image.write(*second.bucket(0, 1024, whole=False))
-    assert Path(image.path).read_bytes()[:1024] == second._read(0, 1024).tobytes()
+    assert content(image)[:1024] == second._read(0, 1024).tobytes()
     image.close()
 
 
@@ -135,7 +133,7 @@ def test_an_image_that_missed_a_version_or_took_half_of_it_takes_the_next_one_al
     half.write(*versions[1].bucket(0, 1024, whole=False))
     for image in (behind, half, whole):
         take(image, versions[2])
-    assert Path(behind.path).read_bytes() == Path(half.path).read_bytes() == Path(whole.path).read_bytes()
+    assert content(behind) == content(half) == content(whole)
     for image in (behind, half, whole):
         image.close()
 
@@ -158,7 +156,7 @@ def test_at_the_learning_rate_of_rl_a_tenth_of_the_bytes_of_bfloat16_weights_tra
     assert image is not None
     whole = NodeImage([versions[-1].part])
     take(whole, published(9, {"w": versions_weights(versions[-1])}))
-    assert Path(image.path).read_bytes() == Path(whole.path).read_bytes()
+    assert content(image) == content(whole)
     image.close()
     whole.close()
 
