@@ -135,8 +135,10 @@ class WeightGroup:
         try:
             work.wait()
         except RuntimeError as error:
+            self._raise_if_over()  # who ended the group has closed its connections, and has said why
             raise WeightsCutOff(f"a broadcast failed: {error}") from error
         if not work.is_success():
+            self._raise_if_over()
             raise WeightsCutOff("a broadcast failed")
         self._works.remove(work)
 
@@ -181,6 +183,7 @@ class WeightGroup:
         try:
             return made.result()
         except RuntimeError as error:
+            self._raise_if_over()
             raise WeightsCutOff(f"the trainer and the engines did not connect: {error}") from error
 
 
