@@ -48,9 +48,7 @@ def test_killed_with_its_disk_a_run_goes_on_from_s3_with_the_history_of_the_unin
         assert b"".join(store.get("final/model.safetensors")) == weights.read_bytes()
     assert final["state"] == "finished"
     assert any("count as rolled back" in line or "no count of it" in line for line in resumed.said)
-    assert any(
-        line.endswith(f"{URL} has the checkpoint of step {STEPS} and the final weights") for line in resumed.said
-    )
+    assert any(f"{URL} has the checkpoint of step {STEPS} and the final weights" in line for line in resumed.said)
     expected, found = history(whole.folder), history(resumed.folder)
     assert len(expected) == len(found) == STEPS
     for step, (before, after) in enumerate(zip(expected, found, strict=True), 1):
