@@ -22,7 +22,7 @@ from actors.weights.publication import Publication
 from service.config import WeightsConfig
 from service.errors import WeightsGone
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import all_rows
+from tests.pure.actors.fakes import all_rows, file_at
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -126,7 +126,7 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_an
         async with files.path_for("generator-0", *of) as path, files.path_for("generator-1", *of) as same:
             assert same == path
             ray.kill(holders["generator-0"])
-            await asyncio.to_thread(until, lambda: not os.path.exists(path))  # Ray ends the process when it likes
+            await asyncio.to_thread(until, lambda: not file_at(path).exists())  # Ray ends the process when it likes
             with pytest.raises(ray.exceptions.RayTaskError) as gone:
                 await holders["generator-1"].mapped.remote(path)
             assert isinstance(gone.value.cause, WeightsGone)
