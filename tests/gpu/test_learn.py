@@ -154,7 +154,7 @@ def outcome_of_rank(rank: int, world_size: int, folder: Path, layout: str) -> tu
 @pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
 def test_gpus_that_share_tokens_have_the_loss_and_gradient_of_a_cpu(folder: Path, layout: str) -> None:
     expected_loss, expected = outcome(folder, CPU, "float32")
-    ranks = Ranks(most=2, backend="cuda:nccl")
+    ranks = Ranks(backend="cuda:nccl")
     try:
         results = ranks(2, outcome_of_rank, folder, layout)
     finally:

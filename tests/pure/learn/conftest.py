@@ -16,7 +16,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    pool = Ranks(most=4)
+    pool = Ranks()
     yield pool
     pool.close()
 

@@ -7,45 +7,49 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+IMPORTED = ["pytest", "hypothesis", "torch", "service.learn.learner", "tests.pure.learn.test_families"]
+"""Modules that the ranks share, because importing them takes seconds."""
+
 
 class Ranks:
-    """Processes that become the ranks of one process group after another; importing torch takes them seconds, once."""
+    """Makes new processes for every process group: torch keeps what it knows of a group's meshes as long as a process
+    lives, also where that process has another rank in the next group. The processes are forked from one that has
+    imported torch."""
 
-    def __init__(self, most: int, backend: str = "gloo") -> None:
-        self._backend, self._most = backend, most
-        self._pool = self._new_pool()
-
-    def _new_pool(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._most, mp_context=multiprocessing.get_context("spawn"))
+    def __init__(self, backend: str = "gloo") -> None:
+        self._backend = backend
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(IMPORTED)
 
     def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(rank, world_size, *arguments)` returns on each rank; results are pickled, so no tensors."""
-        with tempfile.TemporaryDirectory() as folder:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ProcessPoolExecutor(world_size, mp_context=self._context) as pool,
+        ):
             store = str(Path(folder) / "store")
             # each call waits for the others to join the group, so each has a process of its own
             calls = [
-                self._pool.submit(_rank, self._backend, store, rank, world_size, function, arguments)
+                pool.submit(_rank, self._backend, store, rank, world_size, function, arguments)
                 for rank in range(world_size)
             ]
             try:
                 return [call.result(timeout=500) for call in calls]
-            except BaseException:  # the other ranks may wait for the one that failed, and the next call for them
-                for process in self._pool._processes.values():
+            except BaseException:  # the other ranks may wait for the one that failed
+                for process in pool._processes.values():
                     process.kill()
-                self.close()
-                self._pool = self._new_pool()
                 raise
 
     def close(self) -> None:
-        """End the processes."""
-        self._pool.shutdown(cancel_futures=True)
+        """End the process from which the ranks were forked."""
+        forkserver._forkserver._stop()
         # multiprocessing's own helper would otherwise outlive the tests until this process ends
         resource_tracker._resource_tracker._stop()
 
