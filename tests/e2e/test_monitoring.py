@@ -174,6 +174,7 @@ def settings_of(folder: Path, flag: Path) -> list[str]:
         "env.trusted_modules=[tests.e2e.long_prompts]",
         f"env.options={{flag: {flag}}}",
         "generator.max_input_length=256",
+        "weights.delta=true",
         f"metrics={{port: 0, long_batch_tokens: {LONG_TOKENS}}}",
         "run.max_steps=100000",
         f"run.dir={folder}",
