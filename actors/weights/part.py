@@ -58,8 +58,9 @@ class Part:
         [(6, 2), (20, 2)]
         """
         first = int(np.searchsorted(self.end_P, start, side="right"))
+        last = int(np.searchsorted(self.end_P, stop)) + 1
         found, at = list[tuple[int, int]](), start
-        for begins, end in zip(self.start_P[first:].tolist(), self.end_P[first:].tolist(), strict=True):
+        for begins, end in zip(self.start_P[first:last].tolist(), self.end_P[first:last].tolist(), strict=True):
             if at >= stop:
                 break
             begin_of_span = 0 if first == 0 else int(self.end_P[first - 1])
