@@ -25,8 +25,8 @@ SEGMENT_BYTES = 64 << 20
 STAY_SECONDS = 60.0
 """Simulated seconds that a generator stays, on average."""
 LOOKAHEAD = 8
-MOST_GROWTH = 1.5
-LEAST_LINEAR = 0.95
+MAX_GROWTH = 1.5
+MIN_LINEAR = 0.95
 
 
 class Cost(NamedTuple):
@@ -117,13 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for n, rate in rates.items():
         least = min(rates)
         linear = rate / rates[least] * least / n
-        failed |= linear < LEAST_LINEAR
+        failed |= linear < MIN_LINEAR
         print(f"{n:6} generators: {rate:9.0f} tokens/s, {linear:.3f} of linear", flush=True)
     costs: dict[int, Cost] = {}
     for n in chosen.generators:
         cost = costs[n] = buffer_cost(n)
         growth = cost.seconds_per_group / costs[chosen.generators[0]].seconds_per_group
-        failed |= growth > MOST_GROWTH or cost.superseded_tokens > 0
+        failed |= growth > MAX_GROWTH or cost.superseded_tokens > 0
         print(
             f"{n:6} generators: {1e3 * cost.seconds_per_group:.2f} ms of the buffer's CPU a group, {growth:.2f} times; "
             f"{cost.groups} groups, {cost.moved} trajectories moved, {cost.superseded_tokens} tokens sampled in vain",

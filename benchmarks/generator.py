@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file
 
 from actors.buffer.actor import BufferActor, Leased
+from actors.engine.engine import VllmEngine, engine_env
 from actors.generator.actor import Generator
-from actors.generator.engine import VllmEngine, engine_env
 from actors.observe.metrics_hub import MetricsHub
 from actors.weights.publication import Publication
 from benchmarks.own_ray import own_ray

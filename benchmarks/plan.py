@@ -23,15 +23,15 @@ from pathlib import Path
 import psutil
 
 from service.config import Config, load
-from service.observe.live_binding import WAITING
-from service.observe.trace.files import read_trace
-from service.observe.trace.timeline import Timeline
 from service.plan.command import model_of
 from service.plan.forecast import Forecast, forecast
+from service.plan.live_binding import WAITING
 from service.plan.machine.device import Device
 from service.plan.machine.measure import measured, pace
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines
+from service.trace.files import read_trace
+from service.trace.timeline import Timeline
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "gsm8k_tiny", "text_to_sql_tiny", "search_r1_tiny")

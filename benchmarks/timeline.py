@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from service.observe.trace.chrome import chrome_trace
-from service.observe.trace.files import read_trace
-from service.observe.trace.recorder import SPAN, TRAJECTORY, States, Trace
-from service.observe.trace.timeline import Timeline
-from service.observe.trace.trajectories import Timelines
+from service.observe.recorder import SPAN, TRAJECTORY, States, Trace
 from service.rollout.engine import Generation
+from service.rollout.timelines import Timelines
+from service.trace.chrome import chrome_trace
+from service.trace.files import read_trace
+from service.trace.timeline import Timeline
 from service.types import TrajectoryId
 
 ROUNDS = 2000

@@ -28,9 +28,9 @@ from service.handoff.steps.validate import Routing
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
-from service.observe.trajectories.records import LostTrajectories, trajectory_records
 from service.rollout.prompts.dataset import load_tasks, rows_digest
 from service.scorers.asking import Asking
+from service.trace.trajectories.records import LostTrajectories, trajectory_records
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
 
 TICK_SECONDS = 0.5

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer.actor import BufferActor
 from actors.calls import in_a_line
-from actors.driver.cuda import refuse_unusable_cuda
+from actors.cuda import refuse_unusable_cuda
 from actors.driver.local_ray import is_failed_start, start_local_ray
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import (
@@ -39,8 +39,8 @@ from actors.driver.placement import (
 )
 from actors.driver.signals import run_beside, when_stuck
 from actors.driver.watchdog import MARK, start_watchdog
+from actors.engine.arguments import SCRATCH
 from actors.generator.actor import Generator
-from actors.generator.engine_arguments import SCRATCH
 from actors.generator.retrieval import with_retrieval
 from actors.generator.scaling import Placed
 from actors.observe.logs import log_env
@@ -50,13 +50,13 @@ from actors.scorers.frozen import place_roles
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from service.agents.keys import Keys
-from service.cli.phases import say
 from service.config import Config
+from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import RunFailed, UserError
-from service.interop.user_functions import user_folder
-from service.run.environment_variables import SAFE_PATH, USER_FOLDER
 from service.run.metrics_port import with_free_port
+from service.run.phases import say
 from service.run.prepare import Prepared
+from service.user_code import user_folder
 
 CONNECT_SECONDS = 10.0
 """Seconds in which the head of a cluster must accept a connection."""

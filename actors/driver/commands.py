@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from service.cli.phases import phase, say
 from service.errors import UserError
 from service.run.folder import CONFIG
+from service.run.phases import phase, say
 
 SHORT_SECONDS = 1.0
 """Reading a configuration is announced only if it takes longer, so that a wrong one prints a single line."""
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         arguments.config.insert(0, resume / CONFIG)
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.agents.keys import WORKER_KEY, worker_key
-        from service.cli.configuration import checked_config
         from service.config import check_paths
+        from service.config.command_line import checked_config
         from service.run.metrics_port import with_free_port
 
         config, source = checked_config(arguments, overrides)
@@ -70,14 +70,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Evaluate a model, a run or a checkpoint."""
     from service.evaluation.report import check_output, table, write_output
-    from service.evaluation.target import eval_target
+    from service.run.eval_target import eval_target
 
     if arguments.output is not None:
         check_output(arguments.output)
     chosen = eval_target(arguments.path)
     arguments.config = [*chosen.settings, *arguments.config]
     with phase("reading the configuration", after=SHORT_SECONDS):
-        from service.cli.configuration import checked_config
+        from service.config.command_line import checked_config
 
         config = checked_config(arguments, overrides).config
     if not config.data.eval and config.data.eval_make_rows is None:
@@ -97,7 +97,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run a training as a job."""
-    from service.cli.configuration import checked_config
+    from service.config.command_line import checked_config
 
     config = checked_config(arguments, overrides).config
     # Ray reads the variable when it is imported; without it Ray sends no token.

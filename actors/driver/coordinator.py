@@ -24,21 +24,21 @@ from actors.observe.telemetry import RunTelemetry
 from actors.scorers.actor import all_up
 from actors.trainer.group import TrainerLost
 from actors.trainer.profiles import Profiles
-from service.cli.phases import phase
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import WaitReason
 from service.observe.logprob_mismatch import LogprobCheck
-from service.observe.progress import QUIET_SECONDS, Progress
-from service.observe.trajectories.records import describe_ends, trained
 from service.run.checkpoints import Manifest
 from service.run.folder import FINAL, LOGS
 from service.run.metrics_port import DEFAULT_PORT
+from service.run.phases import phase
 from service.run.prepare import Prepared, demonstrations
+from service.run.progress import QUIET_SECONDS, Progress
 from service.run.repeated_failures import FailureWatch
 from service.run.scale import asked_for
-from service.run.store.uploads import Uploads
 from service.run.writer import RunWriter
+from service.store.uploads import Uploads
+from service.trace.trajectories.records import describe_ends, trained
 from service.types import PolicyVersion
 
 POLL_SECONDS = 2.0

@@ -11,8 +11,8 @@ import ray
 
 from actors.calls import in_a_line
 from actors.driver.watchdog import end_processes
-from service.cli.phases import say
 from service.errors import RunFailed
+from service.run.phases import say
 
 START_TRIES = 3
 """Ray's raylet ends if one of its agents is not up within 15 s, a bound that no setting changes

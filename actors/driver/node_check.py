@@ -82,7 +82,7 @@ def look(files: RunFiles, on_gpu: bool) -> str | None:
     """What keeps this node from taking part in the run, in one line; None if nothing does."""
     where = f"node {ray.util.get_node_ip_address()}"
     if on_gpu:
-        from actors.driver.cuda import unusable_cuda  # imports torch, which takes seconds
+        from actors.cuda import unusable_cuda  # imports torch, which takes seconds
 
         if (why := unusable_cuda()) is not None:
             return f"{where} has GPUs, but PyTorch cannot use them: {why}"

@@ -18,13 +18,11 @@ from actors.driver.coordinator import Coordinator
 from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
 from actors.observe.logs import begin_logs
 from service.agents.keys import WORKER_KEY, Keys, run_keys
-from service.cli.phases import phase, say
 from service.config import Config, check
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
 from service.handoff.ledger.replaying import check_begun
 from service.handoff.prompts import opening
-from service.observe.progress import end_early
 from service.rollout.prompts.dataset import rows_digest
 from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import (
@@ -39,11 +37,13 @@ from service.run.folder import (
     runs_folder,
 )
 from service.run.log_file import log_into
+from service.run.phases import phase, say
 from service.run.prepare import Prepared, check_checkpoint, prepare
-from service.run.store.claim import claim_store
-from service.run.store.objects import open_store
-from service.run.store.uploads import Uploads
+from service.run.progress import end_early
 from service.run.writer import RunWriter
+from service.store.claim import claim_store
+from service.store.objects import open_store
+from service.store.uploads import Uploads
 
 UPLOAD_QUIET_SECONDS = 1.0
 """Seconds of the last uploads after which a line says that they go on."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from service.cli.phases import say
+from service.run.phases import say
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 """What `signal.signal` takes and `signal.getsignal` returns."""

@@ -16,9 +16,9 @@ import ray.exceptions
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from actors.driver.authentication import keep_token_private, refuse_open_ray
-from service.cli.phases import phase, say
 from service.config import Config
 from service.errors import RunFailed, UserError, printable
+from service.run.phases import phase, say
 
 START_SECONDS = 60.0
 """Seconds in which a submission is retried: Ray refuses jobs for some seconds after its head has started."""

@@ -27,14 +27,14 @@ from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.generator.retrieval import with_retrieval
 from actors.scorers.actor import all_up
 from actors.scorers.frozen import place_roles
-from service.cli.phases import phase
 from service.config import Config
 from service.config.paths import check_retrieval, with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
 from service.evaluation.scores import Evaluation
-from service.evaluation.target import EvalTarget
 from service.run.checkpoints import MANIFEST, TRAINER, Manifest
+from service.run.eval_target import EvalTarget
 from service.run.export import export
+from service.run.phases import phase
 from service.run.prepare import prepare_evaluation, prepare_weights
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.calls import call
-from actors.generator.engine import VllmEngine
-from actors.generator.vllm_parser import use_parser
+from actors.engine.engine import VllmEngine
+from actors.engine.vllm_parser import use_parser
 from actors.observe.logs import keep_log
 from actors.scorers.frozen import ask_role
 from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
-from service.interop.user_functions import enter_user_folder
 from service.rollout.player import Player
 from service.types import PolicyVersion
+from service.user_code import enter_user_folder
 
 
 class Kept(NamedTuple):

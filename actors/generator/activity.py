@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from actors.generator.engine_times import EngineTimes
-from service.observe.trace.recorder import States, Trace
+from actors.engine.times import EngineTimes
+from service.observe.recorder import States, Trace
 
 STARTING, WAITING, PAUSED, GENERATING = "starting", "waiting", "paused", "generating"
 EVALUATING = "evaluating"

@@ -20,12 +20,12 @@ import ray
 import ray.exceptions
 
 from actors.calls import first_error, resolve_actor
+from actors.engine.engine import VllmEngine
+from actors.engine.vllm_parser import use_parser
 from actors.generator.activity import Activity
 from actors.generator.claims import Claimer
-from actors.generator.engine import VllmEngine
 from actors.generator.group_limit import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
-from actors.generator.vllm_parser import use_parser
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.scorers.frozen import ask_role
@@ -41,13 +41,13 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_steps
 from service.handoff.verbs import Assignment
-from service.interop.user_functions import enter_user_folder
 from service.observe.measure import measure_states, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks, task_of
 from service.types import PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
+from service.user_code import enter_user_folder
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from actors.observe.logs import keep_log
 from service.config import Config
 from service.config.rollout import RetrievalConfig
 from service.errors import RunFailed
-from service.interop.user_functions import enter_user_folder
 from service.rollout.retrieval.retriever import Retriever, open_retriever
 from service.rollout.retrieval.server import BACKLOG, serve
+from service.user_code import enter_user_folder
 
 log = logging.getLogger(__name__)
 

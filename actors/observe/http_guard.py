@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from aiohttp.web_protocol import RequestHandler
 
-MOST_CONNECTIONS = 128
+MAX_CONNECTIONS = 128
 """Connections at a time; a further one takes the place of the oldest."""
 CONNECTION_SECONDS = 30.0
 """Longest life of a connection, which has one request: time to send it and to take the answer."""
@@ -33,7 +33,7 @@ async def listen(server: web.Server, host: str, port: int) -> asyncio.Server:
     loop = asyncio.get_running_loop()
 
     def accept() -> asyncio.Protocol:
-        if len(server.connections) >= MOST_CONNECTIONS:
+        if len(server.connections) >= MAX_CONNECTIONS:
             _cut(server.connections[0])
         connection = server()
         loop.call_later(CONNECTION_SECONDS, _cut, connection)

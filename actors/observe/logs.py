@@ -13,8 +13,8 @@ from pathlib import Path
 
 from actors.driver.watchdog import MARK
 from service.config import Config
+from service.environment_variables import LOG_FOLDER
 from service.run import log_file
-from service.run.environment_variables import LOG_FOLDER
 from service.run.log_file import SUFFIX
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.observe.hub import Hub
-from service.observe.trace.files import TraceFiles
 from service.run.folder import TIMELINE
 from service.run.metrics_port import DEFAULT_PORT, bind_message
+from service.trace.files import TraceFiles
 
 RETRY_SECONDS = 0.5
 """Pause before the next call of a hub that is restarting."""

@@ -17,7 +17,7 @@ from ray.util.metrics import Gauge
 from service.config import Config
 from service.observe.measure import measure_process
 from service.observe.metrics import Metrics
-from service.observe.trace.recorder import Trace
+from service.observe.recorder import Trace
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from actors.observe.reporting import Reporter
 from actors.weights.chain import Sent
-from service.cli.version import installed_version
 from service.config import Config
 from service.handoff.buffer import Buffer
 from service.observe.measure import (
@@ -21,10 +20,11 @@ from service.observe.measure import (
     measure_store,
 )
 from service.observe.metrics import Metrics
+from service.observe.recorder import States
 from service.observe.status import buffer_report, run_report
-from service.observe.trace.recorder import States
-from service.run.store.uploads import Uploads
+from service.store.uploads import Uploads
 from service.types import PolicyVersion
+from service.version import installed_version
 
 SLOW_SYNC_SECONDS = 0.02
 """The timeline has the syncs of the journal that took so long."""

@@ -13,7 +13,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import call, in_a_line
-from actors.generator.engine_arguments import engine_env
+from actors.engine.arguments import engine_env
 from actors.observe.logs import keep_log
 from actors.scorers.engine import FrozenEngine
 from service.config import Config

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.generator.engine_arguments import engine_arguments
+from actors.engine.arguments import engine_arguments
 from service.config import Config
 from service.rollout.engine import Sampling
 

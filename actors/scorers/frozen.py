@@ -12,7 +12,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import in_a_line, resolve_actor
-from actors.generator.engine_arguments import engine_env
+from actors.engine.arguments import engine_env
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.scorers.engine import FrozenEngine

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from actors.calls import resolve_actor
-from actors.driver.cuda import unusable_cuda
+from actors.cuda import unusable_cuda
 from actors.heap import freeze_heap
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
@@ -40,7 +40,7 @@ from service.learn.profile import StepProfile
 from service.learn.supervised import SupervisedSteps
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
-from service.observe.trace.recorder import States, Trace
+from service.observe.recorder import States, Trace
 from service.types import SupervisedRow
 
 log = logging.getLogger(__name__)

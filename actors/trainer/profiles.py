@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.trainer.group import TrainerGroup
 from service.files import atomic_file
-from service.run.profiles import MOST_BYTES, PROFILES, Asked, Request
+from service.run.profiles import MAX_BYTES, PROFILES, Asked, Request
 
 
 class Profiles:
@@ -36,7 +36,7 @@ class Profiles:
             files, problem = list[str](), ""
             for rank, data in zip(request.ranks, await self._trainer.profiles(request.ranks), strict=True):
                 name = f"steps-{step - request.steps + 1}-to-{step}-trainer-{rank}.json.gz"
-                if len(data) > MOST_BYTES:
+                if len(data) > MAX_BYTES:
                     problem = f"the profile of trainer-{rank} has {len(data) >> 20} MiB; take fewer steps"
                     continue
                 with atomic_file(self._asked.folder / name) as partial:

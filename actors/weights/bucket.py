@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from actors.weights.checksum import WeightBytes, checksum_of, verify
 
-MOST_CHANGED = 0.15
+MAX_CHANGED = 0.15
 """Fraction of changed elements beyond which a bucket travels as it is."""
 SKIP = 255
 """A byte of a gap after which the gap goes on."""
@@ -51,7 +51,7 @@ def encode(bucket: Bucket, base: Octets, new: Octets, whole: bool) -> tuple[Buck
     element = np.dtype(f"u{bucket.itemsize}")
     places = np.flatnonzero(base.view(element) != new.view(element))
     bucket = bucket._replace(changed=len(places))
-    if whole or len(places) * bucket.itemsize > MOST_CHANGED * bucket.n_bytes:
+    if whole or len(places) * bucket.itemsize > MAX_CHANGED * bucket.n_bytes:
         return bucket._replace(base=None), new
     gaps = np.diff(places, prepend=-1) - 1
     ends = np.cumsum(gaps // SKIP + 1)

@@ -29,7 +29,7 @@ TRIES = 3
 """Silent calls, one after the other, that fit into `weights.sync_deadline`."""
 BUCKETS = 64
 """Buckets of a publication, within the next two bounds."""
-LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
+MIN_BYTES, MAX_BYTES = 1 << 20, 64 << 20
 """Of a bucket."""
 AT_ONCE = 2
 """Buckets on their way to a node: one that arrives, one that is asked for."""
@@ -156,7 +156,7 @@ def stretches(sizes: Sequence[int]) -> list[Stretch]:
     >>> [(each.rank, each.start >> 20, each.stop >> 20) for each in stretches([3 << 20, 1 << 20])]
     [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3)]
     """
-    size = min(max(sum(sizes) // BUCKETS, LEAST_BYTES), MOST_BYTES) // ALIGNED * ALIGNED
+    size = min(max(sum(sizes) // BUCKETS, MIN_BYTES), MAX_BYTES) // ALIGNED * ALIGNED
     by_rank = (
         [Stretch(rank, start, min(start + size, n_bytes)) for start in range(0, n_bytes, size)]
         for rank, n_bytes in enumerate(sizes)

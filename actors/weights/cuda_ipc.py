@@ -4,7 +4,7 @@
     engine n   pauses, opens the handles, loads from that memory, closes them, resumes
 
 vLLM would pickle the handles on the way to its workers. Here they travel as JSON, and the worker builds vLLM's form of
-them (`actors.weights.worker_extension`), so that nothing is unpickled:
+them (`actors.engine.worker_extension`), so that nothing is unpickled:
 
     torch's arguments of `rebuild_cuda_tensor`       (Tensor, Size([4]), (1,), 0, ..., 0, b"\\x07...", 512, ...)
     a handle, beside name, type and shape            {"storage_handle": "07...", "storage_size_bytes": 512, ...}
@@ -25,7 +25,7 @@ from actors.weights.checksum import PolicySize, TensorSpec, WeightBytes, verify
 from actors.weights.nccl_broadcast import update_info
 
 IPC_BACKEND = "baton_ipc"
-"""Name of the weight transfer backend that `actors.weights.worker_extension` registers."""
+"""Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
 
 BYTE_FIELDS = ("storage_handle", "ref_counter_handle", "event_handle")
 NUMBER_FIELDS = (

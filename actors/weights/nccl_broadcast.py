@@ -30,7 +30,7 @@ from service.errors import WeightsCutOff
 log = logging.getLogger(__name__)
 
 BROADCAST_BACKEND = "baton_broadcast"
-"""Name of the weight transfer backend that `actors.weights.worker_extension` registers."""
+"""Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
 
 N_BUCKETS = 2
 """One on its way, one that is filled or emptied meanwhile."""

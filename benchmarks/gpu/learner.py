@@ -33,7 +33,7 @@ from benchmarks.gpu.parts import Figures, Give
 from benchmarks.learn import made_row, micro_batch_of
 from service.config.learn import TrainerConfig
 from service.config.tree import Config, ModelConfig
-from service.handoff.prefixes.distinct import LEAST_SHARED
+from service.handoff.prefixes.distinct import MIN_SHARED
 from service.learn.learner import Learner
 from service.learn.model.attention import use_fastest_attention
 from service.learn.model.policy import Policy
@@ -147,7 +147,7 @@ def row_lengths(tokens: int, seed: int) -> np.ndarray:
 
 def samples(tokens: int, vocabulary: int, rng: np.random.Generator) -> list[SupervisedRow]:
     """Rows of one prompt, an eleventh of the budget long but worth sharing, with responses of a fifth of it."""
-    prompt = rng.integers(0, vocabulary, max(2 * LEAST_SHARED, tokens // 11))
+    prompt = rng.integers(0, vocabulary, max(2 * MIN_SHARED, tokens // 11))
     lengths = rng.integers(len(prompt) // 7, len(prompt) // 4, SAMPLES)
     return [made_row(np.concatenate([prompt, rng.integers(0, vocabulary, length)]), len(prompt)) for length in lengths]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from actors.generator.engine import VllmEngine
+from actors.engine.engine import VllmEngine
 from actors.weights.bucket import bucket_of
 from actors.weights.checksum import checksum_of
 from actors.weights.cuda_ipc import encode_handles

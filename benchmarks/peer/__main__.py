@@ -29,7 +29,7 @@ FIRST = 5
 """Steps that do not count."""
 LAST = 10
 """Steps whose mean reward is the final one."""
-MOST_DIFFERENCE = 1e-3
+MAX_DIFFERENCE = 1e-3
 """Between a log-probability of TRL's engine and of its trainer, both in float32."""
 PARTS = {
     "calm": [],
@@ -78,7 +78,7 @@ def trl(config: Path, model: Path, tasks: Path, work: Path) -> dict[str, Any]:
     command = [str(python), "-m", "benchmarks.peer.trl_side", *map(str, (config, model, tasks, work))]
     subprocess.run(command, cwd=own_environment.ROOT, check=True)
     found = json.loads((work / "found.json").read_text())
-    if not found["difference"] <= MOST_DIFFERENCE:
+    if not found["difference"] <= MAX_DIFFERENCE:
         raise SystemExit(f"TRL's engine and trainer differ by {found['difference']}: its weights are not in step")
     looks = found["looks"]
     begin, end = looks[FIRST - 1], looks[-2]

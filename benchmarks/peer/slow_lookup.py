@@ -14,18 +14,18 @@ from service.rollout.environment import StepResult
 
 MEDIAN_SECONDS = 0.15
 SIGMA = 0.6
-LEAST_SECONDS, MOST_SECONDS = 0.05, 0.5
+MIN_SECONDS, MAX_SECONDS = 0.05, 0.5
 
 _drawn = random.Random(0)
 
 
 class SlowLookup(lookup.Lookup):
-    """`Lookup`; each step takes a lognormal time, clipped to `LEAST_SECONDS` and `MOST_SECONDS`."""
+    """`Lookup`; each step takes a lognormal time, clipped to `MIN_SECONDS` and `MAX_SECONDS`."""
 
     async def step(self, text: str) -> StepResult:
         """Answer after a while."""
         seconds = _drawn.lognormvariate(math.log(MEDIAN_SECONDS), SIGMA)
-        await asyncio.sleep(min(max(seconds, LEAST_SECONDS), MOST_SECONDS))
+        await asyncio.sleep(min(max(seconds, MIN_SECONDS), MAX_SECONDS))
         return await super().step(text)
 
 

@@ -123,7 +123,7 @@ class Rollouts:
 
 def sync_weights(generation: Any) -> None:
     """In place of `VLLMGeneration.sync_weights`: vLLM's CPU build packs its weights, so they can only be reloaded."""
-    from actors.weights.worker_extension import repack_for_cpu
+    from actors.engine.worker_extension import repack_for_cpu
 
     runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
     runner.reload_weights(weights_iterator=generation._iter_named_params())

@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
+from service.cli.status_client import run_status
 from service.errors import UserError
-from service.observe.status_client import run_status
 from service.plan.binding import Part
 
 ROOT = Path(__file__).parents[2]

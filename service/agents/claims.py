@@ -26,7 +26,7 @@ from service.rollout.environment import Task
 
 CLAIM_SECONDS = 20.0
 """Seconds for which a claim waits for a trajectory; then it gets status 204."""
-MOST_CLAIM_BYTES = 1 << 10
+MAX_CLAIM_BYTES = 1 << 10
 """Bytes of the body of a claim, heartbeat or abort; nothing in it is read."""
 
 
@@ -121,7 +121,7 @@ class ClaimRoutes:
     async def _claim(self, request: web.Request) -> web.StreamResponse:
         """The oldest trajectory that waits; 204 after `CLAIM_SECONDS` without one."""
         self._requests.check_worker(request)
-        async with self._requests.body(request, MOST_CLAIM_BYTES):
+        async with self._requests.body(request, MAX_CLAIM_BYTES):
             pass
         offer = await self._offers.claim(CLAIM_SECONDS)
         if offer is None:
@@ -148,14 +148,14 @@ class ClaimRoutes:
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
         session = self._requests.managed(request)
-        async with self._requests.body(request, MOST_CLAIM_BYTES):
+        async with self._requests.body(request, MAX_CLAIM_BYTES):
             session.check_open()
         return web.json_response({})
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         """The worker plays it no more: it is attempted again. A repetition changes nothing."""
         session = self._requests.managed(request)
-        async with self._requests.body(request, MOST_CLAIM_BYTES):
+        async with self._requests.body(request, MAX_CLAIM_BYTES):
             pass
         if session.state == "finished":
             raise Refused(409, None, "the session is finished")

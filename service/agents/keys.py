@@ -22,7 +22,7 @@ SECRET_FILE = "session_secret"
 SECRET_BYTES, KEY_BYTES = 32, 16
 WORKER_KEY = "BATON_WORKER_KEY"
 """Environment variable with the worker key, of a run and of `baton agent-worker`."""
-LEAST_WORKER_KEY = 16
+MIN_WORKER_KEY = 16
 """Characters of a worker key, at least."""
 
 
@@ -89,8 +89,8 @@ def worker_key(config: Config, from_environment: str) -> str:
             raise UserError(f"{where}: cannot be read as text of ASCII: {error}") from error
         if not key:
             raise UserError(f"{where}: is empty")
-    if key and (len(key) < LEAST_WORKER_KEY or not key.isascii() or not key.isprintable() or " " in key):
-        raise UserError(f"{where}: a worker key has at least {LEAST_WORKER_KEY} printable characters and no spaces")
+    if key and (len(key) < MIN_WORKER_KEY or not key.isascii() or not key.isprintable() or " " in key):
+        raise UserError(f"{where}: a worker key has at least {MIN_WORKER_KEY} printable characters and no spaces")
     if config.env.workers == "outside" and not key:
         raise UserError(
             f"env.workers: outside needs a worker key; give agents.worker_key_file, or set {WORKER_KEY} "

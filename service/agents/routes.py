@@ -29,7 +29,7 @@ from service.rollout.env_guard import NotAllowed, float_or_nan, plain_info
 from service.rollout.environment import Status, is_text
 
 Body = Mapping[str, Any]
-MOST_END_BYTES = 1 << 20
+MAX_END_BYTES = 1 << 20
 """Bytes of what an agent says about its session."""
 Plain = Callable[[Session, Body], dict[str, Any]]
 """Answers the body of a request with a JSON object."""
@@ -65,7 +65,7 @@ class Routes:
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._requests.managed(request)
-        async with self._requests.body(request, MOST_END_BYTES) as raw:
+        async with self._requests.body(request, MAX_END_BYTES) as raw:
             end = _end(parse_body(raw))
         session.check_open()
         session.posted = end.reward
@@ -74,7 +74,7 @@ class Routes:
     async def _finish(self, request: web.Request) -> web.StreamResponse:
         """Answered once the buffer has the trajectory's end; a repetition waits for it too, and changes nothing."""
         session = self._requests.managed(request)
-        async with self._requests.body(request, MOST_END_BYTES) as raw:
+        async with self._requests.body(request, MAX_END_BYTES) as raw:
             body = parse_body(raw)
         if not is_text(transcript := body.get("transcript", "")):
             raise Refused(400, "transcript", "is a text")

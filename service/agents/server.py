@@ -31,7 +31,7 @@ FIRST_SECONDS = 30.0
 """Seconds in which a connection sends its first request."""
 IDLE_SECONDS = 30.0
 """Seconds between two requests of a connection, before it is closed."""
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 """Connections at a time; a further one is closed."""
 CLOSING = frozenset({401, 409})
 """Statuses of requests without the key of an open session; their connection is closed."""
@@ -102,7 +102,7 @@ class Endpoint:
     def _accept(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
         """A new connection; one that sends nothing would otherwise hold a file descriptor for ever."""
         connection = server()
-        full = len(server.connections) >= MOST_CONNECTIONS
+        full = len(server.connections) >= MAX_CONNECTIONS
         self._silent[connection] = loop.call_later(0.0 if full else FIRST_SECONDS, self._cut, connection)
         return connection
 

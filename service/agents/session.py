@@ -33,7 +33,7 @@ from service.rollout.limits import AgentLimits
 from service.rollout.traceback import type_name
 from service.types import Extension, Int32s, Step, Steps, TrajectoryId
 
-LEAST_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
+MIN_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
 """A body has at most so many bytes, and so many more for each token that a prompt may have. Texts have about 4 bytes a
 token, escaped ones up to 12. A larger body is refused before its messages are rendered: that takes the event loop about
 a second for each MB."""
@@ -163,7 +163,7 @@ class Session:
     @property
     def most_body_bytes(self) -> int:
         """Bytes of the largest body that can be a prompt."""
-        return LEAST_BODY_BYTES + BYTES_PER_TOKEN * self._limits.max_input_length
+        return MIN_BODY_BYTES + BYTES_PER_TOKEN * self._limits.max_input_length
 
     def too_long(self, what: str) -> Refused:
         """The refusal of a prompt; the trajectory is cut unless a call follows.

@@ -9,7 +9,7 @@ from hashlib import sha256
 from service.agents.dialects.types import Refused
 from service.agents.session import Session
 
-MOST_ENDED = 4096
+MAX_ENDED = 4096
 """Sessions that ended and whose keys are still told from unknown ones."""
 
 
@@ -47,7 +47,7 @@ class Sessions:
         del self._open[found]
         self._named.pop(session.name, None)
         self._ended[found] = None
-        if len(self._ended) > MOST_ENDED:
+        if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
     def open(self) -> list[Session]:

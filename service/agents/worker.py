@@ -33,7 +33,7 @@ REQUEST_SECONDS = 120.0
 HEARTBEAT_SECONDS = 10.0
 """Seconds between two heartbeats, or `HEARTBEATS` in the time that the claim gives."""
 HEARTBEATS = 4
-LEAST_CLAIM_SECONDS = 1.0
+MIN_CLAIM_SECONDS = 1.0
 """Least seconds between two claims of which the first got nothing."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds between a request that got no answer and the next one; they double each time."""
@@ -45,7 +45,7 @@ OVER = (404, 409, 410)
 """Statuses of a session that is no longer open."""
 SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """What stands in an address as it is."""
-MOST_TRANSCRIPT = 64 << 10
+MAX_TRANSCRIPT = 64 << 10
 """Characters of a transcript that is sent, of at most 12 bytes each; of a longer one the end counts."""
 
 
@@ -133,7 +133,7 @@ class _Endpoint:
                     continue
             except OddClaim as odd:
                 log.warning("%s: an odd claim is left alone: %s", self._url, in_one_line(str(odd))[:SHOWN])
-            await asyncio.sleep(began + LEAST_CLAIM_SECONDS - loop.time())
+            await asyncio.sleep(began + MIN_CLAIM_SECONDS - loop.time())
 
     async def _play(self, claim: Claim, task: Task) -> None:
         """Run a session; it is finished, or was over before."""
@@ -150,7 +150,7 @@ class _Endpoint:
             finished = run.result() if run.done() else late
             if finished.reason:
                 log.warning("%s %s: %s", session, finished.status, in_one_line(finished.reason))
-            finished = finished._replace(transcript=finished.transcript[-MOST_TRANSCRIPT:])
+            finished = finished._replace(transcript=finished.transcript[-MAX_TRANSCRIPT:])
             await self._post(f"{session}/finish", finished._asdict())
         except asyncio.CancelledError:
             with suppress(TimeoutError, UserError):  # the endpoint notices it by its heartbeats

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.cli.phases import phase
 from service.errors import UserError, printable
+from service.run.phases import phase
 
 if TYPE_CHECKING:
     from service.config import Config
@@ -45,8 +45,8 @@ def in_ray(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the resolved configuration."""
-    from service.cli.configuration import no_more_words
     from service.config import load, resolved_yaml
+    from service.config.command_line import no_more_words
 
     no_more_words(arguments)
     sys.stdout.write(resolved_yaml(load(arguments.config, overrides).config))
@@ -55,7 +55,7 @@ def config_show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check a configuration and the files that it names; a missing file, which may be another machine's, is a note."""
-    from service.cli.configuration import checked_config
+    from service.config.command_line import checked_config
     from service.config.paths import elsewhere
 
     config, source = checked_config(arguments, overrides)
@@ -114,9 +114,9 @@ def config_schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write the adapter of a run, alone or merged into its base."""
-    from service.cli.configuration import no_more_words
     from service.config import load
-    from service.evaluation.target import eval_target
+    from service.config.command_line import no_more_words
+    from service.run.eval_target import eval_target
     from service.run.folder import FINAL
 
     no_more_words(arguments)
@@ -146,8 +146,8 @@ def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Simulate a configuration."""
-    from service.cli.configuration import no_more_words
     from service.config import load
+    from service.config.command_line import no_more_words
     from service.simulate import command as simulation
 
     no_more_words(arguments)
@@ -159,7 +159,7 @@ def simulate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Predict memory, speed and waiting of a configuration."""
-    from service.cli.configuration import checked_config
+    from service.config.command_line import checked_config
     from service.plan import command
 
     config, source = checked_config(arguments, overrides)
@@ -169,8 +169,8 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def status(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a run is doing now, or how it ended."""
-    from service.observe.status_client import run_status
-    from service.observe.status_view import status_lines
+    from service.cli.status_client import run_status
+    from service.cli.status_view import status_lines
     from service.run.folder import newest_run
 
     status = run_status(arguments.run or str(newest_run()))
@@ -199,8 +199,8 @@ def trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> in
     """Print a line for each kept trajectory."""
     from rich.console import Console
 
-    from service.observe.trajectories.records import find_recorded_run, load_records
-    from service.observe.trajectories.terminal import print_list
+    from service.trace.trajectories.records import find_recorded_run, load_records
+    from service.trace.trajectories.terminal import print_list
 
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     records = load_records(find_recorded_run(arguments.run))
@@ -212,8 +212,8 @@ def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> in
     """Print one trajectory."""
     from rich.console import Console
 
-    from service.observe.trajectories.records import find_record, find_recorded_run, load_records
-    from service.observe.trajectories.terminal import print_record
+    from service.trace.trajectories.records import find_record, find_recorded_run, load_records
+    from service.trace.trajectories.terminal import print_record
 
     folder = find_recorded_run(arguments.run)
     record = find_record(load_records(folder), arguments.id)
@@ -223,8 +223,8 @@ def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> in
 
 def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write trajectories as an HTML page."""
-    from service.observe.trajectories.page import html_page
-    from service.observe.trajectories.records import find_recorded_run, load_records
+    from service.trace.trajectories.page import html_page
+    from service.trace.trajectories.records import find_recorded_run, load_records
 
     folder = find_recorded_run(arguments.run)
     records = load_records(folder)
@@ -239,8 +239,8 @@ def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]
     """A run's staleness bound, and a function from token ids to the text of each token."""
     from service.config import load
     from service.config.model_folder import TOKENIZER, read_tokenizer
-    from service.observe.trajectories.tokens import pieces
     from service.run.folder import CONFIG, initial_model
+    from service.trace.trajectories.tokens import pieces
 
     config = load([folder / CONFIG], []).config
     file = initial_model(config, folder) / TOKENIZER

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from service.cli.phases import say
 from service.errors import UserError
 from service.run.folder import LOGS, newest_run, run_folder
 from service.run.log_file import SUFFIX
+from service.run.phases import say
 
 ABOUT = """\
 Print the newest lines of a run's logs in the order of their times; with --follow, part by part, and go on with the

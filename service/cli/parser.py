@@ -13,8 +13,8 @@ from typing import Any
 
 from service.cli import agent_worker, commands, help_texts, init, logs, profile, timeline
 from service.cli.recipes import config_file
-from service.cli.version import installed_version
 from service.errors import BatonError, printable
+from service.version import installed_version
 
 WITHOUT_SETTINGS = ("trajectories", "status")
 """Commands in which a word with = is no setting: `group=812/sample=3/attempt=0`."""

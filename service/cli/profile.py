@@ -8,7 +8,7 @@ from pathlib import Path
 
 from service.cli.logs import count
 from service.run.folder import newest_run, run_folder
-from service.run.profiles import MOST_STEPS, ask
+from service.run.profiles import MAX_STEPS, ask
 
 WAIT_SECONDS = 600.0
 
@@ -26,7 +26,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:
     """Add the arguments of `baton profile`."""
     parser.add_argument("run", metavar="RUN", nargs="?", help=f"{run_help} (default: the newest run in runs/)")
-    parser.add_argument("--steps", type=count, default=1, metavar="N", help=f"at most {MOST_STEPS} (default 1)")
+    parser.add_argument("--steps", type=count, default=1, metavar="N", help=f"at most {MAX_STEPS} (default 1)")
     parser.add_argument("--ranks", type=numbers, default=(0,), metavar="N,N", help="ranks of the trainer (default 0)")
     text = f"seconds to wait for the steps (default {WAIT_SECONDS:.0f})"
     parser.add_argument("--wait", type=count, default=WAIT_SECONDS, metavar="SECONDS", help=text)

@@ -12,7 +12,7 @@ from service.errors import UserError
 from service.files import atomic_file
 
 if TYPE_CHECKING:
-    from service.observe.trace.timeline import Timeline
+    from service.trace.timeline import Timeline
 
 ABOUT = """\
 Write the timeline of a run that goes on, has ended or was killed: what every engine and every rank did when, and for
@@ -44,7 +44,7 @@ def minutes(text: str) -> float:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write the file, an event a line."""
-    from service.observe.trace.chrome import chrome_trace, trace_lines
+    from service.trace.chrome import chrome_trace, trace_lines
 
     folder, timeline = recorded(arguments.run)
     if arguments.last is not None:
@@ -64,7 +64,7 @@ def slow(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print where the time of trajectories went."""
     from rich.console import Console
 
-    from service.observe.trace.slow import print_calls, print_slow
+    from service.trace.slow import print_calls, print_slow
 
     _, timeline = recorded(arguments.run)
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
@@ -81,9 +81,9 @@ def recorded(run: str | None) -> tuple[Path, Timeline]:
     Raises:
         UserError: there is no such run, or it kept no timeline.
     """
-    from service.observe.trace.files import read_trace
-    from service.observe.trace.timeline import Timeline
     from service.run.folder import newest_run, run_folder
+    from service.trace.files import read_trace
+    from service.trace.timeline import Timeline
 
     folder = newest_run() if run is None else run_folder(run)
     try:

@@ -14,13 +14,13 @@ from service.config.lora import ALL, LINEAR, SLOT_RANKS
 from service.config.problem import Problem
 from service.config.rollout import MADE_SET
 from service.config.source import Source
+from service.config.store_url import store_url_problem
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.batches.score import GROUP_ESTIMATORS
 from service.handoff.group_bytes import ITEM_BYTES, worst_group_bytes, worst_journal_bytes, worst_step_bytes
 from service.handoff.steps.roles import ROLES, Role
-from service.interop.store_url import store_url_problem
-from service.interop.user_functions import malformed_name
+from service.user_code import malformed_name
 
 LOSSES = (
     "ppo_clip", "dual_clip", "cispo", "gspo", "rollout_is", "importance_sampling", "cross_entropy"

@@ -8,7 +8,7 @@ from service.config.problem import Problem
 from service.config.tree import Config
 from service.handoff.batches.credit import TURN_ESTIMATORS, not_by_turn
 from service.handoff.batches.score import GROUP_ESTIMATORS
-from service.interop.user_functions import is_module_and_name
+from service.user_code import is_module_and_name
 
 TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from service.config.command import AGENT, OWN_VARIABLES, PLACEHOLDERS
 from service.config.problem import Problem
 from service.config.tree import Config
-from service.interop.user_functions import is_module_and_name
+from service.user_code import is_module_and_name
 
 LAST_PORT = 65535
 

@@ -14,7 +14,7 @@ from service.config.model_folder import check_model_folder, is_model_folder
 from service.config.rollout import RoleConfig
 from service.config.tree import Config
 from service.errors import UserError
-from service.interop.user_functions import find_user_module
+from service.user_code import find_user_module
 
 Kind = Literal["file", "folder"]
 

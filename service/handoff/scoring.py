@@ -23,7 +23,7 @@ from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.scores import LOGPROBS
 from service.handoff.status import ScorerStatus
-from service.handoff.steps.validate import LEAST_LOGPROB, LOGPROB_TOLERANCE, MAX_REWARD
+from service.handoff.steps.validate import LOGPROB_TOLERANCE, MAX_REWARD, MIN_LOGPROB
 from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
 
 REMOVED = "removed"
@@ -172,7 +172,7 @@ class Scoring:
             if logprobs is None or logprobs.shape != (n_sampled,):
                 n_given = 0 if logprobs is None else logprobs.size
                 return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {n_sampled} sampled tokens", n_given)
-            fine = (logprobs <= LOGPROB_TOLERANCE) & (logprobs >= LEAST_LOGPROB)
+            fine = (logprobs <= LOGPROB_TOLERANCE) & (logprobs >= MIN_LOGPROB)
             return None if fine.all() else Refusal(RefusalReason.LOGPROB, path, float(logprobs[fine.argmin()]))
         if answer.rewards is None or len(answer.rewards) != len(trajectories):
             n_given = 0 if answer.rewards is None else len(answer.rewards)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from service.clock import Clock
-from service.observe.live_binding import Figures, Limits, Live, Window
 from service.observe.metrics_table import BY_NAME, TABLE
 from service.observe.status import PARTS, Status, status_document
+from service.plan.live_binding import Figures, Limits, Live, Window
 
 SILENT_SECONDS = 10.0
 """An actor that has pushed nothing for this long counts as down; the hub no longer serves its gauges."""

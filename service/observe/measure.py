@@ -20,7 +20,7 @@ from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Steps, Traje
 
 if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
-    from service.run.store.uploads import Uploaded
+    from service.store.uploads import Uploaded
 
 
 def measure_run(metrics: Metrics, config: Config, name: str, version: str) -> None:

@@ -23,7 +23,7 @@ from service.run.folder import run_folder
 MODEL = "model"
 """The folder in a run folder of the model that the run made."""
 
-MOST_GPUS = 1_000_000
+MAX_GPUS = 1_000_000
 PICTURES = (".png", ".svg", ".pdf")
 
 DOES_NOT_FIT = 3
@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(config: Config, arguments: argparse.Namespace) -> int:
     """Print the plan; returns the exit code."""
-    if arguments.gpus is not None and not 1 <= arguments.gpus <= MOST_GPUS:
-        raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MOST_GPUS}")
+    if arguments.gpus is not None and not 1 <= arguments.gpus <= MAX_GPUS:
+        raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MAX_GPUS}")
     if arguments.plot is not None and arguments.plot.suffix not in PICTURES:
         raise UserError(f"--plot {arguments.plot}: give a file that ends in {', '.join(PICTURES)}")
     device = named(arguments.gpu)

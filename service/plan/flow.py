@@ -19,7 +19,7 @@ import numpy as np
 
 STEPS, WARM_UP = 36, 12
 """Optimizer steps that are played, and those of them before anything is measured."""
-MOST_TRAJECTORIES = 512
+MAX_TRAJECTORIES = 512
 """Trajectories of a mini-batch that are played; of larger ones a part, with as much less of everything."""
 
 
@@ -68,7 +68,7 @@ class Flow:
 
 def played(setting: Setting, seed: int = 0) -> Flow:
     """Play the setting until its steps are done."""
-    scale = min(1.0, MOST_TRAJECTORIES / (setting.mini_batch_size * setting.samples))
+    scale = min(1.0, MAX_TRAJECTORIES / (setting.mini_batch_size * setting.samples))
     world = _World(setting, max(1, round(setting.mini_batch_size * scale)), scale, np.random.default_rng(seed))
     while len(world.trained_at) < STEPS:
         world.advance()

@@ -15,7 +15,7 @@ from service.plan.split import Planner, Split
 from service.plan.weights import Update
 from service.plan.work import Work
 
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 """Splits of the GPUs that are compared; of more, these are spread evenly."""
 
 
@@ -67,7 +67,7 @@ def splits_of(config: Config, gpus: int) -> Iterator[tuple[int, int]]:
             f"--gpus {gpus}: an engine takes {each} (generator.tensor_parallel_size) and the trainer {together} or a "
             f"multiple of it (trainer.sequence_parallel); give {each + together} or more"
         )
-    every = -(-len(found) // MOST_SPLITS)
+    every = -(-len(found) // MAX_SPLITS)
     for engines in sorted({*found[::every], found[-1]}):
         yield engines, gpus - engines * each
 

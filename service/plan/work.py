@@ -11,11 +11,11 @@ from typing import Any
 
 from service.config import Config
 from service.errors import UserError
-from service.observe.trace.files import read_trace
-from service.observe.trace.slow import SLOW
-from service.observe.trace.timeline import Timeline
-from service.observe.trajectories.records import find_recorded_run, load_records
 from service.run.folder import METRICS, TIMELINE, read_lines, run_folder
+from service.trace.files import read_trace
+from service.trace.slow import SLOW
+from service.trace.timeline import Timeline
+from service.trace.trajectories.records import find_recorded_run, load_records
 
 
 def _option(meaning: str, lowest: float, highest: float) -> Any:

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from service.interop.user_functions import user_folder
+from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.rollout.child_main import KILL_SECONDS
 from service.rollout.environment import OversizedOutput
-from service.run.environment_variables import SAFE_PATH, USER_FOLDER
+from service.user_code import user_folder
 
 STARTED_SECONDS = 20.0
 """Seconds in which a keeper must have begun to kill."""

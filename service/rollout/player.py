@@ -19,8 +19,7 @@ from service.handoff.steps.builder import StepColumns, StepSink
 from service.handoff.steps.tables import is_truncated_K
 from service.observe.measure import measure_ended
 from service.observe.metrics import Metrics
-from service.observe.trace.recorder import Trace
-from service.observe.trace.trajectories import TimedEngine, Timelines
+from service.observe.recorder import Trace
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.frozen import FrozenModels, Served
@@ -31,6 +30,7 @@ from service.rollout.environments.env_metrics import EnvMetrics
 from service.rollout.environments.factory import Environments
 from service.rollout.limits import AgentLimits
 from service.rollout.prompts.dataset import load_tasks
+from service.rollout.timelines import TimedEngine, Timelines
 from service.types import Steps, TrajectoryEnd, TrajectoryId
 
 

@@ -15,7 +15,6 @@ from service.config.checks import check_bytes
 from service.config.model_folder import check_vocabulary, is_model_folder
 from service.config.paths import with_absolute_paths
 from service.errors import UserError
-from service.evaluation.target import EvalTarget
 from service.handoff.scoring import teachers_of
 from service.handoff.steps.validate import Routing
 from service.learn.adapter_folder import Base, check_adapter
@@ -36,6 +35,7 @@ from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file
 from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
+from service.run.eval_target import EvalTarget
 from service.run.folder import DATA, initial_model, warmed_model
 from service.scorers.teacher import check_tokenizer
 from service.scorers.user import check_scorers

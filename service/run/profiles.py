@@ -21,9 +21,9 @@ from service.files import create_private, is_locked, write_atomic
 PROFILES = "profiles"
 REQUEST, ANSWER = "request.json", "answer.json"
 POLL_SECONDS = 0.2
-MOST_STEPS = 20
+MAX_STEPS = 20
 """Most optimizer steps in a profile."""
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """A larger file of a profile is not kept."""
 
 
@@ -62,8 +62,8 @@ class Asked(NamedTuple):
             self.clear()
             return None
         each_once = sorted({*found.ranks} & {*range(ranks)})
-        if not 0 < found.steps <= MOST_STEPS or sorted(found.ranks) != each_once:
-            problem = f"there are ranks 0 to {ranks - 1}, each once, and at most {MOST_STEPS} steps are profiled"
+        if not 0 < found.steps <= MAX_STEPS or sorted(found.ranks) != each_once:
+            problem = f"there are ranks 0 to {ranks - 1}, each once, and at most {MAX_STEPS} steps are profiled"
             self.answer(found, (), problem)
             return None
         return found

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from service.config import Config, load
+from service.config.store_url import is_store_url
 from service.errors import UserError
 from service.files import recover_folder
-from service.interop.store_url import is_store_url
 from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, SUMMARY, find_run, lock_run, no_such_run
-from service.run.store.fetch import fetched
-from service.run.store.objects import open_store
+from service.store.fetch import fetched
+from service.store.objects import open_store
 
 
 def folder_to_resume(

@@ -10,8 +10,8 @@ from typing import Any
 
 from service.config.rollout import ScorerConfig
 from service.errors import ConfigError
-from service.interop.user_functions import enter_user_folder, import_user_module
 from service.scorers.reply import Failure, ScorerFailed
+from service.user_code import enter_user_folder, import_user_module
 
 
 def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:

@@ -24,8 +24,8 @@ LANES = (
     ["tests/chaos/test_kills.py"],
     ["tests/chaos/test_moments.py", "tests/chaos/test_disturbances.py"],
 )
-LEAST_KILLS = 200
-MOST_SECONDS = 1200.0
+MIN_KILLS = 200
+MAX_SECONDS = 1200.0
 
 
 def main() -> int:
@@ -44,12 +44,12 @@ def main() -> int:
             if file.exists():
                 merge_figures(figures, json.loads(file.read_text()))
     seconds = time.monotonic() - began
-    print(f"\nchaos: {seconds:.0f} s (at most {MOST_SECONDS:.0f} on two quiet cores), seed {SEED}")
+    print(f"\nchaos: {seconds:.0f} s (at most {MAX_SECONDS:.0f} on two quiet cores), seed {SEED}")
     for what, count in sorted(figures.items()):
         print(f"{count:8d}  {what}")
-    if figures["kills"] < LEAST_KILLS:
-        print(f"missed: {figures['kills']} kills, at least {LEAST_KILLS} are meant")
-    return int(any(codes) or figures["kills"] < LEAST_KILLS)
+    if figures["kills"] < MIN_KILLS:
+        print(f"missed: {figures['kills']} kills, at least {MIN_KILLS} are meant")
+    return int(any(codes) or figures["kills"] < MIN_KILLS)
 
 
 def start(tests: list[str], figures: Path) -> subprocess.Popen[str]:

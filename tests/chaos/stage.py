@@ -33,7 +33,7 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from tests.chaos.cast import VOCABULARY, AnsweringEarly, DoomedBuffer, FakeGenerator, FakeTrainer, Scraper
 
 RETRY_SECONDS = 0.05
-MOST_ERRORS = 20
+MAX_ERRORS = 20
 
 
 async def kept_alive(actor: Any, comings: Path, ray_seconds: float) -> Any:
@@ -56,7 +56,7 @@ async def kept_alive(actor: Any, comings: Path, ray_seconds: float) -> Any:
             await asyncio.sleep(RETRY_SECONDS)
         except ray.exceptions.RayTaskError as error:
             errors += 1
-            if errors > MOST_ERRORS or not isinstance(error.cause, Unreachable | BaseExceptionGroup):
+            if errors > MAX_ERRORS or not isinstance(error.cause, Unreachable | BaseExceptionGroup):
                 raise
             print(f"{actor} gave up: {error}", flush=True)
 

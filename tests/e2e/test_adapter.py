@@ -238,7 +238,7 @@ def test_an_adapter_that_vllm_fails_to_activate_fails_the_update_and_no_token_is
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 def test_runs_of_rows_get_their_own_adapter_and_rows_without_one_none() -> None:
-    from actors.weights.cpu_lora import RunsOfRows, runs_of
+    from actors.engine.cpu_lora import RunsOfRows, runs_of
 
     slots = torch.tensor([1, 1, -1, 0, 0, 0, -1, -1, 1])
     assert runs_of(slots) == [(0, 2, 1), (3, 6, 0), (8, 9, 1)]

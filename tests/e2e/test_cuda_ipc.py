@@ -118,7 +118,7 @@ def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_rank_named(
 ) -> None:
     from vllm.distributed.weight_transfer import ipc_engine
 
-    from actors.weights.worker_extension import IpcUpdateInfo, IpcWeightEngine
+    from actors.engine.worker_extension import IpcUpdateInfo, IpcWeightEngine
 
     memory = dict(zip((arguments(t, n)[7] for n, t in enumerate(WEIGHTS.values())), WEIGHTS.values(), strict=True))
     opened: list[tuple[Any, ...]] = []

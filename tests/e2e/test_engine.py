@@ -19,7 +19,7 @@ import xxhash
 from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from actors.generator.engine import VllmEngine, WeightUpdate, engine_env
+from actors.engine.engine import VllmEngine, WeightUpdate, engine_env
 from actors.generator.group_limit import EngineLoad, GroupLimit
 from actors.weights.bucket import Bucket
 from actors.weights.node_image import NodeImage
@@ -452,7 +452,7 @@ def test_a_core_that_dies_amid_an_update_is_said_at_once(small_engine: Any) -> N
 OWNER = """
 import asyncio, sys, time
 from pathlib import Path
-from actors.generator.engine import VllmEngine
+from actors.engine.engine import VllmEngine
 from service.config import Config
 from service.types import PolicyVersion
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import actors.generator.claims
 from actors.buffer.actor import BufferActor, Leased
+from actors.engine.engine import engine_env
 from actors.generator.actor import Generator
-from actors.generator.engine import engine_env
 from actors.observe.metrics_hub import MetricsHub
 from actors.weights.bucket import bucket_of
 from actors.weights.part import Part

@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.driver.cluster import place_actors
+from actors.engine.arguments import FILE_BACKEND, engine_arguments
+from actors.engine.engine import VllmEngine
 from actors.generator import broadcasts
 from actors.generator.broadcasts import Broadcasts
-from actors.generator.engine import VllmEngine
-from actors.generator.engine_arguments import FILE_BACKEND, engine_arguments
 from actors.trainer.actor import TrainerRank
 from actors.weights.checksum import PolicySize, PublishedWeights, TensorSpec, checksum_of
 from actors.weights.cuda_ipc import IPC_BACKEND

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.observe.trace.chrome import chrome_trace
-from service.observe.trace.files import read_trace
-from service.observe.trace.timeline import Timeline
 from service.run.folder import LOGS
+from service.trace.chrome import chrome_trace
+from service.trace.files import read_trace
+from service.trace.timeline import Timeline
 from tests.pure.timeline.schema import check_trace, seconds_named
 from tests.step_keys import without_meaning
 from tests.waiting import until

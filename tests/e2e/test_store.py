@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from service.run.store.contents import stored_steps
-from service.run.store.objects import open_store
+from service.store.contents import stored_steps
+from service.store.objects import open_store
 from tests.e2e.test_adapter_resume import SETTINGS, history
 from tests.s3_server import BUCKET, s3_server
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.generator.vllm_parser import VllmParser
+from actors.engine.vllm_parser import VllmParser
 from service.agents.parser import JsonCalls, Reply
 from service.errors import UserError
 from service.rollout.chat.chat import Chat

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 from transformers import Qwen3MoeForCausalLM
 
-from actors.generator.engine import VllmEngine, engine_env
+from actors.engine.engine import VllmEngine, engine_env
 from service.config import Config, GeneratorConfig
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
@@ -23,7 +23,7 @@ from tests.pure.actors.fakes import image_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-MOST_DIFFER = 0.02
+MAX_DIFFER = 0.02
 """Fraction of choices in which bfloat16 may turn a close decision of a router."""
 
 
@@ -59,6 +59,6 @@ async def test_recorded_experts_are_those_of_the_weights_that_computed_the_token
             token_ids = np.concatenate([prompt(step), turn.token_ids])[:-1]
             recorded = np.sort(turn.routed_experts, axis=2)
             assert recorded.shape == (len(token_ids), 2, 2)
-            assert (recorded != chosen(model, token_ids)).mean() < MOST_DIFFER
+            assert (recorded != chosen(model, token_ids)).mean() < MAX_DIFFER
     finally:
         engine.stop()

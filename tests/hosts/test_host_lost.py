@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from service.observe.trace.files import read_trace
-from service.observe.trace.timeline import Timeline
+from service.trace.files import read_trace
+from service.trace.timeline import Timeline
 from tests.e2e.verdict import judged
 from tests.hosts.bed import Bed, Host
 from tests.hosts.conftest import EVERY, Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.elastic import LEAST_LINEAR, MOST_GROWTH, buffer_cost, main, settings, tokens_per_second
+from benchmarks.elastic import MAX_GROWTH, MIN_LINEAR, buffer_cost, main, settings, tokens_per_second
 from service.handoff.ledger.invariant import violations
 from service.simulate.scenario import Faults, Scenario
 from service.simulate.world import FaultyWorld
@@ -25,12 +25,12 @@ def test_a_leaving_generator_repeats_at_most_the_step_under_way_where_environmen
 
 
 def test_throughput_grows_with_the_generators() -> None:
-    assert tokens_per_second(4) >= LEAST_LINEAR * 4 * tokens_per_second(1)
+    assert tokens_per_second(4) >= MIN_LINEAR * 4 * tokens_per_second(1)
 
 
 def test_a_group_costs_the_buffer_as_much_with_ten_times_the_generators() -> None:
     few, many = buffer_cost(20), buffer_cost(200)
-    assert many.seconds_per_group <= MOST_GROWTH * few.seconds_per_group
+    assert many.seconds_per_group <= MAX_GROWTH * few.seconds_per_group
     assert many.moved > 0 and many.superseded_tokens == 0
 
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = os.environ.get("BATON_SLOW")
-LOADER = "actors.generator.engine_update"
+LOADER = "actors.engine.update"
 
 
 def _seconds(what: str) -> float:

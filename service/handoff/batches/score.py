@@ -31,8 +31,8 @@ from service.errors import UserError
 from service.handoff.ledger.events import GroupStats
 from service.handoff.steps.roles import ROLES
 from service.handoff.steps.tables import end_of_items, reward_of_steps, role_of_steps
-from service.interop.user_functions import registered
 from service.types import Ends, Float64s, Int64s, Steps
+from service.user_code import registered
 
 EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8

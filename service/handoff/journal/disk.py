@@ -11,7 +11,7 @@ from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
 
-MOST_BUFFERS_PER_WRITE = 512
+MAX_BUFFERS_PER_WRITE = 512
 """Below the kernel's IOV_MAX of 1024."""
 
 
@@ -104,8 +104,8 @@ class LocalFile:
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
         """Write the buffers; a disk that fills up may take only a part without an error."""
         total = 0
-        for first in range(0, len(buffers), MOST_BUFFERS_PER_WRITE):
-            some = buffers[first : first + MOST_BUFFERS_PER_WRITE]
+        for first in range(0, len(buffers), MAX_BUFFERS_PER_WRITE):
+            some = buffers[first : first + MAX_BUFFERS_PER_WRITE]
             written = os.pwritev(self._fd, some, offset + total)
             total += written
             if written < sum(len(buffer) for buffer in some):

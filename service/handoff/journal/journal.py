@@ -33,8 +33,8 @@ from service.handoff.journal.frames import (
 
 ALLOCATION_BYTES = 1 << 20
 PAGE_BYTES = 1 << 12
-LEAST_PIECE_BYTES = 1 << 16
-MOST_PIECES = 256
+MIN_PIECE_BYTES = 1 << 16
+MAX_PIECES = 256
 """Pieces in which reserved space is moved from one file to another on a full disk."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 KEPT = "reclaimed"
@@ -315,7 +315,7 @@ def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
     """
     wanted = moved = max(allocated - used, 0)
     if not _allocated(new, wanted):
-        given, moved, piece = 0, 0, max(LEAST_PIECE_BYTES, wanted // MOST_PIECES)
+        given, moved, piece = 0, 0, max(MIN_PIECE_BYTES, wanted // MAX_PIECES)
         while given < wanted:
             given = min(given + piece, wanted)
             old.truncate(used + wanted - given)

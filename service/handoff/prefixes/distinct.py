@@ -23,7 +23,7 @@ from service.types import Int16s, Int32s, Int64s
 
 Uint8s = NDArray[np.uint8]
 
-LEAST_SHARED, LEAST_FRACTION = 16, 0.1
+MIN_SHARED, MIN_FRACTION = 16, 0.1
 """Tokens of a common beginning, and fraction of a row, below which rows share nothing: it would not save time."""
 
 
@@ -65,8 +65,8 @@ def prefix_order(
     token_ids_N: Int32s,
     offsets_R: Int64s,
     routed_experts_N: Int16s | None = None,
-    least: int = LEAST_SHARED,
-    fraction: float = LEAST_FRACTION,
+    least: int = MIN_SHARED,
+    fraction: float = MIN_FRACTION,
 ) -> PrefixOrder:
     """The rows by their tokens; where experts are recorded, tokens with other experts count as other tokens.
 

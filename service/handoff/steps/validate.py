@@ -51,7 +51,7 @@ TEMPERATURES = (1e-6, 1e6)
 
 LOGPROB_TOLERANCE = 1e-4
 """How far above 0 rounding may take a log-probability."""
-LEAST_LOGPROB = -1e7
+MIN_LOGPROB = -1e7
 """Of a sampled token; logits that differ by ten, at the coldest temperature."""
 
 MAX_REWARD = 1e12
@@ -318,7 +318,7 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
     steps = group.steps
     if limits.needs_logprobs and not steps.has_logprobs_K.all():
         return Refusal(RefusalReason.LOGPROB, f"has_logprobs_K[{steps.has_logprobs_K.argmin()}]")
-    wrong_N = (steps.logprobs_N > LOGPROB_TOLERANCE) | (steps.logprobs_N < LEAST_LOGPROB)
+    wrong_N = (steps.logprobs_N > LOGPROB_TOLERANCE) | (steps.logprobs_N < MIN_LOGPROB)
     if wrong_N.any():
         wrong_N &= steps.loss_mask_N & np.isfinite(steps.logprobs_N)
         if wrong_N.any():

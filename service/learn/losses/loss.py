@@ -40,7 +40,7 @@ from torch import Tensor
 
 from service.config.learn import AlgorithmConfig
 from service.errors import ConfigError
-from service.interop.user_functions import registered
+from service.user_code import registered
 
 MAX_LOG_RATIO = 20.0
 

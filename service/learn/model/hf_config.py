@@ -37,7 +37,7 @@ POSITIVE = ("rms_norm_eps", "rope_theta")
 ACTIVATION = "silu"
 """The activation of every published model of the families, and the only one of their MLPs in vLLM."""
 
-MOST_CHARACTERS = 200
+MAX_CHARACTERS = 200
 """Of what transformers says of a configuration."""
 
 
@@ -54,7 +54,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # what transformers raises depends on which of its assumptions about the file is broken
-        told = " ".join(str(error).split())[:MOST_CHARACTERS]
+        told = " ".join(str(error).split())[:MAX_CHARACTERS]
         raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: {told}") from error
     reason = _unsupported(config)
     if reason:

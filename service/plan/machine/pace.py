@@ -23,7 +23,7 @@ from service.errors import UserError
 ROOT = Path(__file__).parents[3]
 WARM_UP, SECONDS = 0.5, 2.0
 """Seconds of a pair before anything counts, in which the others start, and those that count."""
-MOST_PAIRS = 16
+MAX_PAIRS = 16
 """On a machine with more cores, a part of them."""
 NICENESS = 15
 """Of the pairs: that of Ray's workers, to which whatever else runs here goes first."""
@@ -39,7 +39,7 @@ def message_seconds() -> float:
     Raises:
         UserError: the processes could not run.
     """
-    pairs = min(MOST_PAIRS, len(os.sched_getaffinity(0)))
+    pairs = min(MAX_PAIRS, len(os.sched_getaffinity(0)))
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "service.plan.machine.pace"]
     started = [

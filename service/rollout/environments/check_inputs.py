@@ -13,12 +13,12 @@ from service.config.command import AGENT
 from service.config.rollout import EnvConfig
 from service.config.tree import Config
 from service.errors import UserError
-from service.interop.user_functions import import_user_module
 from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
 from service.rollout.prompts.dataset import load_tasks, tasks_of
 from service.rollout.retrieval.retriever import check_retriever
+from service.user_code import import_user_module
 
 SYNTHETIC = Path("made")
 """Stands for the file of synthetic rows in messages."""

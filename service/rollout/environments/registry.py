@@ -20,8 +20,8 @@ import numpy as np
 
 from service.config.command import AGENT
 from service.errors import UserError
-from service.interop.user_functions import enter_user_folder, import_user_module, user_folder
 from service.rollout.environment import Environment, Message
+from service.user_code import enter_user_folder, import_user_module, user_folder
 
 Options = Mapping[str, str | int | float | bool]
 

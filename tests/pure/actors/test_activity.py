@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from actors.generator import activity, engine_times
+from actors.engine import times as engine_times
+from actors.engine.times import EngineTimes
+from actors.generator import activity
 from actors.generator.activity import Activity
-from actors.generator.engine_times import EngineTimes
-from service.observe.trace import recorder
-from service.observe.trace.recorder import Trace
+from service.observe import recorder
+from service.observe.recorder import Trace
 
 
 class Clock:

@@ -12,7 +12,7 @@ from ray.exceptions import ObjectLostError
 
 from actors.trainer.group import TrainerLost
 from actors.weights.bucket import Bucket, bucket_of
-from actors.weights.chain import LEAST_BYTES, Chain, Replaced, Sent
+from actors.weights.chain import MIN_BYTES, Chain, Replaced, Sent
 from actors.weights.part import Part
 from service.errors import Starved
 from service.types import PolicyVersion
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio
 
 VERSION = PolicyVersion(1, 3)
 BUCKETS = 8
-N_BYTES = BUCKETS * LEAST_BYTES - 8
+N_BYTES = BUCKETS * MIN_BYTES - 8
 NAMES = ("a", "b", "c")
 ALL = Part.whole(N_BYTES)
 
@@ -99,7 +99,7 @@ class World:
     def givers(self, name: str, rank: int = 0) -> list[str]:
         """Who gave a node a rank's buckets, in their order."""
         took = {start: giver for (of, start), giver in self.nodes[name].took.items() if of == rank}
-        assert sorted(took) == list(range(0, self.parts[rank].n_bytes, LEAST_BYTES)), f"{name} has all of them"
+        assert sorted(took) == list(range(0, self.parts[rank].n_bytes, MIN_BYTES)), f"{name} has all of them"
         return [took[start] for start in sorted(took)]
 
 
@@ -107,7 +107,7 @@ async def test_rank_0_gives_each_bucket_once_and_every_node_passes_it_on_to_the_
     world = World()
     sent = await world.send()
     assert [world.givers(name) for name in NAMES] == [["rank 0"] * BUCKETS, ["a"] * BUCKETS, ["b"] * BUCKETS]
-    assert sorted(world.ranks.given) == [(0, start, False) for start in range(0, N_BYTES, LEAST_BYTES)]
+    assert sorted(world.ranks.given) == [(0, start, False) for start in range(0, N_BYTES, MIN_BYTES)]
     assert sent == Sent(12 * BUCKETS, 4 * BUCKETS / (N_BYTES // 2))
     assert world.chain.paths == {"a": "/a/0", "b": "/b/1", "c": "/c/2"} and world.chain.lost == {}
     assert [node.most_at_once for node in world.nodes.values()] == [2, 2, 2], "a link is busy, and no more than that"

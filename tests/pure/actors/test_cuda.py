@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from actors.driver.cuda import refuse_unusable_cuda
+from actors.cuda import refuse_unusable_cuda
 from service.errors import UserError
 
 

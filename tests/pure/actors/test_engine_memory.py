@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.generator import engine_arguments as arguments_module
-from actors.generator.engine_arguments import GPU_BATCHED_TOKENS, engine_arguments
+from actors.engine import arguments as arguments_module
+from actors.engine.arguments import GPU_BATCHED_TOKENS, engine_arguments
 from service.config import load_config
 from service.errors import UserError
 from service.run.prepare import prepare

@@ -20,7 +20,7 @@ from actors.evaluation import command
 from service.config import load_config
 from service.errors import RunFailed
 from service.evaluation.scores import EvalTrajectory
-from service.evaluation.target import eval_target
+from service.run.eval_target import eval_target
 from service.run.prepare import prepare
 from tests.pure.actors.fakes import Method
 

@@ -16,9 +16,9 @@ import pytest
 import xxhash
 
 import actors.generator.actor
+from actors.engine.engine import VllmEngine, WeightUpdate
 from actors.generator.actor import Generator, Joined
 from actors.generator.claims import Claimer
-from actors.generator.engine import VllmEngine, WeightUpdate
 from actors.generator.outbox import Outbox
 from actors.weights.bucket import bucket_of
 from actors.weights.part import Part

@@ -12,8 +12,8 @@ from actors.driver import submit as submitting
 from actors.driver.authentication import refuse_open_ray
 from actors.driver.submit import entrypoint, submit
 from service.cli.parser import main
-from service.cli.phases import phase
 from service.errors import RunFailed, UserError
+from service.run.phases import phase
 
 
 class FakeClient:

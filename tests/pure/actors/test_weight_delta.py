@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.weights.bucket import MOST_CHANGED, SKIP, Bucket, bucket_of, decode, encode
+from actors.weights.bucket import MAX_CHANGED, SKIP, Bucket, bucket_of, decode, encode
 from actors.weights.node_image import NodeImage
 from actors.weights.publication import Publication
 from tests.pure.actors.fakes import all_rows, content
@@ -24,7 +24,7 @@ def both(base: np.ndarray, new: np.ndarray, itemsize: int) -> tuple[Bucket, np.n
 
 
 @given(
-    places=st.sets(st.integers(0, N - 1), max_size=int(N * MOST_CHANGED)),
+    places=st.sets(st.integers(0, N - 1), max_size=int(N * MAX_CHANGED)),
     itemsize=st.sampled_from([2, 4]),
 )
 def test_any_change_is_decoded_to_the_bytes_that_it_was_made_from(places: set[int], itemsize: int) -> None:
@@ -56,9 +56,9 @@ def test_a_message_that_was_not_made_by_encode_is_refused(data: bytes, changed: 
 def test_much_that_changed_travels_as_it_is_and_its_share_is_still_measured() -> None:
     base = np.zeros(2 * N, np.uint8)
     new = base.copy()
-    new.view("u2")[: int(MOST_CHANGED * N) + 1] = 1
+    new.view("u2")[: int(MAX_CHANGED * N) + 1] = 1
     bucket, message = both(base, new, 2)
-    assert (bucket.base, bucket.changed) == (None, int(MOST_CHANGED * N) + 1)
+    assert (bucket.base, bucket.changed) == (None, int(MAX_CHANGED * N) + 1)
     assert message is new
 
 

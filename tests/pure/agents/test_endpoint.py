@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from service.agents import calls, requests, routes, server
-from service.agents.session import BYTES_PER_TOKEN, LEAST_BODY_BYTES, SPENT, Session
+from service.agents.session import BYTES_PER_TOKEN, MIN_BODY_BYTES, SPENT, Session
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.env_guard import TrajectoryFailed
@@ -551,9 +551,9 @@ async def test_a_body_that_is_no_json_object_is_refused(session: Session, client
 async def test_a_body_with_more_bytes_than_any_prompt_is_refused_before_it_is_parsed(
     house: House, session: Session, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = LEAST_BODY_BYTES + BYTES_PER_TOKEN * house.allowed.max_input_length
+    most = MIN_BODY_BYTES + BYTES_PER_TOKEN * house.allowed.max_input_length
     for path in ("/tokenize", "/rl/sessions/0/finish", "/rl/sessions/0/reward"):
-        status, reply = await client.post(path, b"{" * (max(most, routes.MOST_END_BYTES) + 1))
+        status, reply = await client.post(path, b"{" * (max(most, routes.MAX_END_BYTES) + 1))
         assert status == 413 and "bytes" in reply["error"]["message"]
     assert session.stop_reason == StopReason.STOP, "no call was refused"
     for path in (CHAT, "/v1/responses"):
@@ -675,7 +675,7 @@ async def test_a_body_that_would_unpack_to_gigabytes_is_refused_without_unpackin
     begin, again = (packer.compress(empty) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
     bomb = begin + 3000 * again
     before = time.process_time()
-    assert (await client.post(CHAT, bomb[: LEAST_BODY_BYTES // 2], Content_Encoding="gzip"))[0] == 400
+    assert (await client.post(CHAT, bomb[: MIN_BODY_BYTES // 2], Content_Encoding="gzip"))[0] == 400
     assert (await client.post("/rl/sessions/0/finish", bomb[:500_000], Content_Encoding="gzip"))[0] == 413
     client.headers["Authorization"] = "Bearer wrong"
     assert (await client.post(CHAT, bomb, Content_Encoding="gzip"))[0] == 401

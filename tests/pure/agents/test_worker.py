@@ -125,7 +125,7 @@ async def working(
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"HEARTBEAT_SECONDS": 0.05, "LEAST_CLAIM_SECONDS": 0.05, "FIRST_PAUSE": 0.02}.items():
+    for name, seconds in {"HEARTBEAT_SECONDS": 0.05, "MIN_CLAIM_SECONDS": 0.05, "FIRST_PAUSE": 0.02}.items():
         monkeypatch.setattr(f"service.agents.worker.{name}", seconds)
 
 

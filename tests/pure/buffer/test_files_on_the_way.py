@@ -18,7 +18,7 @@ from tests.pure.buffer.world import START, World, step
 from tests.pure.handoff.worlds import shared
 
 ROOT = Path(__file__).parents[3]
-MOST_FILES = 12
+MAX_FILES = 12
 
 
 def files_on_the_way(run: Callable[[], Any]) -> list[str]:
@@ -59,7 +59,7 @@ def test_a_message_is_followed_through_few_files(tmp_path: Path, form: Callable[
     answers: list[Any] = []
     files = files_on_the_way(lambda: answers.append(world.buffer.submit(last)))
     assert isinstance(answers[0], Receipt) and world.buffer.status().groups["complete"] == 1
-    assert len(files) <= MOST_FILES, "\n".join(files)
+    assert len(files) <= MAX_FILES, "\n".join(files)
 
 
 def test_a_mini_batch_is_formed_in_few_files(tmp_path: Path) -> None:
@@ -69,4 +69,4 @@ def test_a_mini_batch_is_formed_in_few_files(tmp_path: Path) -> None:
     groups = [world.buffer.complete_group(group_id) for group_id in range(2)]
     history, settings = VersionHistory(START), BatchSettings(ranks=1, token_budget=256, max_staleness=8)
     files = files_on_the_way(lambda: form_mini_batch(1, groups, history, settings))
-    assert len(files) <= MOST_FILES, "\n".join(files)
+    assert len(files) <= MAX_FILES, "\n".join(files)

@@ -12,10 +12,10 @@ from threading import Thread
 import pytest
 
 from service.cli.parser import main, split_overrides
+from service.cli.status_view import road_lines, status_lines
 from service.clock import SystemClock
 from service.config import Config, load_config
 from service.observe.hub import Hub
-from service.observe.status_view import road_lines, status_lines
 from service.run.folder import lock_run
 from service.run.writer import RunWriter
 

@@ -12,12 +12,12 @@ import pytest
 
 from service.config import Config
 from service.config.paths import elsewhere
+from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import ConfigError, UserError
-from service.interop.user_functions import registered
 from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
 from service.rollout.isolation import IsolatedEnvironments
-from service.run.environment_variables import SAFE_PATH, USER_FOLDER
+from service.user_code import registered
 from tests import hostile_folder
 
 ROOT = Path(__file__).parents[3]

@@ -9,9 +9,9 @@ import pytest
 from service.cli.parser import main
 from service.config import load_config
 from service.errors import UserError
-from service.evaluation.target import eval_target
 from service.files import previous_folder
 from service.run.checkpoints import Manifest
+from service.run.eval_target import eval_target
 from service.run.folder import FINAL, WARM_START
 
 

@@ -88,7 +88,7 @@ def test_following_goes_on_with_lines_of_every_part_also_after_a_log_was_renamed
 
 
 def test_the_drivers_log_has_what_is_said_and_how_the_run_failed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from service.cli.phases import say
+    from service.run.phases import say
 
     file = run / LOGS / DRIVER_LOG
     with pytest.raises(ZeroDivisionError), log_into(file):

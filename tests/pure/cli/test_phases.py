@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.phases import SECONDS, pauses, phase, say
+from service.run.phases import SECONDS, pauses, phase, say
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]

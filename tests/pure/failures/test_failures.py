@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis.strategies import characters, text
 
 from service.cli.parser import main
-from service.cli.phases import say
 from service.errors import UNSAFE, RunFailed, in_one_line, printable
 from service.handoff.steps.stop_reason import StopReason
+from service.run.phases import say
 from service.run.repeated_failures import FailureWatch
 from service.run.writer import RunWriter
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from service.handoff.prefixes.distinct import LEAST_SHARED, DistinctTokens, prefix_order
+from service.handoff.prefixes.distinct import MIN_SHARED, DistinctTokens, prefix_order
 from tests.pure.learn.trees import tree_rows
 
 
@@ -74,10 +74,10 @@ def test_tokens_for_which_other_experts_were_recorded_are_not_shared() -> None:
 
 def test_a_few_tokens_in_common_are_not_worth_sharing() -> None:
     for shared, own, is_shared in (
-        (LEAST_SHARED - 1, 1, False),
-        (LEAST_SHARED, 1, True),
-        (2 * LEAST_SHARED, 18 * LEAST_SHARED, True),
-        (2 * LEAST_SHARED, 19 * LEAST_SHARED, False),
+        (MIN_SHARED - 1, 1, False),
+        (MIN_SHARED, 1, True),
+        (2 * MIN_SHARED, 18 * MIN_SHARED, True),
+        (2 * MIN_SHARED, 19 * MIN_SHARED, False),
     ):
         rows = [[*range(shared), *range(100 + row, 100 + row + own)] for row in range(2)]
         offsets, expected = np.arange(3) * (shared + own), shared if is_shared else 0

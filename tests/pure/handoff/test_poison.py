@@ -15,7 +15,7 @@ import xxhash
 from service.columns import digest, select
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.tables import ends_table
-from service.handoff.steps.validate import LEAST_LOGPROB, Routing, refusal, trajectory_refusal
+from service.handoff.steps.validate import MIN_LOGPROB, Routing, refusal, trajectory_refusal
 from service.handoff.steps.wire import PREFIX, VERSION, decode, encode
 from service.types import (
     Extension,
@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
     "no log-probabilities": (lambda: with_steps(replace(STEPS[0], logprobs=None)), R.LOGPROB),
     "log-probability above 0": (lambda: changed("logprobs_N", last_response_token(), 0.5), R.LOGPROB),
     "log-probability that no distribution has": (
-        lambda: changed("logprobs_N", last_response_token(), LEAST_LOGPROB * 2),
+        lambda: changed("logprobs_N", last_response_token(), MIN_LOGPROB * 2),
         R.LOGPROB,
     ),
     "probability instead of its logarithm": (lambda: changed("logprobs_N", last_response_token(), 1.0), R.LOGPROB),

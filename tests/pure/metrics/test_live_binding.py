@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from service.cli.status_view import status_lines
 from service.config import Config
 from service.observe.hub import Hub
-from service.observe.live_binding import NOW_SECONDS, SAMPLE_SECONDS, WINDOW_SECONDS, Figures, Limits, Window, live
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
 from service.observe.status import run_report
-from service.observe.status_view import status_lines
 from service.plan.binding import Part
+from service.plan.live_binding import NOW_SECONDS, SAMPLE_SECONDS, WINDOW_SECONDS, Figures, Limits, Window, live
 
 MINUTES = 600.0
 STEPS = 200.0

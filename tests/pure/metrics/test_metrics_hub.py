@@ -12,12 +12,12 @@ from urllib.error import HTTPError
 import pytest
 
 from actors.observe.metrics_hub import MetricsHub, prefers_html, run_target
+from service.cli.status_client import fetch_status
+from service.cli.status_view import status_lines
 from service.config import Config, load_config
 from service.errors import UserError
 from service.observe.hub import HISTORY_KEYS, SILENT_SECONDS, Hub
 from service.observe.metrics import Metrics
-from service.observe.status_client import fetch_status
-from service.observe.status_view import status_lines
 from service.run.metrics_port import DEFAULT_PORT, with_free_port
 
 

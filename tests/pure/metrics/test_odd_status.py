@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.cli import status_client
 from service.cli.parser import main
+from service.cli.status_view import status_lines
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
-from service.observe import status_client
 from service.observe.hub import Hub
 from service.observe.metrics import Metrics
 from service.observe.status import SCHEMA
-from service.observe.status_view import status_lines
 from service.run.folder import CONFIG, SUMMARY
 
 WORDS = sorted(

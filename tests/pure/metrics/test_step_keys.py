@@ -13,8 +13,8 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.learn.learner import Learner
 from service.observe.metrics_table import TABLE
-from service.observe.progress import Progress
 from service.run.folder import METRICS, read_lines
+from service.run.progress import Progress
 from service.run.writer import RunWriter
 from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.learn.builders import CPU, settings, small_model

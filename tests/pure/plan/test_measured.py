@@ -10,8 +10,7 @@ import pytest
 from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
-from service.observe.trace.files import TraceFiles
-from service.observe.trace.recorder import TRAJECTORY, Trace
+from service.observe.recorder import TRAJECTORY, Trace
 from service.plan.command import model_of
 from service.plan.forecast import Forecast, forecast
 from service.plan.machine.device import Device, profile
@@ -20,6 +19,7 @@ from service.plan.machine.pace import message_seconds
 from service.plan.weights import update
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, TIMELINE
+from service.trace.files import TraceFiles
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 TWO_CORES = replace(

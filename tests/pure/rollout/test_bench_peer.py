@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import own_environment
 from benchmarks.peer import slow_lookup
-from benchmarks.peer.__main__ import MOST_DIFFERENCE, trl
+from benchmarks.peer.__main__ import MAX_DIFFERENCE, trl
 from benchmarks.peer.trl_side import Look, Rollouts
 from examples import lookup
 from service.config import Config
@@ -112,11 +112,11 @@ def test_the_calls_of_the_slow_environment_take_between_50_and_500_milliseconds(
 
     monkeypatch.setattr(slow_lookup.asyncio, "sleep", sleep)
     asyncio.run(play())
-    assert min(slept) == slow_lookup.LEAST_SECONDS and max(slept) == slow_lookup.MOST_SECONDS
+    assert min(slept) == slow_lookup.MIN_SECONDS and max(slept) == slow_lookup.MAX_SECONDS
     assert np.median(slept) == pytest.approx(slow_lookup.MEDIAN_SECONDS, rel=0.1)
 
 
-@pytest.mark.parametrize("difference", [10 * MOST_DIFFERENCE, math.nan])
+@pytest.mark.parametrize("difference", [10 * MAX_DIFFERENCE, math.nan])
 def test_figures_of_trl_are_refused_where_its_engine_has_other_weights_than_its_trainer(
     difference: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +128,6 @@ def test_figures_of_trl_are_refused_where_its_engine_has_other_weights_than_its_
         (tmp_path / "found.json").write_text(json.dumps({"looks": looks, "difference": difference}))
         return trl(tmp_path / "config.json", tmp_path, tmp_path, tmp_path)
 
-    assert found(MOST_DIFFERENCE / 10) == {"seconds": 1.0, "cpu_seconds": 2.0, "reward": 0.5}
+    assert found(MAX_DIFFERENCE / 10) == {"seconds": 1.0, "cpu_seconds": 2.0, "reward": 0.5}
     with pytest.raises(SystemExit, match="differ"):
         found(difference)

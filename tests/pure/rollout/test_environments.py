@@ -17,6 +17,7 @@ from examples import data, text_to_sql
 from examples.lookup import Lookup
 from service.config import load_config
 from service.config.rollout import EnvConfig
+from service.environment_variables import USER_FOLDER
 from service.errors import UserError
 from service.rollout.environment import Task
 from service.rollout.environments import registry as environments
@@ -24,7 +25,6 @@ from service.rollout.environments.check_inputs import check_environments, check_
 from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import make_environment
 from service.rollout.isolation import IsolatedEnvironment
-from service.run.environment_variables import USER_FOLDER
 from tests.pure.rollout.misbehaving import Echo
 
 ECHO = "tests.pure.rollout.misbehaving:Echo"

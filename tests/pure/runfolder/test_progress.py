@@ -9,12 +9,12 @@ import pytest
 
 from service.clock import SystemClock
 from service.config import load_config
-from service.observe import progress
 from service.observe.hub import Hub
 from service.observe.measure import measure_step
 from service.observe.metrics import Metrics
-from service.observe.progress import QUIET_SECONDS, Progress
+from service.run import progress
 from service.run.folder import read_lines
+from service.run.progress import QUIET_SECONDS, Progress
 from service.run.writer import RunWriter
 from service.types import PolicyVersion
 

@@ -16,8 +16,8 @@ import yaml
 from actors import RAY_ENV
 from actors.driver import run as running
 from actors.driver.authentication import keep_token_private, refuse_open_ray
+from actors.engine.arguments import engine_arguments, engine_env
 from actors.evaluation import command as evaluating
-from actors.generator.engine_arguments import engine_arguments, engine_env
 from actors.weights.bucket import Bucket
 from actors.weights.node_image import NodeImage
 from actors.weights.part import Part
@@ -32,7 +32,7 @@ from service.learn.model.tiny_model import make_model
 from service.observe.hub import MAX_SNAPSHOT_BYTES, MAX_SOURCES, Hub
 from service.observe.metrics import MAX_SERIES, Metrics
 from service.observe.metrics_table import TABLE
-from service.observe.trajectories.tokens import tokens_of
+from service.trace.trajectories.tokens import tokens_of
 
 ROOT = Path(__file__).parents[3]
 

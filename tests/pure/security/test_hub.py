@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from actors.observe import http_guard
-from actors.observe.http_guard import MOST_CONNECTIONS
+from actors.observe.http_guard import MAX_CONNECTIONS
 from actors.observe.metrics_hub import MetricsHub
 from service.config import load_config
 
@@ -32,7 +32,7 @@ def test_connections_that_send_nothing_or_half_a_header_or_read_no_answer_do_not
         address = urlsplit(url)
         idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         for said in (b"", b"GET /status HTTP/1.1\r\nHost: loc", b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"):
-            for _ in range(MOST_CONNECTIONS):
+            for _ in range(MAX_CONNECTIONS):
                 reader, writer = await asyncio.open_connection(address.hostname, address.port)
                 writer.write(said)
                 idle.append((reader, writer))

@@ -17,10 +17,10 @@ from service.handoff.ledger.invariant import violations
 from service.handoff.verbs import Assignment, Wait
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUMMARY
-from service.run.store.claim import FolderMark, claim_store
-from service.run.store.objects import Objects
-from service.run.store.uploads import Uploads
 from service.run.writer import RunWriter
+from service.store.claim import FolderMark, claim_store
+from service.store.objects import Objects
+from service.store.uploads import Uploads
 from service.types import MiniBatch, PolicyVersion
 from tests.pure.buffer.world import World, config
 from tests.waiting import until

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from service.cli import main
-from service.interop.store_url import SCHEMES, store_url_problem
-from service.run.store import objects
+from service.config.store_url import SCHEMES, store_url_problem
+from service.store import objects
 
 QUICKSTART = ["--config", "configs/quickstart.yaml"]
 

@@ -13,8 +13,8 @@ from actors.driver import run as running
 from service.config import Config, load_config
 from service.errors import RunFailed, UserError
 from service.run.folder import FINAL, SUMMARY
-from service.run.store.uploads import Uploads
 from service.run.writer import RunWriter
+from service.store.uploads import Uploads
 from tests.pure.store.memory import MemoryObjects
 
 SUMMARY_OF_RUN = {"state": "finished", "steps": 3}

@@ -12,8 +12,8 @@ from service.config import load
 from service.errors import StoreFailed, UserError
 from service.run.folder import CONFIG
 from service.run.resuming import resumed
-from service.run.store import fetch
-from service.run.store.objects import CHUNK_BYTES, open_store
+from service.store import fetch
+from service.store.objects import CHUNK_BYTES, open_store
 from tests.pure.store.scripted import ScriptedRun, settings
 from tests.s3_server import BUCKET, KEY, SECRET, s3_server
 

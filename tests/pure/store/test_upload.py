@@ -11,9 +11,9 @@ import pytest
 
 from service.errors import RunFailed, UserError
 from service.run.folder import STORE_MARK, UPLOADS
-from service.run.store import uploads as uploading
-from service.run.store.claim import claim_store
-from service.run.store.contents import RUN, RunMark, StoredCheckpoint, manifest_name, stored_steps
+from service.store import uploads as uploading
+from service.store.claim import claim_store
+from service.store.contents import RUN, RunMark, StoredCheckpoint, manifest_name, stored_steps
 from tests.pure.store.memory import MemoryObjects
 from tests.pure.store.scripted import EVERY, STEPS, ScriptedRun, settings
 from tests.waiting import until
@@ -51,7 +51,7 @@ def test_an_upload_that_fails_is_repeated_and_said_once_while_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploading, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(uploading, "MOST_PAUSE", 0.001)
+    monkeypatch.setattr(uploading, "MAX_PAUSE", 0.001)
     objects = MemoryObjects()
     run = run_in(tmp_path, objects)
     failures = 5

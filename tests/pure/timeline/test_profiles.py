@@ -19,7 +19,7 @@ from service.cli.parser import main
 from service.files import create_private, lock_folder
 from service.learn.profile import StepProfile
 from service.run.folder import CONFIG
-from service.run.profiles import MOST_STEPS, PROFILES, REQUEST, Asked
+from service.run.profiles import MAX_STEPS, PROFILES, REQUEST, Asked
 
 
 class Ranks:
@@ -92,7 +92,7 @@ def test_a_rank_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     assert "each once" in (tmp_path / "answer.json").read_text()
 
 
-@pytest.mark.parametrize("words", [["--ranks", "2"], ["--steps", str(MOST_STEPS + 1)]])
+@pytest.mark.parametrize("words", [["--ranks", "2"], ["--steps", str(MAX_STEPS + 1)]])
 def test_what_a_run_cannot_profile_is_one_line(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,7 +103,7 @@ def test_what_a_run_cannot_profile_is_one_line(
 def test_a_profile_that_is_too_large_is_not_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(written, "MOST_BYTES", 10)
+    monkeypatch.setattr(written, "MAX_BYTES", 10)
     assert trained(tmp_path) == 2
     assert "take fewer steps" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / PROFILES).iterdir()] == ["answer.json"]

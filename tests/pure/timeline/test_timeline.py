@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 from service.cli.parser import main
-from service.observe.trace import files, recorder, trajectories
-from service.observe.trace.chrome import chrome_trace, trace_lines
-from service.observe.trace.files import FILES, TraceFiles, read_trace
-from service.observe.trace.recorder import MOST_EVENTS, States, Trace
-from service.observe.trace.timeline import Timeline
-from service.observe.trace.trajectories import TimedEngine, Timelines
+from service.observe import recorder
+from service.observe.recorder import MAX_EVENTS, States, Trace
+from service.rollout import timelines as trajectories
 from service.rollout.engine import Generation, Sampling
+from service.rollout.timelines import TimedEngine, Timelines
 from service.run.folder import CONFIG, TIMELINE
+from service.trace import files
+from service.trace.chrome import chrome_trace, trace_lines
+from service.trace.files import FILES, TraceFiles, read_trace
+from service.trace.timeline import Timeline
 from service.types import Int32s, TrajectoryId
 from tests.pure.timeline.schema import check_trace
 
@@ -172,10 +174,10 @@ def test_the_files_stay_bounded_and_a_restarted_hub_goes_on_in_a_new_one(
 
 def test_a_recorder_that_nobody_empties_keeps_a_bounded_number_and_counts_the_rest() -> None:
     trace = Trace("generator/g")
-    for number in range(MOST_EVENTS + 7):
+    for number in range(MAX_EVENTS + 7):
         trace.counter("groups", {"open": number})
     header, *kept = trace.take().splitlines()
-    assert (len(kept), json.loads(header)["dropped"]) == (MOST_EVENTS, 7)
+    assert (len(kept), json.loads(header)["dropped"]) == (MAX_EVENTS, 7)
 
 
 def test_clocks_of_other_hosts_are_aligned_by_the_shortest_round_trip(

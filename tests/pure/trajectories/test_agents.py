@@ -19,10 +19,10 @@ from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.tables import ends_table
-from service.observe.trajectories.page import html_page
-from service.observe.trajectories.records import load_records, trained, trajectory_records
-from service.observe.trajectories.terminal import print_record
-from service.observe.trajectories.tokens import ASIDE, LOSS, branches, tokens_of
+from service.trace.trajectories.page import html_page
+from service.trace.trajectories.records import load_records, trained, trajectory_records
+from service.trace.trajectories.terminal import print_record
+from service.trace.trajectories.tokens import ASIDE, LOSS, branches, tokens_of
 from service.types import Extension, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.trajectories.test_trajectories import CONFIG
 

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from service.config import Config
-from service.observe.trajectories.page import html_page
-from service.observe.trajectories.records import LostTrajectories
-from service.observe.trajectories.terminal import print_list, print_record
-from service.observe.trajectories.tokens import UNUSED, tokens_of
 from service.run.writer import RunWriter
+from service.trace.trajectories.page import html_page
+from service.trace.trajectories.records import LostTrajectories
+from service.trace.trajectories.terminal import print_list, print_record
+from service.trace.trajectories.tokens import UNUSED, tokens_of
 from service.types import TrajectoryId
 from tests.pure.buffer.world import World, config, step
 

@@ -18,8 +18,10 @@ from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_min
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
-from service.observe.trajectories.page import html_page
-from service.observe.trajectories.records import (
+from service.rollout.chat.tokenizer import make_tokenizer
+from service.run.writer import RunWriter
+from service.trace.trajectories.page import html_page
+from service.trace.trajectories.records import (
     describe_ends,
     find_record,
     find_recorded_run,
@@ -27,10 +29,8 @@ from service.observe.trajectories.records import (
     trained,
     trajectory_records,
 )
-from service.observe.trajectories.terminal import print_list, print_record
-from service.observe.trajectories.tokens import LOSS, MASKED, PROMPT, STALE, pieces, scored, step_line, tokens_of
-from service.rollout.chat.tokenizer import make_tokenizer
-from service.run.writer import RunWriter
+from service.trace.trajectories.terminal import print_list, print_record
+from service.trace.trajectories.tokens import LOSS, MASKED, PROMPT, STALE, pieces, scored, step_line, tokens_of
 from service.types import NO_VERSION, Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 

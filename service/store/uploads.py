@@ -21,15 +21,15 @@ from typing import NamedTuple
 
 from service.errors import RunFailed, StoreFailed
 from service.run.folder import EVALUATIONS, FINAL, METRICS, SUMMARY, TRAJECTORIES, UPLOADS
-from service.run.store.contents import RunMark
-from service.run.store.objects import Objects
-from service.run.store.staging import Staged, link_checkpoint, link_journal
-from service.run.store.writing import StoreWriter, TakenOver
+from service.store.contents import RunMark
+from service.store.objects import Objects
+from service.store.staging import Staged, link_checkpoint, link_journal
+from service.store.writing import StoreWriter, TakenOver
 
 REACHED_SECONDS = 30.0
 """Seconds between two notes in the store of how far the run came."""
 FIRST_PAUSE = 1.0
-MOST_PAUSE = 60.0
+MAX_PAUSE = 60.0
 """Shortest and longest pause in seconds before an upload is tried again."""
 ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
 """Files of the run folder that are uploaded at the end; the summary is the last."""
@@ -257,7 +257,7 @@ class Uploads:
             with self._changed:
                 if self._changed.wait_for(lambda: self._stopped or self._is_superseded(job), self._pause):
                     return True
-                self._pause = min(2 * self._pause, MOST_PAUSE)
+                self._pause = min(2 * self._pause, MAX_PAUSE)
                 if len(self._jobs) > 1:
                     return False
 

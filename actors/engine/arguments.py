@@ -24,7 +24,7 @@ SCRATCH = "BATON_SCRATCH"
 """Environment variable: the temporary folder of a Ray that the run started, deleted together with that Ray."""
 
 FILE_BACKEND = "baton_file"
-"""Name of the weight transfer backend that `actors.weights.worker_extension` registers."""
+"""Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
 
 BACKENDS = {"memory": FILE_BACKEND, "nccl": BROADCAST_BACKEND, "ipc": IPC_BACKEND}
 """weights.transport -> vLLM's weight transfer backend."""
@@ -82,7 +82,7 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "worker_extension_cls": "actors.weights.worker_extension.WorkerExtension",
+        "worker_extension_cls": "actors.engine.worker_extension.WorkerExtension",
         # The trainer computes logits in float32, and rounding them would set the engine's log-probabilities apart.
         "hf_overrides": {"head_dtype": "float32"},
         "weight_transfer_config": {"backend": BACKENDS[config.weights.transport]},

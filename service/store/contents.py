@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from service.errors import StoreFailed, UserError
 from service.run.folder import CHECKPOINTS
-from service.run.store.objects import Objects
+from service.store.objects import Objects
 
 FORMAT: Literal[1] = 1
 RUN = "run.json"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from service.errors import UserError, in_one_line
-from service.observe.trace.timeline import Sampled, Timeline
+from service.trace.timeline import Sampled, Timeline
 
 TOOL = "tool:"
 SLOW = "slow"

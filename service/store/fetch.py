@@ -21,8 +21,8 @@ from service.errors import StoreFailed, UserError
 from service.files import sync
 from service.run.checkpoints import Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
-from service.run.store.claim import FolderMark, Lost
-from service.run.store.contents import (
+from service.store.claim import FolderMark, Lost
+from service.store.contents import (
     RunMark,
     StoredCheckpoint,
     StoredFile,
@@ -31,7 +31,7 @@ from service.run.store.contents import (
     read_reached,
     stored_steps,
 )
-from service.run.store.objects import Objects
+from service.store.objects import Objects
 
 AT_ONCE = 8
 """Files that are read at once."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+from service.environment_variables import USER_FOLDER
 from service.errors import ConfigError
-from service.run.environment_variables import USER_FOLDER
 
 Registered = TypeVar("Registered")
 

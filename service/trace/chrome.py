@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from time import gmtime, strftime
 from typing import Any, NamedTuple
 
-from service.observe.trace.timeline import Row, Span, Timeline
+from service.trace.timeline import Row, Span, Timeline
 
 Event = dict[str, Any]
 ORDER = ("driver", "trainer", "generator", "buffer")

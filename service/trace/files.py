@@ -22,7 +22,7 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, TypedDict
 import msgspec
 
 from service.errors import UserError
-from service.observe.trace.recorder import COUNTER, SPAN, TOTALS, TRAJECTORY, boot
+from service.observe.recorder import COUNTER, SPAN, TOTALS, TRAJECTORY, boot
 from service.run.folder import TIMELINE, read_lines
 
 log = logging.getLogger(__name__)

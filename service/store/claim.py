@@ -16,9 +16,9 @@ from service.config import Config
 from service.errors import StoreFailed, UserError
 from service.files import write_atomic
 from service.run.folder import FINAL, STORE_MARK, SUMMARY
-from service.run.store.contents import RUN, RunMark, read_mark, stored_steps
-from service.run.store.objects import Objects
-from service.run.store.uploads import Uploads
+from service.store.contents import RUN, RunMark, read_mark, stored_steps
+from service.store.objects import Objects
+from service.store.uploads import Uploads
 
 
 class Lost(NamedTuple):

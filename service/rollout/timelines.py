@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.observe.metrics import MAX_SERIES, OTHER, Metrics
-from service.observe.trace.recorder import TOTALS, TRAJECTORY, Trace
+from service.observe.recorder import TOTALS, TRAJECTORY, Trace
 from service.rollout.engine import Engine, Generation, Sampling
 from service.types import Int32s, TrajectoryId
 
@@ -31,7 +31,7 @@ WINDOW_SECONDS = 10.0
 """How often the slowest trajectories are chosen, and the rate of the sample is set."""
 SLOWEST = 2
 """Trajectories that are kept of each window beside the sample."""
-MOST_CALLS = 256
+MAX_CALLS = 256
 """Calls of a trajectory that are kept; further ones are in its sums only."""
 
 ENVIRONMENT = "environment"
@@ -66,7 +66,7 @@ class Timeline:
         """A call has ended; `seconds` by part."""
         for part, taken in seconds.items():
             self.seconds[part] += taken
-        if len(self.calls) < MOST_CALLS:
+        if len(self.calls) < MAX_CALLS:
             self.calls.append(call)
 
 

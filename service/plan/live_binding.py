@@ -20,7 +20,7 @@ WINDOW_SECONDS = 600.0
 NOW_SECONDS = 40.0
 """What status looks back, and further where steps are long: a part that becomes slow is named within a minute."""
 SAMPLE_SECONDS = 10.0
-LEAST_STEPS = 3
+MIN_STEPS = 3
 """Optimizer steps in the window from which a judgement is made."""
 SLOW = 0.6
 """An engine that samples less than this fraction of the others' tokens a second is named."""
@@ -108,7 +108,7 @@ def _grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, f
 
 def demand(grown: Figures, limits: Limits) -> Demand | None:
     """Seconds a step of each part; None where there were too few steps to tell."""
-    if grown.steps < LEAST_STEPS or not grown.engines or grown.at <= 0:
+    if grown.steps < MIN_STEPS or not grown.engines or grown.at <= 0:
         return None
     playing = sum(
         seconds for states in grown.engines.values() for state, seconds in states.items() if state not in IDLE
@@ -207,7 +207,7 @@ class Window:
         """What binds now: over the shortest time to this moment that tells; None where too little is known."""
         for before in reversed(self._kept):
             grown = self._kept[-1].since(before)
-            if grown.at >= NOW_SECONDS and grown.steps >= LEAST_STEPS:
+            if grown.at >= NOW_SECONDS and grown.steps >= MIN_STEPS:
                 return live(grown, limits)
         return self.live(limits)
 

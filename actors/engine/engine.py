@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import pydantic
 
-from actors.generator.engine_arguments import OWNER_PID, can_overflow, engine_arguments
-from actors.generator.engine_arguments import engine_env as engine_env
-from actors.generator.engine_times import EngineTimes
-from actors.generator.engine_update import load, start_adapter
+from actors.engine.arguments import OWNER_PID, can_overflow, engine_arguments
+from actors.engine.arguments import engine_env as engine_env
+from actors.engine.times import EngineTimes
+from actors.engine.update import load, start_adapter
 from actors.generator.group_limit import EngineLoad
 from actors.heap import freeze_heap
 from actors.weights.checksum import PolicySize, WeightBytes
@@ -36,10 +36,10 @@ from actors.weights.nccl_broadcast import decode_announcement, init_info, update
 from actors.weights.node_image import open_image
 from actors.weights.weight_group import Meeting
 from service.config import Config
+from service.environment_variables import SAFE_PATH
 from service.errors import RunFailed, Starved, UserError, WeightsCutOff
 from service.observe.metrics import Metrics
 from service.rollout.engine import Generation, Sampling
-from service.run.environment_variables import SAFE_PATH
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from actors.generator.engine_stats import LoadRecorder
+    from actors.engine.stats import LoadRecorder
 
 Answer = TypeVar("Answer")
 
@@ -346,7 +346,7 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from actors.generator.engine_stats import LoadRecorder
+    from actors.engine.stats import LoadRecorder
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecorder] if with_load else None)
     loggers = llm.logger_manager.stat_loggers if llm.logger_manager is not None else []

@@ -30,11 +30,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 from vllm.utils.nccl import unpinned_nccl_env
 
-from actors.generator.engine_arguments import FILE_BACKEND, OWNER_PID
+from actors.engine.adapter_slot import AdapterSlot
+from actors.engine.arguments import FILE_BACKEND, OWNER_PID
+from actors.engine.cpu_lora import use_runs_of_rows
 from actors.weights.adapter import AdapterShapes
-from actors.weights.adapter_slot import AdapterSlot
 from actors.weights.checksum import TensorSpec
-from actors.weights.cpu_lora import use_runs_of_rows
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
 from actors.weights.weight_group import Meeting, WeightGroup

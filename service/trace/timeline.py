@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from service.observe.trace.files import Line, Source
-from service.observe.trace.recorder import COUNTER, SPAN, TRAJECTORY
+from service.observe.recorder import COUNTER, SPAN, TRAJECTORY
+from service.trace.files import Line, Source
 from service.types import TrajectoryId
 
 

@@ -10,12 +10,12 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from service.config.store_url import endpoint_problem, store_url_problem
 from service.errors import StoreFailed, UserError
-from service.interop.store_url import endpoint_problem, store_url_problem
 
 CHUNK_BYTES = 16 << 20
 """Larger objects go in parts of this size, or of a larger one: S3 takes at most 10,000 parts."""
-MOST_PARTS = 9_000
+MAX_PARTS = 9_000
 PARTS_AT_ONCE = 8
 SECONDS = "120s"
 """Longest time of one request, which carries one part."""
@@ -95,7 +95,7 @@ class RemoteObjects:
 
     def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
         """Write an object of `size` bytes; it appears whole, or not at all."""
-        part = max(CHUNK_BYTES, -(-size // MOST_PARTS))
+        part = max(CHUNK_BYTES, -(-size // MAX_PARTS))
         in_parts = size > part
         with self._named(f"writing {name}"):
             data = iter(chunks) if in_parts else b"".join(chunks)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-MOST_EVENTS = 10_000
+MAX_EVENTS = 10_000
 """Events that a process keeps between two pushes; further ones are counted as dropped."""
 SHORTEST_SECONDS = 0.001
 """A state that was left sooner is counted, but has no span."""
@@ -63,7 +63,7 @@ class Trace:
 
     def add(self, *event: Any) -> None:
         """Record a line."""
-        if len(self._events) < MOST_EVENTS:
+        if len(self._events) < MAX_EVENTS:
             self._events.append(event)
         else:
             self._dropped += 1

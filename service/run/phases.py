@@ -18,7 +18,7 @@ log.setLevel(logging.INFO)
 SECONDS = 5.0
 """Seconds from the first line about a phase to the second; each pause is longer than the one before."""
 
-MOST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 
 
 def say(line: str) -> None:
@@ -44,7 +44,7 @@ def pauses(after: float, seconds: float) -> Iterator[float]:
         yield after
     while True:
         yield seconds
-        seconds = min(1.5 * seconds, MOST_SECONDS)
+        seconds = min(1.5 * seconds, MAX_SECONDS)
 
 
 @contextmanager

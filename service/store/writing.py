@@ -13,7 +13,7 @@ import xxhash
 
 from service.errors import StoreFailed, UserError
 from service.run.folder import CHECKPOINTS
-from service.run.store.contents import (
+from service.store.contents import (
     FILES,
     REACHED,
     RUN,
@@ -25,8 +25,8 @@ from service.run.store.contents import (
     read_mark,
     stored_steps,
 )
-from service.run.store.objects import Objects
-from service.run.store.staging import Staged
+from service.store.objects import Objects
+from service.store.staging import Staged
 
 READ_BYTES = 8 << 20
 

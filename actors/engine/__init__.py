@@ -1,0 +1,1 @@
+"""vLLM: its arguments, one engine, its update and its worker."""
