@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from service.config.gone import GONE
 from service.config.section import PATTERNS
 from service.config.source import KeyPath, Source, plain, read_sources, short
 from service.config.tree import Config
@@ -120,7 +121,8 @@ def _messages(details: Sequence[ErrorDetails], path: KeyPath) -> str:
 def _message(detail: ErrorDetails, path: KeyPath) -> str:
     value = detail.get("input")
     if detail["type"] == "extra_forbidden":
-        return f"unknown key{_unknown_hint(path)}"
+        gone = GONE.get(".".join(path))
+        return f"this setting is gone: {gone}" if gone else f"unknown key{_unknown_hint(path)}"
     if detail["type"] == "missing":
         return "is not set, and has no default" if isinstance(value, Mapping) else f"{short(value)} has too few values"
     if detail["type"] == "literal_error":

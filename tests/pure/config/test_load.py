@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from service.cli import main
 from service.config import Config, load, load_config, resolved_yaml
+from service.config.gone import GONE
 from service.config.paths import with_absolute_paths
 from service.errors import ConfigError, UserError
 
@@ -148,6 +149,12 @@ def test_a_mistake_is_named_by_file_line_path_and_the_nearest_valid_key(
     assert message.startswith(f"{file}:{line}  ") and "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_a_setting_that_is_gone_is_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GONE, "trainer.lrr", "use trainer.lr")
+    with pytest.raises(ConfigError, match=r"^override trainer\.lrr=1: this setting is gone: use trainer\.lr$"):
+        load_config([], ["trainer.lrr=1"])
 
 
 def test_a_wrong_override_names_itself() -> None:

@@ -1,0 +1,115 @@
+"""`Config` stays at the edge: a part takes a small settings object of its own, so its signature says what it needs."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+EDGE = ("service/config/", "service/cli/", "actors/driver/")
+STILL_WHOLE: tuple[str, ...] = (
+    "service/agents/keys.py",
+    "service/handoff/admission.py",
+    "service/handoff/attempts.py",
+    "service/handoff/batches/filters.py",
+    "service/handoff/batches/form.py",
+    "service/handoff/buffer.py",
+    "service/handoff/group_bytes.py",
+    "service/handoff/journal/replay.py",
+    "service/handoff/lookahead.py",
+    "service/handoff/prompts.py",
+    "service/handoff/scoring.py",
+    "service/handoff/waits.py",
+    "service/learn/estimate/checkpointing.py",
+    "service/learn/estimate/fit.py",
+    "service/learn/estimate/kv_cache.py",
+    "service/learn/estimate/step.py",
+    "service/learn/learner.py",
+    "service/learn/losses/objective.py",
+    "service/learn/model/policy.py",
+    "service/learn/supervised.py",
+    "service/observe/alert_thresholds.py",
+    "service/observe/measure.py",
+    "service/observe/metrics.py",
+    "service/observe/status.py",
+    "service/observe/trackers.py",
+    "service/plan/command.py",
+    "service/plan/forecast.py",
+    "service/plan/split.py",
+    "service/plan/trainer.py",
+    "service/plan/work.py",
+    "service/rollout/environments/check_inputs.py",
+    "service/rollout/player.py",
+    "service/run/eval_target.py",
+    "service/run/folder.py",
+    "service/run/metrics_port.py",
+    "service/run/prepare.py",
+    "service/run/progress.py",
+    "service/run/resuming.py",
+    "service/run/scale.py",
+    "service/run/writer.py",
+    "service/scorers/scorer.py",
+    "service/simulate/command.py",
+    "service/simulate/host.py",
+    "service/simulate/report.py",
+    "service/simulate/scenario.py",
+    "service/simulate/witness.py",
+    "service/simulate/world.py",
+    "service/store/claim.py",
+    "service/store/fetch.py",
+    "service/trace/trajectories/records.py",
+    "actors/engine/arguments.py",
+    "actors/engine/vllm_parser.py",
+    "actors/evaluation/command.py",
+    "actors/generator/retrieval.py",
+    "actors/observe/logs.py",
+    "actors/scorers/actor.py",
+    "actors/scorers/engine.py",
+    "actors/scorers/frozen.py",
+)
+"""Files in which a function still takes it whole; the list only ever becomes shorter."""
+
+
+def makes_settings(name: str) -> bool:
+    """The one small function that makes a part's settings of the whole: `of(config)`, `batch_settings(config)`."""
+    return name == "of" or name.endswith("settings")
+
+
+def whole(path: Path) -> Iterator[str]:
+    """`name:line` of each function that takes `Config`, and of each class that has it as a field."""
+    is_actor = path.relative_to(ROOT).parts[0] == "actors"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            allowed = makes_settings(node.name) or (is_actor and node.name == "__init__")
+            annotations = [] if allowed else [argument.annotation for argument in all_arguments(node.args)]
+        elif isinstance(node, ast.ClassDef):
+            annotations = [inner.annotation for inner in node.body if isinstance(inner, ast.AnnAssign)]
+        else:
+            continue
+        if any(names_config(annotation) for annotation in annotations):
+            yield f"{node.name}:{node.lineno}"
+
+
+def all_arguments(arguments: ast.arguments) -> list[ast.arg]:
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+
+
+def names_config(annotation: ast.expr | None) -> bool:
+    """Whether an annotation names `Config`, alone or as a part of it (`Config | None`)."""
+    nodes = [] if annotation is None else ast.walk(annotation)
+    return any(
+        (isinstance(node, ast.Name) and node.id == "Config")
+        or (isinstance(node, ast.Attribute) and node.attr == "Config")
+        or (isinstance(node, ast.Constant) and node.value == "Config")
+        for node in nodes
+    )
+
+
+def test_no_function_behind_the_edge_takes_the_whole_configuration() -> None:
+    files = [path for folder in ("service", "actors") for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = {
+        name: functions
+        for path in files
+        if not (name := str(path.relative_to(ROOT))).startswith(EDGE) and (functions := list(whole(path)))
+    }
+    assert {name: functions for name, functions in found.items() if name not in STILL_WHOLE} == {}
+    assert [name for name in STILL_WHOLE if name not in found] == [], "clean: take it off the list"
