@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from actors.buffer.actor import BufferActor, Leased  # first: Ray reads the environment that `actors` sets
-from actors.driver.watchdog import MARK, start_watchdog
+from actors.watchdog import MARK, start_watchdog
 
 # isort: split
 import ray

@@ -102,7 +102,7 @@ class World:
         self.trainer = TrainerGroup(config, self.ranks)
         self.trainer.nodes = nodes[:n_ranks]
         self.sent: list[Sent] = []
-        self.files = NodeFiles(config.weights, self.holders, self.trainer, self.sent.append)
+        self.files = NodeFiles(config.weights, self.holders, self.trainer, lambda *sent: self.sent.append(Sent(*sent)))
         for number, name in enumerate(self.holders, start=n_ranks):
             self.files.register(name, nodes[number])
         self._step = 0

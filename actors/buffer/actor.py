@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -13,7 +13,6 @@ from actors.calls import resolve_actor
 from actors.heap import freeze_heap
 from actors.observe.logs import keep_log
 from actors.observe.telemetry import BufferTelemetry
-from actors.scorers.actor import workers
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import RunFailed
@@ -29,7 +28,7 @@ from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.rollout.prompts.dataset import load_tasks, rows_digest
-from service.scorers.asking import Asking
+from service.scorers.asking import Asking, Worker
 from service.trace.trajectories.records import LostTrajectories, trajectory_records
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
 
@@ -78,7 +77,9 @@ class BufferActor:
         journal_folder: str,
         hub: Any,
         routing: Routing | None = None,
+        workers: Callable[[Config], Mapping[str, Sequence[Worker]]] = lambda config: {},
     ) -> None:
+        """`workers`: how the processes of each scorer are asked."""
         keep_log("buffer")
         self._config = Config.model_validate_json(config_json)
         sys.setswitchinterval(SWITCH_SECONDS)

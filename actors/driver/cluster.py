@@ -38,17 +38,17 @@ from actors.driver.placement import (
     say_buffer_is_elsewhere,
 )
 from actors.driver.signals import run_beside, when_stuck
-from actors.driver.watchdog import MARK, start_watchdog
 from actors.engine.arguments import SCRATCH
 from actors.generator.actor import Generator
 from actors.generator.retrieval import with_retrieval
 from actors.generator.scaling import Placed
 from actors.observe.logs import log_env
 from actors.observe.metrics_hub import MetricsHub
-from actors.scorers.actor import actor_names, place_scorers
-from actors.scorers.frozen import place_roles
+from actors.scorers.actor import actor_names, place_scorers, workers
+from actors.scorers.frozen import ask_role, place_roles
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
+from actors.watchdog import MARK, start_watchdog
 from service.agents.keys import Keys
 from service.config import Config
 from service.environment_variables import SAFE_PATH, USER_FOLDER
@@ -188,14 +188,16 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     buffer = (
         ray.remote(BufferActor)
         .options(name=BUFFER, **buffer_options(config))
-        .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing)
+        .remote(
+            config_json, prepared.vocab_size, str(prepared.tasks_file), str(journal), HUB, prepared.routing, workers
+        )
     )
 
     def generator(number: int, of: PlacementGroup, bundle: int, max_restarts: int) -> Any:
         name, paths = f"generator-{number}", (str(prepared.model_folder), str(prepared.tasks_file))
         options = engine_options(config, gpus, of, bundle)
         actor = ray.remote(Generator).options(name=name, max_restarts=max_restarts, **options)
-        return actor.remote(name, config_json, *paths, BUFFER, HUB, keys, number, str(prepared.base))
+        return actor.remote(name, config_json, *paths, BUFFER, HUB, keys, number, str(prepared.base), ask_role)
 
     async def place(number: int) -> Placed:
         own = [engine_bundle(config, gpus)]

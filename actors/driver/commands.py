@@ -84,7 +84,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("data.eval: there is no evaluation set; add data.eval.NAME=FILE or data.eval_make_rows=200")
     refuse_missing_vllm()
     with phase(LOADING):
-        from actors.evaluation.command import evaluate
+        from actors.driver.evaluate import evaluate
 
     found = evaluate(config, chosen, say)
     print(table(found.sets))

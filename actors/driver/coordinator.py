@@ -22,8 +22,8 @@ from actors.observe.logs import say_which_are_elsewhere
 from actors.observe.metrics_hub import ray_targets, run_target, serving
 from actors.observe.telemetry import RunTelemetry
 from actors.scorers.actor import all_up
-from actors.trainer.group import TrainerLost
 from actors.trainer.profiles import Profiles
+from actors.weights.source import TrainerLost
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.verbs import WaitReason

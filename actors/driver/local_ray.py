@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from actors.calls import in_a_line
-from actors.driver.watchdog import end_processes
+from actors.watchdog import end_processes
 from service.errors import RunFailed
 from service.run.phases import say
 

@@ -26,9 +26,8 @@ import pydantic
 
 from actors.engine.arguments import OWNER_PID, can_overflow, engine_arguments
 from actors.engine.arguments import engine_env as engine_env
-from actors.engine.times import EngineTimes
+from actors.engine.load import EngineLoad, EngineTimes
 from actors.engine.update import load, start_adapter
-from actors.generator.group_limit import EngineLoad
 from actors.heap import freeze_heap
 from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.cuda_ipc import ipc_update_info

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.calls import in_a_line
-from actors.evaluation.evaluator import Kept, evaluate_on
-from actors.generator.generator_pool import GENERATOR_FAILED, GeneratorPool
+from actors.evaluation.evaluator import evaluate_on
+from actors.generator.generator_pool import GENERATOR_FAILED, GeneratorPool, Kept
 from service.config import Config
 from service.errors import Starved
 from service.evaluation.report import table

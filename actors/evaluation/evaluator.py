@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from actors.calls import call
 from actors.engine.engine import VllmEngine
@@ -17,16 +17,6 @@ from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, sum
 from service.rollout.player import Player
 from service.types import PolicyVersion
 from service.user_code import enter_user_folder
-
-
-class Kept(NamedTuple):
-    """Engines that keep a version while others go on."""
-
-    version: PolicyVersion
-    generators: dict[str, Any]
-    """By name."""
-    arriving: asyncio.Task[float] | None
-    """Ends when these engines have the version; None: they have it."""
 
 
 async def evaluate_on(

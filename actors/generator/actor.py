@@ -28,7 +28,6 @@ from actors.generator.group_limit import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
-from actors.scorers.frozen import ask_role
 from actors.weights.checksum import WeightBytes
 from actors.weights.image_holder import ImageHolder
 from actors.weights.weight_group import Meeting
@@ -43,6 +42,7 @@ from service.handoff.steps.wire import accepted_steps
 from service.handoff.verbs import Assignment
 from service.observe.measure import measure_states, measure_steps
 from service.observe.metrics import Metrics
+from service.rollout.chat.frozen import Served
 from service.rollout.environment import Task
 from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks, task_of
@@ -80,9 +80,11 @@ class Generator(ImageHolder):
         keys: Keys | None = None,
         number: int = 0,
         base: str | None = None,
+        ask_role: Served | None = None,
     ) -> None:
         """`keys`: those of the run's agents; `number`: which of the run's generators it is, from 0; `base`: the folder
-        of the engine's weights, which is there when the engine starts; None: `model_folder`."""
+        of the engine's weights, which is there when the engine starts; None: `model_folder`; `ask_role`: asks
+        the model of a frozen role that the run serves."""
         super().__init__()
         keep_log(name)
         self._name = name

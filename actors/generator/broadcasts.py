@@ -16,8 +16,8 @@ import ray.exceptions
 from torch._C._distributed_c10d import TCPStore
 
 from actors.calls import call, in_a_line
-from actors.trainer.group import TrainerGroup
 from actors.weights.checksum import PublishedWeights
+from actors.weights.source import WeightSource
 from actors.weights.weight_group import OVER, Meeting, open_store
 from service.config import Config
 from service.errors import BatonError, RunFailed, WeightsCutOff
@@ -46,7 +46,7 @@ class Group(NamedTuple):
 class Broadcasts:
     """Sends weights to engines by one group of them and the trainer's first rank."""
 
-    def __init__(self, config: Config, generators: Mapping[str, Any], trainer: TrainerGroup) -> None:
+    def __init__(self, config: Config, generators: Mapping[str, Any], trainer: WeightSource) -> None:
         self._generators = generators
         self._trainer = trainer
         self._workers = config.generator.tensor_parallel_size

@@ -12,19 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.calls import CALL_SECONDS, call, in_a_line, may_be_dropped
-from actors.evaluation.evaluator import Kept
 from actors.generator.broadcasts import Broadcasts
 from actors.observe.telemetry import RunTelemetry
-from actors.trainer.group import TrainerGroup, TrainerLost
 from actors.weights.checksum import PublishedWeights
 from actors.weights.node_files import NodeFiles
+from actors.weights.source import TrainerLost, WeightSource
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved, UserError, WeightsGone
 from service.types import PolicyVersion
@@ -43,6 +42,16 @@ GENERATOR_FAILED = (ray.exceptions.RayActorError, BatonError)
 """Errors of a call to a generator whose process, engine or node died; any other error is a bug."""
 
 
+class Kept(NamedTuple):
+    """Engines that keep a version while others go on."""
+
+    version: PolicyVersion
+    generators: dict[str, Any]
+    """By name."""
+    arriving: asyncio.Task[float] | None
+    """Ends when these engines have the version; None: they have it."""
+
+
 class GeneratorPool:
     """The generators of a run behind one object; each fails and restarts independently of the others."""
 
@@ -50,7 +59,7 @@ class GeneratorPool:
         self,
         config: Config,
         generators: Sequence[Any],
-        trainer: TrainerGroup,
+        trainer: WeightSource,
         telemetry: RunTelemetry,
         say: Callable[[str], None],
         buffer: Any = None,

@@ -7,59 +7,14 @@ Fewer open groups then finish sooner than many that preempt each other.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
+from actors.engine.load import EngineLoad
 from service.config import Config
 
 SHRINK_FACTOR = 0.75
 """Fraction of the open groups that may stay open after a preemption."""
 ROOM_RATIO = 0.8
 """Fraction of the KV cache in use below which one more group may open."""
-
-UNREPORTED = 4
-"""Most preemptions by updates that a request is taken to report with its next token, on average over all requests."""
-
-
-class EngineLoad(NamedTuple):
-    """How busy an engine is."""
-
-    running: int
-    """Requests in the batch."""
-    waiting: int
-    """Requests that wait for a place in the batch."""
-    kv_cache_ratio: float
-    """Fraction of the KV cache in use."""
-    preemptions: int
-    """Requests preempted so far because the KV cache was full; those that a weight update preempts do not count."""
-
-
-class Overflows:
-    """Counts the preemptions because of a full KV cache, without those of weight updates, which preempt all requests.
-
-    vLLM reports a preemption with the request's next token only, in some later step, and gives no reason for it.
-
-    >>> overflows = Overflows()
-    >>> overflows.updated(running=3, waiting=0)
-    >>> for reported in (2, 0, 1, 1): overflows.reported(reported)
-    >>> overflows.preemptions
-    1
-    """
-
-    def __init__(self) -> None:
-        self.preemptions = 0
-        self._by_updates = 0
-        """Preemptions by updates that are not reported yet."""
-
-    def updated(self, running: int, waiting: int) -> None:
-        """An update preempted the running requests, some of which have not reported an earlier preemption yet."""
-        # Cancelled requests report nothing: without a bound, ever more reports would be expected of the others.
-        self._by_updates = min(self._by_updates + running, UNREPORTED * (running + waiting))
-
-    def reported(self, preemptions: int) -> None:
-        """A step reported so many preemptions."""
-        by_updates = min(self._by_updates, preemptions)
-        self._by_updates -= by_updates
-        self.preemptions += preemptions - by_updates
 
 
 class GroupLimit:

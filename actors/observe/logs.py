@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.driver.watchdog import MARK
+from actors.watchdog import MARK
 from service.config import Config
 from service.environment_variables import LOG_FOLDER
 from service.run import log_file

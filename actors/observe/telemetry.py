@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.observe.reporting import Reporter
-from actors.weights.chain import Sent
 from service.config import Config
 from service.handoff.buffer import Buffer
 from service.observe.measure import (
@@ -78,12 +77,12 @@ class RunTelemetry:
         """An optimizer step was not applied."""
         self._reporter.metrics.count("baton_aborted_steps_total")
 
-    def sent(self, sent: Sent) -> None:
-        """Weights left the trainer's ranks."""
-        self._reporter.metrics.count("baton_weight_sent_bytes_total", sent.n_bytes)
-        if sent.changed is not None:
-            self._reporter.metrics.set("baton_weight_changed_ratio", sent.changed)
-            self._report_run(weights_changed=sent.changed)
+    def sent(self, n_bytes: int, changed: float | None) -> None:
+        """Weights left the trainer's ranks; `changed`: see `actors.weights.chain.Sent`."""
+        self._reporter.metrics.count("baton_weight_sent_bytes_total", n_bytes)
+        if changed is not None:
+            self._reporter.metrics.set("baton_weight_changed_ratio", changed)
+            self._report_run(weights_changed=changed)
 
     def sync_failed(self) -> None:
         """An engine did not load new weights."""

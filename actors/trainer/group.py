@@ -16,18 +16,15 @@ from actors.calls import answer, call, in_a_line
 from actors.weights.bucket import Bucket
 from actors.weights.checksum import EMPTY_CHECKSUM, PublishedWeights
 from actors.weights.part import check_parts
+from actors.weights.source import TrainerLost
 from actors.weights.weight_group import Meeting
 from service.config import Config
-from service.errors import BatonError, RunFailed, Starved
+from service.errors import RunFailed, Starved
 from service.learn.learner import StepReport
 from service.types import PolicyVersion, SupervisedRow
 
 RETRY_SECONDS = 0.5
 """Pause before ranks that are not up yet are called again."""
-
-
-class TrainerLost(BatonError):
-    """A rank died, raised or did not answer; its group cannot go on."""
 
 
 class TrainerGroup:

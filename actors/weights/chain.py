@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import ray.exceptions
 
 from actors.calls import answer, call, first_error
-from actors.trainer.group import TrainerGroup, TrainerLost
 from actors.weights.bucket import Bucket
 from actors.weights.part import Part
 from actors.weights.publication import ALIGNED
+from actors.weights.source import TrainerLost, WeightSource
 from service.errors import BatonError, Starved
 from service.types import PolicyVersion
 
@@ -66,7 +66,7 @@ class Chain:
     def __init__(
         self,
         generators: Mapping[str, Any],
-        trainer: TrainerGroup,
+        trainer: WeightSource,
         images: Mapping[str, int],
         paths: dict[str, str],
         ways: Sequence[Sequence[str]],

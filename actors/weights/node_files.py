@@ -19,10 +19,10 @@ from typing import Any
 import ray.exceptions
 
 from actors.calls import call, may_be_dropped
-from actors.trainer.group import TrainerGroup
-from actors.weights.chain import Chain, Replaced, Sent
+from actors.weights.chain import Chain, Replaced
 from actors.weights.checksum import PublishedWeights
 from actors.weights.part import alike
+from actors.weights.source import WeightSource
 from service.config import WeightsConfig
 from service.errors import BatonError, Starved
 from service.types import PolicyVersion
@@ -57,9 +57,10 @@ class NodeFiles:
         self,
         config: WeightsConfig,
         generators: Mapping[str, Any],
-        trainer: TrainerGroup,
-        report: Callable[[Sent], None] = lambda sent: None,
+        trainer: WeightSource,
+        report: Callable[[int, float | None], None] = lambda n_bytes, changed: None,
     ) -> None:
+        """`report` is given the bytes that left the ranks, and which fraction of the elements had changed."""
         self._generators, self._trainer, self._report = generators, trainer, report
         self._deadline, self._keeps, self._by_memory = config.sync_deadline, config.delta, config.transport == "memory"
         self._node_of: dict[str, str] = {}
@@ -162,7 +163,7 @@ class NodeFiles:
     ) -> None:
         """Fill these images; in the end each has a path, or an error."""
         try:
-            self._report(await chain.send(version, weights.parts))
+            self._report(*await chain.send(version, weights.parts))
         except Replaced:
             chain.paths.clear()
         except Exception as error:  # noqa: BLE001 - raised to all who wait for a path

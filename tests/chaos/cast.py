@@ -29,6 +29,7 @@ from actors.driver.checkpointer import Checkpointer
 from actors.generator.claims import Claimer
 from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.logs import keep_log
+from actors.scorers.actor import workers
 from service.columns import digest
 from service.config import Config
 from service.files import partial_file, write_atomic
@@ -170,7 +171,7 @@ class DoomedBuffer(BufferActor):
         disk = DoomedDisk(self._doom)
         actors.buffer.actor.Journal = partial(Journal, disk=disk, segment_bytes=segment_bytes)  # type: ignore[misc]
         self._noted = noted_scores(self._folder)
-        super().__init__(config_json, VOCABULARY, str(self._folder / "tasks.jsonl"), journal, hub)
+        super().__init__(config_json, VOCABULARY, str(self._folder / "tasks.jsonl"), journal, hub, workers=workers)
         self._look()
         with (self._folder / "restarts.txt").open("a") as file:
             file.write(f"{time.monotonic() - began}\n")

@@ -18,7 +18,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from actors.driver.watchdog import MARK, start_watchdog  # first: Ray reads the environment that `actors` sets
+from actors.watchdog import MARK, start_watchdog  # first: Ray reads the environment that `actors` sets
 
 # isort: split
 import ray

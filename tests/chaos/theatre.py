@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from actors.driver.watchdog import marked_processes
+from actors.watchdog import marked_processes
 
 ROOT = Path(__file__).parents[2]
 N_SAMPLES = 2

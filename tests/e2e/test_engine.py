@@ -20,7 +20,8 @@ from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.engine.engine import VllmEngine, WeightUpdate, engine_env
-from actors.generator.group_limit import EngineLoad, GroupLimit
+from actors.engine.load import EngineLoad
+from actors.generator.group_limit import GroupLimit
 from actors.weights.bucket import Bucket
 from actors.weights.node_image import NodeImage
 from actors.weights.part import Part

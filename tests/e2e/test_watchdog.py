@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.watchdog import DEADLINE, marked_processes
+from actors.watchdog import DEADLINE, marked_processes
 from tests.waiting import until
 
 SECONDS = 4 * DEADLINE
@@ -16,7 +16,7 @@ SECONDS = 4 * DEADLINE
 DRIVER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from actors.driver.watchdog import MARK, start_watchdog
+from actors.watchdog import MARK, start_watchdog
 mark, folder = sys.argv[1], Path(sys.argv[2])
 os.environ[MARK] = mark
 start_watchdog(mark, folder)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.engine import times as engine_times
-from actors.engine.times import EngineTimes
+from actors.engine import load as engine_load
+from actors.engine.load import EngineTimes
 from actors.generator import activity
 from actors.generator.activity import Activity
 from service.observe import recorder
@@ -23,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (activity, engine_times):
+    for module in (activity, engine_load):
         monkeypatch.setattr(module.time, "monotonic", made.monotonic)
     monkeypatch.setattr(recorder.States.__init__, "__defaults__", (made.monotonic,))
     return made

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from ray.exceptions import ObjectLostError
 
-from actors.trainer.group import TrainerLost
 from actors.weights.bucket import Bucket, bucket_of
 from actors.weights.chain import MIN_BYTES, Chain, Replaced, Sent
 from actors.weights.part import Part
+from actors.weights.source import TrainerLost
 from service.errors import Starved
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import Method, Stores, died

@@ -17,7 +17,7 @@ from actors.buffer.actor import Leased
 from actors.driver import coordinator
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import TARGETS_SECONDS, Coordinator
-from actors.trainer.group import TrainerLost
+from actors.weights.source import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
 from service.handoff.steps.validate import Routing

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from actors.driver import evaluate as command
 from actors.driver import placement
 from actors.driver.node_check import RunFiles
 from actors.driver.placement import Bundle, reserve
-from actors.evaluation import command
 from service.config import load_config
 from service.errors import RunFailed
 from service.evaluation.scores import EvalTrajectory

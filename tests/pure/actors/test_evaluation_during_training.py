@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from actors.evaluation.during_training import Evaluations
-from actors.evaluation.evaluator import Kept
-from actors.generator.generator_pool import GeneratorPool
+from actors.generator.generator_pool import GeneratorPool, Kept
 from service.config import load_config
 from service.errors import RunFailed
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize

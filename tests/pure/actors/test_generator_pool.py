@@ -13,9 +13,8 @@ from ray.exceptions import ObjectLostError
 
 import actors.generator.generator_pool
 from actors.generator.generator_pool import GeneratorPool
-from actors.trainer.group import TrainerLost
-from actors.weights.chain import Sent
 from actors.weights.checksum import PublishedWeights
+from actors.weights.source import TrainerLost
 from actors.weights.weight_group import OVER, Meeting
 from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
@@ -54,7 +53,7 @@ class FakeTelemetry:
     def sync_failed(self) -> None:
         self.failed += 1
 
-    def sent(self, sent: Sent) -> None:
+    def sent(self, n_bytes: int, changed: float | None) -> None:
         pass
 
 

@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 
-from actors.generator.group_limit import UNREPORTED, EngineLoad, GroupLimit, Overflows
+from actors.engine.load import UNREPORTED, EngineLoad, Overflows
+from actors.generator.group_limit import GroupLimit
 
 
 def load(kv_cache_ratio: float = 0.5, preemptions: int = 0) -> EngineLoad:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.evaluation.command import logs_kept_on_failure
+from actors.driver.evaluate import logs_kept_on_failure
 from actors.observe.logs import begin_logs, elsewhere, log_env, say_which_are_elsewhere
 from service.config import Config
 from service.errors import RunFailed

@@ -8,7 +8,7 @@ import pytest
 
 from actors.driver import cluster, local_ray
 from actors.driver.local_ray import RAYLET_ERRORS, START_TRIES
-from actors.driver.watchdog import MARK
+from actors.watchdog import MARK
 from service.config import Config
 from service.errors import RunFailed
 

@@ -13,7 +13,6 @@ import actors.generator.generator_pool
 from actors.generator import scaling
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
-from actors.weights.chain import Sent
 from actors.weights.checksum import PublishedWeights
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig
@@ -74,7 +73,7 @@ class Told:
     def generators(self, expected: int) -> None:
         self.expected.append(expected)
 
-    def sent(self, sent: Sent) -> None:
+    def sent(self, n_bytes: int, changed: float | None) -> None:
         pass
 
     def left(self, generator: str) -> None:

@@ -25,14 +25,13 @@ def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_calls(
         scorers={"judge": {"use": "mine:judge"}},
     )
     judge = Fake(lambda row, time: GOOD)
-    monkeypatch.setattr(actors.buffer.actor, "workers", lambda config: {"judge": [judge]})
     monkeypatch.setattr(actors.buffer.actor, "lock_journal", lambda folder, seconds: io.StringIO())
     (tmp_path / "tasks.jsonl").write_text('{"uid": "p0", "prompt": "a"}\n')
 
     async def scene() -> None:
         hub = SimpleNamespace(push=SimpleNamespace(remote=lambda *told: None))
         told = (settings.model_dump_json(), 500, str(tmp_path / "tasks.jsonl"), str(tmp_path / "journal"), hub)
-        actor = BufferActor(*told)
+        actor = BufferActor(*told, workers=lambda config: {"judge": [judge]})
         await actor.join("trainer", "trainer")
         await asyncio.sleep(0)
         generator = Generator(actor._buffer)

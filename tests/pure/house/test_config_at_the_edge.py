@@ -59,7 +59,6 @@ STILL_WHOLE: tuple[str, ...] = (
     "service/trace/trajectories/records.py",
     "actors/engine/arguments.py",
     "actors/engine/vllm_parser.py",
-    "actors/evaluation/command.py",
     "actors/generator/retrieval.py",
     "actors/observe/logs.py",
     "actors/scorers/actor.py",

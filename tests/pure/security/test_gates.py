@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from actors import RAY_ENV
+from actors.driver import evaluate as evaluating
 from actors.driver import run as running
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.engine.arguments import engine_arguments, engine_env
-from actors.evaluation import command as evaluating
 from actors.weights.bucket import Bucket
 from actors.weights.node_image import NodeImage
 from actors.weights.part import Part
