@@ -39,8 +39,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     resume: Path | None = None
     if arguments.resume is not None:
         from service.run.resuming import folder_to_resume, resumed
+        from service.store.fetch import from_store
 
-        resume, overrides = folder_to_resume(arguments.resume, arguments.config, overrides, say)
+        resume, overrides = folder_to_resume(arguments.resume, arguments.config, overrides, from_store)
         arguments.config.insert(0, resume / CONFIG)
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.agents.keys import WORKER_KEY, worker_key

@@ -41,6 +41,8 @@ from service.run.phases import phase, say
 from service.run.prepare import Prepared, check_checkpoint, prepare
 from service.run.progress import end_early
 from service.run.writer import RunWriter
+from service.scorers.teacher import check_tokenizers
+from service.scorers.user import check_scorers
 from service.store.claim import claim_store
 from service.store.objects import open_store
 from service.store.uploads import Uploads
@@ -92,7 +94,9 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
     """Prepare and train; if the data or the model is refused, the folder of a new run is deleted."""
     with phase("preparing the data and the model"):
         try:
+            check_scorers(config.scorers)
             prepared = prepare(with_absolute_paths(config), folder.path)
+            check_tokenizers(with_absolute_paths(config).scorers, prepared.model_folder)
             keys = run_keys(folder.path, config, os.environ.pop(WORKER_KEY, ""))
             uploads = claimed_store(config, folder) if manifest is None else None
         except UserError:

@@ -20,6 +20,7 @@ from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.observe.hub import Hub
+from service.plan.live_binding import Window
 from service.run.folder import TIMELINE
 from service.run.metrics_port import DEFAULT_PORT, bind_message
 from service.trace.files import TraceFiles
@@ -65,7 +66,7 @@ class MetricsHub:
         config = Config.model_validate_json(config_json)
         self._host = config.metrics.host
         self._port = DEFAULT_PORT if config.metrics.port is None else config.metrics.port
-        self._hub = Hub(SystemClock())
+        self._hub = Hub(SystemClock(), Window())
         self._timeline = None if run_folder is None else TraceFiles(Path(run_folder) / TIMELINE)
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None

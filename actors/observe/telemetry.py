@@ -21,6 +21,7 @@ from service.observe.measure import (
 from service.observe.metrics import Metrics
 from service.observe.recorder import States
 from service.observe.status import buffer_report, run_report
+from service.scorers.reply import REASONS
 from service.store.uploads import Uploads
 from service.types import PolicyVersion
 from service.version import installed_version
@@ -117,7 +118,7 @@ class BufferTelemetry:
     """Reports the buffer's ledger and the mini-batches that it leases."""
 
     def __init__(self, config: Config, hub: Any, buffer: Buffer) -> None:
-        self._config = config
+        self._limit_bytes = config.buffer.max_bytes
         self._buffer = buffer
         self._reporter = Reporter("buffer", "buffer", config, hub, self._refresh)
         self.batches = LeasedBatches(self._reporter.metrics)
@@ -155,5 +156,5 @@ class BufferTelemetry:
         idle = time.monotonic() - self._began - self._syncing
         metrics.count_to("baton_journal_syncs_total", self._syncs)
         measure_states(metrics, {"syncing": self._syncing, "idle": idle})
-        measure_buffer(metrics, status, self._config)
+        measure_buffer(metrics, status, self._limit_bytes, REASONS)
         self._reporter.report("buffer", buffer_report(status, time.time()))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from service.clock import Clock
 from service.observe.metrics_table import BY_NAME, TABLE
 from service.observe.status import PARTS, Status, status_document
-from service.plan.live_binding import Figures, Limits, Live, Window
 
 SILENT_SECONDS = 10.0
 """An actor that has pushed nothing for this long counts as down; the hub no longer serves its gauges."""
@@ -44,7 +43,7 @@ _HEADER = re.compile(rb"^# HELP (\w+) .*\n# TYPE \w+ \w+\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class _Pushed:
+class Pushed:
     """The last push of one actor: its lines of samples, by family."""
 
     role: str
@@ -87,18 +86,31 @@ class _Pushed:
         return f'{name}{{ident="{self.ident}",role="{self.role}"}} {value!r}\n'.encode()
 
 
+class Bottleneck(Protocol):
+    """Finds out which part of the run the others wait for; `run` is the last report of the part `run`."""
+
+    def sample(self, now: float, actors: Iterable[Pushed]) -> None:
+        """Look at what the actors have pushed, once a second at most."""
+
+    def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
+        """The part that binds, and the fraction of minutes for which one side waited for the other."""
+
+    def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What binds now, for the status document; None where too little is known."""
+
+
 class Hub:
     """Keeps the last snapshot of every actor and the last report of every part of the run."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, bottleneck: Bottleneck | None = None) -> None:
         self._clock = clock
-        self._sources: dict[str, _Pushed] = {}
+        self._bottleneck = bottleneck
+        self._sources: dict[str, Pushed] = {}
         self._parts: dict[str, dict[str, Any]] = {}
         self._accepted: deque[tuple[float, float]] = deque(maxlen=RATE_REPORTS)
         self._calls: dict[str, deque[tuple[float, float]]] = {}
         """By actor: when it pushed, and how many calls of agents it had answered."""
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
-        self._window = Window()
 
     def push(self, source: str, snapshot: bytes) -> None:
         """Store the metrics of `role/ident` in place of the previous ones.
@@ -112,7 +124,7 @@ class Hub:
             raise ValueError(f"{MAX_SOURCES} names are known already; {source} is one too many")
         role, _, ident = source.partition("/")
         now = self._clock.monotonic()
-        pushed = self._sources[source] = _Pushed(role, ident or role, now, _families(snapshot))
+        pushed = self._sources[source] = Pushed(role, ident or role, now, _families(snapshot))
         if calls := pushed.by_label("baton_agent_calls_total", "dialect"):
             self._calls.setdefault(source, deque(maxlen=RATE_REPORTS)).append((now, sum(calls.values())))
 
@@ -129,8 +141,8 @@ class Hub:
         if part == "buffer" and "accepted_tokens" in report:
             self._accepted.append((self._clock.monotonic(), report["accepted_tokens"]))
             self._parts[part]["tokens_per_second"] = _rate(self._accepted)
-            if self._window.is_due(now := self._clock.monotonic()):
-                self._window.add(self._figures(now))
+            if self._bottleneck is not None:
+                self._bottleneck.sample(self._clock.monotonic(), self._sources.values())
         if part == "step" and "trainer/global_step" in report:
             while self._steps and self._steps[-1]["trainer/global_step"] >= report["trainer/global_step"]:
                 self._steps.pop()  # a trainer that went back to a checkpoint repeats these steps
@@ -147,39 +159,6 @@ class Hub:
         counts = {state: int(count) for state, count in sessions.items()}
         return {"sessions": counts, "calls_per_second": calls_per_second} if counts else {}
 
-    def _figures(self, now: float) -> Figures:
-        """The totals from which follows what binds the run."""
-        by_role: dict[str, dict[str, dict[str, float]]] = {}
-        trajectories: Counter[str] = Counter()
-        played = 0.0
-        for pushed in self._sources.values():
-            if states := pushed.by_label("baton_state_seconds_total", "state"):
-                by_role.setdefault(pushed.role, {})[pushed.ident] = states
-            trajectories.update(pushed.of_histogram("baton_trajectory_seconds", "sum", "part"))
-            played += max(pushed.of_histogram("baton_trajectory_seconds", "count", "part").values(), default=0.0)
-        sampled = [pushed for pushed in self._sources.values() if pushed.role == "generator"]
-        driver, buffer = self._sources.get("driver/driver"), self._sources.get("buffer/buffer")
-        return Figures(
-            now,
-            driver.total("baton_optimizer_steps_total") if driver is not None else 0.0,
-            by_role.get("driver", {}).get("driver", {}),
-            by_role.get("generator", {}),
-            by_role.get("trainer", {}),
-            trajectories,
-            {pushed.ident: pushed.total("baton_generated_tokens_total") for pushed in sampled},
-            played,
-            by_role.get("buffer", {}).get("buffer", {}).get("syncing", 0.0),
-            buffer.total("baton_journal_syncs_total") if buffer is not None else 0.0,
-            driver.of_histogram("baton_weight_sync_seconds", "sum", "role").get("driver", 0.0)
-            if driver is not None
-            else 0.0,
-        )
-
-    def _limits(self) -> Limits:
-        run = self._parts.get("run", {})
-        ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
-        return Limits(run.get("ranks", 1), run.get("lookahead", 2), ahead)
-
     def page(self) -> bytes:
         """All metrics as Prometheus text; families in the order of the table."""
         now = self._clock.monotonic()
@@ -191,8 +170,8 @@ class Hub:
             elif metric.name == "baton_actor_age_seconds":
                 lines = [actor.sample(metric.name, actor.age(now)) for actor in actors]
             elif metric.name == "baton_binding_ratio":
-                found = self._window.live(self._limits())
-                lines = [] if found is None else [_binding_sample(metric.name, found)]
+                found = None if self._bottleneck is None else self._bottleneck.waits(self._parts.get("run", {}))
+                lines = [] if found is None else [_binding_sample(metric.name, *found)]
             else:
                 served = [actor for actor in actors if metric.kind != "gauge" or actor.is_up(now)]
                 lines = [actor.samples[metric.name] for actor in served if metric.name in actor.samples]
@@ -215,8 +194,8 @@ class Hub:
             }
             for _, pushed in sorted(self._sources.items())
         ]
-        found = self._window.now(self._limits())
-        more = {"agents": self._agents(now), "binding": None if found is None else found.report()}
+        found = None if self._bottleneck is None else self._bottleneck.report(self._parts.get("run", {}))
+        more = {"agents": self._agents(now), "binding": found}
         return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:
@@ -233,9 +212,8 @@ class Hub:
         return sorted(source for source, pushed in self._sources.items() if not pushed.is_up(now))
 
 
-def _binding_sample(name: str, found: Live) -> bytes:
-    waits = 0.0 if found.found.balanced else found.found.waits
-    return f'{name}{{ident="metrics-hub",part="{found.found.part}",role="hub"}} {waits!r}\n'.encode()
+def _binding_sample(name: str, part: str, waits: float) -> bytes:
+    return f'{name}{{ident="metrics-hub",part="{part}",role="hub"}} {waits!r}\n'.encode()
 
 
 def _rate(totals: Sequence[tuple[float, float]]) -> float:

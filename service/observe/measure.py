@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,12 +15,11 @@ from service.handoff.steps.tables import by_turn
 from service.observe.alert_thresholds import alert_thresholds
 from service.observe.metrics import Metrics
 from service.observe.metrics_table import TABLE
-from service.scorers.reply import REASONS as SCORER_REASONS
+from service.observe.status import Uploaded
 from service.types import Int32s, Int64s, MiniBatch, RefusalReason, Steps, TrajectoryEnd
 
 if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
-    from service.store.uploads import Uploaded
 
 
 def measure_run(metrics: Metrics, config: Config, name: str, version: str) -> None:
@@ -94,8 +93,10 @@ def measure_ended(metrics: Metrics, ended: Sequence[tuple[TrajectoryEnd, str]]) 
         metrics.count("baton_environment_errors_total", n, env=env)
 
 
-def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> None:
-    """The state of the buffer at one revision of its ledger."""
+def measure_buffer(
+    metrics: Metrics, status: BufferStatus, limit_bytes: int, scorer_failures: Iterable[str] = ()
+) -> None:
+    """The state of the buffer at one revision of its ledger; `scorer_failures`: the reasons that there may be."""
     metrics.set_all("baton_buffer_groups", "state", status.groups)
     metrics.set_all("baton_tokens", "fate", status.tokens)
     # Every reason is there from zero on: Prometheus computes no increase for a counter that appears at one.
@@ -114,14 +115,14 @@ def measure_buffer(metrics: Metrics, status: BufferStatus, config: Config) -> No
         metrics.count_to("baton_scorer_seconds_total", of.seconds, scorer=scorer)
         for outcome, groups in (("scored", of.scored), ("fallback", of.fallbacks), ("refused", of.refused)):
             metrics.count_to("baton_scorer_groups_total", groups, scorer=scorer, outcome=outcome)
-        for reason, times in {**dict.fromkeys(SCORER_REASONS, 0), **of.failures}.items():
+        for reason, times in {**dict.fromkeys(scorer_failures, 0), **of.failures}.items():
             metrics.count_to("baton_scorer_failures_total", times, scorer=scorer, reason=reason)
     metrics.set_all("baton_curriculum_prompts", "success", status.prompts)
     metrics.count_to("baton_curriculum_passed_over_total", status.passed_over)
     metrics.set("baton_length_distance", status.length_distance, of="trajectories")
     metrics.set("baton_length_distance", status.token_length_distance, of="tokens")
     metrics.set("baton_buffer_reserved_bytes", status.reserved_bytes)
-    metrics.set("baton_buffer_limit_bytes", config.buffer.max_bytes)
+    metrics.set("baton_buffer_limit_bytes", limit_bytes)
     metrics.set("baton_journal_bytes", status.journal_position - status.journal_start)
     metrics.set("baton_journal_limit_bytes", status.journal_limit_bytes)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # `baton status` loads neither pydantic nor NumPy
     from service.config import Config
@@ -25,6 +25,19 @@ PARTS = ("run", "buffer", "step")
 """The parts that report: the driver's `run` and last `step`, and the `buffer`."""
 
 Status = dict[str, Any]
+
+
+class Uploaded(NamedTuple):
+    """How the uploads to the object store stand."""
+
+    step: int | None
+    """The newest checkpoint in the store; None: there is none."""
+    bytes: int
+    """Bytes that were uploaded so far."""
+    failures: int
+    """Attempts that failed so far."""
+    failing: str
+    """Why the newest attempt failed; empty while uploads succeed."""
 
 
 def run_report(config: Config, folder: str, now: float) -> dict[str, Any]:

@@ -7,7 +7,6 @@ step-wise training a mean is over trajectories unless the key says otherwise. `<
 from __future__ import annotations
 
 from service.observe.metrics_table import TABLE
-from service.rollout.environments.env_metrics import MAX_NAMES
 
 _RATIO = {
     "is_ratio_mean": "Mean importance ratio",
@@ -16,6 +15,9 @@ _RATIO = {
     "effective_sample_fraction": "Effective sample size by the importance ratios, (sum r)^2 / (n sum r^2), 0 to 1,",
 }
 _AT_STALENESS = "of the loss tokens at this staleness: `<versions>` is `0`, `1`, `2`, `3_4`, `5_8` or `9_up`."
+
+MAX_INFO_NAMES = 64
+"""Maximum number of names in an environment's `info` whose means are kept, so that new names take bounded memory."""
 
 STEP_KEYS: dict[str, str] = {
     "trainer/incarnation": "Incarnation of the trainer; with the step it is the policy's version.",
@@ -87,7 +89,7 @@ STEP_KEYS: dict[str, str] = {
     "eval/<set>/lost_trajectories": "Evaluated trajectories that engine or environment lost; no mean counts them.",
     "environment/<environment>/<name>": (
         "Mean of what the environment returns as `info`, over the trajectories that ended since the step before; "
-        f"at most {MAX_NAMES} names."
+        f"at most {MAX_INFO_NAMES} names."
     ),
 }
 

@@ -7,12 +7,13 @@ training:   the seconds of the driver's states, without its waits for a mini-bat
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+from service.observe.hub import Pushed
 from service.plan.binding import Binding, Demand, Part, binding
 
 WINDOW_SECONDS = 600.0
@@ -185,19 +186,61 @@ def _slow_rank(grown: Figures) -> str:
     return ""
 
 
+def figures_of(now: float, actors: Iterable[Pushed]) -> Figures:
+    """The totals that the actors have pushed."""
+    by_role: dict[str, dict[str, Mapping[str, float]]] = {"driver": {}, "buffer": {}, "generator": {}, "trainer": {}}
+    trajectories: Counter[str] = Counter()
+    steps = played = syncs = arriving = 0.0
+    tokens: dict[str, float] = {}
+    for pushed in actors:
+        if states := pushed.by_label("baton_state_seconds_total", "state"):
+            by_role.setdefault(pushed.role, {})[pushed.ident] = states
+        trajectories.update(pushed.of_histogram("baton_trajectory_seconds", "sum", "part"))
+        played += max(pushed.of_histogram("baton_trajectory_seconds", "count", "part").values(), default=0.0)
+        if pushed.role == "generator":
+            tokens[pushed.ident] = pushed.total("baton_generated_tokens_total")
+        elif pushed.role == "driver":
+            steps = pushed.total("baton_optimizer_steps_total")
+            arriving = pushed.of_histogram("baton_weight_sync_seconds", "sum", "role").get("driver", 0.0)
+        elif pushed.role == "buffer":
+            syncs = pushed.total("baton_journal_syncs_total")
+    trainer, syncing = by_role["driver"].get("driver", {}), by_role["buffer"].get("buffer", {}).get("syncing", 0.0)
+    return Figures(
+        now, steps, trainer, by_role["generator"], by_role["trainer"], trajectories, tokens, played, syncing, syncs,
+        arriving,
+    )  # fmt: skip
+
+
+def limits_of(run: Mapping[str, Any]) -> Limits:
+    """What the report of the part `run` says of the configuration."""
+    ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
+    return Limits(run.get("ranks", 1), run.get("lookahead", 2), ahead)
+
+
 class Window:
     """The totals of the last ten minutes, one each ten seconds."""
 
     def __init__(self) -> None:
         self._kept: deque[Figures] = deque(maxlen=int(WINDOW_SECONDS / SAMPLE_SECONDS) + 1)
 
-    def is_due(self, now: float) -> bool:
-        """Whether it is time for new totals."""
-        return not self._kept or now - self._kept[-1].at >= SAMPLE_SECONDS
+    def sample(self, now: float, actors: Iterable[Pushed]) -> None:
+        """Keep the totals of what the actors have pushed, if the last ones are old enough."""
+        if not self._kept or now - self._kept[-1].at >= SAMPLE_SECONDS:
+            self.add(figures_of(now, actors))
 
     def add(self, figures: Figures) -> None:
         """Keep totals."""
         self._kept.append(figures)
+
+    def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
+        """The part that binds over the whole window, and its waits; 0 in balance."""
+        found = self.live(limits_of(run))
+        return None if found is None else (str(found.found.part), 0.0 if found.found.balanced else found.found.waits)
+
+    def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What binds now, for the status document."""
+        found = self.now(limits_of(run))
+        return None if found is None else found.report()
 
     def live(self, limits: Limits) -> Live | None:
         """What binds over the whole window; None where too little is known."""

@@ -37,8 +37,6 @@ from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
 from service.run.eval_target import EvalTarget
 from service.run.folder import DATA, initial_model, warmed_model
-from service.scorers.teacher import check_tokenizer
-from service.scorers.user import check_scorers
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
@@ -75,14 +73,10 @@ def prepare(config: Config, folder: Path) -> Prepared:
     tasks_file = train_file(config.data, config.env, folder / DATA, config.run.seed)
     tasks = load_tasks(tasks_file)
     check_environments(config.env, tasks, tasks_file)
-    check_scorers(config.scorers)
     teachers_of(config, [task.extra_info for task in tasks], [task.temperature for task in tasks])
     evals = prepare_evaluation(config, folder)
     model_folder = config.model.path or make_policy(config, initial_model(config, folder))
     hf_config, tokenizer = _checked_model(model_folder)
-    for name, scorer in config.scorers.items():
-        if scorer.kind == "teacher" and (teacher := scorer.tokenizer or scorer.model) is not None:
-            check_tokenizer(name, teacher, model_folder)
     routing = routing_of_model(hf_config)
     check_bytes(config, routing.experts_per_token)
     check_engine(hf_config, config)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from service.config import Config, load
 from service.config.store_url import is_store_url
@@ -16,12 +17,16 @@ from service.errors import UserError
 from service.files import recover_folder
 from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, SUMMARY, find_run, lock_run, no_such_run
-from service.store.fetch import fetched
-from service.store.objects import open_store
+
+
+class FromStore(Protocol):
+    """Makes the folder of a run from the store at an address: `into` that folder, or a new one in `run.dir`."""
+
+    def __call__(self, url: str, load: Callable[[Path], Config], into: Path | None = None) -> Path: ...
 
 
 def folder_to_resume(
-    run: str, configs: Sequence[Path], overrides: Sequence[str], say: Callable[[str], None]
+    run: str, configs: Sequence[Path], overrides: Sequence[str], from_store: FromStore
 ) -> tuple[Path, list[str]]:
     """The folder of the run that a word names, with the overrides of its configuration.
 
@@ -36,13 +41,13 @@ def folder_to_resume(
         return load([*files, *configs], overrides).config
 
     if is_store_url(run):
-        return fetched(open_store(run), loaded, say), [*overrides, f"run.store={run}"]
+        return from_store(run, loaded), [*overrides, f"run.store={run}"]
     folder = find_run(run)
     store = loaded().run.store if folder is None and configs else None
     if folder is not None and not any(any((folder / name).glob("*")) for name in (CHECKPOINTS, JOURNAL)):
         store = loaded(folder / CONFIG).run.store
     if store is not None:
-        folder = fetched(open_store(store), loaded, say, into=folder and folder.resolve())
+        folder = from_store(store, loaded, into=folder and folder.resolve())
     if folder is None:
         raise no_such_run(run, besides="the address of a store, ")
     return folder.resolve(), [*overrides]

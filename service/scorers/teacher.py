@@ -9,7 +9,7 @@ The steps are merged into rows, so that what steps share is computed once; each 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from service.columns import lengths_of
+from service.config.rollout import ScorerConfig
 from service.errors import UserError
 from service.handoff.prefixes.merge import merge
 from service.rollout.chat.tokenizer import load_tokenizer
@@ -68,6 +69,13 @@ def tokenizer_digest(folder: Path) -> str:
     """Changes when a token has another id."""
     vocabulary: dict[str, Any] = load_tokenizer(folder).get_vocab()
     return xxhash.xxh3_64_hexdigest(repr(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))).encode())
+
+
+def check_tokenizers(scorers: Mapping[str, ScorerConfig], model_folder: Path) -> None:
+    """`check_tokenizer` of every teacher whose tokenizer is on this machine."""
+    for name, scorer in scorers.items():
+        if scorer.kind == "teacher" and (teacher := scorer.tokenizer or scorer.model) is not None:
+            check_tokenizer(name, teacher, model_folder)
 
 
 def check_tokenizer(name: str, folder: Path, model_folder: Path) -> None:

@@ -21,6 +21,7 @@ from service.errors import StoreFailed, UserError
 from service.files import sync
 from service.run.checkpoints import Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
+from service.run.phases import say
 from service.store.claim import FolderMark, Lost
 from service.store.contents import (
     RunMark,
@@ -31,13 +32,18 @@ from service.store.contents import (
     read_reached,
     stored_steps,
 )
-from service.store.objects import Objects
+from service.store.objects import Objects, open_store
 
 AT_ONCE = 8
 """Files that are read at once."""
 
 Load = Callable[[Path], Config]
 """Reads the configuration of a run, with what the command line sets over it."""
+
+
+def from_store(url: str, load: Load, into: Path | None = None) -> Path:
+    """As `fetched`, from the store at an address."""
+    return fetched(open_store(url), load, say, into)
 
 
 def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path | None = None) -> Path:

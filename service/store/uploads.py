@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 from service.errors import RunFailed, StoreFailed
+from service.observe.status import Uploaded
 from service.run.folder import EVALUATIONS, FINAL, METRICS, SUMMARY, TRAJECTORIES, UPLOADS
 from service.store.contents import RunMark
 from service.store.objects import Objects
@@ -33,19 +33,6 @@ MAX_PAUSE = 60.0
 """Shortest and longest pause in seconds before an upload is tried again."""
 ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
 """Files of the run folder that are uploaded at the end; the summary is the last."""
-
-
-class Uploaded(NamedTuple):
-    """How the uploads stand."""
-
-    step: int | None
-    """The newest checkpoint in the store; None: there is none."""
-    bytes: int
-    """Bytes that were uploaded so far."""
-    failures: int
-    """Attempts that failed so far."""
-    failing: str
-    """Why the newest attempt failed; empty while uploads succeed."""
 
 
 @dataclass

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MAX_NAMES = 64
-"""Most names kept per environment, so that an environment with ever new names takes bounded memory."""
+from service.observe.step_keys import MAX_INFO_NAMES
+
 TRAJECTORIES = "trajectories"
 
 Sums = dict[str, dict[str, float]]
@@ -31,7 +31,7 @@ class EnvMetrics:
         sums = self.sums.setdefault(environment, {TRAJECTORIES: 0.0})
         sums[TRAJECTORIES] += 1
         for name, value in info.items():
-            if name != TRAJECTORIES and math.isfinite(value) and (name in sums or len(sums) <= MAX_NAMES):
+            if name != TRAJECTORIES and math.isfinite(value) and (name in sums or len(sums) <= MAX_INFO_NAMES):
                 sums[name] = sums.get(name, 0.0) + value
 
 

@@ -177,7 +177,7 @@ class Clock:
 
 def test_status_and_metrics_name_what_binds_within_a_minute_of_steps() -> None:
     clock, config = Clock(), Config()
-    hub = Hub(clock)
+    hub = Hub(clock, Window())
     hub.put_status("run", run_report(config, "runs/r", clock.wall()))
     driver, generator = Metrics("driver", "driver", config), Metrics("generator", "generator-0", config)
     for second in range(60):

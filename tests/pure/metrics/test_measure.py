@@ -180,9 +180,9 @@ class FakeBufferStatus:
 
 def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
     status: Any = FakeBufferStatus()
-    measure_buffer(metrics, status, Config())
+    measure_buffer(metrics, status, 1 << 20)
     status.groups = {"open": 1}
-    measure_buffer(metrics, status, Config())
+    measure_buffer(metrics, status, 1 << 20)
     assert value(metrics, "baton_buffer_groups", state="open") == 1
     assert b'state="leased"' not in metrics.snapshot()
     assert value(metrics, "baton_tokens", fate="open") + value(metrics, "baton_tokens", fate="trained") == value(
@@ -198,11 +198,11 @@ def test_the_buffers_ledger_is_shown_at_one_revision(metrics: Metrics) -> None:
 
 def test_a_scorer_that_has_not_failed_yet_has_a_zero_for_each_reason_for_which_it_may(metrics: Metrics) -> None:
     status: Any = FakeBufferStatus(scorers={"judge": ScorerStatus()})
-    measure_buffer(metrics, status, Config())
+    measure_buffer(metrics, status, 1, REASONS)
     for reason in REASONS:
         assert value(metrics, "baton_scorer_failures_total", scorer="judge", reason=reason) == 0
     status.scorers["judge"].failures["died"] += 2
-    measure_buffer(metrics, status, Config())
+    measure_buffer(metrics, status, 1, REASONS)
     assert value(metrics, "baton_scorer_failures_total", scorer="judge", reason="died") == 2
 
 

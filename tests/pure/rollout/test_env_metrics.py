@@ -4,7 +4,8 @@ import copy
 import math
 from typing import Any
 
-from service.rollout.environments.env_metrics import MAX_NAMES, EnvMetricMeans, EnvMetrics
+from service.observe.step_keys import MAX_INFO_NAMES
+from service.rollout.environments.env_metrics import EnvMetricMeans, EnvMetrics
 
 
 def status(sums: EnvMetrics, name: str = "generator-0", pid: int = 1) -> dict[str, Any]:
@@ -40,4 +41,4 @@ def test_what_is_not_finite_spoils_no_mean_and_names_without_end_are_not_kept() 
     assert means.since([status(sums)]) == {"environment/e/a": 0.5}
     for number in range(1000):
         sums.add("e", {f"name {number}": 1.0})
-    assert len(means.since([status(sums)])) == MAX_NAMES
+    assert len(means.since([status(sums)])) == MAX_INFO_NAMES

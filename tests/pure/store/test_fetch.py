@@ -197,20 +197,20 @@ def test_a_folder_or_a_configuration_that_names_the_store_is_enough(
 ) -> None:
     objects, runs = MemoryObjects(), tmp_path / "second" / "runs"
     killed = begun(tmp_path / "first", objects, 5)
-    monkeypatch.setattr("service.run.resuming.open_store", lambda url: objects)
+    monkeypatch.setattr(fetch, "open_store", lambda url: objects)
     empty = runs / "scripted"
     empty.mkdir(parents=True)
     (empty / CONFIG).write_bytes((killed.folder / CONFIG).read_bytes())
-    folder, overrides = folder_to_resume(str(empty), [], [f"run.dir={runs}"], print)
+    folder, overrides = folder_to_resume(str(empty), [], [f"run.dir={runs}"], fetch.from_store)
     assert (folder, overrides) == (empty, [f"run.dir={runs}"]) and list((folder / JOURNAL).iterdir())
 
-    named, _ = folder_to_resume("gone", [killed.folder / CONFIG], [f"run.dir={tmp_path / 'third'}"], print)
+    named, _ = folder_to_resume("gone", [killed.folder / CONFIG], [f"run.dir={tmp_path / 'third'}"], fetch.from_store)
     assert find_run(named) == tmp_path / "third" / "scripted"
     url = "s3://bucket/run"
-    _, overrides = folder_to_resume(url, [], [f"run.dir={tmp_path / 'fourth'}"], print)
+    _, overrides = folder_to_resume(url, [], [f"run.dir={tmp_path / 'fourth'}"], fetch.from_store)
     assert overrides[-1] == f"run.store={url}"
     with pytest.raises(UserError, match="neither the address of a store, a run folder"):
-        folder_to_resume("gone", [], [], print)
+        folder_to_resume("gone", [], [], fetch.from_store)
 
 
 def test_a_checkpoint_that_a_running_process_replaces_while_it_is_read_costs_no_resumption(
