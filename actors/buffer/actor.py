@@ -15,6 +15,7 @@ from actors.observe.logs import keep_log
 from actors.observe.telemetry import BufferTelemetry
 from service.clock import SystemClock
 from service.config import Config
+from service.config.rollout import ScorerConfig
 from service.errors import RunFailed
 from service.files import lock_folder
 from service.handoff.batches.batch import CompleteGroup, batch_of_rank
@@ -77,7 +78,7 @@ class BufferActor:
         journal_folder: str,
         hub: Any,
         routing: Routing | None = None,
-        workers: Callable[[Config], Mapping[str, Sequence[Worker]]] = lambda config: {},
+        workers: Callable[[Mapping[str, ScorerConfig]], Mapping[str, Sequence[Worker]]] = lambda scorers: {},
     ) -> None:
         """`workers`: how the processes of each scorer are asked."""
         keep_log("buffer")
@@ -109,7 +110,7 @@ class BufferActor:
         self._buffer.watch_ends(self._lost.ended)
         self._telemetry = BufferTelemetry(self._config, resolve_actor(hub), self._buffer)
         self._telemetry.start()
-        self._asking = Asking(self._config.scorers, self._buffer.scoring, workers(self._config), self._settled)
+        self._asking = Asking(self._config.scorers, self._buffer.scoring, workers(self._config.scorers), self._settled)
         self._claims = WaitingClaims(self._opened.claim_several)
         self._served = 0
         """The buffer's revision when what waits was served last."""

@@ -38,7 +38,7 @@ from actors.driver.placement import (
     say_buffer_is_elsewhere,
 )
 from actors.driver.signals import run_beside, when_stuck
-from actors.engine.arguments import SCRATCH
+from actors.engine.arguments import SCRATCH, engine_env
 from actors.generator.actor import Generator
 from actors.generator.retrieval import with_retrieval
 from actors.generator.scaling import Placed
@@ -49,7 +49,7 @@ from actors.scorers.frozen import ask_role, place_roles
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from actors.watchdog import MARK, start_watchdog
-from service.agents.keys import Keys
+from service.agents.session_keys import Keys
 from service.config import Config
 from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import RunFailed, UserError
@@ -121,7 +121,7 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
         needed_cpus = config.trainer.ranks + config.generator.max_engines
         needed_cpus += retrieval.cpus if retrieval is not None else 0
         needed_cpus += math.ceil(
-            sum(config.scorers[name].cpus * len(each) for name, each in actor_names(config).items())
+            sum(config.scorers[name].cpus * len(each) for name, each in actor_names(config.scorers).items())
         )
         folder = Path(tempfile.mkdtemp(prefix="baton-"))
         os.environ[SCRATCH] = str(folder)
@@ -183,8 +183,9 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
         .remote(with_free_port(config).model_dump_json(), str(journal.parent))
     )
-    scorers = place_scorers(config, prepared.model_folder, prepared.tasks_file, has_gpu=bool(gpus))
-    roles = place_roles(config, has_gpu=bool(gpus), hub=HUB)
+    env, scored = engine_env(config), (prepared.model_folder, prepared.tasks_file)
+    scorers = place_scorers(config.scorers, config_json, *scored, env, has_gpu=bool(gpus))
+    roles = place_roles(config.served_roles, config_json, env, has_gpu=bool(gpus), hub=HUB)
     buffer = (
         ray.remote(BufferActor)
         .options(name=BUFFER, **buffer_options(config))

@@ -44,14 +44,15 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         resume, overrides = folder_to_resume(arguments.resume, arguments.config, overrides, from_store)
         arguments.config.insert(0, resume / CONFIG)
     with phase("reading the configuration", after=SHORT_SECONDS):
-        from service.agents.keys import WORKER_KEY, worker_key
+        from service.agents.session_keys import WORKER_KEY, worker_key
         from service.config import check_paths
         from service.config.command_line import checked_config
         from service.run.metrics_port import with_free_port
 
         config, source = checked_config(arguments, overrides)
         with source.named_in_errors():
-            worker_key(config, os.environ.get(WORKER_KEY, ""))
+            file = config.endpoint.worker_key_file if config.endpoint is not None else None
+            worker_key(file, os.environ.get(WORKER_KEY, ""), config.env.workers == "outside")
             check_paths(config)
             with_free_port(config)  # a taken port is refused before Ray is loaded
     refuse_missing_vllm()

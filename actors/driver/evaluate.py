@@ -23,6 +23,7 @@ from actors.driver.cluster import place_trainer, ray_session
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import engine_bundle, engine_options, gpus_each, rank_bundle, reserve
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
+from actors.engine.arguments import engine_env
 from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.generator.retrieval import with_retrieval
 from actors.scorers.actor import all_up
@@ -141,7 +142,7 @@ async def _evaluate(
             await _export(config, target, manifest, exported, say)
     model = (exported if manifest is not None else target.weights(None)).absolute()
     gpus = gpus_each()
-    roles = place_roles(config, has_gpu=bool(gpus), hub=None)
+    roles = place_roles(config.served_roles, config.model_dump_json(), engine_env(config), bool(gpus), hub=None)
     bundles = [engine_bundle(config, gpus)] * config.generator.min_engines
     room = await reserve(bundles, config.generator.start_deadline, say)
     await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, files.values()))

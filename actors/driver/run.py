@@ -17,7 +17,7 @@ from actors.driver.cluster import place_actors, ray_session
 from actors.driver.coordinator import Coordinator
 from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
 from actors.observe.logs import begin_logs
-from service.agents.keys import WORKER_KEY, Keys, run_keys
+from service.agents.session_keys import WORKER_KEY, Keys, run_keys
 from service.config import Config, check
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
@@ -97,7 +97,8 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
             check_scorers(config.scorers)
             prepared = prepare(with_absolute_paths(config), folder.path)
             check_tokenizers(with_absolute_paths(config).scorers, prepared.model_folder)
-            keys = run_keys(folder.path, config, os.environ.pop(WORKER_KEY, ""))
+            key, outside = os.environ.pop(WORKER_KEY, ""), config.env.workers == "outside"
+            keys = run_keys(folder.path, config.endpoint, key, outside) if config.endpoint is not None else None
             uploads = claimed_store(config, folder) if manifest is None else None
         except UserError:
             if manifest is None:

@@ -32,7 +32,7 @@ from actors.weights.checksum import WeightBytes
 from actors.weights.image_holder import ImageHolder
 from actors.weights.weight_group import Meeting
 from service.agents.agents import Agents
-from service.agents.keys import Keys
+from service.agents.session_keys import Keys
 from service.config import Config
 from service.errors import RunFailed, Starved
 from service.evaluation.scores import EvalShard, EvalTrajectory

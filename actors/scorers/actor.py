@@ -13,7 +13,6 @@ import ray
 import ray.exceptions
 
 from actors.calls import call, in_a_line
-from actors.engine.arguments import engine_env
 from actors.observe.logs import keep_log
 from actors.scorers.engine import FrozenEngine
 from service.config import Config
@@ -40,7 +39,8 @@ class ScorerActor:
         try:
             self._engine = FrozenEngine(config, teacher) if teacher is not None else None
             engine = None if self._engine is None else self._engine.logprobs
-            self._scorer = Scorer(config, name, Path(model_folder), load_tasks(Path(tasks_file)), engine)
+            files = Path(model_folder), load_tasks(Path(tasks_file))
+            self._scorer = Scorer(name, config.scorers[name], tuple(config.roles), *files, engine)
         except Exception as error:  # noqa: BLE001 - raised by `ready`
             # Ray would restart an actor whose constructor raises again and again.
             self._failure = error
@@ -110,38 +110,48 @@ class RayWorker:
             raise ScorerFailed(Failure.DIED, in_a_line(error)) from None
 
 
-def actor_names(config: Config) -> dict[str, list[str]]:
+def actor_names(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[str]]:
     """The actors of each scorer: as many as it has workers where a user's code runs, else one."""
     return {
         name: [f"scorer-{name}-{i}" for i in range(scorer.workers if scorer.use is not None else 1)]
-        for name, scorer in config.scorers.items()
+        for name, scorer in scorers.items()
     }
 
 
-def workers(config: Config) -> dict[str, list[Worker]]:
+def workers(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[Worker]]:
     """The workers of each scorer; those of an address or an engine share its actor."""
     made: dict[str, list[Worker]] = {}
-    for name, actors in actor_names(config).items():
-        settings = config.scorers[name]
+    for name, actors in actor_names(scorers).items():
+        settings = scorers[name]
         one = [RayWorker(actor, is_process=settings.use is not None) for actor in actors]
         made[name] = [*one] if settings.use is not None else [*one * settings.workers]
     return made
 
 
-def place_scorers(config: Config, model_folder: Path, tasks_file: Path, has_gpu: bool) -> tuple[Any, ...]:
-    """Start the actors of all scorers; they have their CPUs and GPUs beside those of ranks and engines."""
+def place_scorers(
+    scorers: Mapping[str, ScorerConfig],
+    config_json: str,
+    model_folder: Path,
+    tasks_file: Path,
+    engine_env: Mapping[str, str],
+    has_gpu: bool,
+) -> tuple[Any, ...]:
+    """Start the actors of all scorers; they have their CPUs and GPUs beside those of ranks and engines.
+
+    `engine_env`: environment variables of a process with an engine.
+    """
     return tuple(
         ray.remote(ScorerActor)
         .options(
             name=actor,
             max_restarts=-1,
             max_concurrency=1000,
-            num_cpus=config.scorers[name].cpus,
-            num_gpus=config.scorers[name].gpus if has_gpu else 0,
-            runtime_env={"env_vars": engine_env(config)} if config.scorers[name].model is not None else {},
+            num_cpus=scorers[name].cpus,
+            num_gpus=scorers[name].gpus if has_gpu else 0,
+            runtime_env={"env_vars": {**engine_env}} if scorers[name].model is not None else {},
         )
-        .remote(config.model_dump_json(), name, str(model_folder), str(tasks_file))
-        for name, actors in actor_names(config).items()
+        .remote(config_json, name, str(model_folder), str(tasks_file))
+        for name, actors in actor_names(scorers).items()
         for actor in actors
     )
 

@@ -29,7 +29,10 @@ class FrozenEngine:
     """One frozen engine in this process."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self._arguments = frozen_arguments(config, folder)
+        arguments = engine_arguments(_frozen_settings(config), folder)
+        for name in OF_THE_POLICY:
+            arguments.pop(name, None)
+        self._arguments = arguments | {"logprobs_mode": "raw_logprobs"}
         self._llm: AsyncLLM | None = None
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
@@ -77,21 +80,15 @@ class FrozenEngine:
             raise
 
 
-def frozen_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`: those of the policy's engines, of which one token is left over.
-
-    vLLM samples a token after each prompt of a teacher.
-    """
+def _frozen_settings(config: Config) -> Config:
+    """Settings of a frozen engine: rows have one token more, because vLLM samples one after a teacher's prompt."""
     longer = config.generator.max_generate_length + 1
     generator = {"max_generate_length": longer, "quantization": None, "tensor_parallel_size": 1, "stop": ()}
     update = {
         "generator": config.generator.model_copy(update=generator),
         "model": config.model.model_copy(update={"lora": None}),
     }
-    arguments = engine_arguments(config.model_copy(update=update), folder)
-    for name in OF_THE_POLICY:
-        arguments.pop(name, None)
-    return arguments | {"logprobs_mode": "raw_logprobs"}
+    return config.model_copy(update=update)
 
 
 def _build(arguments: dict[str, Any]) -> AsyncLLM:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ import ray
 import ray.exceptions
 
 from actors.calls import in_a_line, resolve_actor
-from actors.engine.arguments import engine_env
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.scorers.engine import FrozenEngine
 from service.config import Config
+from service.config.rollout import RoleConfig
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Sampling
@@ -78,8 +78,10 @@ def actor_name(role: str) -> str:
     return f"role-{role}"
 
 
-def place_roles(config: Config, has_gpu: bool, hub: str | None) -> tuple[Any, ...]:
-    """Start the actors of all frozen roles that the run serves; they have GPUs beside those of ranks and engines."""
+def place_roles(
+    roles: Mapping[str, RoleConfig], config_json: str, engine_env: Mapping[str, str], has_gpu: bool, hub: str | None
+) -> tuple[Any, ...]:
+    """Start the actors of frozen roles that the run serves; they have GPUs beside those of ranks and engines."""
     return tuple(
         ray.remote(FrozenActor)
         .options(
@@ -88,8 +90,8 @@ def place_roles(config: Config, has_gpu: bool, hub: str | None) -> tuple[Any, ..
             max_concurrency=1000,
             num_cpus=0,
             num_gpus=role.gpus if has_gpu else 0,
-            runtime_env={"env_vars": engine_env(config)},
+            runtime_env={"env_vars": {**engine_env}},
         )
-        .remote(config.model_dump_json(), name, hub)
-        for name, role in config.served_roles.items()
+        .remote(config_json, name, hub)
+        for name, role in roles.items()
     )

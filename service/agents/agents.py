@@ -17,11 +17,11 @@ from typing import Any
 
 from service.agents.claims import Offers
 from service.agents.conversation_tree import ConversationTree
-from service.agents.keys import Keys, passing_keys
 from service.agents.parser import JsonCalls, ReplyParser
 from service.agents.roles import n_roots, roles_of
 from service.agents.server import Endpoint
 from service.agents.session import Outcome, Session, kept_transcript
+from service.agents.session_keys import Keys, passing_keys
 from service.agents.sessions import Sessions
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line

@@ -24,8 +24,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from service.agents.dialects.types import Dialect, Refused
-from service.agents.keys import WORKER_KEY, Keys
 from service.agents.session import Session
+from service.agents.session_keys import WORKER_KEY, Keys
 from service.agents.sessions import Sessions
 from service.handoff.steps.roles import Role
 

@@ -21,9 +21,9 @@ from aiohttp.web_protocol import RequestHandler
 
 from service.agents.calls import Calls
 from service.agents.claims import ClaimRoutes, Offers
-from service.agents.keys import Keys
 from service.agents.requests import Requests
 from service.agents.routes import Routes
+from service.agents.session_keys import Keys
 from service.agents.sessions import Sessions
 from service.rollout.chat.chat import Chat
 

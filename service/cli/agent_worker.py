@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Work until a signal comes; returns 128 + its number."""
-    from service.agents.keys import WORKER_KEY
     from service.agents.runner.runner import AgentRunner
+    from service.agents.session_keys import WORKER_KEY
     from service.agents.worker import Worker
     from service.config import load
     from service.config.checks import check_command_only

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from service.agents.agents import Agents
-from service.agents.keys import Keys
+from service.agents.session_keys import Keys
 from service.config import Config
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import StepColumns, StepSink

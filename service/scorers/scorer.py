@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.config import Config
+from service.config.rollout import ScorerConfig
 from service.handoff.scoring import Answer
 from service.handoff.steps.wire import accepted_group
 from service.rollout.chat.tokenizer import load_tokenizer
@@ -21,15 +21,20 @@ class Scorer:
     """Scores groups by a user's function, an address or an engine."""
 
     def __init__(
-        self, config: Config, name: str, model_folder: Path, tasks: Sequence[Task], engine: Logprobs | None = None
+        self,
+        name: str,
+        settings: ScorerConfig,
+        roles: Sequence[str],
+        model_folder: Path,
+        tasks: Sequence[Task],
+        engine: Logprobs | None = None,
     ) -> None:
-        """`model_folder`: the policy's; `engine`: of a teacher with `model`.
+        """`roles`: the configured ones; `model_folder`: the policy's; `engine`: of a teacher with `model`.
 
         Raises:
             UserError: a user's code, a key or a tokenizer is missing or not as it must be.
         """
-        settings = config.scorers[name]
-        self._teaches, self._tasks, self._roles = settings.kind == "teacher", tasks, tuple(config.roles)
+        self._teaches, self._tasks, self._roles = settings.kind == "teacher", tasks, roles
         self._tokenizer = None if self._teaches else load_tokenizer(model_folder)
         folder = settings.tokenizer or settings.model
         if self._teaches and folder is not None:

@@ -70,7 +70,7 @@ async def play(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
     await hub.push.options(max_task_retries=-1).remote("stage", b"")
     if config.scorers:
         make_tokenizer(folder / "model", [f"w{i}" for i in range(VOCABULARY)])
-    scorers = place_scorers(config, folder / "model", folder / "tasks.jsonl", has_gpu=False)
+    scorers = place_scorers(config.scorers, config_json, folder / "model", folder / "tasks.jsonl", {}, has_gpu=False)
     buffer = (
         ray.remote(AnsweringEarly if told["early"] else DoomedBuffer)
         .options(name="buffer", max_task_retries=-1, **lasting)

@@ -57,7 +57,7 @@ def test_code_that_hangs_or_dies_is_followed_by_another_process(local_ray: None,
     uses = {"dies": "tests.pure.scorers.mine:dies", "hangs": "tests.pure.scorers.mine:hangs_for_long"}
     scorers = {name: ScorerConfig(use=use, options={}) for name, use in uses.items()}
     config = Config(scorers=scorers, algorithm=AlgorithmConfig(n_samples_per_prompt=2))
-    actors = place_scorers(config, tmp_path, tmp_path / "rows.jsonl", has_gpu=False)
+    actors = place_scorers(scorers, config.model_dump_json(), tmp_path, tmp_path / "rows.jsonl", {}, has_gpu=False)
     request = encode(Request(0, encode_group(group_of([step(TrajectoryId(0, 0), "p", 0)]))))
 
     async def asked(worker: RayWorker, within: float) -> Any:

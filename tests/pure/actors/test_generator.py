@@ -23,7 +23,7 @@ from actors.generator.outbox import Outbox
 from actors.weights.bucket import bucket_of
 from actors.weights.part import Part
 from examples import lookup
-from service.agents.keys import Keys
+from service.agents.session_keys import Keys
 from service.config import Config, load_config
 from service.errors import RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import actors.driver.run as running
-from service.agents.keys import SECRET_FILE, WORKER_KEY, Keys
+from service.agents.session_keys import SECRET_FILE, WORKER_KEY, Keys
 from service.cli.parser import main
 from service.config import Config
 from service.errors import UserError

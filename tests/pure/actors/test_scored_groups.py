@@ -31,7 +31,7 @@ def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_calls(
     async def scene() -> None:
         hub = SimpleNamespace(push=SimpleNamespace(remote=lambda *told: None))
         told = (settings.model_dump_json(), 500, str(tmp_path / "tasks.jsonl"), str(tmp_path / "journal"), hub)
-        actor = BufferActor(*told, workers=lambda config: {"judge": [judge]})
+        actor = BufferActor(*told, workers=lambda scorers: {"judge": [judge]})
         await actor.join("trainer", "trainer")
         await asyncio.sleep(0)
         generator = Generator(actor._buffer)

@@ -15,10 +15,10 @@ import numpy as np
 
 from service.agents.claims import Offers
 from service.agents.conversation_tree import ConversationTree
-from service.agents.keys import Keys
 from service.agents.parser import JsonCalls
 from service.agents.server import Endpoint
 from service.agents.session import Session
+from service.agents.session_keys import Keys
 from service.agents.sessions import Sessions
 from service.columns import digest
 from service.config import AgentsConfig

@@ -72,7 +72,7 @@ def settings(folder: Path) -> Any:
 
 
 def keys() -> Any:
-    from service.agents.keys import Keys
+    from service.agents.session_keys import Keys
 
     return Keys(b"secret of this run", WORKER)
 

@@ -16,8 +16,8 @@ import pytest
 
 from examples import lookup
 from service.agents.claims import Offers
-from service.agents.keys import SECRET_FILE, Keys, run_keys
 from service.agents.runner.runner import AgentRunner
+from service.agents.session_keys import SECRET_FILE, Keys, run_keys
 from service.agents.worker import Worker
 from service.config import AgentsConfig, Config
 from service.config.checks import problems
@@ -343,19 +343,15 @@ async def test_a_session_that_nobody_plays_yet_is_finished_only_once_the_buffer_
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 
-def outside(**agents: Any) -> Config:
-    return Config(env=EnvConfig(name=AGENT, workers="outside"), agents=AgentsConfig(port=8400, **agents))
-
-
 def test_the_keys_of_a_run_last_and_only_its_user_reads_their_secret(tmp_path: Path) -> None:
-    keys = run_keys(tmp_path, outside(), "key-of-all-workers")
-    assert keys is not None and keys == run_keys(tmp_path, outside(), "key-of-all-workers")
+    keys = run_keys(tmp_path, AgentsConfig(), "key-of-all-workers", True)
+    assert keys == run_keys(tmp_path, AgentsConfig(), "key-of-all-workers", True)
     assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
     assert keys.of("1-0-0") != keys.of("1-0-1") and len(keys.of("1-0-0")) == 22
     assert keys.secret.hex() not in repr(keys) and keys.worker not in f"{keys}"
-    other = run_keys(tmp_path / "other", outside(), "key-of-all-workers")
-    assert other is not None and other.of("1-0-0") != keys.of("1-0-0")
-    assert run_keys(tmp_path, Config(), "") is None
+    other = run_keys(tmp_path / "other", AgentsConfig(), "key-of-all-workers", True)
+    assert other.of("1-0-0") != keys.of("1-0-0")
+    assert run_keys(tmp_path, AgentsConfig(), "", False).worker == ""
 
 
 @pytest.mark.parametrize(
@@ -369,7 +365,7 @@ def test_the_keys_of_a_run_last_and_only_its_user_reads_their_secret(tmp_path: P
 )
 def test_a_worker_key_that_is_none_is_one_clear_line(tmp_path: Path, key: str, line: str) -> None:
     with pytest.raises(UserError, match=line) as error:
-        run_keys(tmp_path, outside(), key)
+        run_keys(tmp_path, AgentsConfig(), key, True)
     assert "\n" not in str(error.value) and (not key or key not in str(error.value))
 
 
@@ -379,16 +375,16 @@ def test_a_file_that_holds_no_worker_key_is_one_clear_line(tmp_path: Path, text:
     if text is not None:
         file.write_text(text)
     with pytest.raises(UserError, match=f"agents.worker_key_file: {file}: {line}"):
-        run_keys(tmp_path, outside(worker_key_file=file), "key-of-the-environment")
+        run_keys(tmp_path, AgentsConfig(worker_key_file=file), "key-of-the-environment", True)
     file.write_text("key-of-the-file-000\n")
-    keys = run_keys(tmp_path, outside(worker_key_file=file), "key-of-the-environment")
-    assert keys is not None and keys.is_worker("key-of-the-file-000") and not keys.is_worker("key-of-the-environment")
+    keys = run_keys(tmp_path, AgentsConfig(worker_key_file=file), "key-of-the-environment", True)
+    assert keys.is_worker("key-of-the-file-000") and not keys.is_worker("key-of-the-environment")
 
 
 def test_a_secret_that_is_none_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / SECRET_FILE).write_text("no hex")
     with pytest.raises(UserError, match="no secret of a run"):
-        run_keys(tmp_path, outside(), "key-of-all-workers")
+        run_keys(tmp_path, AgentsConfig(), "key-of-all-workers", True)
 
 
 @pytest.mark.parametrize(

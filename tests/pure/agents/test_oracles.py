@@ -19,7 +19,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from service.agents.keys import WORKER_KEY
+from service.agents.session_keys import WORKER_KEY
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Generation

@@ -175,7 +175,7 @@ def test_the_judge_of_ones_own_scores_each_trajectory_and_says_why(
     make_tokenizer(tmp_path, WORDS)
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        judge = Scorer(load([tmp_path / "judge.yaml"]).config, "judge", tmp_path, TASKS)
+        judge = Scorer("judge", load([tmp_path / "judge.yaml"]).config.scorers["judge"], (), tmp_path, TASKS)
         answer = answer_from(asyncio.run(judge.reply(encode(Request(0, encode_group(GROUP))))), room=0)
     finally:
         sys.modules.pop("my_judge", None)

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from service.config import AlgorithmConfig, Config
-from service.config.learn import TeacherConfig
 from service.config.rollout import ScorerConfig
 from service.errors import UserError
 from service.handoff.ledger.scores import sampled_tokens
@@ -50,8 +48,7 @@ GROUP = group_of([step(TrajectoryId(0, sample), "p", index) for sample in (0, 1)
 
 def scorer(folder: Path, **settings: Any) -> Scorer:
     make_tokenizer(folder, WORDS)
-    algorithm = AlgorithmConfig(teacher=TeacherConfig()) if settings.get("kind") == "teacher" else AlgorithmConfig()
-    return Scorer(Config(scorers={"mine": ScorerConfig(**settings)}, algorithm=algorithm), "mine", folder, TASKS)
+    return Scorer("mine", ScorerConfig(**settings), (), folder, TASKS)
 
 
 def answered(folder: Path, **settings: Any) -> Answer:

@@ -13,7 +13,7 @@ from base64 import urlsafe_b64encode
 from pathlib import Path
 from typing import NamedTuple
 
-from service.config import Config
+from service.config.rollout import AgentsConfig
 from service.errors import UserError
 from service.files import create_private
 
@@ -51,17 +51,13 @@ def passing_keys() -> Keys:
     return Keys(secrets.token_bytes(SECRET_BYTES))
 
 
-def run_keys(run: Path, config: Config, from_environment: str) -> Keys | None:
-    """The keys of a run, whose secret stays in its folder; None where no agent calls its policy.
-
-    `from_environment`: the worker key, where `agents.worker_key_file` names none.
+def run_keys(run: Path, agents: AgentsConfig, from_environment: str, needs_worker: bool) -> Keys:
+    """The keys of a run, whose secret stays in its folder; the other arguments are those of `worker_key`.
 
     Raises:
         UserError: a file is no key, or workers are to come and there is no key for them.
     """
-    if config.endpoint is None:
-        return None
-    worker = worker_key(config, from_environment)
+    worker = worker_key(agents.worker_key_file, from_environment, needs_worker)
     file = run / SECRET_FILE
     create_private(file, secrets.token_hex(SECRET_BYTES))
     try:
@@ -73,13 +69,14 @@ def run_keys(run: Path, config: Config, from_environment: str) -> Keys | None:
     return Keys(secret, worker)
 
 
-def worker_key(config: Config, from_environment: str) -> str:
+def worker_key(file: Path | None, from_environment: str, is_needed: bool) -> str:
     """The key of the workers; empty where no worker may claim.
+
+    `file`: `agents.worker_key_file`, which counts before the key `from_environment`; `is_needed`: workers are to come.
 
     Raises:
         UserError: the file or the variable is no key, or workers are to come and there is no key for them.
     """
-    file = config.endpoint.worker_key_file if config.endpoint is not None else None
     where, key = WORKER_KEY, from_environment
     if file is not None:
         where = f"agents.worker_key_file: {file}"
@@ -91,7 +88,7 @@ def worker_key(config: Config, from_environment: str) -> str:
             raise UserError(f"{where}: is empty")
     if key and (len(key) < MIN_WORKER_KEY or not key.isascii() or not key.isprintable() or " " in key):
         raise UserError(f"{where}: a worker key has at least {MIN_WORKER_KEY} printable characters and no spaces")
-    if config.env.workers == "outside" and not key:
+    if is_needed and not key:
         raise UserError(
             f"env.workers: outside needs a worker key; give agents.worker_key_file, or set {WORKER_KEY} "
             f"(such as by {WORKER_KEY}=$(openssl rand -hex 16))"
