@@ -16,7 +16,8 @@ import xxhash
 from transformers import AutoModelForCausalLM
 
 from service.config import Config
-from service.handoff import BatchSettings, CompleteGroup, VersionHistory, form_mini_batch
+from service.config.core_settings import batch_settings
+from service.handoff import CompleteGroup, VersionHistory, form_mini_batch
 from service.handoff.prompts import Prompts
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import ends_table
@@ -124,7 +125,7 @@ async def rounds(
     engine = BatchedEngine(model_folder, config.run.seed)
     player = Player(config, model_folder, engine)
     prompts = Prompts([task.uid for task in prepared.tasks], config.run.seed, config.data.shuffle)
-    history, settings = VersionHistory(), BatchSettings.of(config)
+    history, settings = VersionHistory(), batch_settings(config)
     group_ids = iter(range(most * config.trainer.mini_batch_size))
     try:
         while chosen := list(islice(group_ids, config.trainer.mini_batch_size)):

@@ -30,9 +30,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from service.config import Config, load
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
-from service.handoff.journal.replay import Recorded, recorded
+from service.config.core_settings import batch_settings, message_limits
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.prefixes.merge import whole_prompts
+from service.handoff.recorded import Recorded, recorded
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import end_objects, step_objects
@@ -106,10 +108,10 @@ def measure(config: Config, run: Path) -> dict[str, list[Measured]]:
     """Every mini-batch of a recorded run, in each variant."""
     tasks = {task.uid: task for task in load_tasks(run / "data" / "train.jsonl")}
     world = World(config, load_chat(run / "model", config.generator), tasks)
-    settings = BatchSettings.of(config)
+    settings = batch_settings(config)
     measured: dict[str, list[Measured]] = {name: [] for name in VARIANTS}
     for step in range(1, len((run / "metrics.jsonl").read_text().splitlines()) + 1):
-        found = recorded(config, run / "journal", step)
+        found = recorded(message_limits(config), run / "journal", step)
         told = found._replace(groups=[asyncio.run(with_observations(world, group)) for group in found.groups])
         for name, of, mode in zip(VARIANTS, (told, found, found), ("off", "off", "linear"), strict=True):
             measured[name].append(_measured(of, replace(settings, mode=mode, token_budget=1 << 30)))

@@ -18,13 +18,14 @@ from service.config import Config
 from service.config.rollout import ScorerConfig
 from service.errors import RunFailed
 from service.files import lock_folder
-from service.handoff.batches.batch import CompleteGroup, batch_of_rank
+from service.handoff.batches.batch import batch_of_rank
 from service.handoff.batches.form import BatchJob
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.events import Lost
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.scoring import teachers_of
-from service.handoff.steps.validate import Routing
+from service.handoff.steps.limits import Routing
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims

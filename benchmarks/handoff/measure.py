@@ -14,13 +14,15 @@ import numpy as np
 from benchmarks.handoff import peers
 from benchmarks.handoff.workloads import SAMPLES, VOCAB_SIZE, Workload, engineering, long_tail, search, shared, turns
 from service.columns import columns_of
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import check_chain, share_prefixes
 from service.handoff.steps.builder import step_group, steps_table
-from service.handoff.steps.validate import Limits, refusal
+from service.handoff.steps.limits import Limits
 from service.handoff.steps.wire import decode, encode
+from service.handoff.validate import refusal
 from service.interop.skyrl import steps_from_generator_output
 from service.types import Sender, StepGroup, Steps
 

@@ -61,13 +61,13 @@ def config_validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config, source = checked_config(arguments, overrides)
     with source.named_in_errors():
         missing = elsewhere(config)
-        from service.handoff.batches.score import estimator_named
+        from service.config.core_settings import estimator_name
         from service.rollout.environments.check_inputs import check_inputs
         from service.scorers.user import check_scorers
 
         check_inputs(config)
         check_scorers(config.scorers)
-        estimator_named(config.algorithm.estimator)
+        estimator_name(config)
         if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch
             from service.learn.losses.loss import loss_named
 

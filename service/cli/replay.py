@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 from service.config import load
+from service.config.core_settings import batch_settings, message_limits
 from service.errors import UserError
-from service.handoff.journal.replay import replayed
+from service.handoff.recorded import replayed
 from service.handoff.steps.wire import encode_mini_batch
 from service.run.folder import CONFIG, JOURNAL, run_folder
 from service.types import MiniBatch
@@ -40,7 +41,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     journal = folder / JOURNAL
     if not journal.is_dir():
         raise UserError(f"{folder}: this run has no journal")
-    batch = replayed(load([folder / CONFIG], []).config, journal, arguments.step)
+    config = load([folder / CONFIG], []).config
+    batch = replayed(message_limits(config), batch_settings(config), journal, arguments.step)
     if arguments.out is not None:
         arguments.out.write_bytes(encode_mini_batch(batch))
     print(json.dumps(_values(batch), indent=2) if arguments.json else "\n".join(_lines(batch, arguments.step)))

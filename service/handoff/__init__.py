@@ -2,7 +2,6 @@
 
 from service.handoff.batches.batch import (
     BatchSettings,
-    CompleteGroup,
     batch_of_rank,
     form_mini_batch,
     mini_batch_boundaries,
@@ -10,6 +9,7 @@ from service.handoff.batches.batch import (
 from service.handoff.batches.credit import turn_advantages
 from service.handoff.batches.groups import complete_groups
 from service.handoff.batches.score import advantages
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge_steps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.config.tree import Config
-from service.handoff.batches.filters import examine
+from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
@@ -18,8 +18,8 @@ GROUP_DEADLINE = "group_deadline"
 class Attempts:
     """Decides about new attempts; every decision is an event of the record."""
 
-    def __init__(self, config: Config, record: Record) -> None:
-        self._config = config
+    def __init__(self, config: Config, filters: FilterSettings, record: Record) -> None:
+        self._config, self._filters = config, filters
         self._record = record
 
     def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
@@ -60,7 +60,7 @@ class Attempts:
         # A trajectory alone in its group has no baseline.
         if (draining or not can_restart) and len(others) > 1:
             self._record.add(events.Truncated(group_id, (sample,), reason))
-            examine(self._record, self._config, [group_id])
+            examine(self._record, self._filters, [group_id])
         else:
             self.restart(group_id, (sample,), reason)
 
@@ -83,7 +83,7 @@ class Attempts:
         n_finished = sum(trajectory.complete and not trajectory.given_up for trajectory in group.trajectories)
         if self._config.buffer.on_group_deadline == "train_partial" and n_finished > 1:
             self._record.add(events.Truncated(group_id, open_samples, GROUP_DEADLINE))
-            examine(self._record, self._config, [group_id])
+            examine(self._record, self._filters, [group_id])
         else:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from service.clock import Clock
+from service.config.core_settings import batch_settings, filter_settings, message_limits
 from service.config.tree import Config
 from service.errors import RunFailed
 from service.handoff.admission import Admission
 from service.handoff.attempts import RUN_END, Attempts
-from service.handoff.batches.batch import CompleteGroup, Formed
-from service.handoff.batches.filters import examine, examines
+from service.handoff.batches.batch import Formed
+from service.handoff.batches.filters import examine
 from service.handoff.batches.form import BatchFormer, BatchJob, Unscored
 from service.handoff.claims import Claims
 from service.handoff.curriculum import Curriculum
@@ -29,13 +30,15 @@ from service.handoff.ledger.accept import failed_attempts, new_content, with_sha
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd
 from service.handoff.ledger.replaying import complete_group, opened_record
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.lookahead import Lookahead
 from service.handoff.prefixes.branches import Rule
 from service.handoff.prompts import Prompts, opening
 from service.handoff.scoring import Scoring
 from service.handoff.status import BufferStatus
-from service.handoff.steps.validate import Limits, Routing, refusal
+from service.handoff.steps.limits import Routing
 from service.handoff.steps.wire import decode, encode
+from service.handoff.validate import refusal
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.handoff.waits import Waits
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Sender, StepGroup, TrajectoryId
@@ -69,7 +72,7 @@ class Buffer:
         """
         self._config = config
         self._clock = clock
-        self._limits = Limits.of(config, vocab_size, routing)
+        self._limits, self._filters = message_limits(config, vocab_size, routing), filter_settings(config)
         prompts = Prompts(prompt_uids, seed, config.data.shuffle)
         self._lookahead = Lookahead(config, clock)
         experts_per_token = routing.experts_per_token if routing else 0
@@ -79,11 +82,13 @@ class Buffer:
         opened = opening(config, vocab_size, seed, prompt_uids, rows_digest)
         self._record = opened_record(opened, self._limits, journal, clock)
         self.ledger = self._record.ledger
-        self._attempts = Attempts(config, self._record)
-        self._batches = BatchFormer(config, self._record)
+        self._attempts = Attempts(config, self._filters, self._record)
+        self._batches = BatchFormer(
+            batch_settings(config), config.trainer.mini_batch_size, config.buffer.order == "strict", self._record
+        )
         self._waits = Waits(config, self._record)
         self._curriculum = Curriculum(config.data.curriculum, prompts, self.ledger)
-        self.scoring = Scoring(config, self._record, teacher_of_row)
+        self.scoring = Scoring(config, self._filters, self._record, teacher_of_row)
         """Takes the answers of scorers; groups wait there between the last submit and the lease."""
         self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
         self._size, is_strict = config.trainer.mini_batch_size, config.buffer.order == "strict"
@@ -94,9 +99,11 @@ class Buffer:
         self._late = 0
         buffer, mode = config.buffer, config.merge_mode
         self._one_row = None if config.algorithm.step_wise else Rule(mode, buffer.drift, buffer.max_drift_tokens)
-        self._examines = examines(config)
+        self._examines = self._filters.any
         groups = self.ledger.state.groups.items()
-        examine(self._record, config, [o for o, group in groups if not group.lease_count and not group.rolled_back])
+        examine(
+            self._record, self._filters, [o for o, group in groups if not group.lease_count and not group.rolled_back]
+        )
 
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
@@ -155,7 +162,7 @@ class Buffer:
             data = encode(kept)
         position = self._record.accept(data, shared, new.additions)
         if self._examines:
-            examine(self._record, self._config, {addition.group_id for addition in new.additions})
+            examine(self._record, self._filters, {addition.group_id for addition in new.additions})
         return Receipt(max(position, self._restart_failed(message)), superseded=new.superseded)
 
     def _restart_failed(self, message: StepGroup) -> int:

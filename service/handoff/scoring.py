@@ -16,14 +16,14 @@ import numpy as np
 
 from service.config.tree import Config
 from service.errors import UserError
-from service.handoff.batches.filters import examine
+from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.group_bytes import INFO_BYTES
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.scores import LOGPROBS
 from service.handoff.status import ScorerStatus
-from service.handoff.steps.validate import LOGPROB_TOLERANCE, MAX_REWARD, MIN_LOGPROB
+from service.handoff.validate import LOGPROB_TOLERANCE, MAX_REWARD, MIN_LOGPROB
 from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
 
 REMOVED = "removed"
@@ -78,9 +78,11 @@ def teachers_of(
 class Scoring:
     """Takes the answers of scorers; every decision is an event of the record."""
 
-    def __init__(self, config: Config, record: Record, teacher_of_row: Sequence[str] | None) -> None:
+    def __init__(
+        self, config: Config, filters: FilterSettings, record: Record, teacher_of_row: Sequence[str] | None
+    ) -> None:
         """`teacher_of_row`: see `teachers_of`; None: every row has the same."""
-        self._config = config
+        self._config, self._filters = config, filters
         self._record = record
         self._always = tuple(name for name, scorer in config.scorers.items() if scorer.kind == "rewards")
         self._teacher_of_row = teacher_of_row
@@ -161,7 +163,7 @@ class Scoring:
 
     def _add(self, event: events.Scored) -> None:
         self._record.add(event)
-        examine(self._record, self._config, [event.group_id])
+        examine(self._record, self._filters, [event.group_id])
 
     def _wrong(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         """Why an answer cannot be used."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from service.handoff.steps.stop_reason import StopReason
-from service.handoff.steps.validate import LOGPROB_TOLERANCE
+from service.handoff.validate import LOGPROB_TOLERANCE
 from service.rollout.engine import Generation
 
 ENDS = (StopReason.STOP, StopReason.LENGTH)

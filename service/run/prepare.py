@@ -16,7 +16,7 @@ from service.config.model_folder import check_vocabulary, is_model_folder
 from service.config.paths import with_absolute_paths
 from service.errors import UserError
 from service.handoff.scoring import teachers_of
-from service.handoff.steps.validate import Routing
+from service.handoff.steps.limits import Routing
 from service.learn.adapter_folder import Base, check_adapter
 from service.learn.checkpoint import check_parts, read_metadata
 from service.learn.estimate.fit import refuse_too_large

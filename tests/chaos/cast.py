@@ -32,6 +32,7 @@ from actors.observe.logs import keep_log
 from actors.scorers.actor import workers
 from service.columns import digest
 from service.config import Config
+from service.config.core_settings import message_limits
 from service.files import partial_file, write_atomic
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.invariant import violations
@@ -39,7 +40,6 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.lifecycle import USED
 from service.handoff.ledger.replaying import restored
 from service.handoff.steps.builder import append_step
-from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason
 from service.scorers.trajectories import Trajectory
@@ -319,7 +319,7 @@ class FakeGenerator(Player):
         keep_log(name)
         self._name, self._folder = name, Path(folder)
         self._config = Config.model_validate_json(config_json)
-        self._limits = Limits.of(self._config, VOCABULARY)
+        self._limits = message_limits(self._config, VOCABULARY)
         self._turn_seconds, self._concurrency = turn_seconds, concurrency
         self._doom = Doom(self._folder / "doom" / f"{name}.json")
         self._acks = (self._folder / f"acks-{name}.txt").open("a")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,28 +21,15 @@ from service.handoff.batches.pack import Layout, Placement, in_packing_order, mi
 from service.handoff.batches.score import ReturnRule, group_stats, returns
 from service.handoff.batches.share import placed
 from service.handoff.batches.untrained import without_untrained
-from service.handoff.ledger.events import GroupStats, Scored
+from service.handoff.ledger.events import GroupStats
 from service.handoff.ledger.lifecycle import Fate
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory, version_of
 from service.handoff.prefixes.branches import Drift, Mode
 from service.handoff.prefixes.merge import check_choice, merge
 from service.handoff.steps.roles import TRAINED, Role
 from service.handoff.steps.tables import by_turn, concat_steps, end_of_items, is_truncated_K, name_of
 from service.types import NO_VERSION, Ends, Int32s, Int64s, MicroBatch, MiniBatch, Row, Rows, Steps
-
-if TYPE_CHECKING:  # so that the library needs neither pydantic nor YAML
-    from service.config.tree import Config
-
-
-class CompleteGroup(NamedTuple):
-    """A group whose trajectories have all ended: the steps and ends of their final attempts, in any order."""
-
-    group_id: int
-    prompt_uid: str
-    steps: Steps
-    ends: Ends
-    scores: tuple[Scored, ...] = ()
-    """What scorers said; `steps` and `ends` hold its rewards and log-probabilities already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +70,6 @@ class BatchSettings:
     def rule(self) -> Rule:
         """How advantages are made of rewards."""
         return Rule(self.estimator, self.returns, self.credit, self.gamma, self.named_roles)
-
-    @staticmethod
-    def of(config: Config) -> BatchSettings:
-        """The settings that a configuration implies."""
-        return BatchSettings(
-            ranks=config.trainer.batch_parts,
-            token_budget=config.trainer.tokens_of_micro_batch,
-            estimator=config.algorithm.estimator,
-            returns=config.algorithm.returns,
-            credit=config.algorithm.credit,
-            gamma=config.algorithm.gamma,
-            mode=config.merge_mode,
-            drift=config.buffer.drift,
-            max_drift_tokens=config.buffer.max_drift_tokens,
-            train=config.trained_roles,
-            named_roles=tuple(config.roles),
-            max_staleness=config.buffer.max_staleness,
-            layout=config.trainer.layout,
-        )
 
 
 def mini_batch_boundaries(rows: Sequence[Row], mini_batch_size: int) -> list[tuple[int, int]]:

@@ -10,36 +10,48 @@ A trajectory is over-long where its next prompt had no room, or its last respons
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from service.config.learn import AlgorithmConfig
-from service.config.tree import Config
 from service.handoff.batches.advantages import Rule, teaches
-from service.handoff.batches.batch import CompleteGroup
 from service.handoff.batches.score import group_stats, returns
 from service.handoff.ledger.events import Ended, Tried
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import complete_group
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.roles import TRAINED
 from service.handoff.steps.stop_reason import OVER_LONG
 
 
-def filtered(
-    group: CompleteGroup, settings: AlgorithmConfig, named: tuple[str, ...] = (), train: Sequence[str] = TRAINED
-) -> Ended | None:
-    """The event that ends a complete group untrained; None if no filter removes it.
+@dataclass(frozen=True, slots=True)
+class FilterSettings:
+    """What is looked at when a group is complete."""
 
-    `named`: the roles that the configuration names; `train`: those that are trained.
-    """
-    return_G = returns(group.steps, group.ends, settings.returns)
-    rule = Rule(settings.estimator, settings.returns, settings.credit, settings.gamma, named)
+    rule: Rule
+    train: tuple[str, ...] = TRAINED
+    """Roles whose steps carry loss."""
+    zero_variance: bool = False
+    over_long: float | None = None
+    """Fraction of over-long trajectories above which a group is removed; None: any may be."""
+    success_above: float | None = None
+    """Return above which a trajectory counts as a success for the curriculum; None: there is no curriculum."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything follows from a group's completion: there is a filter, or a curriculum."""
+        return self.zero_variance or self.over_long is not None or self.success_above is not None
+
+
+def filtered(group: CompleteGroup, settings: FilterSettings) -> Ended | None:
+    """The event that ends a complete group untrained; None if no filter removes it."""
+    return_G = returns(group.steps, group.ends, settings.rule.returns)
     reason = None
-    if settings.filter_zero_variance and not teaches(group.steps, group.ends, rule, train):
+    if settings.zero_variance and not teaches(group.steps, group.ends, settings.rule, settings.train):
         reason = "zero_variance"
-    elif settings.filter_over_long is not None and over_long_fraction(group) > settings.filter_over_long:
+    elif settings.over_long is not None and over_long_fraction(group) > settings.over_long:
         reason = "over_long"
     if reason is None:
         return None
@@ -54,25 +66,16 @@ def over_long_fraction(group: CompleteGroup) -> float:
     return float(np.mean([long[code] for code in group.ends.stop_reason_E.tolist()] or [False]))
 
 
-def examines(config: Config) -> bool:
-    """Whether anything follows from a group's completion: there is a filter, or a curriculum."""
-    algorithm = config.algorithm
-    return (
-        algorithm.filter_zero_variance or algorithm.filter_over_long is not None or config.data.curriculum is not None
-    )
-
-
-def examine(record: Record, config: Config, group_ids: Iterable[int]) -> None:
+def examine(record: Record, settings: FilterSettings, group_ids: Iterable[int]) -> None:
     """Note how those of the groups that are complete went, where there is a curriculum, and end those that a filter
     removes."""
-    groups, algorithm, curriculum = record.ledger.state.groups, config.algorithm, config.data.curriculum
-    if not examines(config):
+    groups = record.ledger.state.groups
+    if not settings.any:
         return
     for group_id in [o for o in group_ids if groups[o].state is GroupState.COMPLETE]:
         group = complete_group(record, group_id)
-        if curriculum is not None and not groups[group_id].tried:
-            return_G = returns(group.steps, group.ends, algorithm.returns)
-            successes = int(np.count_nonzero(return_G > curriculum.success_above))
-            record.add(Tried(group_id, successes, len(return_G)))
-        if (ended := filtered(group, algorithm, tuple(config.roles), config.trained_roles)) is not None:
+        if settings.success_above is not None and not groups[group_id].tried:
+            return_G = returns(group.steps, group.ends, settings.rule.returns)
+            record.add(Tried(group_id, int(np.count_nonzero(return_G > settings.success_above)), len(return_G)))
+        if (ended := filtered(group, settings)) is not None:
             record.add(ended)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.config.tree import Config
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, Formed, form_mini_batch, formed, reward_metrics
-from service.handoff.batches.score import NotScored, estimator_named, group_stats
+from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch, formed, reward_metrics
+from service.handoff.batches.score import NotScored, group_stats
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import complete_group, read_back
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.types import MiniBatch, PolicyVersion
 
@@ -51,13 +51,10 @@ class BatchJob:
 class BatchFormer:
     """Forms mini-batches of complete groups, one at a time."""
 
-    def __init__(self, config: Config, record: Record) -> None:
-        """Raises a ConfigError now if there is no such estimator, rather than at the first lease."""
-        self._record = record
-        self._size = config.trainer.mini_batch_size
-        self._is_strict = config.buffer.order == "strict"
-        self._settings = BatchSettings.of(config)
-        estimator_named(self._settings.estimator)
+    def __init__(self, settings: BatchSettings, size: int, is_strict: bool, record: Record) -> None:
+        """`size`: groups of a mini-batch; `is_strict`: it takes them in the order in which they were issued."""
+        self._record, self._settings = record, settings
+        self._size, self._is_strict = size, is_strict
         self._newest: MiniBatch | None = None
 
     def begin(self, trainer_incarnation: int) -> BatchJob:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from service.handoff.batches.batch import CompleteGroup
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.prefixes.merge import check_whole
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table

@@ -21,6 +21,7 @@ source. Groups of one follow the published definitions, in which nothing is subt
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -32,7 +33,6 @@ from service.handoff.ledger.events import GroupStats
 from service.handoff.steps.roles import ROLES
 from service.handoff.steps.tables import end_of_items, reward_of_steps, role_of_steps
 from service.types import Ends, Float64s, Int64s, Steps
-from service.user_code import registered
 
 EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -82,7 +82,10 @@ def advantages(estimator: str, returns_G: ArrayLike, prompt_uids_G: Sequence[Any
     >>> advantages("rloo", [1.0, 0.0, 0.0, 5.0, 5.0], ["a", "a", "a", "b", "b"]).tolist()
     [1.0, -0.5, -0.5, 0.0, 0.0]
     """
-    function = estimator_named(estimator)
+    if (function := ESTIMATORS.get(estimator)) is None:
+        near = difflib.get_close_matches(estimator.lower(), ESTIMATORS, n=1)
+        meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ESTIMATORS)}"
+        raise UserError(f"no estimator is named {estimator!r}; {meant}")
     returns = np.array(returns_G, np.float64)  # a copy, which an estimator may change
     if returns.shape != (len(prompt_uids_G),):
         raise ValueError(f"returns of shape {returns.shape} for {len(prompt_uids_G)} prompt uids")
@@ -103,15 +106,6 @@ def numbered(prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Int64s:
     code: dict[Any, int] = {}
     uids = prompt_uids_G.tolist() if isinstance(prompt_uids_G, np.ndarray) else prompt_uids_G
     return np.array([code.setdefault(uid, len(code)) for uid in uids], np.int64)
-
-
-def estimator_named(setting: str) -> Estimator:
-    """The estimator behind `algorithm.estimator`: a known name, or `module:name` with the module that registers it.
-
-    Raises:
-        ConfigError: the module cannot be imported, or nothing is registered under that name.
-    """
-    return ESTIMATORS.get(setting) or registered("algorithm.estimator", "estimator", setting, ESTIMATORS)
 
 
 def returns(steps: Steps, ends: Ends, rule: ReturnRule) -> Float64s:

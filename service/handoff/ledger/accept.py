@@ -28,7 +28,7 @@ from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import index_of_steps, same_step
 from service.handoff.steps.stop_reason import FAILURES
 from service.handoff.steps.tables import concat_steps, end_objects, ends_table, long_note_bytes
-from service.handoff.steps.validate import MAX_FRACTION_NOT_FINITE, trajectory_refusal
+from service.handoff.validate import MAX_FRACTION_NOT_FINITE, trajectory_refusal
 from service.types import (
     Bools,
     Extension,

@@ -28,8 +28,8 @@ from service.handoff.ledger.scores import with_scores
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain
 from service.handoff.steps.builder import steps_table
+from service.handoff.steps.limits import Limits
 from service.handoff.steps.tables import concat_steps, ends_table, long_note_bytes, said_bytes
-from service.handoff.steps.validate import Limits
 from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 

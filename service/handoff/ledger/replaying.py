@@ -12,7 +12,6 @@ import msgspec
 
 from service.clock import Clock
 from service.errors import JournalError, UserError
-from service.handoff.batches.batch import CompleteGroup
 from service.handoff.journal.disk import LocalDisk
 from service.handoff.journal.frames import Frame, Segment, frames
 from service.handoff.journal.journal import Journal
@@ -21,9 +20,10 @@ from service.handoff.ledger.accept import items_by_trajectory, new_content
 from service.handoff.ledger.ledger import Ledger, attempts_of
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import Record, Store, cut, end_bytes, expert_bytes
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import Group, State
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.validate import Limits
+from service.handoff.steps.limits import Limits
 from service.handoff.steps.wire import decode
 from service.types import PolicyVersion, Refusal, StepGroup
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,17 @@ from service.types import Ends, Float64s, Int64s, Steps
 
 LOGPROBS = np.dtype("<f4")
 """Type of log-probabilities in a `Scored`."""
+
+
+class CompleteGroup(NamedTuple):
+    """A group whose trajectories have all ended: the steps and ends of their final attempts, in any order."""
+
+    group_id: int
+    prompt_uid: str
+    steps: Steps
+    ends: Ends
+    scores: tuple[Scored, ...] = ()
+    """What scorers said; `steps` and `ends` hold its rewards and log-probabilities already."""
 
 
 def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Steps, Ends]:

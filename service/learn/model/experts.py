@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from service.handoff.steps.validate import Routing
+from service.handoff.steps.limits import Routing
 from service.learn.model.sharding import Rows
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

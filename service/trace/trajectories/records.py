@@ -34,9 +34,9 @@ import numpy as np
 from service.columns import offsets_of, select
 from service.config import Config
 from service.errors import UserError, in_one_line
-from service.handoff.batches.batch import CompleteGroup
 from service.handoff.ledger.events import Ended
 from service.handoff.ledger.record import Held, Store
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.roles import roles_from

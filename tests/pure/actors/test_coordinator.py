@@ -20,7 +20,7 @@ from actors.driver.coordinator import TARGETS_SECONDS, Coordinator
 from actors.weights.source import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
-from service.handoff.steps.validate import Routing
+from service.handoff.steps.limits import Routing
 from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
 from service.run.folder import SUMMARY, TARGETS, warmed_model

@@ -25,11 +25,11 @@ from actors.weights.part import Part
 from examples import lookup
 from service.agents.session_keys import Keys
 from service.config import Config, load_config
+from service.config.core_settings import message_limits
 from service.errors import RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import end_objects, ends_table, trajectory_ids
-from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode, encode
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.observe.metrics import Metrics
@@ -98,7 +98,7 @@ class FakeBuffer:
         return [answer] if isinstance(answer, Assignment) else answer
 
     async def submit(self, data: bytes) -> Receipt:
-        group = decode(data, Limits.of(Config(), vocab_size=1000))
+        group = decode(data, message_limits(Config(), vocab_size=1000))
         assert isinstance(group, StepGroup)
         self.groups.append(group)
         return Receipt(0)

@@ -10,14 +10,14 @@ import pytest
 from actors.generator import outbox as outbox_module
 from actors.generator.outbox import Outbox, Unreachable
 from service.config import Config
+from service.config.core_settings import message_limits
 from service.errors import RunFailed, Starved
 from service.handoff.steps.builder import append_step
-from service.handoff.steps.validate import Limits
 from service.handoff.steps.wire import decode
 from service.handoff.verbs import Receipt
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
 
-LIMITS = Limits.of(Config(), vocab_size=100)
+LIMITS = message_limits(Config(), vocab_size=100)
 POISONED = 13
 
 Answer = Receipt | Refusal

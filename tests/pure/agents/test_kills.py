@@ -22,13 +22,13 @@ import pytest
 from examples import lookup
 from service.clock import SystemClock
 from service.config import Config
+from service.config.core_settings import message_limits
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import apply_frame, message_of
 from service.handoff.steps.tables import step_objects
-from service.handoff.steps.validate import Limits
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.prompts.dataset import write_rows
@@ -168,7 +168,7 @@ class Called(NamedTuple):
 
 def judged(stage: Stage) -> dict[str, int]:
     """What the journal says about the promises; the counts show that something was tried."""
-    limits = Limits.of(stage.config, 1000)
+    limits = message_limits(stage.config, 1000)
     journal, chat = Journal(stage.folder / "journal", SystemClock()), Chat(load_tokenizer(stage.folder))
     record = Record(limits.n_samples_per_prompt, limits, journal, SystemClock())
     for _ in journal.replay():

@@ -18,13 +18,14 @@ from examples import lookup
 from service.config import AgentsConfig, Config
 from service.config.checks import problems
 from service.config.command import AGENT
+from service.config.core_settings import message_limits
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError
 from service.evaluation.scores import EvalShard
 from service.handoff.group_bytes import ITEM_BYTES, SAID_BYTES, TOKEN_BYTES, TRANSCRIPT_BYTES, worst_trajectory_bytes
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
-from service.handoff.steps.validate import Limits, refusal
+from service.handoff.validate import refusal
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import AgentSession, Task
@@ -202,7 +203,7 @@ class Playing:
         end = await self.player.play(of, task, columns)
         assert columns.ends == [end]
         group = columns.step_group(Sender("g", 1, 1))
-        assert refusal(group, Limits.of(self.config, self.engine.chat.vocab_size)) is None
+        assert refusal(group, message_limits(self.config, self.engine.chat.vocab_size)) is None
         return step_objects(columns.steps()), end
 
     async def aclose(self) -> None:
@@ -318,7 +319,7 @@ async def test_admission_reserves_what_a_session_may_have() -> None:
         worst_trajectory_bytes(config)
         == 100_000 * TOKEN_BYTES + 1001 * ITEM_BYTES + 1000 * SAID_BYTES + TRANSCRIPT_BYTES
     )
-    assert Limits.of(config, 100).max_turns == 1000
+    assert message_limits(config, 100).max_turns == 1000
     assert not [problem for problem in problems(config) if problem.path.startswith("agents")]
 
 

@@ -12,7 +12,6 @@ import pytest
 from service.handoff.group_bytes import worst_group_bytes, worst_journal_bytes
 from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import LocalFile
-from service.handoff.journal.replay import replayed
 from service.handoff.verbs import Assignment, Wait, WaitReason
 from service.types import MiniBatch, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.test_group_bytes import full_step, is_accepted, with_bounds
@@ -69,7 +68,7 @@ def test_groups_that_were_copied_are_leased_again_as_they_were(world: World) -> 
     world.crash()
     world.trainer_incarnation = world.buffer.join("trainer", "trainer", START.step)
     assert same(world.batch(), batch)
-    assert same(replayed(world.settings, world.folder, 1), batch)
+    assert same(world.replayed(1), batch)
 
 
 def test_a_group_that_was_copied_while_it_grows_is_finished_after_a_crash(world: World) -> None:

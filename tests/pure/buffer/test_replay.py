@@ -5,7 +5,6 @@ import pytest
 from service.cli.parser import main
 from service.config import Config, resolved_yaml
 from service.errors import UserError
-from service.handoff.journal.replay import replayed
 from service.handoff.steps.wire import encode_mini_batch
 from service.types import PolicyVersion
 from tests.pure.buffer.world import World, config
@@ -43,7 +42,7 @@ def test_every_mini_batch_of_a_recorded_run_is_formed_again_bit_by_bit(tmp_path:
     trained = a_run(world, steps=6)
     assert (tmp_path / "reclaimed").is_dir() == (segment_bytes < 1 << 20)
     for step, batch in trained.items():
-        assert encode_mini_batch(replayed(world.settings, tmp_path, step)) == batch
+        assert encode_mini_batch(world.replayed(step)) == batch
 
 
 def test_replay_gives_the_last_try_of_a_step_that_was_done_again(tmp_path: Path) -> None:
@@ -53,7 +52,7 @@ def test_replay_gives_the_last_try_of_a_step_that_was_done_again(tmp_path: Path)
     again = world.batch()
     world.train()
     world.journal.sync()
-    found = replayed(world.settings, tmp_path, 3)
+    found = world.replayed(3)
     assert encode_mini_batch(found) == encode_mini_batch(again) != first[3]
 
 
@@ -61,7 +60,7 @@ def test_replay_changes_nothing_in_the_folder(tmp_path: Path) -> None:
     world = World(tmp_path, settings())
     a_run(world, steps=1)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    replayed(world.settings, tmp_path, 1)
+    world.replayed(1)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -69,14 +68,14 @@ def test_a_step_that_was_never_made_is_one_clear_line(tmp_path: Path) -> None:
     world = World(tmp_path, settings())
     a_run(world, steps=1)
     with pytest.raises(UserError, match="no optimizer step 9"):
-        replayed(world.settings, tmp_path, 9)
+        world.replayed(9)
 
 
 def test_a_run_that_was_not_recorded_says_what_to_set(tmp_path: Path) -> None:
     world = World(tmp_path, settings(record=False), segment_bytes=10_000)
     a_run(world, steps=6)
     with pytest.raises(UserError, match="record: true"):
-        replayed(world.settings, tmp_path, 6)
+        world.replayed(6)
 
 
 def test_the_command_prints_returns_and_facts_and_writes_the_bytes(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
-from service.handoff.journal.replay import replayed
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.steps.roles import ROLES, Role, packed_roles
@@ -126,7 +125,7 @@ def test_fates_are_the_same_after_repetitions_a_crash_a_rollback_and_a_replay(tm
     world.buffer.covered(1)
     assert fates(world) == {Fate.TRAINED: 24} | {fate: n for fate, n in stepped.items() if fate is not Fate.STEPPED}
     world.journal.sync()
-    assert loss_tokens(replayed(world.settings, tmp_path, 1)) == loss_tokens(before)
+    assert loss_tokens(world.replayed(1)) == loss_tokens(before)
 
 
 def test_groups_in_which_nothing_trains_are_leased_like_others(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.handoff.journal.replay import replayed
 from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.invariant import violations
 from service.handoff.scoring import Answer, teachers_of
@@ -104,7 +103,7 @@ def test_scores_survive_a_rollback_snapshots_and_the_copies_that_make_room(tmp_p
     assert again[0].return_G.tolist() == first.return_G.tolist() == [0.25, 0.75, 0.5, 0.0]
     assert again[1].return_G.tolist() == [0.125, 0.0, 0.0, 0.375]
     world.journal.sync()
-    assert replayed(world.settings, tmp_path, 2).return_G.tolist() == again[1].return_G.tolist()
+    assert world.replayed(2).return_G.tolist() == again[1].return_G.tolist()
     assert violations(world.buffer.ledger) == []
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from service.config import Config
+from service.config.core_settings import batch_settings, message_limits
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
+from service.handoff.recorded import replayed
 from service.handoff.steps import wire
 from service.handoff.steps.builder import step_group
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
@@ -153,3 +155,7 @@ class World:
     def closes(self) -> bool:
         status = self.buffer.status()
         return status.accepted_tokens == sum(status.tokens.values())
+
+    def replayed(self, step: int) -> MiniBatch:
+        """The mini-batch of an optimizer step, formed again from the journal."""
+        return replayed(message_limits(self.settings), batch_settings(self.settings), self.folder, step)

@@ -6,14 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.config.core_settings import batch_settings
 from service.config.learn import AlgorithmConfig
 from service.config.tree import BufferConfig, Config
 from service.handoff import merge_steps, mini_batch_boundaries
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch
-from service.handoff.batches.filters import filtered
+from service.handoff.batches.advantages import Rule
+from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
+from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.pack import Layout, micro_batches, place
 from service.handoff.ledger.events import Ended, GroupStats
 from service.handoff.ledger.lifecycle import GroupState
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import OVER_LONG
@@ -60,7 +63,7 @@ def test_a_mini_batch_holds_every_trajectory_once_and_whole() -> None:
 def test_without_step_wise_every_trajectory_is_one_sequence(step_wise: bool, one_row: bool) -> None:
     config = Config(algorithm=AlgorithmConfig(step_wise=step_wise), buffer=BufferConfig(merge="off"))
     rng = np.random.default_rng(0)
-    batch = form_mini_batch(1, [group(rng, 0), group(rng, 1)], history_up_to(4), BatchSettings.of(config))
+    batch = form_mini_batch(1, [group(rng, 0), group(rng, 1)], history_up_to(4), batch_settings(config))
     assert (batch.rows_G == 1).all() == one_row
     assert batch.metrics["generate/batch_num_seq"] == batch.rows_G.sum()
     assert batch.metrics["generate/truncated_ratio"] == 0.0
@@ -130,12 +133,12 @@ def group_of(*ends: TrajectoryEnd) -> CompleteGroup:
 
 def test_zero_variance_looks_at_returns() -> None:
     same = [end(TrajectoryId(0, s), reward=1.0) for s in range(3)]
-    settings = AlgorithmConfig(filter_zero_variance=True)
+    settings = FilterSettings(Rule("grpo"), zero_variance=True)
     assert filtered(group_of(*same), settings) == Ended(
         0, GroupState.FILTERED, "zero_variance", GroupStats(1, 3, 3.0, 1, flat=1, ones=1, tokens=1)
     )
     assert filtered(group_of(*same, end(TrajectoryId(0, 3), reward=0.0)), settings) is None
-    assert filtered(group_of(*same), AlgorithmConfig()) is None
+    assert filtered(group_of(*same), FilterSettings(Rule("grpo"))) is None
 
 
 @pytest.mark.parametrize(("share", "taken"), [(0.0, True), (0.49, True), (0.5, False), (1.0, False)])
@@ -143,7 +146,7 @@ def test_zero_variance_looks_at_returns() -> None:
 def test_over_long_looks_at_how_trajectories_ended(share: float, taken: bool, reason: str) -> None:
     ends = [end(TrajectoryId(0, s), reward=float(s)) for s in range(4)]
     ends = [e._replace(stop_reason=reason) if s % 2 else e for s, e in enumerate(ends)]
-    found = filtered(group_of(*ends), AlgorithmConfig(filter_over_long=share))
+    found = filtered(group_of(*ends), FilterSettings(Rule("grpo"), over_long=share))
     assert found == (Ended(0, GroupState.FILTERED, "over_long", GroupStats(1, 4, 6.0, 1, tokens=1)) if taken else None)
 
 

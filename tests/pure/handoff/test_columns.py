@@ -30,7 +30,8 @@ from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.prefixes.step_equality import contradiction
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import concat_steps
-from service.handoff.steps.validate import Limits, refusal
+from service.handoff.steps.limits import Limits
+from service.handoff.validate import refusal
 from service.handoff.steps.wire import decode, decode_mini_batch, encode, encode_mini_batch
 from service.types import Sender, TrajectoryEnd, TrajectoryId
 

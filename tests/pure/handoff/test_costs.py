@@ -15,7 +15,7 @@ from service.handoff.batches.pack import Layout, place
 from service.handoff.prefixes.merge import merge
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
-from service.handoff.steps.validate import trajectory_refusal
+from service.handoff.validate import trajectory_refusal
 from service.types import Extension, Int32s, Step, Steps
 from tests.pure.handoff.worlds import end, step
 

@@ -18,8 +18,9 @@ from service.config.learn import AlgorithmConfig
 from service.config.tree import Config
 from service.errors import UserError
 from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_batch, turn_advantages
+from service.handoff.batches.advantages import Rule
 from service.handoff.batches.credit import TURN_ESTIMATORS, Credit
-from service.handoff.batches.filters import filtered
+from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.score import ESTIMATORS
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.branches import Mode
@@ -27,8 +28,8 @@ from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.prefixes.step_equality import same_step
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.tables import ends_table, step_objects
-from service.handoff.steps.validate import MAX_REWARD, refusal
 from service.handoff.steps.wire import decode, decode_mini_batch, encode, encode_mini_batch
+from service.handoff.validate import MAX_REWARD, refusal
 from service.types import MiniBatch, Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, ids, step
 
@@ -289,11 +290,9 @@ def test_without_credit_by_turn_no_turn_crosses_the_wire() -> None:
 
 
 def test_zero_variance_means_that_no_turn_has_an_advantage() -> None:
-    by_turn = AlgorithmConfig(
-        returns="sum", credit="return_to_go", estimator="rloo", filter_zero_variance=True, n_samples_per_prompt=2
-    )
+    by_turn = FilterSettings(Rule("rloo", "sum", "return_to_go"), zero_variance=True)
     same_sum = group_with([[1.0, 0.0], [0.0, 1.0]], [[None] * 2] * 2)
-    assert filtered(same_sum, by_turn.model_copy(update={"credit": "trajectory"})) is not None
+    assert filtered(same_sum, replace(by_turn, rule=Rule("rloo", "sum"))) is not None
     assert filtered(same_sum, by_turn) is None
     ended = filtered(group_with([[1.0, 0.0], [1.0, 0.0]], [[None] * 2] * 2), by_turn)
     assert ended is not None and ended.reason == "zero_variance"

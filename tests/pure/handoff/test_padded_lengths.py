@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from benchmarks.padded_lengths import World, with_observations
-from service.handoff.batches.batch import CompleteGroup
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table, step_objects
 from service.types import Int32s, Step, TrajectoryId

@@ -14,9 +14,10 @@ import xxhash
 
 from service.columns import digest, select
 from service.handoff.steps.builder import step_group, steps_table
+from service.handoff.steps.limits import Routing
 from service.handoff.steps.tables import ends_table
-from service.handoff.steps.validate import MIN_LOGPROB, Routing, refusal, trajectory_refusal
 from service.handoff.steps.wire import PREFIX, VERSION, decode, encode
+from service.handoff.validate import MIN_LOGPROB, refusal, trajectory_refusal
 from service.types import (
     Extension,
     Refusal,

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from service.columns import select
 from service.handoff import advantages, merge_steps, mini_batch_boundaries
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.pack import partition, place
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge, whole_prompts
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.tables import concat_steps, ends_table, row_objects, step_objects, with_token_rewards
-from service.handoff.steps.validate import refusal
 from service.handoff.steps.wire import decode, encode
+from service.handoff.validate import refusal
 from service.types import Row, Step, StepGroup, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, step
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.config.learn import AlgorithmConfig
 from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_batch, turn_advantages
+from service.handoff.batches.advantages import Rule
 from service.handoff.batches.credit import TURN_ESTIMATORS, Credit
-from service.handoff.batches.filters import filtered
+from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.score import GROUP_ESTIMATORS, ReturnRule, returns
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import with_scores
@@ -18,8 +18,8 @@ from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.roles import TRAINED, packed_roles
 from service.handoff.steps.tables import end_objects, ends_table, reward_of_steps
-from service.handoff.steps.validate import MAX_REWARD, refusal
 from service.handoff.steps.wire import decode, encode
+from service.handoff.validate import MAX_REWARD, refusal
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, episode
 
@@ -101,10 +101,10 @@ def test_a_role_that_spoke_in_one_trajectory_of_a_group_has_no_baseline_and_no_a
 
 
 def test_a_group_teaches_where_the_returns_of_a_trained_role_differ() -> None:
-    settings = AlgorithmConfig(filter_zero_variance=True, estimator="rloo")
+    settings = FilterSettings(Rule("rloo", named=NAMED), TRAIN, zero_variance=True)
     alike = [[("main", 1.0, 0.0), ("verifier", float(sample), 0.0), ("critic", 0.0, 0.0)] for sample in (0, 1)]
-    assert filtered(group_of(alike), settings, NAMED, TRAIN) is None
-    ended = filtered(group_of(alike), settings, NAMED, TRAINED)
+    assert filtered(group_of(alike), settings) is None
+    ended = filtered(group_of(alike), replace(settings, train=TRAINED))
     assert ended is not None and ended.reason == "zero_variance"
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.errors import UserError
+from service.config import Config
+from service.config.core_settings import batch_settings, filter_settings
+from service.errors import ConfigError, UserError
 from service.handoff import advantages
 from service.handoff.batches.score import ESTIMATORS, NotScored, estimator, returns
 from service.handoff.steps.builder import steps_table
@@ -92,13 +94,14 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def test_an_estimator_of_ones_own_is_named_with_its_module(own_module: None) -> None:
-    assert advantages("my_estimators:mine", [1.0, 3.0], ["a", "a"]).tolist() == [-2.0, 0.0]
+    named = Config.model_validate({"algorithm": {"estimator": "my_estimators:mine"}})
+    assert batch_settings(named).estimator == filter_settings(named).rule.estimator == "mine"
+    assert advantages("mine", [1.0, 3.0], ["a", "a"]).tolist() == [-2.0, 0.0]
     with pytest.raises(UserError, match="no finite number for each of 2"):
-        advantages("my_estimators:broken", [1.0, 3.0], ["a", "a"])
-    with pytest.raises(UserError, match="did you mean 'mine'"):
-        advantages("my_estimators:mime", [1.0, 3.0], ["a", "a"])
-    with pytest.raises(UserError, match="'absent_module' cannot be imported"):
-        advantages("absent_module:mine", [1.0], ["a"])
+        advantages("broken", [1.0, 3.0], ["a", "a"])
+    for setting, said in (("my_estimators:mime", "did you mean 'mine'"), ("absent_module:mine", "cannot be imported")):
+        with pytest.raises(ConfigError, match=said):
+            batch_settings(Config.model_validate({"algorithm": {"estimator": setting}}))
 
 
 def test_returns_are_the_ends_reward_or_the_sum_over_steps() -> None:

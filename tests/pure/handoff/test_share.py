@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.pack import Placement, place
 from service.handoff.batches.share import place_sharing
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.distinct import prefix_order
 from service.handoff.steps.builder import steps_table

@@ -9,8 +9,8 @@ import xxhash
 
 from service.handoff.steps.builder import step_group
 from service.handoff.steps.tables import end_objects
-from service.handoff.steps.validate import refusal, trajectory_refusal
 from service.handoff.steps.wire import MAX_HEADER_BYTES, PREFIX, VERSION, decode, encode
+from service.handoff.validate import refusal, trajectory_refusal
 from service.types import Refusal, RefusalReason, StepGroup, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, shared
 

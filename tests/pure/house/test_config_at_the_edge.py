@@ -9,11 +9,8 @@ EDGE = ("service/config/", "service/cli/", "actors/driver/")
 STILL_WHOLE: tuple[str, ...] = (
     "service/handoff/admission.py",
     "service/handoff/attempts.py",
-    "service/handoff/batches/filters.py",
-    "service/handoff/batches/form.py",
     "service/handoff/buffer.py",
     "service/handoff/group_bytes.py",
-    "service/handoff/journal/replay.py",
     "service/handoff/lookahead.py",
     "service/handoff/prompts.py",
     "service/handoff/scoring.py",

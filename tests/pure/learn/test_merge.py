@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, batch_of_rank, form_mini_batch
+from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table

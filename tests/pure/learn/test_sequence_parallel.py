@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from benchmarks.sequence_parallel import LEAST, SHAPE, VOCABULARY, long_row, train
+from service.config.core_settings import batch_settings
 from service.config.lora import LoraConfig
 from service.config.tree import Config
 from service.errors import UserError
-from service.handoff.batches.batch import BatchSettings
 from service.learn.device_batch import DeviceBatch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
@@ -177,7 +177,7 @@ def test_steps_along_trajectories_of_adapters_and_on_demonstrations_are_those_of
 
 def test_a_mini_batch_is_dealt_to_groups_whose_budget_is_that_of_their_ranks_together() -> None:
     config = settings(trainer={"ranks": 4, "sequence_parallel": 2, "max_tokens_per_micro_batch": 40})
-    dealt = BatchSettings.of(config)
+    dealt = batch_settings(config)
     assert (dealt.ranks, dealt.token_budget) == (2, 80)
 
 

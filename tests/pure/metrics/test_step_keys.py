@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from service.config import Config
+from service.config.core_settings import batch_settings
 from service.evaluation.scores import EvalTrajectory, summarize
-from service.handoff import BatchSettings, CompleteGroup, VersionHistory, batch_of_rank, form_mini_batch
+from service.handoff import CompleteGroup, VersionHistory, batch_of_rank, form_mini_batch
 from service.handoff.batches.form import with_filtered
 from service.handoff.ledger.events import GroupStats
 from service.handoff.steps.builder import steps_table
@@ -44,7 +45,7 @@ def line(config: Config, folder: Path) -> dict[str, float]:
     history = VersionHistory()
     history.publish(PolicyVersion(0, 1))
     groups = [group(number) for number in range(2)]
-    batch = with_filtered(form_mini_batch(0, groups, history, BatchSettings.of(config)), GroupStats())
+    batch = with_filtered(form_mini_batch(0, groups, history, batch_settings(config)), GroupStats())
     report = Learner(config, small_model(folder / "model"), CPU, 0, 1).step(batch_of_rank(batch, 0))
     assert report.applied
     played = [EvalTrajectory(f"p{prompt}", 1.0, 1, 4, "stop") for prompt in range(2) for _ in range(N)]

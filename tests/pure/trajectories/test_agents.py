@@ -13,8 +13,10 @@ from rich.console import Console
 
 from service.cli.parser import main
 from service.columns import digest
+from service.config.core_settings import batch_settings
 from service.errors import UserError
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.batches.batch import form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import Role, packed_roles
@@ -50,7 +52,7 @@ def agent_record(transcript: str = TRANSCRIPT) -> dict[str, Any]:
     groups = [CompleteGroup(7, "p7", steps_table(steps), ends_table([end]))]
     history = VersionHistory()
     history.publish(PolicyVersion(1, 0))
-    settings = BatchSettings.of(CONFIG)
+    settings = batch_settings(CONFIG)
     records = trajectory_records(form_mini_batch(1, groups, history, settings), groups, PolicyVersion(1, 0), CONFIG)
     (record,) = trained(records, PolicyVersion(1, 1))
     return dict(json.loads(json.dumps(record)))

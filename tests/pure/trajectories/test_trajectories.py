@@ -13,8 +13,10 @@ from rich.console import Console
 from service.cli.parser import main
 from service.columns import digest
 from service.config import Config, load_config
+from service.config.core_settings import batch_settings
 from service.errors import UserError
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.batches.batch import form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
@@ -78,7 +80,7 @@ def formed(config: Config = CONFIG) -> tuple[MiniBatch, list[CompleteGroup]]:
     for number in range(2):
         history.publish(PolicyVersion(1, number))
     groups = [group(7), group(5)]
-    return form_mini_batch(1, groups, history, BatchSettings.of(config)), groups
+    return form_mini_batch(1, groups, history, batch_settings(config)), groups
 
 
 def records(config: Config = CONFIG) -> list[dict[str, object]]:
@@ -126,7 +128,7 @@ def test_a_prompt_that_begins_like_that_of_an_earlier_step_says_what_was_left_ou
     groups = [CompleteGroup(7, "p7", steps_table(steps), ends_table([TrajectoryEnd(one, "p7", 2, "stop", 1.0)]))]
     history = VersionHistory()
     history.publish(PolicyVersion(1, 0))
-    batch = form_mini_batch(1, groups, history, BatchSettings.of(CONFIG))
+    batch = form_mini_batch(1, groups, history, batch_settings(CONFIG))
     (record,) = trajectory_records(batch, groups, PolicyVersion(1, 0), CONFIG)
     assert [made["begins_as"] for made in record["steps"]] == [None, (0, 2)]
     assert step_line(record["steps"][1]).endswith("stop, begins with the first 2 tokens of step 0")

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from service.clock import SystemClock
-from service.config.tree import Config
 from service.errors import UserError
-from service.handoff.batches.batch import BatchSettings, CompleteGroup, form_mini_batch
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.form import with_filtered
 from service.handoff.journal.disk import LocalDisk
 from service.handoff.journal.frames import Frame, Segment, frames
@@ -18,11 +17,10 @@ from service.handoff.journal.journal import KEPT, Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record, Store
 from service.handoff.ledger.replaying import Wanted, apply_frame, fetch
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.steps.validate import Limits
+from service.handoff.steps.limits import Limits
 from service.types import MiniBatch
-
-ANY_VOCABULARY = 1 << 31
 
 
 class _Leased(NamedTuple):
@@ -45,26 +43,25 @@ class Recorded(NamedTuple):
     filtered: events.GroupStats
 
 
-def replayed(config: Config, folder: Path, step: int) -> MiniBatch:
+def replayed(limits: Limits, settings: BatchSettings, folder: Path, step: int) -> MiniBatch:
     """The mini-batch of optimizer step `step`, or of its last try if a trainer had gone back.
 
     Raises:
         UserError: the journal does not hold that step, or not from the beginning.
     """
-    found = recorded(config, folder, step)
-    batch = form_mini_batch(found.lease, found.groups, found.history, BatchSettings.of(config))
+    found = recorded(limits, folder, step)
+    batch = form_mini_batch(found.lease, found.groups, found.history, settings)
     return with_filtered(batch, found.filtered)
 
 
-def recorded(config: Config, folder: Path, step: int) -> Recorded:
+def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
     """What the mini-batch of optimizer step `step` was formed from.
 
     Raises:
         UserError: the journal does not hold that step, or not from the beginning.
     """
-    limits = Limits.of(config, ANY_VOCABULARY)
     clock = SystemClock()
-    record = Record(config.algorithm.n_samples_per_prompt, limits, Journal(folder, clock), clock)
+    record = Record(limits.n_samples_per_prompt, limits, Journal(folder, clock), clock)
     leased = _find(record, folder, step)
     if leased is None:
         raise UserError(f"{folder} holds no optimizer step {step}")

@@ -15,18 +15,17 @@ Rules are ordered from cheap to expensive; the first one that fails is the reaso
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.columns import columns_of, lengths_of
-from service.config.tree import Config
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
 from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import check_references
 from service.handoff.prefixes.step_equality import contradiction, in_order
+from service.handoff.steps.limits import Limits, Routing
 from service.handoff.steps.roles import ROLES
 from service.handoff.steps.tables import REWARD, REWARD_BYTES, end_objects, rewards_start_E
 from service.types import (
@@ -62,55 +61,6 @@ REWARD_TOLERANCE = 1e-4
 
 MAX_FRACTION_NOT_FINITE = 0.01
 """Fraction of a trajectory's sampled tokens whose log-probability may be missing."""
-
-
-class Routing(NamedTuple):
-    """Which routed experts a model can replay; all are 0 or empty for a model without experts."""
-
-    layers: tuple[int, ...]
-    """Numbers of layers that a record may have: all of the model's, or those with experts."""
-    topk: int
-    experts: int
-
-    @property
-    def experts_per_token(self) -> int:
-        """Routed experts that a record has for each token, at most."""
-        return max(self.layers, default=0) * self.topk
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a message may contain, at most."""
-
-    vocab_size: int
-    max_input_length: int
-    max_generate_length: int
-    max_turns: int
-    n_samples_per_prompt: int
-    max_attempts: int
-    max_group_bytes: int
-    max_note_bytes: int = NOTE_BYTES
-    needs_logprobs: bool = True
-    n_named_roles: int = 0
-    """Roles that the configuration names."""
-    routing: Routing | None = None
-    """What routed experts the model can replay; None: that is not known, so they are not compared with it."""
-
-    @staticmethod
-    def of(config: Config, vocab_size: int, routing: Routing | None = None) -> Limits:
-        """The limits that a configuration implies."""
-        return Limits(
-            vocab_size=vocab_size,
-            max_input_length=config.generator.max_input_length,
-            max_generate_length=config.generator.max_generate_length,
-            max_turns=config.most_steps,
-            n_samples_per_prompt=config.algorithm.n_samples_per_prompt,
-            max_attempts=config.buffer.max_attempts,
-            max_group_bytes=config.buffer.max_group_bytes,
-            n_named_roles=len(config.roles),
-            max_note_bytes=max(config.env.max_snapshot_bytes, NOTE_BYTES),
-            routing=routing,
-        )
 
 
 def refusal(group: StepGroup, limits: Limits) -> Refusal | None:

@@ -1,0 +1,41 @@
+"""What a message of steps may contain, at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from service.handoff.group_bytes import NOTE_BYTES
+
+
+class Routing(NamedTuple):
+    """Which routed experts a model can replay; all are 0 or empty for a model without experts."""
+
+    layers: tuple[int, ...]
+    """Numbers of layers that a record may have: all of the model's, or those with experts."""
+    topk: int
+    experts: int
+
+    @property
+    def experts_per_token(self) -> int:
+        """Routed experts that a record has for each token, at most."""
+        return max(self.layers, default=0) * self.topk
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a message may contain, at most."""
+
+    vocab_size: int
+    max_input_length: int
+    max_generate_length: int
+    max_turns: int
+    n_samples_per_prompt: int
+    max_attempts: int
+    max_group_bytes: int
+    max_note_bytes: int = NOTE_BYTES
+    needs_logprobs: bool = True
+    n_named_roles: int = 0
+    """Roles that the configuration names."""
+    routing: Routing | None = None
+    """What routed experts the model can replay; None: that is not known, so they are not compared with it."""
