@@ -8,7 +8,9 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 # Tests without Ray and vLLM share no process, port or folder: several run at once. Each of the others needs all cores.
 AT_ONCE := -n logical --maxprocesses 8 tests/pure tests/machine tests/sim
-IN_TURN := tests/e2e tests/browser tests/chaos tests/hosts tests/gpu
+IN_TURN := tests/e2e tests/chaos tests/hosts tests/gpu
+# Documentation, deployment files, servers and pages: these tests matter where those files changed.
+EDGES := tests/docs tests/deploy tests/browser tests/e2e/test_monitoring.py
 # Settings of `make quickstart` over its configuration, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
 # On a machine with one or two GPUs the quick start fits them: a rank and an engine share one, or have one each.
@@ -40,18 +42,20 @@ quickstart: venv ## train a small model through vLLM, the buffer and FSDP (minut
 cluster-demo: venv ## the same over four Ray hosts on this machine (root, Linux); says how to look and disturb
 	@$(BIN)/python -m tests.hosts.demo $(SET)
 
-.PHONY: servers test test-fast test-full test-chaos worlds soak
+.PHONY: servers test test-fast test-edges test-full test-chaos worlds soak
 servers: dev ## Prometheus, Alertmanager and Chromium for the tests, as root with apt-get (BATON_SERVERS=no: never)
 	@$(BIN)/python scripts/servers.py
-test: dev servers ## the test suite on CPU, real Ray, vLLM and FSDP included
+test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing"
 	@$(PYTEST) -m "not full" $(AT_ONCE)
-	@$(PYTEST) -m "not full and not chaos" $(IN_TURN)
-test-fast: dev ## only the tests that need neither Ray nor vLLM
-	@$(PYTEST) -m "not slow and not full" tests/pure
+	@$(PYTEST) -m "not full and not chaos" --ignore tests/e2e/test_monitoring.py $(IN_TURN)
+test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (about a minute)
+	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 tests/pure
+test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed
+	@$(PYTEST) -m "not full" $(EDGES)
 test-full: dev servers ## all tests that run on CPU, except test-chaos
 	@$(PYTEST) --hypothesis-profile=fresh $(AT_ONCE)
-	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh $(IN_TURN)
+	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh $(IN_TURN) $(EDGES)
 test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (under twenty minutes)
 	@$(BIN)/python -m tests.chaos
 worlds: dev ## five thousand simulated runs with injected faults, on one core (about ten minutes)

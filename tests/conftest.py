@@ -38,7 +38,18 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ["MPLBACKEND"] = "agg"
+    _let_children_have_signals()
     os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _let_children_have_signals() -> None:
+    """Ignore by a handler what the shell made this process ignore (`nohup make test &`).
+
+    A child inherits that a signal is ignored, but not a handler: its default is restored when it starts.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
 
 
 def processes_with(name: str, value: str) -> dict[int, str]:

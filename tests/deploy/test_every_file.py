@@ -19,10 +19,10 @@ import yaml
 from scripts.docs import FILES
 from service.config import load_config
 from service.errors import UserError
-from tests.pure.deploy.spoilt import mappings, misspelt
-from tests.pure.deploy.test_manifests import MADE
+from tests.deploy.spoilt import mappings, misspelt
+from tests.deploy.test_manifests import MADE
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MOST = 12
 """Places of a file that are spoilt, spread evenly."""

@@ -28,7 +28,7 @@ from service.scorers.reply import Request, answer_from, encode
 from service.scorers.scorer import Scorer
 from tests.pure.scorers.test_scorer import GROUP, TASKS, WORDS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 
@@ -85,7 +85,7 @@ def test_the_examples_of_a_page_give_what_they_show(page: Path) -> None:
 
 
 SERVERS = {"prometheus", "prometheus-alertmanager", "kubectl"}
-"""Programs of others; that they take the files is tested in `tests/e2e/test_monitoring.py` and `tests/pure/deploy`."""
+"""Programs of others; that they take the files is tested in `tests/e2e/test_monitoring.py` and `tests/deploy`."""
 
 
 @pytest.mark.parametrize("command", sorted(set(commands())))

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from service.config import check, load_config
-from tests.pure.deploy.spoilt import mappings, misspelt
+from tests.deploy.spoilt import mappings, misspelt
 
 FOLDER = Path("deploy/kuberay")
 VERSION = "1.34"

@@ -18,7 +18,7 @@ from service.config.checks import problems
 from service.rollout.environments.registry import make_environment
 from service.rollout.prompts.dataset import load_tasks
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = (ROOT / "README.md").read_text()
 

@@ -13,7 +13,7 @@ from service.handoff.verbs import WaitReason
 from service.observe.status import SCHEMA
 from service.types import RefusalReason, Step, TrajectoryEnd
 
-FORMATS = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
+FORMATS = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
 
 
 @pytest.mark.parametrize("words", [Fate, GroupState, RefusalReason, WaitReason])

@@ -1,0 +1,55 @@
+"""House rules that neither ruff nor the contracts of import-linter can hold; `make lint` holds the others."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PRODUCT = [path for folder in ("service", "actors", "examples", "baton") for path in (ROOT / folder).rglob("*.py")]
+TRUE_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
+MACHINE_PATHS = re.compile(r"(?<![\w.-])/(root|work|opt|home/\w+|tmp/scratch)/")
+HOSTS = re.compile(r"//[\w.-]*(pypi|pythonhosted|npmjs)")
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+
+
+def tracked() -> list[Path]:
+    """The files of the repository, or of the folder where it is no checkout."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    listed = [ROOT / name for name in done.stdout.split("\0") if name]
+    return [path for path in listed or ROOT.rglob("*") if path.is_file() and path.suffix not in (".png", ".ico")]
+
+
+def test_no_contract_has_an_exception() -> None:
+    assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text()
+
+
+def test_no_call_trusts_code_that_came_with_data() -> None:
+    found = []
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg in TRUE_KEYWORDS and ast.unparse(node.value) == "True":
+                found.append(f"{path.relative_to(ROOT)}:{node.value.lineno}: {node.arg}=True")
+    assert found == []
+
+
+def test_no_file_names_a_place_of_one_machine_or_leaves_work_for_later() -> None:
+    found = []
+    for path in tracked():
+        if path == Path(__file__):
+            continue
+        rules = [MACHINE_PATHS, HOSTS] + ([UNFINISHED] if path.suffix in (".md", ".yaml", ".toml", ".py") else [])
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if any(rule.search(line) for rule in rules):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert found == []
+
+
+def test_only_the_command_line_imports_the_actors_and_does_so_once() -> None:
+    found = []
+    for path in (ROOT / "service").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [f"{path.relative_to(ROOT)}: {name}" for name in names if name.split(".")[0] == "actors"]
+    assert found == ["service/cli/commands.py: actors.driver.commands"]
