@@ -7,7 +7,7 @@
 
 The reward is 1 where the answer, without case, articles and punctuation, is one of those in the row's
 `reward_spec.ground_truth` (a text, a list, or SkyRL's `{"target": ...}`). Passages come from the retrieval server at
-`url`; without one, from `corpus` (JSONL, by words) in this process.
+`url`, such as `examples.search_server`; without one, from `corpus` (JSONL) in this process, by BM25 (extra `search`).
 
 With `calls: tools` the policy searches by tool calls instead (`{"name": "search", "arguments": {"query": ...}}`), and a
 response without a call ends the episode; the row's `tools` column describes the tool to the chat template.
@@ -30,11 +30,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from examples import data
-from service.config.rollout import RetrievalConfig
+from examples.search_server import Corpus
 from service.rollout.chat.tools import answer, tool_calls
 from service.rollout.environment import Message, StepResult, Task, tagged
-from service.rollout.retrieval.client import RetrievalClient
-from service.rollout.retrieval.retriever import Retriever, check_retriever
+from service.rollout.environments.retrieval_client import RetrievalClient
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 TOPK = 3
@@ -61,9 +60,9 @@ class SearchR1:
         self._truths: frozenset[str] = frozenset()
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row has no answer as its `ground_truth`, or the memory cannot hold the corpus's words."""
+        """Raises where the row has no answer as its `ground_truth`, or the corpus cannot be read."""
         if not self.url:
-            _check_corpus(self._corpus)
+            _corpus(self._corpus)
         if not truths(task.reward_spec["ground_truth"]):
             raise ValueError("ground_truth has no answer")
 
@@ -99,7 +98,7 @@ class SearchR1:
         query = str(query)  # a tool call may bring a number
         if self._client is not None:
             return numbered(await self._client.retrieve(query, self.topk))
-        searching = partial(found_by_words, self._corpus, query, self.topk)
+        searching = partial(passages_of, self._corpus, query, self.topk)
         return numbered(await asyncio.get_running_loop().run_in_executor(SEARCHES, searching))
 
 
@@ -120,18 +119,13 @@ def numbered(passages: Sequence[str]) -> str:
     return "\n".join(f"{i} : {passage}" for i, passage in enumerate(passages, start=1)) or "nothing"
 
 
-def found_by_words(corpus: Path, query: str, topk: int) -> list[str]:
-    """The passages of a corpus that share most words with the query."""
-    (hits,) = _by_words(corpus).search([query], topk)
+def passages_of(corpus: Path, query: str, topk: int) -> list[str]:
+    """The passages of a corpus that match the query best."""
+    (hits,) = _corpus(corpus).search([query], topk)
     return [hit.passage.contents for hit in hits]
 
 
-@lru_cache(maxsize=4)
-def _check_corpus(corpus: Path) -> None:
-    check_retriever(RetrievalConfig(corpus=corpus))
-
-
-_by_words = lru_cache(maxsize=4)(Retriever.by_words)
+_corpus = lru_cache(maxsize=4)(Corpus)
 
 
 TAGS = ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")
@@ -189,7 +183,7 @@ def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> l
 def _demonstration(asked: SearchQuestion, right: bool, rng: np.random.Generator) -> list[Message]:
     messages = [Message(role="user", content=asked.text)]
     for search in asked.searches[: None if right else int(rng.integers(len(asked.searches) + 1))]:
-        passages = numbered(found_by_words(data.CORPUS, search, TOPK))
+        passages = numbered(passages_of(data.CORPUS, search, TOPK))
         messages.append(Message(role="assistant", content=f"<search> {search} </search>"))
         messages.append(Message(role="user", content=f"<information> {passages} </information>"))
     rivers = tuple(data.geography().rivers)

@@ -40,7 +40,6 @@ from actors.driver.placement import (
 from actors.driver.signals import run_beside, when_stuck
 from actors.engine.arguments import SCRATCH, engine_env
 from actors.generator.actor import Generator
-from actors.generator.retrieval import with_retrieval
 from actors.generator.scaling import Placed
 from actors.observe.logs import log_env
 from actors.observe.metrics_hub import MetricsHub
@@ -117,9 +116,7 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
         start_watchdog(mark)
         ray.init(**settings)
     else:
-        retrieval = config.env.retrieval
         needed_cpus = config.trainer.ranks + config.generator.max_engines
-        needed_cpus += retrieval.cpus if retrieval is not None else 0
         needed_cpus += math.ceil(
             sum(config.scorers[name].cpus * len(each) for name, each in actor_names(config.scorers).items())
         )
@@ -155,8 +152,6 @@ class Cluster:
     scorers: tuple[Any, ...] = ()
     roles: tuple[Any, ...] = ()
     """Of frozen roles that the run serves."""
-    retrieval: Any | None = None
-    """Kept here because an actor ends with its last handle."""
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys | None = None) -> Cluster:
@@ -174,7 +169,6 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     data = (prepared.tasks_file, *prepared.eval_files.values())
     files = RunFiles.of(prepared.model_folder, data, run_folder=journal.parent)
     check_nodes(room, bundles, files)
-    config, retrieval = with_retrieval(config, has_gpu=bool(gpus))
     config_json = config.model_dump_json()
     # Prometheus scrapes the hub on the driver's node, also after a restart of the hub.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -215,7 +209,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
 
     engines = range(config.generator.min_engines)
     generators = tuple(generator(n, room, engine_index(config, n), max_restarts=-1) for n in engines)
-    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), place, scorers, roles, retrieval)
+    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), place, scorers, roles)
 
 
 def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:

@@ -25,11 +25,10 @@ from actors.driver.placement import engine_bundle, engine_options, gpus_each, ra
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
 from actors.engine.arguments import engine_env
 from actors.evaluation.evaluator import Evaluator, evaluate_on
-from actors.generator.retrieval import with_retrieval
 from actors.scorers.actor import all_up
 from actors.scorers.frozen import place_roles
 from service.config import Config
-from service.config.paths import check_retrieval, with_absolute_paths
+from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
 from service.evaluation.scores import Evaluation
 from service.run.checkpoints import MANIFEST, TRAINER, Manifest
@@ -62,7 +61,6 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
     with exit_on_stop_signals(), ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
         files = prepare_evaluation(config, folder)
-        check_retrieval(config)
         manifest = prepare_weights(config, target)
         weights = target.weights(manifest)
         say(f"weights: {weights}")
@@ -76,7 +74,6 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
         with phase("starting Ray", say):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], logs))
         try:
-            config, _retrieval = with_retrieval(config, has_gpu=bool(gpus_each()))
             evaluating = _evaluate(config, target, manifest, files, folder / "exported", say)
             results = asyncio.run(_until_stopped(evaluating))
         except ray.exceptions.RayError as error:
@@ -104,12 +101,10 @@ def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
 def beside_a_run(config: Config) -> Config:
     """A run's configuration, changed so that an evaluation can run while the run goes on.
 
-    No weights are sent, so engines share no GPU with trainer ranks; the retrieval server takes a free port, as do the
-    endpoints of agents, whose command runs here.
+    No weights are sent, so engines share no GPU with trainer ranks; the endpoints of agents, whose command runs here,
+    take free ports.
     """
     weights, env = config.weights.model_copy(update={"transport": "memory"}), config.env
-    if env.retrieval is not None:
-        env = env.model_copy(update={"retrieval": env.retrieval.model_copy(update={"port": 0})})
     env, agents = env.model_copy(update={"workers": "here"}), config.agents
     agents = agents and agents.model_copy(update={"port": 0})
     return config.model_copy(update={"weights": weights, "env": env, "agents": agents})

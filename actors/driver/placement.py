@@ -190,7 +190,7 @@ def say_buffer_is_elsewhere(config: Config, nodes: Sequence[Node], say: Callable
 
 
 def refuse_too_few_gpus(config: Config, gpus: int) -> None:
-    """Refuse a run whose ranks, engines and retrieval server need more GPUs than this machine has.
+    """Refuse a run whose ranks, engines, scorers and roles need more GPUs than this machine has.
 
     Raises:
         UserError: with settings that would fit.
@@ -198,13 +198,12 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     generator, ranks = config.generator, config.trainer.ranks
     each = generator.tensor_parallel_size
     engines = 0 if config.weights.transport == "ipc" else generator.min_engines
-    searching = 0 if config.env.retrieval is None else math.ceil(config.env.retrieval.gpus)
     scorers = [scorer for scorer in config.scorers.values() for _ in range(scorer.workers if scorer.use else 1)]
-    searching += sum(math.ceil(scorer.gpus) for scorer in scorers)
-    searching += sum(math.ceil(role.gpus) for role in config.served_roles.values())
-    if (needed := ranks + engines * each + searching) <= gpus:
+    others = sum(math.ceil(scorer.gpus) for scorer in scorers)
+    others += sum(math.ceil(role.gpus) for role in config.served_roles.values())
+    if (needed := ranks + engines * each + others) <= gpus:
         return
-    left = gpus - searching if gpus > searching else gpus
+    left = gpus - others if gpus > others else gpus
     fewer_engines = max(1, left // (2 * each))
     if left > each:
         fits = f"trainer.ranks={left - fewer_engines * each} generator.engines={fewer_engines}"
@@ -214,11 +213,9 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
             f"generator.kv_cache_bytes={generator.kv_cache_bytes or SHARED_KV_CACHE_BYTES} "
             f"generator.gpu_memory_utilization={SHARED_UTILIZATION}"
         )
-    if left == gpus and searching:
-        fits += " env.retrieval.gpus=0"
-    server = f", env.retrieval.gpus {searching}" if searching else ""
+    named = f", scorers and roles {others}" if others else ""
     raise UserError(
-        f"{needed} GPUs are needed (trainer.ranks {ranks}, generator.engines {engines} of {each}{server}), this "
+        f"{needed} GPUs are needed (trainer.ranks {ranks}, generator.engines {engines} of {each}{named}), this "
         f"machine has {gpus}; that many are used with: {fits}"
     )
 

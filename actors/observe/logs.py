@@ -29,10 +29,9 @@ def log_env(folder: Path) -> dict[str, str]:
 
 def parts(config: Config) -> list[str]:
     """The parts of a run; each has a log."""
-    retrieval = [] if config.env.retrieval is None else ["retrieval"]
     generators = [f"generator-{number}" for number in range(config.generator.min_engines)]
     trainers = [f"trainer-{rank}" for rank in range(config.trainer.ranks)]
-    return ["driver", "metrics-hub", "buffer", *retrieval, *generators, *trainers]
+    return ["driver", "metrics-hub", "buffer", *generators, *trainers]
 
 
 def begin_logs(config: Config, folder: Path) -> None:

@@ -17,8 +17,8 @@ from service.run.phases import say
 
 ABOUT = """\
 Print the newest lines of a run's logs in the order of their times; with --follow, part by part, and go on with the
-lines that come until Ctrl-C. The parts are the driver, the metrics-hub, the buffer, the retrieval server, and every
-generator (generator-0, ...) and trainer rank (trainer-0, ...). The files are plain text: logs/PART.log in a run.
+lines that come until Ctrl-C. The parts are the driver, the metrics-hub, the buffer, and every generator
+(generator-0, ...) and trainer rank (trainer-0, ...). The files are plain text: logs/PART.log in a run.
 """
 
 EXAMPLES = """\

@@ -244,14 +244,6 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def _retrieval(config: Config) -> Iterator[Problem]:
-    if config.env.retrieval is not None and "url" in config.env.options:
-        yield Problem(
-            "env.retrieval",
-            "env.options.url names a server already, so the one that the run starts would never be asked; keep one",
-        )
-
-
 def _sampling(config: Config) -> Iterator[Problem]:
     generator = config.generator
     neutral = {
@@ -385,7 +377,6 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _evaluation,
     _agents,
     _roles,
-    _retrieval,
     check_command,
     _sampling,
     _concurrency,

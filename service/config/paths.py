@@ -43,10 +43,7 @@ def elsewhere(config: Config) -> list[str]:
 
 def with_absolute_paths(config: Config) -> Config:
     """The configuration with every path made absolute, since the actors of other nodes have other current folders."""
-    data, agents, retrieval = config.data, config.agents, config.env.retrieval
-    if retrieval is not None:
-        paths = {name: _absolute(getattr(retrieval, name)) for name in ("corpus", "encoder", "embeddings")}
-        retrieval = retrieval.model_copy(update=paths)
+    data, agents = config.data, config.agents
     files = ("model", "tokenizer", "key_file")
     scorers = {
         name: scorer.model_copy(update={file: _absolute(getattr(scorer, file)) for file in files})
@@ -67,7 +64,7 @@ def with_absolute_paths(config: Config) -> Config:
             },
             "agents": agents and agents.model_copy(update={"worker_key_file": _absolute(agents.worker_key_file)}),
             "scorers": scorers,
-            "env": config.env.model_copy(update={"retrieval": retrieval, "workdir": _absolute(config.env.workdir)}),
+            "env": config.env.model_copy(update={"workdir": _absolute(config.env.workdir)}),
         }
     )
 
@@ -78,11 +75,6 @@ def _absolute(path: Path | None) -> Path | None:
 
 def _model_of(role: RoleConfig) -> str | None:
     return str(Path(role.model).absolute()) if role.is_served and role.model else role.model
-
-
-def check_retrieval(config: Config) -> None:
-    """Raises `UserError` if a file of the retrieval server is missing or of the wrong kind."""
-    _refuse(_retrieval_problems(config))
 
 
 def check_command_paths(config: Config) -> None:
@@ -105,7 +97,6 @@ def _problems(config: Config) -> Iterator[_PathProblem]:
     sets = {f"data.eval.{name}": path for name, path in data.eval.items()}
     for setting, path in {"data.train": data.train, **parts, **sets}.items():
         yield from _path_problems(setting, path, "dataset", "file", "give a JSONL or parquet file")
-    yield from _retrieval_problems(config)
     yield from _command_problems(config)
     key_file = config.agents.worker_key_file if config.agents is not None else None
     yield from _path_problems("agents.worker_key_file", key_file, "worker key", "file", "give a text file")
@@ -128,14 +119,6 @@ def _model_problems(folder: Path, config: Config) -> Iterator[_PathProblem]:
             check_model_folder(folder, longest, config.trainer.sequence_parallel)
         except UserError as error:
             yield _PathProblem(str(error), False)
-
-
-def _retrieval_problems(config: Config) -> Iterator[_PathProblem]:
-    retrieval = config.env.retrieval
-    if retrieval is None:
-        return
-    yield from _path_problems("env.retrieval.corpus", retrieval.corpus, "corpus", "file", "give a JSONL file")
-    yield from _model_folder_problems("env.retrieval.encoder", retrieval.encoder, "encoder")
 
 
 def _model_folder_problems(setting: str, folder: Path | None, what: str) -> Iterator[_PathProblem]:

@@ -76,30 +76,6 @@ class DataConfig(Section):
     """Issue prompts by their success so far; None: each prompt once an epoch."""
 
 
-class RetrievalConfig(Section):
-    """A retrieval server, as an actor of the run, with the `POST /retrieve` of Search-R1's and SkyRL's environments."""
-
-    corpus: Path | None = None
-    """A JSONL file with `id` and `contents` in each row; None: the small corpus that comes with Baton."""
-    encoder: Path | None = None
-    """A Hugging Face folder of a dense encoder; None: passages are ranked by common words."""
-    embeddings: Path | None = None
-    """File of the vectors that the encoder makes of the corpus (.npy), written if missing; None: they are computed at
-    every start."""
-    query_prefix: str = ""
-    """Text before each query, such as `query: ` for E5."""
-    passage_prefix: str = ""
-    """Text before each passage, such as `passage: ` for E5."""
-    gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs of the encoder and of the search in its vectors, or a fraction of one; 0: they run on the CPU."""
-    cpus: Positive = 1
-    """CPUs of the server, and threads of an encoder and its search on the CPU."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the server; 0 takes a free one. After a restart, environments find the server only on a fixed port."""
-    start_deadline: Seconds = 1800.0
-    """Seconds in which the corpus must be read and encoded."""
-
-
 class EnvConfig(CommandConfig):
     """The environment."""
 
@@ -126,8 +102,6 @@ class EnvConfig(CommandConfig):
     max_snapshot_bytes: Annotated[int, Field(ge=0, le=1 << 18)] = 4096
     """Most bytes that a step keeps, so that its trajectory goes on elsewhere when its generator goes away: the
     environment's snapshot in base64 and the messages after the step. With more the trajectory starts anew."""
-    retrieval: RetrievalConfig | None = None
-    """Start a retrieval server; its address becomes the option `url` of the environment `name`."""
 
 
 class AgentsConfig(Section):

@@ -17,7 +17,6 @@ from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
 from service.rollout.prompts.dataset import load_tasks, tasks_of
-from service.rollout.retrieval.retriever import check_retriever
 from service.user_code import import_user_module
 
 SYNTHETIC = Path("made")
@@ -28,12 +27,9 @@ def check_inputs(config: Config) -> None:
     """Make every configured environment and read every dataset that exists.
 
     Raises:
-        UserError: an environment is unknown, untrusted or refuses its options; a dataset's row is malformed; the
-            corpus of the retrieval server needs more memory than this machine has.
+        UserError: an environment is unknown, untrusted or refuses its options; a dataset's row is malformed.
     """
     data, env = config.data, config.env
-    if env.retrieval is not None:
-        check_retriever(env.retrieval)
     if env.name == AGENT:
         check_score(env)
     elif hasattr(make_environment(env.name, env.options, env.trusted_modules), "play") and config.agents is None:

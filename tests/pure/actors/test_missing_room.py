@@ -116,9 +116,8 @@ def test_what_ray_would_not_take_as_a_label_is_refused_with_the_configuration(la
         ("gsm8k", 2, ["trainer.ranks=1", "generator.engines=1"]),
         ("gsm8k", 1, ["trainer.ranks=1", "generator.engines=1", "weights.transport=ipc"]),
         ("search_r1", 8, None),
-        ("search_r1", 7, ["trainer.ranks=3", "generator.engines=3"]),
-        ("search_r1", 2, ["trainer.ranks=1", "generator.engines=1", "weights.transport=ipc"]),
-        ("search_r1", 1, ["trainer.ranks=1", "weights.transport=ipc", "env.retrieval.gpus=0"]),
+        ("search_r1", 7, ["trainer.ranks=4", "generator.engines=3"]),
+        ("search_r1", 2, ["trainer.ranks=1", "generator.engines=1"]),
     ],
 )
 def test_too_few_gpus_are_refused_with_settings_that_fit_and_pass_every_check(

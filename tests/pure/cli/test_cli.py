@@ -134,9 +134,6 @@ def test_what_is_here_and_broken_is_refused_by_the_validation_too(
         f"model.path={file}": f"model.path: the model folder {file} is a file",
         f"model.path={empty}": f"model.path: the model folder {empty} has no config.json",
         f"data.eval.dev={empty}": f"data.eval.dev: the dataset {empty} is a folder",
-        f"env.retrieval.corpus={empty}": f"env.retrieval.corpus: the corpus {empty} is a folder",
-        f"env.retrieval.encoder={file}": f"env.retrieval.encoder: the encoder {file} is a file",
-        f"env.retrieval.encoder={empty}": f"env.retrieval.encoder: the encoder {empty} has no config.json",
     }
     for setting, message in settings.items():
         made = ["model.make=null", "model.warm_start=null"] if setting.startswith("model") else []

@@ -219,10 +219,10 @@ def test_an_output_that_cannot_be_written_is_named_before_anything_is_evaluated(
 
 
 def test_an_evaluation_takes_nothing_that_its_run_may_still_hold() -> None:
-    settings = ["env.name=search_r1", "env.retrieval.port=8090", "weights.transport=nccl"]
+    settings = ["agents.port=8090", "weights.transport=nccl"]
     config = beside_a_run(load_config([QUICKSTART], settings))
-    assert config.env.retrieval is not None
-    assert (config.env.retrieval.port, config.weights.transport) == (0, "memory")
+    assert config.agents is not None
+    assert (config.agents.port, config.weights.transport) == (0, "memory")
     assert beside_a_run(load_config([QUICKSTART])) == load_config([QUICKSTART])
 
 

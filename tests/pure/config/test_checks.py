@@ -121,7 +121,6 @@ TOKENS = "trainer.max_tokens_per_micro_batch"
             "evaluated on older weights",
         ),
         (["data.eval.made=x.jsonl", "data.eval_make_rows=8"], "data.eval_make_rows", "never be played"),
-        (["env.retrieval={}", "env.options.url=http://search/retrieve"], "env.retrieval", "never be asked"),
         (
             ["algorithm.step_wise=false", "buffer.merge=off", "generator.conversation=rerender"],
             "generator.conversation",

@@ -247,9 +247,9 @@ def test_any_override_is_a_configuration_or_a_user_error(overrides: list[str]) -
 
 
 def test_every_path_that_goes_to_other_nodes_is_absolute() -> None:
-    paths = ["model.path=m", "data.train=t", "data.mixture.a.path=a", "data.eval.e=e", "env.retrieval.corpus=c"]
-    config = with_absolute_paths(load_config([], [*paths, "env.retrieval.encoder=n", "env.retrieval.embeddings=v"]))
+    paths = ["model.path=m", "data.train=t", "data.mixture.a.path=a", "data.eval.e=e", "model.adapter=c"]
+    config = with_absolute_paths(load_config([], [*paths, "env.workdir=n"]))
     relative = load_config([], paths)
     named = re.findall(rf'"{Path.cwd()}/(\w)"', config.model_dump_json())
-    assert sorted(named) == sorted("mtaecnv")
+    assert sorted(named) == sorted("mtaecn")
     assert with_absolute_paths(config) == config != with_absolute_paths(relative)

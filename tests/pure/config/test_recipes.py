@@ -45,9 +45,7 @@ def test_a_recipe_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_model_that_a_recipe_names_has_a_download_line(name: str) -> None:
     config, page = load([CONFIGS / name]).config, (CONFIGS.parent / "docs/environments.md").read_text()
-    encoder = config.env.retrieval.encoder if config.env.retrieval else None
-    for folder in filter(None, (config.model.path, encoder)):
-        assert f" --local-dir {folder}\n" in page
+    assert config.model.path is None or f" --local-dir {config.model.path}\n" in page
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
@@ -58,9 +56,8 @@ def test_a_full_size_recipe_is_valid_on_four_nodes_and_fits_them(
     assert validate([name, "four_nodes.yaml"], []) == 0
     for nodes, files in ((1, [name]), (4, [name, "four_nodes.yaml"])):
         config = load([CONFIGS / file for file in files]).config
-        service = config.env.retrieval.gpus if config.env.retrieval else 0
         assert config.trainer.ranks == 4 * nodes
-        assert config.generator.engines * config.generator.tensor_parallel_size + service <= 4 * nodes
+        assert config.generator.engines * config.generator.tensor_parallel_size <= 4 * nodes
 
 
 @pytest.mark.parametrize("name", ["gsm8k.yaml", "gsm8k_tiny.yaml"])
@@ -77,5 +74,4 @@ def test_a_full_size_recipe_has_a_small_one_of_the_same_environment(name: str) -
     tiny = load([CONFIGS / name.replace(".yaml", "_tiny.yaml")]).config
     full = load([CONFIGS / name]).config
     assert (tiny.env.name, tiny.env.max_turns > 1) == (full.env.name, full.env.max_turns > 1)
-    assert (tiny.env.retrieval is None) == (full.env.retrieval is None)
     assert tiny.model.path is None and tiny.data.train is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from examples import lookup
 from service.handoff.steps.builder import StepColumns
@@ -131,3 +133,16 @@ def whole_prompts(steps: Sequence[Step]) -> list[list[int]]:
         prompts.append([*before, *step.prompt_ids.tolist()])
         known.append([*prompts[-1], *step.response_ids.tolist()])
     return prompts
+
+
+@asynccontextmanager
+async def served(app: web.Application) -> AsyncIterator[str]:
+    """The address of an application while it is served."""
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield "http://127.0.0.1:{1}".format(*runner.addresses[0])
+    finally:
+        await runner.cleanup()

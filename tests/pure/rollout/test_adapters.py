@@ -12,14 +12,15 @@ from threading import Event
 
 import pytest
 
+from examples import data
+from examples.search_server import Corpus, application
 from service.config.rollout import DataConfig, EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment, synthetic_data
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file
-from service.rollout.retrieval.server import application
-from tests.pure.rollout.test_retrieval import retriever, served
+from tests.pure.rollout.conftest import served
 
 with_skyrl = pytest.mark.skipif(find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
 with_reasoning = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
@@ -40,14 +41,14 @@ async def test_an_episode_of_skyrl_gym_is_judged_by_it(text: str, wanted: float)
 
 @with_skyrl
 @pytest.mark.asyncio
-async def test_a_search_episode_of_skyrl_gym_asks_our_retrieval_server_over_several_turns() -> None:
-    truth = {"ground_truth": {"target": ["olt"]}}
+async def test_a_search_episode_of_skyrl_gym_asks_the_example_of_a_server_over_several_turns() -> None:
+    truth, town = {"ground_truth": {"target": ["olt"]}}, data.geography().towns[0]
     task = Task("p", PROMPT, "skyrl_gym/search", truth, {"data_source": "searchR1_nq"})  # type: ignore[arg-type]
-    async with served(application(retriever())) as url:
+    async with served(application(Corpus(data.CORPUS))) as url:
         episode = make_environment("skyrl_gym/search", {"search_url": f"{url}/retrieve", "topk": 1, "max_turns": 3})
         await episode.reset(task, 0)
-        first = await episode.step("<search>marn</search>")
-        assert "marn lies on the olt" in first.messages[0]["content"]
+        first = await episode.step(f"<search>{town.name}</search>")
+        assert f"{town.name} is a town on the river" in first.messages[0]["content"]
         assert (first.reward, first.done) == (0, False)
         last = await episode.step("<answer>olt</answer>")
         assert (last.reward, last.done) == (1.0, True)

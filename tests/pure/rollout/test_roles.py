@@ -30,8 +30,7 @@ from service.rollout.environment import Message, StepResult
 from service.scorers.address import Address
 from service.types import NO_VERSION, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.metrics.test_metrics import value
-from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, limits, whole_prompts
-from tests.pure.rollout.test_retrieval import served
+from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, ScriptedEnvironment, limits, served, whole_prompts
 
 CHECK = [Message(role="user", content="is the answer 17 ?")]
 NAMED = ["verifier"]
