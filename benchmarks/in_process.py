@@ -21,8 +21,8 @@ from service.handoff import CompleteGroup, VersionHistory, form_mini_batch
 from service.handoff.prompts import Prompts
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import ends_table
-from service.learn.adapter_folder import PREFIX
 from service.learn.learner import Learner
+from service.learn.model.adapter_folder import PREFIX
 from service.learn.model.lora import merged
 from service.learn.supervised import SupervisedSteps
 from service.rollout.engine import Generation, Sampling

@@ -31,6 +31,7 @@ from service.plan.machine.measure import measured, pace
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines
 from service.trace.files import read_trace
+from service.trace.lengths import lengths_of_run
 from service.trace.timeline import Timeline
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +80,7 @@ def _held(pid: int) -> dict[str, float]:
 
 def planned(config: Config, folder: Path, device: Device) -> Forecast:
     """The plan of a run that has ended, with its lengths and times."""
-    work = work_of(config, str(folder), dict.fromkeys(OPTIONS))
+    work = work_of(config, lengths_of_run(str(folder)), dict.fromkeys(OPTIONS))
     with model_of(config, str(folder)) as model:
         return forecast(config, model, device, work, None)
 

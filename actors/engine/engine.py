@@ -326,8 +326,8 @@ def _check_experts(model_folder: Path, generation: Generation) -> None:
     Raises:
         RunFailed: it records none, or those of other layers.
     """
-    from service.learn.model.experts import routing_of_model
     from service.learn.model.hf_config import read_config
+    from service.learn.model.router_replay import routing_of_model
 
     routing = routing_of_model(read_config(model_folder))
     tokens = len(WARM_UP) + len(generation.token_ids) - 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from service.config import LoraConfig
-from service.learn.adapter_folder import PREFIX
+from service.learn.model.adapter_folder import PREFIX
 from service.learn.model.lora import A, B
 
 ADAPTER = "policy"

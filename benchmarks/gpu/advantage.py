@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.parts import Give
-from service.learn.losses.expand_to_tokens import expand_to_tokens, row_of_token
+from service.learn.expand_to_tokens import expand_to_tokens, row_of_token
 
 REPEATS = 20
 SIZES = {"cuda": (1 << 27, 1 << 16), "cpu": (1 << 16, 1 << 8)}

@@ -161,10 +161,11 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Predict memory, speed and waiting of a configuration."""
     from service.config.command_line import checked_config
     from service.plan import command
+    from service.trace.lengths import lengths_of_run
 
     config, source = checked_config(arguments, overrides)
     with source.named_in_errors(), phase("planning", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
-        return command.run(config, arguments)
+        return command.run(config, arguments, lengths_of_run(arguments.lengths) if arguments.lengths else {})
 
 
 def status(arguments: argparse.Namespace, overrides: list[str]) -> int:

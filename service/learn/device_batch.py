@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.learn.expand_to_tokens import NO_TRAJECTORY, expand_to_tokens, row_of_token
 from service.learn.layouts import Layout
-from service.learn.losses.expand_to_tokens import NO_TRAJECTORY, expand_to_tokens, row_of_token
-from service.learn.losses.reduction import row_weights
-from service.learn.model.sequence_parallel import WHOLE, Slice
 from service.learn.packing import positions_in_rows, to_device
+from service.learn.sequence_parallel import WHOLE, Slice
 from service.types import NO_VERSION, ROUTE_NATIVELY, MicroBatch, SupervisedRow
 
 
@@ -34,7 +33,6 @@ class DeviceSettings(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     """Type of log-probabilities and weights."""
-    reduction: str = "token_mean"
     layout: str = "packed"
     variable_length: bool = False
     """Whether the variable-length attention kernel computes packed rows."""
@@ -64,8 +62,6 @@ class DeviceBatch(NamedTuple):
     staleness_M: Tensor
     temperature_R: Tensor
     trajectory_of_row_R: Tensor
-    row_weight_R: Tensor
-    """Factor of the reduction `sequence_mean`; 1 for all others."""
     teacher_logprob_M: Tensor | None
     """Log-probability of the token under its teacher; NaN where it has none; None where no token has."""
     turn_M: Tensor | None
@@ -111,7 +107,6 @@ class DeviceBatch(NamedTuple):
             staleness_M=copy(micro.staleness_N[loss_token_M], torch.int64),
             temperature_R=copy(micro.temperature_R, settings.dtype),
             trajectory_of_row_R=copy(micro.trajectory_of_row_R, torch.int64),
-            row_weight_R=copy(row_weights(micro, settings.reduction), settings.dtype),
             teacher_logprob_M=(
                 None
                 if micro.teacher_logprobs_N is None
@@ -133,6 +128,12 @@ class DeviceBatch(NamedTuple):
     def trajectory_M(self) -> Tensor:
         """Each loss token's trajectory, as an index into the mini-batch's `_G` arrays."""
         return self.row_to_tokens(self.trajectory_of_row_R)
+
+    @property
+    def loss_tokens_R(self) -> Tensor:
+        """Loss tokens of each row, also those on other ranks."""
+        carries_N = self.loss_mask_N.to(self.temperature_R.dtype)
+        return torch.zeros_like(self.temperature_R).index_add(0, self.row_of_token_N, carries_N)
 
 
 def unsampled_micro_batch(rows: Sequence[SupervisedRow]) -> MicroBatch:

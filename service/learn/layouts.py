@@ -10,7 +10,7 @@ Two rows, `1 2 3` and `1 2 5 6`, in the three layouts (`trainer.layout`):
 `slot_N` is the slot of each packed token in the input, axis `S`. The state of a token that several rows share has one
 slot: it predicts the next token of each of them.
 
-With sequence parallelism (`service.learn.model.sequence_parallel`) each rank of a group has a slice of the slots:
+With sequence parallelism (`service.learn.sequence_parallel`) each rank of a group has a slice of the slots:
 
     rank 0 of 2     1 2 3 1            slots 0 1 2 3      `slot_N` counts the slots of all slices; 0 fills the last one
     rank 1 of 2     2 5 6 0            slots 4 5 6 7
@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 
 from service.handoff.prefixes.distinct import DistinctTokens, prefix_order
-from service.learn.model.sequence_parallel import WHOLE, Exchange, Slice
 from service.learn.packing import Packing, positions_in_rows, to_device
+from service.learn.sequence_parallel import WHOLE, Exchange, Slice
 from service.types import Int64s, MicroBatch
 
 

@@ -21,11 +21,11 @@ from service.config.tree import Config
 from service.learn.checkpoint import CheckpointMetadata, CheckpointWriter, check_parts, read_metadata, read_parts
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.objective import FixedLogprobs, Objective
+from service.learn.losses.step_metrics import Sums, not_finite, step_metrics
 from service.learn.model.frozen_weights import FrozenWeights
 from service.learn.model.policy import Policy
 from service.learn.model.sharding import Rows
 from service.learn.optimizer import Optimizer, learning_rate, square_norm
-from service.learn.step_metrics import Sums, not_finite, step_metrics
 from service.types import MicroBatch, MiniBatch
 
 

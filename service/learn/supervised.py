@@ -15,9 +15,9 @@ import torch
 from service.config.tree import Config
 from service.errors import RunFailed
 from service.learn.device_batch import unsampled_micro_batch
+from service.learn.losses.step_metrics import Sums
 from service.learn.model.policy import Policy
 from service.learn.optimizer import Optimizer, square_norm
-from service.learn.step_metrics import Sums
 from service.types import MicroBatch, SupervisedRow
 
 BETAS = (0.9, 0.999)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,14 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw the plan as a picture ({', '.join(PICTURES)})")
 
 
-def run(config: Config, arguments: argparse.Namespace) -> int:
-    """Print the plan; returns the exit code."""
+def run(config: Config, arguments: argparse.Namespace, measured: Mapping[str, tuple[float, str]]) -> int:
+    """Print the plan; `measured`: figures of a run, each with its source. Returns the exit code."""
     if arguments.gpus is not None and not 1 <= arguments.gpus <= MAX_GPUS:
         raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MAX_GPUS}")
     if arguments.plot is not None and arguments.plot.suffix not in PICTURES:
         raise UserError(f"--plot {arguments.plot}: give a file that ends in {', '.join(PICTURES)}")
     device = named(arguments.gpu)
-    work = work_of(config, arguments.lengths, {name: getattr(arguments, name) for name in OPTIONS})
+    work = work_of(config, measured, {name: getattr(arguments, name) for name in OPTIONS})
     with model_of(config, arguments.lengths) as folder:
         check_engine(read_config(folder), config)
         plan = forecast(config, folder, device, work, arguments.gpus)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from service.config.tree import Config
+from service.learn.compile import compiles_layers
 from service.learn.estimate.fit import fit
 from service.learn.estimate.kv_cache import kv_token_bytes, longest_row
 from service.learn.estimate.meter import (
@@ -19,7 +20,6 @@ from service.learn.estimate.meter import (
     PRODUCT_RATE,
 )
 from service.learn.estimate.step import FUSED_PASSES, GPUS_OF_A_NODE, StepEstimate, estimate_step
-from service.learn.model.compile import compiles_layers
 from service.learn.model.hf_config import read_config
 from service.plan.machine.device import Device
 from service.plan.machine.host import RANK_STEP

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from service.config import Config
 from service.errors import UserError
-from service.run.folder import METRICS, TIMELINE, read_lines, run_folder
-from service.trace.files import read_trace
-from service.trace.slow import SLOW
-from service.trace.timeline import Timeline
-from service.trace.trajectories.records import find_recorded_run, load_records
 
 
 def _option(meaning: str, lowest: float, highest: float) -> Any:
@@ -68,8 +62,6 @@ class Work:
 
 OPTIONS = {option.name: option for option in fields(Work) if "help" in option.metadata}
 ASSUMED = "assumed"
-OUTSIDE = ("environment", "other")
-"""Parts of a trajectory's time in which no engine works for it."""
 SIGMA = 0.6
 """Spread of lengths where nothing says it: between the moderate and the long tails of docs/staleness.md."""
 
@@ -92,91 +84,14 @@ def assumed(config: Config) -> Work:
     return Work(turns, prompt, response, prompt if turns > 1 else 0.0, SIGMA, 0.0, sources)
 
 
-def of_run(run: str) -> dict[str, tuple[float, str]]:
-    """The figures that the files of a run hold, each with its source, over the second half of its steps.
+def work_of(config: Config, measured: Mapping[str, tuple[float, str]], given: Mapping[str, float | None]) -> Work:
+    """The work of a configuration: figures that are given, else measured ones with their source, else assumed ones.
 
     Raises:
-        UserError: there is no such run, it has made no step, or its metrics are damaged.
-    """
-    folder = run_folder(run)
-    try:
-        lines = list(read_lines(folder / METRICS))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--lengths {run}: {folder / METRICS} cannot be read: {error}") from None
-    lines = lines[len(lines) // 2 :]
-    if not lines:
-        raise UserError(f"--lengths {run}: {folder} has no optimizer step in {METRICS}; name a run that has trained")
-
-    def mean(key: str) -> float:
-        found = [line[key] for line in lines if isinstance(line, dict) and isinstance(line.get(key), int | float)]
-        if not found:
-            raise UserError(f"--lengths {run}: {folder / METRICS} has no {key}; name a run of this version of Baton")
-        try:
-            return statistics.fmean(found)
-        except OverflowError:  # a whole number beyond every float
-            return math.inf
-
-    turns, sampled = max(mean("generate/avg_num_turns"), 1.0), mean("generate/avg_assistant_tokens")
-    after_prompt = mean("generate/avg_num_tokens")
-    where = f"{METRICS} of {folder.name}, mean of the last {len(lines)} steps"
-    found = {
-        "turns": (turns, where),
-        "response_tokens": (max(sampled / turns, 1.0), where),
-        "observation_tokens": (max((after_prompt - sampled) / max(turns - 1, 1.0), 0.0), where),
-    }
-    prompts, lengths = _kept(folder)
-    kept = f"trajectories.jsonl of {folder.name}, {len(lengths)} kept trajectories"
-    if (outside := _outside(folder)) is not None:
-        seconds, count = outside
-        where = f"{TIMELINE} of {folder.name}, outside of the engines in each turn of {count} trajectories"
-        found["environment_seconds"] = (seconds / turns, where)
-    if lengths:
-        logs = [math.log(length) for length in lengths]
-        found["prompt_tokens"] = (statistics.fmean(prompts), kept)
-        found["sigma"] = (statistics.stdev(logs) if len(logs) > 1 else SIGMA, kept)
-    return found
-
-
-def _outside(folder: Path) -> tuple[float, int] | None:
-    """Seconds of a trajectory outside of the engines, mean over the later half of a run, and of how many trajectories.
-
-    None where the timeline has none.
-
-    Raises:
-        UserError: the timeline is damaged.
-    """
-    if not any((folder / TIMELINE).glob("*.jsonl")):
-        return None
-    try:
-        found = [one for one in Timeline(read_trace(folder)).trajectories if one.why != SLOW]
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"--lengths: {folder / TIMELINE} cannot be read: {error!r:.200}") from None
-    if not found:
-        return None
-    middle = (found[0].span.began + found[-1].span.began) / 2
-    late = [sum(one.parts.get(part, 0.0) for part in OUTSIDE) for one in found if one.span.began >= middle]
-    return statistics.fmean(late), len(late)
-
-
-def _kept(folder: Path) -> tuple[Sequence[int], Sequence[int]]:
-    """Tokens of first prompts and sampled tokens of the trajectories that a run kept."""
-    try:
-        records = load_records(find_recorded_run(str(folder)))
-    except UserError:  # the run kept none: then its metrics have to do
-        return [], []
-    full = [record for record in records if record["steps"] and record["sampled_tokens"]]
-    return [len(each["steps"][0]["prompt_ids"]) for each in full], [each["sampled_tokens"] for each in full]
-
-
-def work_of(config: Config, run: str | None, given: Mapping[str, float | None]) -> Work:
-    """The work of a configuration: figures that are given, else those of a run, else assumed ones.
-
-    Raises:
-        UserError: a figure is not a possible one, or there is no such run.
+        UserError: a figure is not a possible one.
     """
     work = assumed(config)
-    figures = of_run(run) if run is not None else {}
-    figures |= {name: (value, "given") for name, value in given.items() if value is not None}
+    figures = {**measured, **{name: (value, "given") for name, value in given.items() if value is not None}}
     for name, (value, source) in figures.items():
         lowest, highest = OPTIONS[name].metadata["bounds"]
         if not lowest <= value <= highest:

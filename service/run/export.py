@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from service.config.lora import LoraConfig
 from service.errors import UserError
 from service.files import atomic_folder
-from service.learn.adapter_folder import Base, merge, write_adapter
 from service.learn.checkpoint import read_metadata, read_parts
+from service.learn.model.adapter_folder import Base, merge, write_adapter
 from service.run.checkpoints import TRAINER, Manifest
 from service.run.eval_target import EvalTarget
 

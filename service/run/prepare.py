@@ -17,14 +17,14 @@ from service.config.paths import with_absolute_paths
 from service.errors import UserError
 from service.handoff.scoring import teachers_of
 from service.handoff.steps.limits import Routing
-from service.learn.adapter_folder import Base, check_adapter
 from service.learn.checkpoint import check_parts, read_metadata
 from service.learn.estimate.fit import refuse_too_large
 from service.learn.estimate.kv_cache import check_engine
-from service.learn.model.experts import routing_of_model
+from service.learn.model.adapter_folder import Base, check_adapter
 from service.learn.model.hf_checkpoint import check_weights
 from service.learn.model.hf_config import code_of_the_model, read_config
 from service.learn.model.policy_model import trained_shapes
+from service.learn.model.router_replay import routing_of_model
 from service.learn.model.tiny_model import count_parameters, make_model
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer

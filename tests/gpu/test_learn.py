@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from service.config.tree import MakeModelConfig
 from service.learn.device_batch import DeviceBatch, DeviceSettings
+from service.learn.expand_to_tokens import expand_to_tokens, row_of_token
 from service.learn.learner import Learner
-from service.learn.losses.expand_to_tokens import expand_to_tokens, row_of_token
 from service.learn.model import logprob
 from service.learn.model.attention import packed_attention
 from service.learn.model.tiny_model import make_model

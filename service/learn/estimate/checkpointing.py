@@ -26,9 +26,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from service.config.tree import Config
+from service.learn.compile import as_on_gpu, memory_budget
 from service.learn.estimate.kv_cache import longest_row
 from service.learn.estimate.step import StepEstimate, estimate_step, fake_policy, full_mini_batch
-from service.learn.model.compile import as_on_gpu, memory_budget
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import Checkpointing
 

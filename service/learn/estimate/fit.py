@@ -10,10 +10,10 @@ import torch
 
 from service.config.tree import Config
 from service.errors import UserError
+from service.learn.compile import compiles_layers
 from service.learn.estimate.checkpointing import choose_checkpointing
 from service.learn.estimate.kv_cache import kv_token_bytes, longest_row
 from service.learn.estimate.step import StepEstimate, estimate_step
-from service.learn.model.compile import compiles_layers
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import Checkpointing
 

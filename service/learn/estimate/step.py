@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from service.config.tree import Config
+from service.learn.compile import as_on_gpu
 from service.learn.estimate.kv_cache import longest_row
 from service.learn.estimate.meter import ELEMENTWISE, HOST, Meter
 from service.learn.learner import Learner
-from service.learn.model.compile import as_on_gpu
 from service.learn.model.hf_config import code_of_the_model, read_config
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing

@@ -27,10 +27,10 @@ from service.learn.losses.advantage import Whitening, token_advantages, turn_adv
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
 from service.learn.losses.loss import LossInputs, LossTerms, check_terms, kl_term, loss_named
 from service.learn.losses.reduction import trajectory_weights
+from service.learn.losses.step_metrics import RatioMetrics, Sums
 from service.learn.losses.teacher import add_teacher_metrics, teacher_advantage, teacher_loss
 from service.learn.model.logprob import TokenLogprobs
 from service.learn.packing import to_device
-from service.learn.step_metrics import RatioMetrics, Sums
 from service.types import MiniBatch
 
 
@@ -149,7 +149,9 @@ class Objective:
         if self._teacher is not None:
             term_M = term_M + teacher_loss(self._teacher, algorithm.kl_estimator, output.logprob_M, micro)
             add_teacher_metrics(sums, micro)
-        weight_M = micro.trajectory_to_tokens(inputs.weight_G) * micro.row_to_tokens(micro.row_weight_R)
+        weight_M = micro.trajectory_to_tokens(inputs.weight_G)
+        if algorithm.reduction == "sequence_mean":
+            weight_M = weight_M / micro.row_to_tokens(micro.loss_tokens_R)
         loss = (weight_M * term_M).sum()
         sums.add("loss", loss)
         sums.add("loss_size", (weight_M * term_M.detach().abs()).sum())

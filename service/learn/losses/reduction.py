@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.types import Float64s, MicroBatch, MiniBatch
+from service.types import Float64s, MiniBatch
 
 
 def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Float64s:
-    """[G] the weight of each loss token of a trajectory."""
+    """[G] the weight of each loss token of a trajectory; of `sequence_mean` that of each row."""
     tokens_G = batch.loss_tokens_G.astype(np.float64)
     n_trajectories = len(tokens_G)
     match reduction:
@@ -43,14 +43,6 @@ def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Fl
             return np.full(n_trajectories, 1.0 / max(1, int(batch.rows_G.sum())))
         case _:
             raise ValueError(f"unknown reduction {reduction!r}")
-
-
-def row_weights(micro: MicroBatch, reduction: str) -> Float64s:
-    """[R] factor on the trajectory's weight for the tokens of a row: 1, or for `sequence_mean` 1 / its loss tokens."""
-    if reduction != "sequence_mean":
-        return np.ones(len(micro.temperature_R))
-    loss_tokens_before = np.concatenate([[0], np.cumsum(micro.loss_mask_N)])
-    return _inverse(np.diff(loss_tokens_before[micro.offsets_R]).astype(np.float64))
 
 
 def _inverse(denominator: Float64s) -> Float64s:

@@ -21,7 +21,7 @@ from torch import Tensor
 from service.config.learn import TeacherConfig
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.loss import kl_term
-from service.learn.step_metrics import Sums
+from service.learn.losses.step_metrics import Sums
 
 
 def teacher_advantage(settings: TeacherConfig, micro: DeviceBatch) -> Tensor:

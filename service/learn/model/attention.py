@@ -20,9 +20,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from service.learn.model.logprob import accumulation_dtype
-from service.learn.model.sequence_parallel import Exchange
 from service.learn.model.shared_attention import SharedAttention, as_lines, from_lines
 from service.learn.packing import Bucket, Packing
+from service.learn.sequence_parallel import Exchange
 
 log = logging.getLogger(__name__)
 

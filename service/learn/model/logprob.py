@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from service.learn.model.compile import compiled_on_gpu, on_gpu
+from service.learn.compile import compiled_on_gpu, on_gpu
 
 CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits held at once: 32 MiB in float32 on CPU, 1 GiB on a GPU, whose products need many rows to be fast."""

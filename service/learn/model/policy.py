@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from service.config.tree import Config
-from service.learn.adapter_folder import Base, peft_names, read_adapter, write_adapter
+from service.learn.compile import compiles_layers, on_gpu
 from service.learn.device_batch import DeviceBatch, DeviceSettings
+from service.learn.model.adapter_folder import Base, peft_names, read_adapter, write_adapter
 from service.learn.model.attention import use_fastest_attention
-from service.learn.model.compile import compiles_layers, on_gpu
 from service.learn.model.experts import split_expert_rows, split_experts
 from service.learn.model.hf_checkpoint import load_weights, write_folder
 from service.learn.model.hf_config import read_config
@@ -22,8 +22,8 @@ from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.lora import adapter_off, add_adapter, begin_adapter
 from service.learn.model.master_weights import MasterWeights, randomize
 from service.learn.model.policy_model import Checkpointing, allocate, empty_model
-from service.learn.model.sequence_parallel import Slice
 from service.learn.model.sharding import Rows, full_state_dict, local_rows, local_shard, ranks_by_node, reshard, shard
+from service.learn.sequence_parallel import Slice
 from service.types import MicroBatch
 
 
@@ -65,7 +65,6 @@ class Policy:
         self._device_settings = DeviceSettings(
             device,
             self.accumulation_dtype,
-            config.algorithm.reduction,
             trainer.layout,
             variable_length=on_gpu(device) and self.dtype == torch.bfloat16,
             part=self.slice,

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from service.config.learn import TrainerConfig
 from service.config.lora import LoraConfig
+from service.learn.compile import compile_layers
 from service.learn.device_batch import DeviceBatch
 from service.learn.model import attention
-from service.learn.model.compile import compile_layers
-from service.learn.model.experts import RouterReplay
 from service.learn.model.logprob import TokenLogprobs, token_logprobs
 from service.learn.model.lora import add_adapter
+from service.learn.model.router_replay import RouterReplay
 
 
 class Checkpointing(NamedTuple):

@@ -19,8 +19,8 @@ from service.config import Config, load_config
 from service.errors import RunFailed
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
-from service.learn.adapter_folder import Base
 from service.learn.checkpoint import METADATA_FILE, CheckpointMetadata, CheckpointWriter
+from service.learn.model.adapter_folder import Base
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import trained_shapes
 from service.learn.optimizer import MOMENTS

@@ -14,9 +14,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from service.config.learn import TrainerConfig
+from service.learn import compile
 from service.learn.device_batch import DeviceBatch
 from service.learn.learner import Learner
-from service.learn.model import attention, compile
+from service.learn.model import attention
 from service.learn.model.tiny_model import make_model
 from tests.pure.learn.builders import CPU, SHAPE, VOCABULARY, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks

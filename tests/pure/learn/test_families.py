@@ -30,8 +30,8 @@ from service.learn import layouts
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.layouts import Layout
 from service.learn.learner import Learner
-from service.learn.model.experts import routing_of_model
 from service.learn.model.hf_config import read_config
+from service.learn.model.router_replay import routing_of_model
 from service.types import MicroBatch
 from tests.pure.learn.builders import CPU, VOCABULARY, made_rows, micro_batch, mini_batch, settings
 from tests.pure.learn.ranks import Ranks

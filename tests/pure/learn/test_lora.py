@@ -20,8 +20,8 @@ from service.config.tree import Config, ModelConfig
 from service.errors import UserError
 from service.handoff.prefixes.distinct import prefix_order
 from service.learn import layouts
-from service.learn.adapter_folder import PREFIX
 from service.learn.learner import Learner
+from service.learn.model.adapter_folder import PREFIX
 from service.learn.model.lora import A, B
 from service.learn.model.policy_model import trained_shapes
 from service.types import MiniBatch

@@ -19,8 +19,8 @@ from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
 from service.learn.losses.loss import _LOSSES, LossInputs, LossTerms, PolicyLoss, check_terms, kl_term, loss_named
 from service.learn.losses.objective import FixedLogprobs, Objective
+from service.learn.losses.step_metrics import Sums
 from service.learn.model.logprob import TokenLogprobs
-from service.learn.step_metrics import Sums
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, settings
 
@@ -36,9 +36,7 @@ def own_logprobs(rows: list[MadeRow]) -> list[np.ndarray]:
 def ours(rows: list[MadeRow], batch: MiniBatch, algorithm: dict[str, Any]) -> tuple[float, np.ndarray]:
     """Loss and its derivative by each loss token's log-probability."""
     objective = Objective(settings(algorithm), CPU, torch.float64)
-    micro = DeviceBatch.of(
-        batch.ranks[0][0], DeviceSettings(CPU, torch.float64, algorithm.get("reduction", "token_mean"))
-    )
+    micro = DeviceBatch.of(batch.ranks[0][0], DeviceSettings(CPU, torch.float64))
     own = torch.from_numpy(np.concatenate(own_logprobs(rows)))[micro.loss_token_M].requires_grad_()
     fixed = FixedLogprobs(current_M=own.detach())
     prepared = objective.prepare(batch, [micro], [fixed])

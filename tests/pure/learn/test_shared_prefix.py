@@ -16,9 +16,9 @@ from service.handoff.prefixes.distinct import prefix_order
 from service.learn import layouts, packing
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
+from service.learn.losses.step_metrics import step_metrics
 from service.learn.model.policy import Policy
 from service.learn.packing import Packing
-from service.learn.step_metrics import step_metrics
 from service.types import MicroBatch, MiniBatch
 from tests.pure.learn.builders import CPU, mini_batch, settings
 from tests.pure.learn.ranks import Ranks

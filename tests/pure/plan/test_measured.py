@@ -20,6 +20,7 @@ from service.plan.weights import update
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, TIMELINE
 from service.trace.files import TraceFiles
+from service.trace.lengths import lengths_of_run
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 TWO_CORES = replace(
@@ -29,7 +30,7 @@ TWO_CORES = replace(
 
 def planned(device: Device, *settings: str) -> Forecast:
     config = load([QUICKSTART], list(settings)).config
-    work = work_of(config, None, dict.fromkeys(OPTIONS) | {"turns": 2.5, "response_tokens": 3.6})
+    work = work_of(config, {}, dict.fromkeys(OPTIONS) | {"turns": 2.5, "response_tokens": 3.6})
     with model_of(config) as model:
         return forecast(config, model, device, work, None)
 
@@ -79,11 +80,11 @@ def run_folder(folder: Path, timeline: str | None = None) -> Path:
 
 
 def test_the_time_outside_of_the_engines_comes_from_a_runs_timeline(tmp_path: Path) -> None:
-    work = work_of(load([QUICKSTART], []).config, str(run_folder(tmp_path)), dict.fromkeys(OPTIONS))
+    work = work_of(load([QUICKSTART], []).config, lengths_of_run(str(run_folder(tmp_path))), dict.fromkeys(OPTIONS))
     assert work.environment_seconds == pytest.approx(1.0)
     assert work.sources["environment_seconds"].startswith(f"{TIMELINE} of ")
     given = dict.fromkeys(OPTIONS) | {"environment_seconds": 0.25}
-    assert work_of(load([QUICKSTART], []).config, str(tmp_path), given).environment_seconds == 0.25
+    assert work_of(load([QUICKSTART], []).config, lengths_of_run(str(tmp_path)), given).environment_seconds == 0.25
 
 
 @pytest.mark.parametrize("timeline", ['["span"]\n', '{"from": 1}\n', "{\n"])

@@ -11,7 +11,7 @@ from actors.driver.run import run
 from service.cli import main
 from service.config import Config, LoraConfig, load_config
 from service.errors import UserError
-from service.learn.adapter_folder import ADAPTER_WEIGHTS, Base, write_adapter
+from service.learn.model.adapter_folder import ADAPTER_WEIGHTS, Base, write_adapter
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import trained_shapes
 from service.rollout.chat.tokenizer import make_tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from service.config import Config, LoraConfig, load
 from service.errors import UserError
-from service.learn.adapter_folder import Base, write_adapter
+from service.learn.model.adapter_folder import Base, write_adapter
 from service.rollout.prompts.dataset import write_rows
 from service.run.prepare import demonstrations, prepare
 

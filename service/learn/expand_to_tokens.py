@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from service.learn.model.compile import compiled_on_gpu
+from service.learn.compile import compiled_on_gpu
 
 NO_TRAJECTORY = -1
 """The trajectory of a dummy row."""
