@@ -27,7 +27,7 @@ from actors.buffer.actor import BufferActor, Leased
 from actors.engine.engine import VllmEngine, engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
-from actors.weights.publication import Publication
+from actors.weights.part import PartCopy
 from benchmarks.own_ray import own_ray
 from examples import lookup
 from service.config import (
@@ -209,7 +209,7 @@ class Road:
         self.version = PolicyVersion(self.incarnation, 0)
         weights = load_file(self.model / "model.safetensors")
         rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in weights.items()}
-        publication = Publication(self.version.pack(), rows)
+        publication = PartCopy(self.version.pack(), rows)
         bucket, data = publication.bucket(0, publication.part.n_bytes, whole=True)
         self.weights = data.tobytes()
         self.image = self.call("hold_image", 0, [publication.part])

@@ -26,8 +26,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from actors.weights.chain import Sent
-from actors.weights.image_holder import ImageHolder
-from actors.weights.node_files import NodeFiles
+from actors.weights.image import ImageHolder
+from actors.weights.node_images import NodeImages
 from service.config import load_config
 from service.learn.model.sharding import Rows, shard_bounds
 from service.types import PolicyVersion
@@ -102,7 +102,7 @@ class World:
         self.trainer = TrainerGroup(config, self.ranks)
         self.trainer.nodes = nodes[:n_ranks]
         self.sent: list[Sent] = []
-        self.files = NodeFiles(config.weights, self.holders, self.trainer, lambda *sent: self.sent.append(Sent(*sent)))
+        self.files = NodeImages(config.weights, self.holders, self.trainer, lambda *sent: self.sent.append(Sent(*sent)))
         for number, name in enumerate(self.holders, start=n_ranks):
             self.files.register(name, nodes[number])
         self._step = 0

@@ -31,8 +31,8 @@ from actors.engine.update import load, start_adapter
 from actors.heap import freeze_heap
 from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.cuda_ipc import ipc_update_info
+from actors.weights.image import open_image
 from actors.weights.nccl_broadcast import decode_announcement, init_info, update_info
-from actors.weights.node_image import open_image
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.environment_variables import SAFE_PATH

@@ -29,7 +29,7 @@ from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import WeightBytes
-from actors.weights.image_holder import ImageHolder
+from actors.weights.image import ImageHolder
 from actors.weights.weight_group import Meeting
 from service.agents.agents import Agents
 from service.agents.session_keys import Keys

@@ -19,11 +19,10 @@ import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.calls import CALL_SECONDS, call, in_a_line, may_be_dropped
-from actors.generator.broadcasts import Broadcasts
 from actors.observe.telemetry import RunTelemetry
-from actors.weights.checksum import PublishedWeights
-from actors.weights.node_files import NodeFiles
-from actors.weights.source import TrainerLost, WeightSource
+from actors.weights.broadcasts import Broadcasts
+from actors.weights.node_images import NodeImages
+from actors.weights.source import PublishedWeights, TrainerLost, WeightSource
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved, UserError, WeightsGone
 from service.types import PolicyVersion
@@ -75,7 +74,7 @@ class GeneratorPool:
         """The newest weights that were sent to the engines."""
         self._sync: asyncio.Task[float] | None = None
         self._locks = {name: asyncio.Lock() for name in self._generators}
-        self._files = NodeFiles(config.weights, self._generators, trainer, telemetry.sent)
+        self._files = NodeImages(config.weights, self._generators, trainer, telemetry.sent)
         self._broadcasts = Broadcasts(config, self._generators, trainer)
         self._broadcasting = asyncio.Lock()
         self._stopping = False

@@ -23,12 +23,11 @@ from actors.cuda import unusable_cuda
 from actors.heap import freeze_heap
 from actors.observe.logs import keep_log
 from actors.observe.reporting import Reporter
-from actors.weights.bucket import Bucket, Octets
 from actors.weights.checksum import EMPTY_CHECKSUM, checksum_of
 from actors.weights.cuda_ipc import encode_handles
+from actors.weights.delta import Bucket, Octets
 from actors.weights.nccl_broadcast import BroadcastSender, encode_announcement
-from actors.weights.part import Part
-from actors.weights.publication import Publication
+from actors.weights.part import Part, PartCopy
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import UserError
@@ -65,7 +64,7 @@ class TrainerRank:
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
         """Version and whole weights, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
-        self._publication: Publication | None = None
+        self._copy: PartCopy | None = None
         """What this rank holds of the newest weights, for transport `memory`."""
         self._process = uuid.uuid4().hex
         self._steps = 0
@@ -186,11 +185,11 @@ class TrainerRank:
             transport, delta = self._config.weights.transport, self._config.weights.delta
             if transport == "memory":
                 # the memory of versions that are not needed any more is free for the copies
-                base, self._publication = self._publication if delta else None, None
+                base, self._copy = self._copy if delta else None, None
                 if base is not None:
                     base.forget_base()
-                self._publication = Publication(version, self.learner.shards(), self._rank, base)
-                return _NOTHING, (EMPTY_CHECKSUM, self._publication.part)
+                self._copy = PartCopy(version, self.learner.shards(), self._rank, base)
+                return _NOTHING, (EMPTY_CHECKSUM, self._copy.part)
             if transport == "ipc":
                 self._gather_on_device(version)
                 return _NOTHING, (EMPTY_CHECKSUM, None)
@@ -204,10 +203,10 @@ class TrainerRank:
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
     def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[Octets, Bucket | None]:
         """These bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
-        publication = self._publication
-        if publication is None or publication.version != version:
+        copy = self._copy
+        if copy is None or copy.version != version:
             return _NOTHING, None
-        bucket, message = publication.bucket(start, stop, whole)
+        bucket, message = copy.bucket(start, stop, whole)
         return message, bucket
 
     def _gather_on_device(self, version: int) -> None:

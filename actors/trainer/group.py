@@ -13,10 +13,10 @@ import ray
 import ray.exceptions
 
 from actors.calls import answer, call, in_a_line
-from actors.weights.bucket import Bucket
-from actors.weights.checksum import EMPTY_CHECKSUM, PublishedWeights
+from actors.weights.checksum import EMPTY_CHECKSUM
+from actors.weights.delta import Bucket
 from actors.weights.part import check_parts
-from actors.weights.source import TrainerLost
+from actors.weights.source import PublishedWeights, TrainerLost
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import RunFailed, Starved

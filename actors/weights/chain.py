@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import ray.exceptions
 
 from actors.calls import answer, call, first_error
-from actors.weights.bucket import Bucket
-from actors.weights.part import Part
-from actors.weights.publication import ALIGNED
+from actors.weights.delta import Bucket
+from actors.weights.part import ALIGNED, Part
 from actors.weights.source import TrainerLost, WeightSource
 from service.errors import BatonError, Starved
 from service.types import PolicyVersion
@@ -50,14 +49,6 @@ class Sent(NamedTuple):
     n_bytes: int
     changed: float | None
     """Fraction of the elements that differ from the version before; None: the ranks had none to compare with."""
-
-
-class Stretch(NamedTuple):
-    """The bytes of a rank's part that a bucket has."""
-
-    rank: int
-    start: int
-    stop: int
 
 
 class Chain:
@@ -96,9 +87,9 @@ class Chain:
         under_way = asyncio.Semaphore(AT_ONCE * (len(self._images) + 1))
         try:
             async with asyncio.TaskGroup() as trips:
-                for stretch in stretches([part.n_bytes for part in parts]):
+                for rank, start, stop in bounds_of_buckets([part.n_bytes for part in parts]):
                     await under_way.acquire()
-                    trip = trips.create_task(self._trip(version, stretch))
+                    trip = trips.create_task(self._trip(version, rank, start, stop))
                     trip.add_done_callback(lambda done: under_way.release())
         except BaseExceptionGroup as group:
             raise first_error(group) from group
@@ -107,11 +98,11 @@ class Chain:
         changed = sum(bucket.changed or 0 for bucket in compared) / elements if elements else None
         return Sent(sum(bucket.message_bytes for bucket in self._sent), changed)
 
-    async def _trip(self, version: PolicyVersion, stretch: Stretch) -> None:
+    async def _trip(self, version: PolicyVersion, rank: int, start: int, stop: int) -> None:
         """Take one bucket to every generator that is not lost."""
-        bucket, from_rank = await self._bucket(version, stretch)
+        bucket, from_rank = await self._bucket(version, rank, start, stop)
         source, giver = from_rank, ""
-        way = self._ways[stretch.rank]
+        way = self._ways[rank]
         for name in way:
             async with self._hops[name]:
                 if name in self.lost:
@@ -125,7 +116,7 @@ class Chain:
                         self._mute.add(giver)
                         written, copy = await self._give(name, bucket, from_rank, name != way[-1])
                     if not written:
-                        whole = await self._bucket(version, stretch, whole=True)
+                        whole = await self._bucket(version, rank, start, stop, whole=True)
                         await self._give(name, *whole, passes_on=False)
                     elif name not in self._mute:
                         source, giver = copy, name
@@ -134,8 +125,10 @@ class Chain:
                 except NODE_FAILED as error:
                     self.lost[name] = error
 
-    async def _bucket(self, version: PolicyVersion, stretch: Stretch, whole: bool = False) -> tuple[Bucket, Any]:
-        found = await self._trainer.bucket(version, *stretch, whole)
+    async def _bucket(
+        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
+    ) -> tuple[Bucket, Any]:
+        found = await self._trainer.bucket(version, rank, start, stop, whole)
         if found is None:
             raise Replaced(f"newer weights than those of version {version} are about to be published")
         self._sent.append(found[0])
@@ -150,15 +143,15 @@ class Chain:
         return await answer(written, who=name, within=self._within), copy
 
 
-def stretches(sizes: Sequence[int]) -> list[Stretch]:
-    """What the buckets of parts of these bytes have; the ranks take turns, so that the links of all are busy.
+def bounds_of_buckets(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(rank, start, stop) of each bucket, for parts of these bytes; the ranks take turns, so that all links are busy.
 
-    >>> [(each.rank, each.start >> 20, each.stop >> 20) for each in stretches([3 << 20, 1 << 20])]
+    >>> [(rank, start >> 20, stop >> 20) for rank, start, stop in bounds_of_buckets([3 << 20, 1 << 20])]
     [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3)]
     """
     size = min(max(sum(sizes) // BUCKETS, MIN_BYTES), MAX_BYTES) // ALIGNED * ALIGNED
     by_rank = (
-        [Stretch(rank, start, min(start + size, n_bytes)) for start in range(0, n_bytes, size)]
+        [(rank, start, min(start + size, n_bytes)) for start in range(0, n_bytes, size)]
         for rank, n_bytes in enumerate(sizes)
     )
     return [each for each in chain.from_iterable(zip_longest(*by_rank)) if each is not None]

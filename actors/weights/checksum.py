@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.weights.adapter import AdapterShapes, adapter_shapes
-from actors.weights.part import Part
 from service.config import LoraConfig
 from service.config.model_folder import model_config, open_weights
 
@@ -30,17 +28,6 @@ WeightBytes = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 TIED_HEAD = "lm_head.weight"
 """With tied embeddings some folders store this tensor beside the embedding, others do not."""
-
-
-@dataclass(frozen=True)
-class PublishedWeights:
-    """Weights on their way to the engines."""
-
-    data: Any
-    """Ray object reference to `WeightBytes`, which every engine takes."""
-    checksum: int
-    parts: tuple[Part, ...] = ()
-    """Of the safetensors file whose buckets the ranks give out, that of each rank; none: they give out none."""
 
 
 def checksum_of(data: WeightBytes) -> int:

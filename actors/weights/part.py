@@ -4,92 +4,148 @@
     rank 0   | header | a: rows 0 1 |             | b: row 0 |                part: header, rows 0 1 of a, row 0 of b
     rank 1                          | a: rows 2 3 |          | b: row 1 |     part: rows 2 3 of a, row 1 of b
 
-A bucket is a stretch of one part.
+A weights file is a safetensors file, `header length (8 bytes) | header (JSON) | data`. It is never made as a whole:
+each rank copies its own rows only, and a bucket is copied from those when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+
+from actors.weights.delta import Bucket, Octets, bucket_of, encode
+from service.learn.model.sharding import Rows
+
+TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+"""Names of the types of weights in a header."""
+ALIGNED = 8
+"""Bytes of which the start of the data is a multiple."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Spans of a file, in the order in which they lie there; P of them."""
+    """Where the bytes of a part lie: spans of a file, in their order there."""
 
-    start_P: NDArray[np.int64]
-    """First byte of each span in the file."""
-    end_P: NDArray[np.int64]
-    """Bytes of the part up to the end of each span."""
+    spans: tuple[tuple[int, int], ...]
+    """Of each span the first byte in the file, and the number of bytes."""
 
     @staticmethod
     def of_spans(spans: Sequence[tuple[int, int]]) -> Part:
-        """From the first byte and the bytes of each span; those that touch become one.
+        """Spans that touch become one.
 
-        >>> Part.of_spans([(0, 8), (8, 4), (20, 4)]).spans(0, 16)
-        [(0, 12), (20, 4)]
+        >>> Part.of_spans([(0, 8), (8, 4), (20, 4)]).spans
+        ((0, 12), (20, 4))
         """
         joined = list[tuple[int, int]]()
         for start, n_bytes in spans:
             if joined and sum(joined[-1]) == start:
                 start, n_bytes = joined[-1][0], joined.pop()[1] + n_bytes
             joined.append((start, n_bytes))
-        starts, sizes = [start for start, _ in joined], [n_bytes for _, n_bytes in joined]
-        return Part(np.array(starts, np.int64), np.array([*accumulate(sizes)], np.int64))
+        return Part((*joined,))
 
-    @staticmethod
-    def whole(n_bytes: int) -> Part:
-        """All of a file."""
-        return Part.of_spans([(0, n_bytes)])
+    @cached_property
+    def ends(self) -> list[int]:
+        """Bytes of the part up to the end of each span."""
+        return [*accumulate(n_bytes for _, n_bytes in self.spans)]
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the part."""
-        return int(self.end_P[-1]) if len(self.end_P) else 0
+        return self.ends[-1] if self.ends else 0
 
-    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where these bytes of the part lie: the first byte in the file, and how many follow, of each span.
+    def within(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Where the bytes from `start` to `stop` of the part lie in the file, as spans.
 
-        >>> Part.of_spans([(0, 8), (20, 4)]).spans(6, 10)
+        >>> Part.of_spans([(0, 8), (20, 4)]).within(6, 10)
         [(6, 2), (20, 2)]
         """
-        first = int(np.searchsorted(self.end_P, start, side="right"))
-        last = int(np.searchsorted(self.end_P, stop)) + 1
-        found, at = list[tuple[int, int]](), start
-        for begins, end in zip(self.start_P[first:last].tolist(), self.end_P[first:last].tolist(), strict=True):
-            if at >= stop:
-                break
-            begin_of_span = 0 if first == 0 else int(self.end_P[first - 1])
-            found.append((begins + at - begin_of_span, min(end, stop) - at))
-            at, first = end, first + 1
+        found = list[tuple[int, int]]()
+        for n in range(bisect_right(self.ends, start), bisect_left(self.ends, stop) + 1):
+            at, n_bytes = self.spans[n]
+            begin = self.ends[n] - n_bytes
+            first, last = max(start, begin), min(stop, self.ends[n])
+            found.append((at + first - begin, last - first))
         return found
 
 
-def alike(one: Sequence[Part], other: Sequence[Part]) -> bool:
-    """Whether each rank has the same bytes of the file in both.
-
-    >>> alike([Part.whole(8)], [Part.whole(8)]), alike([Part.whole(8)], [Part.of_spans([(4, 4)]), Part.whole(4)])
-    (True, False)
-    """
-    return len(one) == len(other) and all(
-        np.array_equal(a.start_P, b.start_P) and np.array_equal(a.end_P, b.end_P)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 def check_parts(parts: Sequence[Part]) -> None:
-    """See that these are each byte of one file once.
+    """Check that these are each byte of one file once.
 
     Raises:
         ValueError: some bytes are missing, or are there twice.
     """
-    start_P = np.concatenate([part.start_P for part in parts])
-    size_P = np.concatenate([np.diff(part.end_P, prepend=0) for part in parts])
-    order_P = np.argsort(start_P)
-    expected_P = np.cumsum(size_P[order_P]) - size_P[order_P]
-    if not np.array_equal(start_P[order_P], expected_P):
-        raise ValueError("the parts of the ranks are not each byte of the weights once")
+    expected = 0
+    for start, n_bytes in sorted(span for part in parts for span in part.spans):
+        if start != expected:
+            raise ValueError("the parts of the ranks are not each byte of the weights once")
+        expected += n_bytes
+
+
+class PartCopy:
+    """A rank's part of the weights of one version, copied when the version is published."""
+
+    def __init__(self, version: int, weights: Mapping[str, Rows], rank: int = 0, base: PartCopy | None = None) -> None:
+        """`base`: the version before, of which only what has changed since is to travel; it needs none itself then."""
+        self.version, self._rank = version, rank
+        pieces = list(_pieces(weights, rank))
+        self._pieces = [octets for _, octets in pieces]
+        self._ends = np.cumsum([0, *map(len, self._pieces)])
+        self.part = Part.of_spans([(at, len(octets)) for at, octets in pieces])
+        self._itemsize = min((rows.itemsize for _, _, rows in weights.values()), default=1)
+        self._checksums: dict[int, int] = {}
+        """Of the buckets that were given out, by their first byte."""
+        self._base = base if base is not None and base.part.n_bytes == self.part.n_bytes else None
+        if base is not None:
+            base.forget_base()
+
+    def forget_base(self) -> None:
+        """Free the memory of the version before; buckets travel whole from now on."""
+        self._base = None
+
+    def bucket(self, start: int, stop: int, whole: bool) -> tuple[Bucket, Octets]:
+        """These bytes of the part, as what has changed in them unless `whole`, or unless that is much."""
+        new = self._read(start, stop)
+        bucket = bucket_of(self.version, self._rank, start, new)
+        self._checksums[start] = bucket.checksum
+        before = self._base  # another thread may take it away meanwhile, with newer weights
+        checksum = None if before is None else before._checksums.get(start)
+        if before is None or checksum is None:
+            return bucket, new
+        bucket = bucket._replace(base=checksum, itemsize=self._itemsize)
+        return encode(bucket, before._read(start, stop), new, whole)
+
+    def _read(self, start: int, stop: int) -> Octets:
+        """A copy of these bytes."""
+        first, last = np.searchsorted(self._ends[1:], [start, stop - 1], side="right")
+        pieces = (self._pieces[n][max(start - self._ends[n], 0) : stop - self._ends[n]] for n in range(first, last + 1))
+        return np.concatenate([*pieces])
+
+
+def _pieces(weights: Mapping[str, Rows], rank: int) -> Iterator[tuple[int, Octets]]:
+    """A rank's tensors, each with its first byte in the file, in the order of the file; rank 0 has the header."""
+    header = _header(weights)
+    if rank == 0:
+        yield 0, np.frombuffer(header, np.uint8)
+    at = len(header)
+    for shape, first, rows in weights.values():
+        if rows.numel():
+            yield at + first * prod(shape[1:]) * rows.itemsize, rows.contiguous().view(-1).view(torch.uint8).numpy()
+        at += prod(shape) * rows.itemsize
+
+
+def _header(weights: Mapping[str, Rows]) -> bytes:
+    tensors, end = dict[str, object](), 0
+    for name, (shape, _, rows) in weights.items():
+        start, end = end, end + prod(shape) * rows.itemsize
+        tensors[name] = {"dtype": TYPES[rows.dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(tensors).encode()
+    text += b" " * (-len(text) % ALIGNED)
+    return len(text).to_bytes(8, "little") + text

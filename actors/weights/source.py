@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.weights.bucket import Bucket
-from actors.weights.checksum import PublishedWeights
+from actors.weights.delta import Bucket
+from actors.weights.part import Part
 from actors.weights.weight_group import Meeting
 from service.errors import BatonError
 from service.types import PolicyVersion
@@ -14,6 +15,17 @@ from service.types import PolicyVersion
 
 class TrainerLost(BatonError):
     """A rank died, raised or did not answer; its group cannot continue."""
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """Weights on their way to the engines."""
+
+    data: Any
+    """Ray object reference to `WeightBytes`, which every engine takes."""
+    checksum: int
+    parts: tuple[Part, ...] = ()
+    """Of the safetensors file whose buckets the ranks give out, that of each rank; none: they give out none."""
 
 
 class WeightSource(Protocol):

@@ -20,12 +20,11 @@ import numpy as np
 import torch
 
 from actors.engine.engine import VllmEngine
-from actors.weights.bucket import bucket_of
 from actors.weights.checksum import checksum_of
 from actors.weights.cuda_ipc import encode_handles
-from actors.weights.node_image import NodeImage
-from actors.weights.part import Part
-from actors.weights.publication import Publication
+from actors.weights.delta import bucket_of
+from actors.weights.image import Image
+from actors.weights.part import Part, PartCopy
 from benchmarks.gpu.parts import Figures, Give
 from benchmarks.gpu.quickstart import steps_of_run
 from benchmarks.gpu.small_engine import SMALL, serving, settings, write_model
@@ -93,7 +92,7 @@ async def _update(transport: str, engine: VllmEngine, connection: Connection, st
         raise TimeoutError(f"no weights by {transport} for {ANSWER_SECONDS:g} s")
     trainer_seconds = connection.recv()
     data = np.frombuffer(connection.recv_bytes(), np.uint8)
-    image = NodeImage([Part.whole(len(data))])
+    image = Image([Part.of_spans([(0, len(data))])])
     if transport == "memory":
         await asyncio.to_thread(image.write, bucket_of(step, 0, 0, data), data)
     given = image.path if transport == "memory" else data
@@ -115,7 +114,7 @@ def _send(connection: Connection, transport: str, config_json: str, model: Path,
         if transport == "ipc":
             data = encode_handles(policy.weights(everywhere=True) or {}, policy.device)
         else:
-            publication = Publication(0, policy.shards())
+            publication = PartCopy(0, policy.shards())
             _, data = publication.bucket(0, publication.part.n_bytes, whole=True)
         connection.send(time.monotonic() - started)
         connection.send_bytes(data)

@@ -22,10 +22,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from actors.engine.engine import VllmEngine, WeightUpdate, engine_env
 from actors.engine.load import EngineLoad
 from actors.generator.group_limit import GroupLimit
-from actors.weights.bucket import Bucket
-from actors.weights.node_image import NodeImage
-from actors.weights.part import Part
-from actors.weights.publication import Publication
+from actors.weights.delta import Bucket
+from actors.weights.image import Image
+from actors.weights.part import Part, PartCopy
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
@@ -112,7 +111,7 @@ class Observed(VllmEngine):
     async def update_weights(self, version: PolicyVersion, data: Any, checksum: int) -> WeightUpdate:
         if isinstance(data, str) or self._config.weights.transport != "memory":
             return await super().update_weights(version, data, checksum)
-        image = NodeImage([Part.whole(len(data))])
+        image = Image([Part.of_spans([(0, len(data))])])
         try:
             image.write(Bucket(version.pack(), 0, 0, len(data), checksum, len(data)), data)
             return await super().update_weights(version, image.path, 0)
@@ -282,7 +281,7 @@ class Kept(Observed):
     """Keeps an image, as a node does with `weights.delta`."""
 
     async def write(self, part: Part, bucket: Bucket, message: Any) -> tuple[str, bool]:
-        self._image = getattr(self, "_image", None) or NodeImage([part])
+        self._image = getattr(self, "_image", None) or Image([part])
         return self._image.path, self._image.write(bucket, message)
 
 
@@ -296,10 +295,10 @@ def test_weights_that_came_as_changes_are_served_bit_by_bit_like_those_that_came
     new = {name: tensor + 0.1 * (torch.rand(tensor.shape) < 0.05) for name, tensor in old.items()}
     changed = dense(0)
     changed.load_state_dict(new, strict=False)
-    base = Publication(PolicyVersion(1, 1).pack(), all_rows(old))
-    changes = Publication(PolicyVersion(1, 2).pack(), all_rows(new), base=base)
+    base = PartCopy(PolicyVersion(1, 1).pack(), all_rows(old))
+    changes = PartCopy(PolicyVersion(1, 2).pack(), all_rows(new), base=base)
 
-    def write(publication: Publication, whole: bool) -> tuple[str, Bucket]:
+    def write(publication: PartCopy, whole: bool) -> tuple[str, Bucket]:
         bucket, message = publication.bucket(0, publication.part.n_bytes, whole)
         path, written = ray.get(engine.write.remote(publication.part, bucket, message))
         assert written
@@ -313,7 +312,7 @@ def test_weights_that_came_as_changes_are_served_bit_by_bit_like_those_that_came
     assert bucket.message_bytes < 0.1 * changes.part.n_bytes
     ray.get(engine.update_weights.remote(PolicyVersion(1, 2), path, 0))
     by_changes = generated()
-    write(Publication(PolicyVersion(1, 3).pack(), all_rows(weights_of(dense(1)))), whole=True)
+    write(PartCopy(PolicyVersion(1, 3).pack(), all_rows(weights_of(dense(1)))), whole=True)
     in_between = generated()  # the image has other weights by now, which the engine has not loaded
     ray.get(update(engine, 4, new))
     by_all = generated()

@@ -20,7 +20,7 @@ from actors.buffer.actor import BufferActor, Leased
 from actors.engine.engine import engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
-from actors.weights.bucket import bucket_of
+from actors.weights.delta import bucket_of
 from actors.weights.part import Part
 from service.config import (
     AlgorithmConfig,
@@ -89,7 +89,7 @@ class Road:
         weights = {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
         data = save(weights)
         octets, number = np.frombuffer(data, np.uint8), version.step
-        path = ray.get(self.generator.hold_image.remote(number, [Part.whole(len(data))]))
+        path = ray.get(self.generator.hold_image.remote(number, [Part.of_spans([(0, len(data))])]))
         ray.get(self.generator.write_image.remote(number, bucket_of(version.pack(), 0, 0, octets), octets, False))
         update: dict[str, float] = ray.get(self.generator.update_weights.remote(version.pack(), path, 0))
         ray.get(self.generator.release_image.remote(number))

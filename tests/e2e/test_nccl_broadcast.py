@@ -19,11 +19,12 @@ from actors.driver.cluster import place_actors
 from actors.engine.arguments import FILE_BACKEND, engine_arguments
 from actors.engine.engine import VllmEngine
 from actors.generator import broadcasts
-from actors.generator.broadcasts import Broadcasts
 from actors.trainer.actor import TrainerRank
-from actors.weights.checksum import PolicySize, PublishedWeights, TensorSpec, checksum_of
+from actors.weights.broadcasts import Broadcasts
+from actors.weights.checksum import PolicySize, TensorSpec, checksum_of
 from actors.weights.cuda_ipc import IPC_BACKEND
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, decode_announcement, encode_announcement
+from actors.weights.source import PublishedWeights
 from actors.weights.weight_group import Meeting, WeightGroup
 from service.config import Config, WeightsConfig, load
 from service.errors import UserError

@@ -11,13 +11,13 @@ import numpy as np
 import ray.exceptions
 from torch import Tensor
 
-from actors.weights.bucket import Bucket, bucket_of
-from actors.weights.node_image import NodeImage
+from actors.weights.delta import Bucket, bucket_of
+from actors.weights.image import Image
 from actors.weights.part import Part
 from service.learn.model.sharding import Rows
 from service.types import PolicyVersion
 
-ONE_BUCKET = (Part.whole(16),)
+ONE_BUCKET = (Part.of_spans([(0, 16)]),)
 """A file of weights that is one bucket of one rank."""
 
 
@@ -70,14 +70,14 @@ class FakeRank0:
         return bucket_of(version.pack(), rank, start, data), data
 
 
-def image_of(data: bytes) -> NodeImage:
+def image_of(data: bytes) -> Image:
     """A node's image of this file."""
-    image, octets = NodeImage([Part.whole(len(data))]), np.frombuffer(data, np.uint8)
+    image, octets = Image([Part.of_spans([(0, len(data))])]), np.frombuffer(data, np.uint8)
     image.write(bucket_of(0, 0, 0, octets), octets)
     return image
 
 
-def content(image: NodeImage) -> bytes:
+def content(image: Image) -> bytes:
     """What is in an image."""
     return file_at(image.path).read_bytes()
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from ray.exceptions import ObjectLostError
 
-from actors.weights.bucket import Bucket, bucket_of
 from actors.weights.chain import MIN_BYTES, Chain, Replaced, Sent
+from actors.weights.delta import Bucket, bucket_of
 from actors.weights.part import Part
 from actors.weights.source import TrainerLost
 from service.errors import Starved
@@ -24,7 +24,7 @@ VERSION = PolicyVersion(1, 3)
 BUCKETS = 8
 N_BYTES = BUCKETS * MIN_BYTES - 8
 NAMES = ("a", "b", "c")
-ALL = Part.whole(N_BYTES)
+ALL = Part.of_spans([(0, N_BYTES)])
 
 
 class Node:

@@ -21,8 +21,8 @@ import actors.engine.engine
 from actors.engine.engine import VllmEngine
 from actors.weights.adapter import ADAPTER_ID, adapter_shapes
 from actors.weights.checksum import PolicySize, TensorSpec
+from actors.weights.image import Image, open_image
 from actors.weights.nccl_broadcast import encode_announcement
-from actors.weights.node_image import NodeImage, open_image
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig, WeightsConfig
 from service.errors import RunFailed, WeightsCutOff, WeightsGone
@@ -140,14 +140,14 @@ def llm_of(engine: VllmEngine) -> FakeVllm:
 
 
 @pytest.fixture(autouse=True)
-def images() -> Iterator[list[NodeImage]]:
+def images() -> Iterator[list[Image]]:
     """Those that `sent` made, closed in the end."""
     yield IMAGES
     while IMAGES:
         IMAGES.pop().close()
 
 
-IMAGES: list[NodeImage] = []
+IMAGES: list[Image] = []
 
 
 def file_of(value: float = 0.0) -> bytes:

@@ -20,7 +20,7 @@ from actors.engine.engine import VllmEngine, WeightUpdate
 from actors.generator.actor import Generator, Joined
 from actors.generator.claims import Claimer
 from actors.generator.outbox import Outbox
-from actors.weights.bucket import bucket_of
+from actors.weights.delta import bucket_of
 from actors.weights.part import Part
 from examples import lookup
 from service.agents.session_keys import Keys
@@ -382,8 +382,8 @@ async def test_beyond_the_bound_of_leaked_tasks_the_generator_ends_so_that_its_p
 
 async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_released(generator: Generator) -> None:
     data = np.frombuffer(b"some", np.uint8)
-    first, second = [await generator.hold_image(number, [Part.whole(4)]) for number in (0, 1)]
-    assert await generator.hold_image(0, [Part.whole(4)]) == first, "asked for again, it is the same"
+    first, second = [await generator.hold_image(number, [Part.of_spans([(0, 4)])]) for number in (0, 1)]
+    assert await generator.hold_image(0, [Part.of_spans([(0, 4)])]) == first, "asked for again, it is the same"
     assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, True) == (data, True)
     assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, False) == (None, True)
     assert (file_at(first).read_bytes(), file_at(second).read_bytes()) == (b"some", bytes(4))
@@ -394,7 +394,7 @@ async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_relea
     await generator.release_image(0)
     await generator.release_image(7)  # held by its process before it started again, or about to be held
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
-        await generator.hold_image(7, [Part.whole(4)])
+        await generator.hold_image(7, [Part.of_spans([(0, 4)])])
     await generator.release_image(1)
     assert not file_at(second).exists()
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 from torch import Tensor
 
-from actors.weights.bucket import Bucket
-from actors.weights.node_image import NodeImage
-from actors.weights.part import Part, check_parts
-from actors.weights.publication import Publication
+from actors.weights.delta import Bucket
+from actors.weights.image import Image
+from actors.weights.part import Part, PartCopy, check_parts
 from service.learn.model.sharding import Rows, shard_bounds
 from tests.pure.actors.fakes import content
 
@@ -29,16 +28,12 @@ def on_ranks(weights: dict[str, Tensor], n_ranks: int) -> list[dict[str, Rows]]:
     ]
 
 
-def published(
-    version: int, weights: dict[str, Tensor], n_ranks: int, base: list[Publication | None]
-) -> list[Publication]:
+def published(version: int, weights: dict[str, Tensor], n_ranks: int, base: list[PartCopy | None]) -> list[PartCopy]:
     shards = on_ranks({name: tensor.clone() for name, tensor in weights.items()}, n_ranks)
-    return [
-        Publication(version, rows, rank, before) for rank, (rows, before) in enumerate(zip(shards, base, strict=True))
-    ]
+    return [PartCopy(version, rows, rank, before) for rank, (rows, before) in enumerate(zip(shards, base, strict=True))]
 
 
-def take(image: NodeImage, publications: list[Publication], size: int) -> list[Bucket]:
+def take(image: Image, publications: list[PartCopy], size: int) -> list[Bucket]:
     taken = []
     for publication in publications:
         for start in range(0, publication.part.n_bytes, size):
@@ -59,7 +54,7 @@ def test_an_image_of_all_parts_is_the_file_and_changes_of_each_part_keep_it_so(
     torch.manual_seed(len(rows))
     weights = {f"layers.{n}.weight": torch.randn(of, 1 + n).bfloat16() for n, of in enumerate(rows)}
     first = published(1, weights, n_ranks, [None] * n_ranks)
-    image = NodeImage([publication.part for publication in first])
+    image = Image([publication.part for publication in first])
     check_parts([publication.part for publication in first])
     take(image, first, size)
     changed = {name: tensor + (torch.rand(tensor.shape) < 0.1) for name, tensor in weights.items()}
@@ -74,11 +69,17 @@ def test_an_image_of_all_parts_is_the_file_and_changes_of_each_part_keep_it_so(
 def test_one_rank_has_the_whole_file_in_one_span_and_two_have_each_row_once() -> None:
     weights = {"a": torch.zeros(4, 2), "b": torch.ones(3)}
     (alone,) = published(1, weights, 1, [None])
-    assert alone.part.spans(0, alone.part.n_bytes) == [(0, alone.part.n_bytes)]
+    assert alone.part.spans == ((0, alone.part.n_bytes),)
     first, second = published(1, weights, 2, [None, None])
     header = alone.part.n_bytes - 4 * 11
-    assert first.part.spans(0, first.part.n_bytes) == [(0, header + 16), (header + 32, 8)]
-    assert second.part.spans(0, second.part.n_bytes) == [(header + 16, 16), (header + 40, 4)]
+    assert first.part.spans == (
+        (0, header + 16),
+        (header + 32, 8),
+    )
+    assert second.part.spans == (
+        (header + 16, 16),
+        (header + 40, 4),
+    )
 
 
 @pytest.mark.parametrize("other", [[(4, 8)], [(16, 8)], []])

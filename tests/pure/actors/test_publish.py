@@ -19,7 +19,7 @@ from actors.weights.adapter import AdapterShapes
 from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, checksum_of
 from actors.weights.cuda_ipc import encode_handles, ipc_update_info
 from actors.weights.nccl_broadcast import encode_announcement
-from actors.weights.publication import Publication
+from actors.weights.part import PartCopy
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig, load_config
 from service.learn.model.sharding import Rows
@@ -122,7 +122,7 @@ def test_a_rank_gives_out_the_newest_version_only() -> None:
 def test_while_a_rank_copies_new_weights_it_holds_at_most_the_version_that_they_are_compared_with(
     delta: bool, held: int
 ) -> None:
-    rank, made, alive = rank_of("memory", delta=delta), list[weakref.ref[Publication]](), list[int]()
+    rank, made, alive = rank_of("memory", delta=delta), list[weakref.ref[PartCopy]](), list[int]()
 
     def shards() -> dict[str, Rows]:
         alive.append(sum(publication() is not None for publication in made))
@@ -131,8 +131,8 @@ def test_while_a_rank_copies_new_weights_it_holds_at_most_the_version_that_they_
     rank._learner = SimpleNamespace(shards=shards)  # type: ignore[assignment]
     for version in range(1, 5):
         rank.weights(version)
-        assert rank._publication is not None
-        made.append(weakref.ref(rank._publication))
+        assert rank._copy is not None
+        made.append(weakref.ref(rank._copy))
     assert alive == [0, *[held] * 3]
 
 

@@ -13,7 +13,7 @@ import actors.generator.generator_pool
 from actors.generator import scaling
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
-from actors.weights.checksum import PublishedWeights
+from actors.weights.source import PublishedWeights
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.weights.bucket import MAX_CHANGED, SKIP, Bucket, bucket_of, decode, encode
-from actors.weights.node_image import NodeImage
-from actors.weights.publication import Publication
+from actors.weights.delta import MAX_CHANGED, SKIP, Bucket, bucket_of, decode, encode
+from actors.weights.image import Image
+from actors.weights.part import PartCopy
 from tests.pure.actors.fakes import all_rows, content
 
 N = 4096
@@ -62,11 +62,11 @@ def test_much_that_changed_travels_as_it_is_and_its_share_is_still_measured() ->
     assert message is new
 
 
-def published(version: int, weights: dict[str, torch.Tensor], base: Publication | None = None) -> Publication:
-    return Publication(version, all_rows({name: tensor.clone() for name, tensor in weights.items()}), base=base)
+def published(version: int, weights: dict[str, torch.Tensor], base: PartCopy | None = None) -> PartCopy:
+    return PartCopy(version, all_rows({name: tensor.clone() for name, tensor in weights.items()}), base=base)
 
 
-def take(image: NodeImage, publication: Publication, size: int = 1024) -> list[Bucket]:
+def take(image: Image, publication: PartCopy, size: int = 1024) -> list[Bucket]:
     """Let an image take a publication as a node does: what it cannot change comes as it is."""
     taken = []
     for start in range(0, publication.part.n_bytes, size):
@@ -84,11 +84,11 @@ def test_an_image_that_takes_changes_step_after_step_equals_one_that_takes_all()
     weights["norm.weight"] = torch.ones(3, dtype=torch.bfloat16)
     publication, kept = published(1, weights), None
     for version in range(2, 6):
-        image = kept or NodeImage([publication.part])
+        image = kept or Image([publication.part])
         take(image, publication)
         weights = {name: tensor + (torch.rand(tensor.shape) < 0.02) for name, tensor in weights.items()}
         publication, kept = published(version, weights, publication), image
-    whole = NodeImage([publication.part])
+    whole = Image([publication.part])
     changes, everything = take(image, publication), take(whole, published(9, weights))
     assert content(image) == content(whole)
     assert [bucket.checksum for bucket in changes] == [bucket.checksum for bucket in everything]
@@ -97,7 +97,7 @@ def test_an_image_that_takes_changes_step_after_step_equals_one_that_takes_all()
     whole.close()
 
 
-class LosesItsBase(Publication):
+class LosesItsBase(PartCopy):
     """Newer weights are published, in another thread, while a bucket of these is made."""
 
     def __getattribute__(self, name: str) -> object:
@@ -109,7 +109,7 @@ class LosesItsBase(Publication):
 
 def test_a_bucket_that_is_made_while_newer_weights_are_published_is_whole() -> None:
     first = published(1, {"w": torch.zeros(64, 64).bfloat16()})
-    image = NodeImage([first.part])
+    image = Image([first.part])
     take(image, first)
     second = LosesItsBase(2, all_rows({"w": torch.eye(64).bfloat16()}), base=first)
     image.write(*second.bucket(0, 1024, whole=False))
@@ -125,10 +125,10 @@ def test_an_image_that_missed_a_version_or_took_half_of_it_takes_the_next_one_al
         weights = {"w": weights["w"].clone()}
         weights["w"][version, ::7] += 1
         versions.append(published(version, weights, versions[-1]))
-    behind, half = NodeImage([versions[0].part]), NodeImage([versions[0].part])
+    behind, half = Image([versions[0].part]), Image([versions[0].part])
     for image in (behind, half):
         take(image, versions[0])
-    whole = NodeImage([versions[0].part])
+    whole = Image([versions[0].part])
     take(whole, versions[1])  # asked for, so that the next version has it as its base
     half.write(*versions[1].bucket(0, 1024, whole=False))
     for image in (behind, half, whole):
@@ -142,11 +142,11 @@ def test_at_the_learning_rate_of_rl_a_tenth_of_the_bytes_of_bfloat16_weights_tra
     torch.manual_seed(0)
     master = torch.nn.Parameter(0.02 * torch.randn(512, 512))
     optimizer = torch.optim.AdamW([master], lr=1e-6, weight_decay=0.0)
-    versions: list[Publication] = []
-    image: NodeImage | None = None
+    versions: list[PartCopy] = []
+    image: Image | None = None
     for version in range(1, 6):
         versions.append(published(version, {"w": master.detach().bfloat16()}, versions[-1] if versions else None))
-        image = image or NodeImage([versions[-1].part])
+        image = image or Image([versions[-1].part])
         buckets = take(image, versions[-1], 1 << 20)
         if version > 1:
             sent = sum(bucket.message_bytes for bucket in buckets)
@@ -154,14 +154,14 @@ def test_at_the_learning_rate_of_rl_a_tenth_of_the_bytes_of_bfloat16_weights_tra
         master.grad = torch.randn_like(master)
         optimizer.step()
     assert image is not None
-    whole = NodeImage([versions[-1].part])
+    whole = Image([versions[-1].part])
     take(whole, published(9, {"w": versions_weights(versions[-1])}))
     assert content(image) == content(whole)
     image.close()
     whole.close()
 
 
-def versions_weights(publication: Publication) -> torch.Tensor:
+def versions_weights(publication: PartCopy) -> torch.Tensor:
     """The only tensor of a publication."""
     data = np.concatenate([publication.bucket(0, publication.part.n_bytes, whole=True)[1]])
     header = 8 + int.from_bytes(data[:8].tobytes(), "little")

@@ -18,8 +18,8 @@ from actors.driver import evaluate as evaluating
 from actors.driver import run as running
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.engine.arguments import engine_arguments, engine_env
-from actors.weights.bucket import Bucket
-from actors.weights.node_image import NodeImage
+from actors.weights.delta import Bucket
+from actors.weights.image import Image
 from actors.weights.part import Part
 from service.cli.parser import main
 from service.clock import SystemClock
@@ -296,7 +296,7 @@ def test_s14_an_index_of_weights_names_files_of_its_folder_only(file: str, tmp_p
 
 def test_s14_weights_are_served_only_with_their_checksum() -> None:
     with pytest.raises(ValueError, match="have the checksum"):
-        NodeImage([Part.whole(64)]).write(Bucket(1, 0, 0, 64, checksum=1, message_bytes=64), b"\0" * 64)
+        Image([Part.of_spans([(0, 64)])]).write(Bucket(1, 0, 0, 64, checksum=1, message_bytes=64), b"\0" * 64)
 
 
 # The table itself

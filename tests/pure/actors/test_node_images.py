@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.weights.bucket import Bucket
-from actors.weights.checksum import PublishedWeights
-from actors.weights.node_files import NodeFiles
+from actors.weights.delta import Bucket
+from actors.weights.node_images import NodeImages
 from actors.weights.part import Part
+from actors.weights.source import PublishedWeights
 from service.config import WeightsConfig
 from service.errors import Starved
 from service.types import PolicyVersion
@@ -24,21 +24,21 @@ NEXT, NEWER = PolicyVersion(1, 2), PublishedWeights("new", 2, ONE_BUCKET)
 
 
 @pytest.fixture
-def pair() -> tuple[NodeFiles, FakeGenerator, FakeGenerator]:
+def pair() -> tuple[NodeImages, FakeGenerator, FakeGenerator]:
     """Two generators of one node."""
     first, second = (FakeGenerator(name, []) for name in ("first", "second"))
     return files_of(first, second), first, second
 
 
-def files_of(*generators: FakeGenerator, rank_0: FakeRank0 | None = None, **weights: Any) -> NodeFiles:
+def files_of(*generators: FakeGenerator, rank_0: FakeRank0 | None = None, **weights: Any) -> NodeImages:
     by_name = {generator.name: generator for generator in generators}
-    files = NodeFiles(WeightsConfig(**weights), by_name, rank_0 or FakeRank0())  # type: ignore[arg-type]
+    files = NodeImages(WeightsConfig(**weights), by_name, rank_0 or FakeRank0())  # type: ignore[arg-type]
     for generator in generators:
         files.register(generator.name, "node")
     return files
 
 
-Pair = tuple[NodeFiles, FakeGenerator, FakeGenerator]
+Pair = tuple[NodeImages, FakeGenerator, FakeGenerator]
 
 
 async def test_an_image_is_kept_as_long_as_anybody_loads_from_it_and_then_given_back(pair: Pair) -> None:
@@ -230,7 +230,7 @@ async def test_an_image_of_other_parts_is_replaced_because_ranks_that_started_ag
     files = files_of(first, rank_0=trainer, delta=True)
     async with files.path_for("first", VERSION, WEIGHTS) as old:
         pass
-    of_two = PublishedWeights("of other ranks", 2, (Part.whole(8), Part.of_spans([(8, 8)])))
+    of_two = PublishedWeights("of other ranks", 2, (Part.of_spans([(0, 8)]), Part.of_spans([(8, 8)])))
     async with files.path_for("first", NEXT, of_two) as new:
         assert (old, new) == ("/first/1", "/first/2")
         assert first.paths == {new}, "the other one is given back"
@@ -289,7 +289,7 @@ async def test_weights_go_to_one_generator_of_each_node_and_first_to_that_of_the
 async def test_a_generator_that_leaves_while_weights_are_on_their_way_keeps_nobody_from_them() -> None:
     stays, leaves = FakeGenerator("stays", []), FakeGenerator("leaves", [])
     generators = {"leaves": leaves, "stays": stays}
-    files = NodeFiles(WeightsConfig(), generators, FakeRank0())  # type: ignore[arg-type]
+    files = NodeImages(WeightsConfig(), generators, FakeRank0())  # type: ignore[arg-type]
     for name in generators:
         files.register(name, f"node of {name}")
     async with files.spread(["leaves", "stays"], VERSION, WEIGHTS):

@@ -12,13 +12,12 @@ import pytest
 import ray
 import torch
 
-from actors.weights.bucket import Bucket
-from actors.weights.checksum import PolicySize, PublishedWeights
-from actors.weights.image_holder import ImageHolder
-from actors.weights.node_files import NodeFiles
-from actors.weights.node_image import NodeImage, open_image
-from actors.weights.part import Part
-from actors.weights.publication import Publication
+from actors.weights.checksum import PolicySize
+from actors.weights.delta import Bucket
+from actors.weights.image import Image, ImageHolder, open_image
+from actors.weights.node_images import NodeImages
+from actors.weights.part import Part, PartCopy
+from actors.weights.source import PublishedWeights
 from service.config import WeightsConfig
 from service.errors import WeightsGone
 from service.types import PolicyVersion
@@ -40,7 +39,7 @@ class Rank0:
 
     def publishes(self, step: int) -> PublishedWeights:
         weights = {"w": torch.full((512, 1024), float(step))}
-        self.publication = Publication(PolicyVersion(1, step).pack(), all_rows(weights))
+        self.publication = PartCopy(PolicyVersion(1, step).pack(), all_rows(weights))
         return PublishedWeights(None, 0, (self.publication.part,))
 
     @property
@@ -87,9 +86,9 @@ def holders(local_ray: None) -> Iterator[dict[str, Any]]:
         ray.kill(holder)
 
 
-def on_two_nodes(holders: dict[str, Any]) -> tuple[NodeFiles, Rank0]:
+def on_two_nodes(holders: dict[str, Any]) -> tuple[NodeImages, Rank0]:
     rank_0 = Rank0()
-    files = NodeFiles(WeightsConfig(), holders, rank_0)  # type: ignore[arg-type]
+    files = NodeImages(WeightsConfig(), holders, rank_0)  # type: ignore[arg-type]
     for name, node in zip(holders, ("a", "a", "b"), strict=True):
         files.register(name, node)
     return files, rank_0
@@ -142,7 +141,7 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_an
 def test_who_has_the_image_open_keeps_it_when_its_writer_ends() -> None:
     rank_0 = Rank0()
     parts = rank_0.publishes(4).parts
-    image, n_bytes = NodeImage(parts), parts[0].n_bytes
+    image, n_bytes = Image(parts), parts[0].n_bytes
     image.write(*rank_0.publication.bucket(0, n_bytes, whole=True))
     own = open_image(image.path, SIZE)
     image.close()

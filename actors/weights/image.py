@@ -1,23 +1,27 @@
 """A node's image of the newest weights: a safetensors file in shared memory, which every engine of the node loads from.
 
-A safetensors file is `header length (8 bytes) | header (JSON) | data`.
+A generator holds images for the engines of its node (`ImageHolder`); which one does is the driver's choice, see
+`actors.weights.node_images`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
-from actors.weights.bucket import Bucket, decode
+import ray
+
 from actors.weights.checksum import PolicySize, WeightBytes
+from actors.weights.delta import Bucket, decode
 from actors.weights.part import Part
 from service.errors import WeightsGone
 
 
-class NodeImage:
+class Image:
     """Written bucket by bucket, in any order; an update may change it in place while no engine loads from it.
 
     The file has no name. It vanishes when the last descriptor is closed, at the latest with the processes that hold
@@ -47,7 +51,7 @@ class NodeImage:
             if self._fd < 0 or bucket.version < self._version:
                 raise WeightsGone("a bucket of weights came after newer ones")
             self._version = bucket.version
-            spans = self._parts[bucket.rank].spans(bucket.start, bucket.start + bucket.n_bytes)
+            spans = self._parts[bucket.rank].within(bucket.start, bucket.start + bucket.n_bytes)
             place, base = (bucket.rank, bucket.start), bytearray()
             if bucket.base is not None:
                 if bucket.base != self._checksums.get(place):
@@ -55,7 +59,8 @@ class NodeImage:
                 base += b"".join(os.pread(self._fd, n_bytes, at) for at, n_bytes in spans)
             octets = decode(bucket, message, base)
             self._checksums.pop(place, None)
-            for at, left in _cut(octets, spans):
+            for at, n_bytes in spans:
+                left, octets = octets[:n_bytes], octets[n_bytes:]
                 while left:
                     written = os.pwrite(self._fd, left, at)
                     left, at = left[written:], at + written
@@ -69,12 +74,47 @@ class NodeImage:
             os.close(fd)
 
 
-def _cut(octets: memoryview, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of each span, with its place."""
-    begin = 0
-    for at, n_bytes in spans:
-        yield at, octets[begin : begin + n_bytes]
-        begin += n_bytes
+class ImageHolder:
+    """The part of a generator that holds images, by numbers that the driver gives."""
+
+    def __init__(self) -> None:
+        self._images: dict[int, Image] = {}
+        self._released: set[int] = set()
+        """Images that were to be released before they were held."""
+
+    async def hold_image(self, number: int, parts: Sequence[Part]) -> str:
+        """Hold an image of weights for all engines of this node until `release_image`; returns its path.
+
+        Raises:
+            WeightsGone: it was released before: Ray begins calls with large arguments after later ones.
+        """
+        if number in self._released:
+            raise WeightsGone("these weights are not held any more")
+        if number not in self._images:
+            self._images[number] = Image(parts)
+        return self._images[number].path
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    async def write_image(
+        self, number: int, bucket: Bucket, message: WeightBytes, passes_on: bool
+    ) -> tuple[WeightBytes | None, bool]:
+        """Write a bucket into an image; returns the message to pass on, and False where the image lacks its base.
+
+        Raises:
+            WeightsGone: there is no such image any more, or it has newer weights.
+            ValueError: the bytes differ from what was sent.
+        """
+        if (image := self._images.get(number)) is None:
+            raise WeightsGone("these weights are not held any more")
+        written = await asyncio.to_thread(image.write, bucket, message)
+        return message if passes_on else None, written
+
+    async def release_image(self, number: int) -> None:
+        """Free an image; one of an earlier process is ignored, its memory is freed already."""
+        if (image := self._images.pop(number, None)) is None:
+            self._released.add(number)
+        else:
+            await asyncio.to_thread(image.close)
 
 
 def open_image(path: str, size: PolicySize) -> int:

@@ -20,9 +20,7 @@ import ray.exceptions
 
 from actors.calls import call, may_be_dropped
 from actors.weights.chain import Chain, Replaced
-from actors.weights.checksum import PublishedWeights
-from actors.weights.part import alike
-from actors.weights.source import WeightSource
+from actors.weights.source import PublishedWeights, WeightSource
 from service.config import WeightsConfig
 from service.errors import BatonError, Starved
 from service.types import PolicyVersion
@@ -31,8 +29,8 @@ HOLDER_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, B
 
 
 @dataclass
-class HeldImage:
-    """A node's image of some weights."""
+class NodeImage:
+    """A node's image of some weights, as the driver knows it."""
 
     weights: PublishedWeights
     holder: str
@@ -50,7 +48,7 @@ class HeldImage:
         return self.path.done() and self.path.exception() is None and self.path.result() is not None
 
 
-class NodeFiles:
+class NodeImages:
     """Which generator holds the image of its node."""
 
     def __init__(
@@ -64,7 +62,7 @@ class NodeFiles:
         self._generators, self._trainer, self._report = generators, trainer, report
         self._deadline, self._keeps, self._by_memory = config.sync_deadline, config.delta, config.transport == "memory"
         self._node_of: dict[str, str] = {}
-        self._held: dict[str, HeldImage] = {}
+        self._held: dict[str, NodeImage] = {}
         """By node."""
         self._numbers = count()
         self._under_way: set[asyncio.Task[None]] = set()
@@ -110,7 +108,7 @@ class NodeFiles:
         """The generator could not open its node's image, because the holder is gone."""
         self._held.pop(self._node_of[name], None)
 
-    async def _hold(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> HeldImage:
+    async def _hold(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> NodeImage:
         while True:
             held = self._held.get(self._node_of[name])
             if held is None or held.weights is not weights:
@@ -127,14 +125,14 @@ class NodeFiles:
                 await self._let_go(held)
                 raise
 
-    def _begin(self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights) -> list[HeldImage]:
+    def _begin(self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights) -> list[NodeImage]:
         """Begin to send weights to the nodes of these generators, one of each; each image has one user then."""
-        begun, kept = list[HeldImage](), dict[str, str]()
+        begun, kept = list[NodeImage](), dict[str, str]()
         for name in names:
-            held, before = HeldImage(weights, name, next(self._numbers)), self._held.get(self._node_of[name])
+            held, before = NodeImage(weights, name, next(self._numbers)), self._held.get(self._node_of[name])
             self._held[self._node_of[name]] = held
             if before is not None and not before.users and before.is_whole and before.holder in self._generators:
-                if alike(before.weights.parts, weights.parts):
+                if before.weights.parts == weights.parts:
                     held.holder, held.number = before.holder, before.number
                     kept[held.holder] = str(before.path.result())
                 else:  # ranks that started again may have other rows, which that image would put elsewhere
@@ -159,7 +157,7 @@ class NodeFiles:
         return [*names[at:], *names[:at]]
 
     async def _send(
-        self, chain: Chain, begun: Sequence[HeldImage], version: PolicyVersion, weights: PublishedWeights
+        self, chain: Chain, begun: Sequence[NodeImage], version: PolicyVersion, weights: PublishedWeights
     ) -> None:
         """Fill these images; in the end each has a path, or an error."""
         try:
@@ -179,12 +177,12 @@ class NodeFiles:
         unused = [held for held in begun if held.path.exception() is not None or not held.users]
         await asyncio.gather(*(self._settle(held) for held in unused))
 
-    async def _let_go(self, held: HeldImage) -> None:
+    async def _let_go(self, held: NodeImage) -> None:
         held.users -= 1
         if not held.users and held.path.done() and held.path.exception() is None:
             await self._settle(held)
 
-    async def _settle(self, held: HeldImage) -> None:
+    async def _settle(self, held: NodeImage) -> None:
         """Keep an image that no engine loads from, or give it back."""
         node = self._node_of[held.holder]
         if self._held.get(node) is held:

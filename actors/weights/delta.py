@@ -1,4 +1,4 @@
-"""Bytes of a weights file that travel as one message: as they are, or as the elements that differ from the last file.
+"""Buckets: bytes of a part that travel as one message, as they are or as the elements that differ from the last file.
 
     base       1.0  2.0  3.0  4.0  5.0  6.0       elements of 2 bytes
     new        1.0  2.5  3.0  4.0  5.0  6.5
@@ -20,24 +20,24 @@ from actors.weights.checksum import WeightBytes, checksum_of, verify
 MAX_CHANGED = 0.15
 """Fraction of changed elements beyond which a bucket travels as it is."""
 SKIP = 255
-"""A byte of a gap after which the gap goes on."""
+"""A byte of a gap that continues in the next byte."""
 
 Octets = NDArray[np.uint8]
 
 
 class Bucket(NamedTuple):
-    """A part of a weights file, without its bytes."""
+    """Bytes of a rank's part of a weights file, described."""
 
     version: int
-    """Packed; that of the file."""
+    """Packed version of the file."""
     rank: int
-    """Whose part of the file it is of."""
+    """The rank that holds the part."""
     start: int
     """First byte in the part."""
     n_bytes: int
     checksum: int
     message_bytes: int
-    """As they travel."""
+    """Bytes of the message."""
     base: int | None = None
     """Checksum of the bytes that the message changes; None: the message is the bytes themselves."""
     changed: int | None = None

@@ -16,8 +16,7 @@ import ray.exceptions
 from torch._C._distributed_c10d import TCPStore
 
 from actors.calls import call, in_a_line
-from actors.weights.checksum import PublishedWeights
-from actors.weights.source import WeightSource
+from actors.weights.source import PublishedWeights, WeightSource
 from actors.weights.weight_group import OVER, Meeting, open_store
 from service.config import Config
 from service.errors import BatonError, RunFailed, WeightsCutOff
