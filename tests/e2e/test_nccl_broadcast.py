@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from actors.driver.cluster import place_actors
 from actors.engine.arguments import FILE_BACKEND, engine_arguments
 from actors.engine.engine import VllmEngine
-from actors.generator import broadcasts
 from actors.trainer.actor import TrainerRank
+from actors.weights import broadcasts
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.checksum import PolicySize, TensorSpec, checksum_of
 from actors.weights.cuda_ipc import IPC_BACKEND
