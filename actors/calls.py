@@ -15,6 +15,9 @@ from service.errors import BatonError, RunFailed, Starved
 from service.handoff.verbs import Wait
 from service.types import Refusal
 
+ACTOR_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, BatonError)
+"""Errors of a call to an actor whose process, engine or node failed; any other error is a bug."""
+
 MAX_CHARACTERS = 200
 
 _DIED = re.compile(r"Worker exit detail: ([^.]+)")

@@ -76,6 +76,7 @@ class Coordinator:
         self._generator_pool = GeneratorPool(
             config, cluster.generators, cluster.trainer, self._telemetry, say, cluster.buffer
         )
+        self._weights = self._generator_pool.weights
         asked = partial(asked_for, folder.path, config)
         self._scaling = Scaling(config, self._generator_pool, cluster.place, asked, say)
         self._hosts = HostWatch(say, self._scaling.look)
@@ -232,7 +233,7 @@ class Coordinator:
         if settings is not None and settings.probe_prompts:
             samples = self._config.algorithm.n_samples_per_prompt
             with phase("warm start: measuring the success rate", self._say):
-                await self._generator_pool.published()
+                await self._weights.published()
                 probe = await self._evaluations.of_set(
                     "warm_start", self._prepared.tasks_file, samples, settings.probe_prompts
                 )
@@ -257,7 +258,7 @@ class Coordinator:
         self._version = PolicyVersion(incarnation, step)
         self._progress.go_on_from(step)
         self._evaluations.go_on_from(step)
-        await self._generator_pool.publish(self._version, await self._trainer.weights(self._version))
+        await self._weights.publish(self._version, await self._trainer.weights(self._version))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -300,8 +301,8 @@ class Coordinator:
         self._failures.progressed()
         if self._version.step % self._config.weights.sync_every == 0:
             self._telemetry.doing("weights")
-            self._progress.synced(await self._generator_pool.published())
-            await self._generator_pool.publish(self._version, await self._trainer.weights(self._version))
+            self._progress.synced(await self._weights.published())
+            await self._weights.publish(self._version, await self._trainer.weights(self._version))
         self._telemetry.doing("checkpoint")
         await self._checkpoints.settle()
         every = self._config.trainer.checkpoint_every
@@ -322,7 +323,7 @@ class Coordinator:
         if not is_due or self._evaluations.begin(self._version.step):
             return
         self._telemetry.doing("evaluating")
-        self._progress.synced(await self._generator_pool.published())
+        self._progress.synced(await self._weights.published())
         await self._evaluations.at(self._version.step)
 
     async def _lease(self) -> Leased | None:
@@ -370,7 +371,7 @@ class Coordinator:
         self._say(f"{error}; the trainer restarts from step {manifest.step}")
         self._checkpoints.abandon()
         self._profiles.lost()
-        self._generator_pool.trainer_lost()
+        self._weights.source_lost()
         await self._trainer.restart(self._prepared.base)
         await self._trainer.restore(self._checkpoints.path(manifest.step))
         await self._continue_from(manifest.step)

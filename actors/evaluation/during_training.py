@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.calls import in_a_line
+from actors.calls import ACTOR_FAILED, in_a_line
 from actors.evaluation.evaluator import evaluate_on
-from actors.generator.generator_pool import GENERATOR_FAILED, GeneratorPool, Kept
+from actors.generator.generator_pool import GeneratorPool
+from actors.weights.delivery import Kept
 from service.config import Config
 from service.errors import Starved
 from service.evaluation.report import table
@@ -132,7 +133,7 @@ class Evaluations:
             return None
         try:
             return await self._evaluated_on(up, name, tasks_file, n_samples, most)
-        except GENERATOR_FAILED as error:
+        except ACTOR_FAILED as error:
             self._say(f"the evaluation of {name} was given up: {in_a_line(error)}")
             return None
 
@@ -143,7 +144,7 @@ class Evaluations:
             self._running = None
 
     def _keep(self) -> Kept | None:
-        return self._pool.keep(self._config.data.eval_engines)
+        return self._pool.weights.keep(self._pool.up(), self._config.data.eval_engines)
 
     async def _beside(self, kept: Kept | None) -> None:
         """Evaluate every set on engines that keep their weights; where one is lost, begin anew with the newest."""
@@ -159,14 +160,14 @@ class Evaluations:
                     of = kept.generators, name, path, data.eval_samples, data.eval_rows, kept.version.pack()
                     results.append(await self._evaluated_on(*of))
                 return self._record(kept.version.step, start, results)
-            except GENERATOR_FAILED as error:
+            except ACTOR_FAILED as error:
                 given_up = isinstance(error, Starved) or not tries_left
                 why = "was given up" if given_up else "begins anew with the newest weights"
                 self._say(f"the evaluation after step {kept.version.step} {why}: {in_a_line(error)}")
                 if given_up:
                     return
             finally:
-                await self._pool.let_go_on(kept)
+                await self._pool.weights.release(kept)
             if (kept := self._keep()) is not None:
                 self._of_step = kept.version.step
 

@@ -11,44 +11,32 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.calls import CALL_SECONDS, call, in_a_line, may_be_dropped
+from actors.calls import ACTOR_FAILED, CALL_SECONDS, call, in_a_line, may_be_dropped
 from actors.observe.telemetry import RunTelemetry
 from actors.weights.broadcasts import Broadcasts
-from actors.weights.node_images import NodeImages
-from actors.weights.source import PublishedWeights, TrainerLost, WeightSource
+from actors.weights.delivery import Delivery
+from actors.weights.source import WeightSource
+from service.backoff import Backoff, retried
 from service.config import Config
-from service.errors import BatonError, RunFailed, Starved, UserError, WeightsGone
+from service.errors import BatonError, RunFailed, Starved, UserError
 from service.types import PolicyVersion
 
 STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
 HAND_OVER_SECONDS = 30.0
-"""Seconds beyond its grace in which a generator that leaves hands over what is open."""
-RETRY_SECONDS = 0.5
+"""Seconds beyond its grace in which a generator that leaves hands over its open trajectories."""
+RETRY = Backoff(0.5, 0.5)
 """Pause before the start of a restarting generator is tried again."""
 STATUS_SECONDS = CHECK_SECONDS = 5.0
 """Seconds after which one that does not answer is left out of a report, and between two health checks."""
 BLOCKED = "an environment that blocks its process needs env.isolation: process"
 """The usual reason for a generator that does not answer."""
-GENERATOR_FAILED = (ray.exceptions.RayActorError, BatonError)
-"""Errors of a call to a generator whose process, engine or node died; any other error is a bug."""
-
-
-class Kept(NamedTuple):
-    """Engines that keep a version while others go on."""
-
-    version: PolicyVersion
-    generators: dict[str, Any]
-    """By name."""
-    arriving: asyncio.Task[float] | None
-    """Ends when these engines have the version; None: they have it."""
 
 
 class GeneratorPool:
@@ -63,20 +51,15 @@ class GeneratorPool:
         say: Callable[[str], None],
         buffer: Any = None,
     ) -> None:
-        self._config, self._trainer, self._buffer = config, trainer, buffer
+        self._settings, self._max_restarts, self._buffer = config.generator, config.run.max_restarts, buffer
+        self._telemetry, self._say = telemetry, say
         self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
-        self._telemetry = telemetry
-        self._say = say
         self._failures: Counter[str] = Counter()
         self._down: set[str] = set()
         """Names of the generators that restart or stop; they are not called for weights or evaluations."""
-        self._latest: tuple[PolicyVersion, PublishedWeights] | None = None
-        """The newest weights that were sent to the engines."""
-        self._sync: asyncio.Task[float] | None = None
-        self._locks = {name: asyncio.Lock() for name in self._generators}
-        self._files = NodeImages(config.weights, self._generators, trainer, telemetry.sent)
-        self._broadcasts = Broadcasts(config, self._generators, trainer)
-        self._broadcasting = asyncio.Lock()
+        broadcasts = Broadcasts.of(config, self._generators, trainer)
+        up, sent = self._is_up, telemetry.sent
+        self.weights = Delivery(config.weights, self._generators, trainer, broadcasts, up, self._not_taken, sent)
         self._stopping = False
         self._rooms: dict[str, PlacementGroup] = {}
         """Of each generator that joined later."""
@@ -87,20 +70,15 @@ class GeneratorPool:
         self._drained = False
         self.evaluating: set[str] = set()
         """Names of the generators that evaluate; none of them is to leave of its own accord."""
-        self._kept: dict[str, PolicyVersion] = {}
-        """The version that an engine keeps for an evaluation."""
 
     async def start(self) -> None:
         """Start every engine."""
-        await asyncio.gather(*(self._start(name) for name in self._generators))
+        await asyncio.gather(*(self._start(name, generator) for name, generator in self._generators.items()))
 
-    async def _start(self, name: str) -> None:
-        self._files.register(name, await self._started(name, self._generators[name]))
-
-    async def _started(self, name: str, generator: Any) -> str:
-        """The node of a generator whose engine has started."""
-        within = self._config.generator.start_deadline + CALL_SECONDS  # the engine's own deadline ends first
-        return str(await call(generator.start, who=name, within=within))
+    async def _start(self, name: str, generator: Any) -> None:
+        """Start a generator's engine, whose own deadline ends before that of the call."""
+        within = self._settings.start_deadline + CALL_SECONDS
+        self.weights.register(name, str(await call(generator.start, who=name, within=within)))
 
     async def run(self) -> None:
         """Generate until the buffer is drained; a generator that fails is restarted, or let go with its own room.
@@ -128,7 +106,7 @@ class GeneratorPool:
                 await self._watched(name)
                 self._drained |= name not in self._leaving
                 return
-            except GENERATOR_FAILED as error:
+            except ACTOR_FAILED as error:
                 if self._ends(name):
                     return
                 if name in self._rooms:
@@ -144,7 +122,7 @@ class GeneratorPool:
     def nodes(self) -> dict[str, str]:
         """The node of each generator that generates and does not leave, by number."""
         staying = sorted(self._keepers.keys() - self._leaving, key=lambda name: int(name.rpartition("-")[2]))
-        return {name: self._files.node_of(name) for name in staying}
+        return {name: self.weights.node_of(name) for name in staying}
 
     def free_number(self) -> int:
         """The lowest number that no generator has."""
@@ -153,15 +131,14 @@ class GeneratorPool:
     async def join(self, name: str, generator: Any, room: PlacementGroup) -> None:
         """Start a generator in its own room, send it the newest weights, and let it generate."""
         try:
-            node = await self._started(name, generator)
+            await self._start(name, generator)
         except BaseException:  # also when fewer are asked for meanwhile
             _give_back(generator, room)
             raise
         loaded = time.monotonic()
-        self._generators[name], self._rooms[name], self._locks[name] = generator, room, asyncio.Lock()
+        self._generators[name], self._rooms[name] = generator, room
         self._leaving.discard(name)  # an earlier one of that name had left
-        self._files.register(name, node)
-        await self._update(name)
+        await self.weights.update(name)
         self._begin(name)
         self._say(f"{name} has joined, {time.monotonic() - loaded:.1f} s after its engine had loaded")
         self._share()
@@ -171,7 +148,7 @@ class GeneratorPool:
         self._leaving.add(name)
         self._share()
         generator = self._generators[name]
-        with suppress(*GENERATOR_FAILED):  # what it cannot hand over, the buffer gives to others below
+        with suppress(*ACTOR_FAILED):  # what it cannot hand over, the buffer gives to others below
             await call(generator.leave, grace, who=name, within=grace + HAND_OVER_SECONDS)
             self._down.add(name)
             await call(generator.stop, who=name, within=STOP_SECONDS)
@@ -189,19 +166,18 @@ class GeneratorPool:
     async def _forget(self, name: str) -> None:
         """End the process of a generator that leaves or failed, and what it was asked; then forget it."""
         _give_back(self._generators[name], self._rooms.pop(name, None))
-        self._broadcasts.forget(name)
-        async with self._broadcasting, self._locks.pop(name):  # an update has these until it ends with the process
-            del self._generators[name]
-            self._down.discard(name)
+        await self.weights.forget(name)
+        del self._generators[name]
+        self._down.discard(name)
         await call(self._buffer.leave, name, None, "gone", who="the buffer")
         self._telemetry.left(name)
 
     def _share(self) -> None:
         """Divide the open groups among the generators that stay."""
         staying = self.nodes()
-        self._telemetry.generators(max(len(staying), self._config.generator.min_engines))
+        self._telemetry.generators(max(len(staying), self._settings.min_engines))
         for name in staying:
-            self._generators[name].share.remote(-(-self._config.generator.concurrent_groups // len(staying)))
+            self._generators[name].share.remote(-(-self._settings.concurrent_groups // len(staying)))
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
@@ -211,19 +187,16 @@ class GeneratorPool:
         running = asyncio.ensure_future(call(generator.run, who=name, within=None))
         may_be_dropped(running)  # where the status fails at the same time
         try:
-            while True:
-                await asyncio.wait([running], timeout=CHECK_SECONDS)
-                if running.done():
-                    running.result()
-                    return
-                await call(generator.status, who=f"{name} ({BLOCKED})", within=self._config.generator.silent_deadline)
+            while not (await asyncio.wait([running], timeout=CHECK_SECONDS))[0]:
+                await call(generator.status, who=f"{name} ({BLOCKED})", within=self._settings.silent_deadline)
+            running.result()
         finally:
             running.cancel()
 
     async def _start_again(self, name: str, error: BaseException) -> None:
         """Restart a failed generator in a new process, again where the restart fails, and send the newest weights."""
         self._down.add(name)
-        self._broadcasts.forget(name)
+        self.weights.restarts(name)
         failed: BaseException | None = error
         while failed is not None and not self._ends(name):
             self._count_failure(name, failed)
@@ -233,104 +206,32 @@ class GeneratorPool:
         if self._ends(name):
             return
         self._down.discard(name)
-        await self._update(name)
+        await self.weights.update(name)
         self._say(f"{name} is back")
 
     def _count_failure(self, name: str, error: BaseException) -> None:
         self._failures[name] += 1
-        if (times := self._failures[name]) > self._config.run.max_restarts or isinstance(error, UserError):
+        if (times := self._failures[name]) > self._max_restarts or isinstance(error, UserError):
             raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BatonError | None:
         """Wait for a generator's new process and engine, unless it ends; returns why the engine did not start."""
-        deadline = time.monotonic() + self._config.generator.start_deadline
-        while not self._ends(name):
-            try:
-                await self._start(name)
-                return None
-            except BatonError as failed:
-                return failed
-            except ray.exceptions.RayActorError as down:
-                if time.monotonic() > deadline:
-                    raise RunFailed(f"{name} did not come back: {in_a_line(down)}") from down
-                await asyncio.sleep(RETRY_SECONDS)
+
+        async def start() -> None:
+            if not self._ends(name):
+                await self._start(name, self._generators[name])
+
+        try:
+            await retried(start, ray.exceptions.RayActorError, RETRY, within=self._settings.start_deadline)
+        except BatonError as failed:
+            return failed
+        except ray.exceptions.RayActorError as down:
+            raise RunFailed(f"{name} did not come back: {in_a_line(down)}") from down
         return None
 
     def progressed(self) -> None:
         """Reset the count of failures: an optimizer step was taken."""
         self._failures.clear()
-
-    async def publish(self, version: PolicyVersion, weights: PublishedWeights) -> None:
-        """Wait until the previous weights have arrived, then send these to every engine in the background."""
-        await self.published()
-        self._latest = version, weights
-        self._sync = asyncio.ensure_future(self._update_all())
-
-    async def published(self) -> float | None:
-        """Wait until every engine serves the newest weights; returns the seconds from sending to serving.
-
-        Raises:
-            RunFailed: it took longer than `weights.sync_deadline`.
-        """
-        if self._sync is None:
-            return None
-        deadline = self._config.weights.sync_deadline
-        try:
-            async with asyncio.timeout(deadline):
-                seconds = await self._sync
-        except TimeoutError as error:
-            raise RunFailed(f"the engines did not take new weights within {deadline:.0f} s") from error
-        self._sync = None
-        return seconds
-
-    async def _update_all(self) -> float:
-        start = time.monotonic()
-        if self._config.weights.transport == "nccl":
-            await self._broadcast(list(self._generators))
-        elif self._latest is not None:
-            up = [name for name in self._generators if self._takes(name)]
-            async with self._files.spread(up, *self._latest):
-                await asyncio.gather(*(self._update(name) for name in up))
-        return time.monotonic() - start
-
-    async def _update(self, name: str) -> None:
-        """Update one engine; an engine that is down, or fails during the update, is updated after its restart."""
-        if self._config.weights.transport == "nccl":
-            return await self._broadcast([name])
-        if (lock := self._locks.get(name)) is None:
-            return  # it has left
-        async with lock:
-            if self._latest is None or not self._takes(name):
-                return
-            version, weights = self._latest
-            try:
-                if self._config.weights.transport == "memory":
-                    await self._take_image(name, version, weights)
-                else:
-                    handles = await self._trainer.ipc_handles(list(self._generators).index(name), version)
-                    if handles is not None:  # else the rank has newer ones, which are about to be published
-                        await self._take(name, version, handles.data, handles.checksum)
-            except (*GENERATOR_FAILED, ray.exceptions.ObjectLostError) as error:
-                self._not_taken(name, version, error)
-
-    async def _broadcast(self, names: list[str]) -> None:
-        """Update those of these engines that are up by one broadcast."""
-        async with self._broadcasting:
-            up = [name for name in names if self._takes(name)]
-            if self._latest is None or not up:
-                return
-            version, weights = self._latest
-            try:
-                lost = await self._broadcasts.send(up, version, weights)
-            except TrainerLost as trainer_lost:  # it restarts and publishes newer ones
-                lost = dict.fromkeys(up, trainer_lost)
-            for name, error in lost.items():
-                self._not_taken(name, version, error)
-
-    def _takes(self, name: str) -> bool:
-        """Whether an engine is up, and keeps no older weights than the newest."""
-        is_up = name in self._generators and name not in self._down
-        return is_up and (self._latest is None or self._kept.get(name, self._latest[0]) == self._latest[0])
 
     def _not_taken(self, name: str, version: PolicyVersion, error: BaseException) -> None:
         if name in self._leaving:
@@ -338,45 +239,14 @@ class GeneratorPool:
         self._telemetry.sync_failed()
         self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
 
-    async def _take_image(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
-        """Let an engine load the image of its node; if the image is gone with its holder, try a new one."""
-        for tries_left in reversed(range(len(self._generators))):
-            async with self._files.path_for(name, version, weights) as path:
-                if path is None:  # newer weights are about to be published
-                    return
-                try:
-                    return await self._take(name, version, path, weights.checksum)
-                except WeightsGone:
-                    self._files.forget(name)
-                    if not tries_left:
-                        raise
+    # -- all of them --------------------------------------------------------------------------------------------------
 
-    async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int) -> None:
-        update = self._generators[name].update_weights
-        await call(update, version.pack(), data, checksum, who=name, within=self._config.weights.sync_deadline)
-
-    def trainer_lost(self) -> None:
-        """Cut off a broadcast that is under way: the trainer's processes are gone."""
-        self._broadcasts.cut_off("the trainer restarts")
+    def _is_up(self, name: str) -> bool:
+        return name in self._generators and name not in self._down
 
     def up(self) -> dict[str, Any]:
         """The generators that are up and do not leave."""
         return {name: one for name, one in self._generators.items() if name not in self._down | self._leaving}
-
-    def keep(self, count: int) -> Kept | None:
-        """Let so many engines keep the newest weights until `let_go_on`; None where no other would go on."""
-        up = self.up()
-        if self._latest is None or len(up) <= count:
-            return None
-        kept = Kept(self._latest[0], dict(islice(up.items(), count)), self._sync)
-        self._kept |= dict.fromkeys(kept.generators, kept.version)
-        return kept
-
-    async def let_go_on(self, kept: Kept) -> None:
-        """Give these engines the newest weights."""
-        for name in kept.generators:
-            del self._kept[name]
-        await asyncio.gather(*(self._update(name) for name in kept.generators))
 
     async def statuses(self) -> list[dict[str, Any]]:
         """The status of each generator that answers."""
@@ -393,9 +263,7 @@ class GeneratorPool:
         """End the open trajectories and the engines; weights on their way are given up, which nobody needs any more."""
         self._stopping = True
         self._ended.put_nowait(None)
-        if self._sync is not None:
-            may_be_dropped(self._sync)
-            self._sync.cancel()
+        self.weights.give_up()
         stops = (call(generator.stop, who="a generator") for generator in self._generators.values())
         await asyncio.wait([asyncio.gather(*stops, return_exceptions=True)], timeout=STOP_SECONDS)
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from ray.util.placement_group import PlacementGroup
 
-from actors.calls import in_a_line, may_be_dropped
-from actors.generator.generator_pool import GENERATOR_FAILED, GeneratorPool
+from actors.calls import ACTOR_FAILED, in_a_line, may_be_dropped
+from actors.generator.generator_pool import GeneratorPool
 from service.config import Config
 from service.errors import RunFailed
 
@@ -115,7 +115,7 @@ class Scaling:
             self._say(f"generator-{number} starts: {self._why()}")
             await self._pool.join(f"generator-{number}", *placed)
             self._failures = 0
-        except GENERATOR_FAILED as error:
+        except ACTOR_FAILED as error:
             self._failures += 1
             if self._failures > self._max_failures and len(self._pool.nodes()) < self._least:
                 raise RunFailed(f"{self._failures} generators could not join; the last: {in_a_line(error)}") from error

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-import ray.exceptions
 from torch._C._distributed_c10d import TCPStore
 
-from actors.calls import call, in_a_line
+from actors.calls import ACTOR_FAILED, call, in_a_line
 from actors.weights.source import PublishedWeights, WeightSource
 from actors.weights.weight_group import OVER, Meeting, open_store
 from service.config import Config
-from service.errors import BatonError, RunFailed, WeightsCutOff
+from service.errors import RunFailed, WeightsCutOff
 from service.types import PolicyVersion
 
 ANSWER_SECONDS = 30.0
@@ -28,9 +27,6 @@ MAX_FUTILE = 2
 """Broadcasts of one version that are cut off though no engine was lost, after which the run fails."""
 TRIES = 3
 """Broadcasts that fit into `weights.sync_deadline`."""
-
-ENGINE_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, BatonError)
-"""Errors of a call to an engine that is lost for this broadcast; any other error is a bug."""
 
 
 class Group(NamedTuple):
@@ -45,15 +41,20 @@ class Group(NamedTuple):
 class Broadcasts:
     """Sends weights to engines by one group of them and the trainer's first rank."""
 
-    def __init__(self, config: Config, generators: Mapping[str, Any], trainer: WeightSource) -> None:
-        self._generators = generators
-        self._trainer = trainer
-        self._workers = config.generator.tensor_parallel_size
-        # Half of a collective's deadline, because a broadcast that hangs may hold rank 0 in a collective.
-        self._within = min(config.weights.sync_deadline / TRIES, config.trainer.collective_deadline / 2)
+    def __init__(self, generators: Mapping[str, Any], trainer: WeightSource, workers: int, within: float) -> None:
+        """`workers`: of each engine; `within`: seconds of one broadcast."""
+        self._generators, self._trainer = generators, trainer
+        self._workers, self._within = workers, within
         self._group: Group | None = None
         self._is_over = True
         """A new group has to be formed."""
+
+    @staticmethod
+    def of(config: Config, generators: Mapping[str, Any], trainer: WeightSource) -> Broadcasts:
+        """With the deadlines of the run."""
+        # Half of a collective's deadline, because a broadcast that hangs may hold rank 0 in a collective.
+        within = min(config.weights.sync_deadline / TRIES, config.trainer.collective_deadline / 2)
+        return Broadcasts(generators, trainer, config.generator.tensor_parallel_size, within)
 
     async def send(
         self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights
@@ -127,7 +128,7 @@ class Broadcasts:
             raise
         failed = _errors(takes)
         for error in failed.values():
-            if not isinstance(error, ENGINE_FAILED):
+            if not isinstance(error, ACTOR_FAILED):
                 raise error
         return failed
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import ray.exceptions
 
-from actors.calls import answer, call, first_error
+from actors.calls import ACTOR_FAILED, answer, call, first_error
 from actors.weights.delta import Bucket
 from actors.weights.part import ALIGNED, Part
 from actors.weights.source import TrainerLost, WeightSource
@@ -33,8 +33,6 @@ MIN_BYTES, MAX_BYTES = 1 << 20, 64 << 20
 AT_ONCE = 2
 """Buckets on their way to a node: one that arrives, one that is asked for."""
 
-NODE_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, BatonError)
-"""Errors of a call to a generator that is lost for this publication; any other error is a bug."""
 NOT_PASSED_ON = (ray.exceptions.ObjectLostError, Starved)
 """Errors of a call whose argument may be what failed to come."""
 
@@ -122,7 +120,7 @@ class Chain:
                         source, giver = copy, name
                 except (Replaced, TrainerLost):
                     raise
-                except NODE_FAILED as error:
+                except ACTOR_FAILED as error:
                     self.lost[name] = error
 
     async def _bucket(

@@ -16,16 +16,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import ray.exceptions
-
-from actors.calls import call, may_be_dropped
+from actors.calls import ACTOR_FAILED, call, may_be_dropped
 from actors.weights.chain import Chain, Replaced
 from actors.weights.source import PublishedWeights, WeightSource
 from service.config import WeightsConfig
-from service.errors import BatonError, Starved
+from service.errors import Starved
 from service.types import PolicyVersion
-
-HOLDER_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, BatonError)
 
 
 @dataclass
@@ -118,7 +114,7 @@ class NodeImages:
             try:
                 await asyncio.shield(held.path)
                 return held
-            except HOLDER_FAILED:
+            except ACTOR_FAILED:
                 if held.holder == name:
                     raise
             except asyncio.CancelledError:
@@ -191,5 +187,5 @@ class NodeImages:
             del self._held[node]
         if (holder := self._generators.get(held.holder)) is None:
             return  # it has left, and its images with it
-        with suppress(*HOLDER_FAILED):  # the image is gone with its holder
+        with suppress(*ACTOR_FAILED):  # the image is gone with its holder
             await call(holder.release_image, held.number, who=held.holder)

@@ -126,7 +126,7 @@ async def test_an_engine_that_dies_in_a_broadcast_costs_the_others_one_more_and_
         return Handle(actor, actor.join_trainer, actor.receive)
 
     engines = {name: start(name) for name in ("generator-0", "generator-1")}
-    driver = Broadcasts(CONFIG_OF_ENGINES, engines, trainer)  # type: ignore[arg-type]
+    driver = Broadcasts.of(CONFIG_OF_ENGINES, engines, trainer)  # type: ignore[arg-type]
 
     async def publish(step: int, *names: str) -> dict[str, BaseException]:
         version = PolicyVersion(1, step)

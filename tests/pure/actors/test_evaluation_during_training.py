@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from actors.evaluation.during_training import Evaluations
-from actors.generator.generator_pool import GeneratorPool, Kept
+from actors.generator.generator_pool import GeneratorPool
+from actors.weights.delivery import Kept
 from service.config import load_config
 from service.errors import RunFailed
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
@@ -23,7 +24,7 @@ class Pool:
     """Engines whose evaluations come out as told: scores, an error, or never; and what they keep."""
 
     def __init__(self, engines: int = 2) -> None:
-        self.step, self.evaluating = 0, set[str]()
+        self.step, self.evaluating, self.weights = 0, set[str](), self
         self.engines = {f"generator-{number}": Engine(self) for number in range(engines)}
         self.kept: list[Kept] = []
         self.let_go: list[int] = []
@@ -38,14 +39,14 @@ class Pool:
     def up(self) -> dict[str, Any]:
         return dict(self.engines)
 
-    def keep(self, count: int) -> Kept | None:
-        if len(self.engines) <= count:
+    def keep(self, up: dict[str, Any], count: int) -> Kept | None:
+        if len(up) <= count:
             return None
-        names = list(self.engines)[:count]
-        self.kept.append(Kept(PolicyVersion(1, self.step), {name: self.engines[name] for name in names}, None))
+        names = list(up)[:count]
+        self.kept.append(Kept(PolicyVersion(1, self.step), {name: up[name] for name in names}, None))
         return self.kept[-1]
 
-    async def let_go_on(self, kept: Kept) -> None:
+    async def release(self, kept: Kept) -> None:
         self.let_go.append(kept.version.step)
 
 

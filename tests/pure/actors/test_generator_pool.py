@@ -15,6 +15,7 @@ import actors.generator.generator_pool
 from actors.generator.generator_pool import GeneratorPool
 from actors.weights.source import PublishedWeights, TrainerLost
 from actors.weights.weight_group import OVER, Meeting
+from service.backoff import Backoff
 from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, Starved, WeightsCutOff, WeightsGone
@@ -80,8 +81,8 @@ class World:
     async def publish(self, step: int) -> list[str]:
         """What was said while the engines took the weights of this step."""
         self.said.clear()
-        await self.pool.publish(PolicyVersion(1, step), PublishedWeights(f"weights {step}", step, ONE_BUCKET))
-        await self.pool.published()
+        await self.pool.weights.publish(PolicyVersion(1, step), PublishedWeights(f"weights {step}", step, ONE_BUCKET))
+        await self.pool.weights.published()
         return sorted(self.said)
 
 
@@ -143,7 +144,7 @@ async def stopped_while_weights_are_on_their_way() -> None:
         generator.loading.clear()
         generator.failing["update"] = RuntimeError("Server shutting down")
         generator.stop = answering(None)
-    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, ONE_BUCKET))
+    await world.pool.weights.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, ONE_BUCKET))
     await until(lambda: bool(world.generators[0].paths))
     await world.pool.stop()
     for generator in world.generators:
@@ -168,7 +169,7 @@ async def test_all_engines_and_the_trainer_are_one_group_which_stays_until_the_t
     assert await world.publish(1) == sorted([*JOINS, *TAKES, "sends 1:1 to 2"])
     assert [world.said.index(join) < world.said.index(take) for join, take in zip(JOINS, TAKES, strict=True)]
     assert await world.publish(1) == sorted([*TAKES, "sends 1:1 to 2"])
-    world.pool.trainer_lost()
+    world.pool.weights.source_lost()
     assert await world.publish(1) == sorted([*JOINS, *TAKES, "sends 1:1 to 2"])
     first, same, another = world.trainer.meetings
     assert (first.size, first == same, same == another) == (3, True, False)
@@ -369,7 +370,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
 
 async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
-    monkeypatch.setattr(actors.generator.generator_pool, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(actors.generator.generator_pool, "RETRY", Backoff(0.0))
     world = await World("memory").started()
 
     async def start() -> str:
@@ -423,17 +424,17 @@ async def test_an_engine_that_evaluates_keeps_its_weights_until_it_is_let_go_on_
     transport: str,
 ) -> None:
     world = await World(transport).started()
-    assert world.pool.keep(1) is None, "there are no weights yet"
+    assert world.pool.weights.keep(world.pool.up(), 1) is None, "there are no weights yet"
     await world.publish(1)
-    kept = world.pool.keep(1)
+    kept = world.pool.weights.keep(world.pool.up(), 1)
     assert kept is not None and list(kept.generators) == ["generator-0"] and kept.version == PolicyVersion(1, 1)
-    assert world.pool.keep(2) is None, "nobody would go on"
+    assert world.pool.weights.keep(world.pool.up(), 2) is None, "nobody would go on"
     for step in (2, 3):
         world.trainer.newest = PolicyVersion(1, step)
         (took,) = [line for line in await world.publish(step) if "takes" in line]
         assert took.startswith(f"generator-1 takes 1:{step}")
     world.said.clear()
-    await world.pool.let_go_on(kept)
+    await world.pool.weights.release(kept)
     (took,) = [line for line in world.said if "takes" in line]
     assert took.startswith("generator-0 takes 1:3")
     assert len([line for line in await world.publish(3) if "takes" in line]) == 2
@@ -442,8 +443,8 @@ async def test_an_engine_that_evaluates_keeps_its_weights_until_it_is_let_go_on_
 async def test_an_engine_keeps_weights_that_are_still_on_their_way_to_it() -> None:
     world = await World("memory").started()
     world.generators[0].loading.clear()
-    await world.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, ONE_BUCKET))
-    kept = world.pool.keep(1)
+    await world.pool.weights.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, ONE_BUCKET))
+    kept = world.pool.weights.keep(world.pool.up(), 1)
     assert kept is not None and kept.arriving is not None
     world.generators[0].loading.set()
     await kept.arriving

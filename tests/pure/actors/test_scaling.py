@@ -15,6 +15,7 @@ from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
 from actors.weights.source import PublishedWeights
 from actors.weights.weight_group import Meeting
+from service.backoff import Backoff
 from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
@@ -135,8 +136,8 @@ class World:
 
     async def running(self) -> asyncio.Task[None]:
         await self.pool.start()
-        await self.pool.publish(PolicyVersion(1, 1), PublishedWeights("weights", 1, ONE_BUCKET))
-        await self.pool.published()
+        await self.pool.weights.publish(PolicyVersion(1, 1), PublishedWeights("weights", 1, ONE_BUCKET))
+        await self.pool.weights.published()
         return asyncio.ensure_future(self.pool.run())
 
     async def settled(self, *names: str, draining: dict[str, int] | None = None) -> None:
@@ -200,8 +201,8 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     assert {"generator-1 None gone", "generator-1 left"} <= set(world.told.gone)
     assert (world.there[0].most, world.told.expected[-1]) == (GROUPS, 1)
     world.said.clear()
-    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
-    await world.pool.published()
+    await world.pool.weights.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
+    await world.pool.weights.published()
     assert [line.split()[0] for line in world.said] == ["generator-0"]
     world.there[0].ended.set()
     await running
@@ -221,12 +222,12 @@ async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.Monke
         raise died()
 
     leaving.update_weights = Method(update)
-    await world.pool.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
+    await world.pool.weights.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
     world.wanted = 1
     async with asyncio.timeout(30):
         await updating.wait()
         world.scaling.look({})
-        await world.pool.published()
+        await world.pool.weights.published()
         while "generator-1 has left" not in world.lines:
             await asyncio.sleep(0)
     assert [line for line in world.said if line.startswith("generator-0 takes 1:2")]
@@ -264,7 +265,7 @@ async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_anothe
         raise died()
 
     first.start, first.leave, first.failing["run"] = Method(starts), Method(lost), died()
-    monkeypatch.setattr(actors.generator.generator_pool, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(actors.generator.generator_pool, "RETRY", Backoff(0.0))
     first.ended.set()
     async with asyncio.timeout(30):
         while not any(line.endswith("it starts again") for line in world.lines):

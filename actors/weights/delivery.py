@@ -1,0 +1,190 @@
+"""The newest weights on their way to every engine that is up; one that was away gets them when it is back.
+
+memory   an image of each node, which its engines load      `chain.py`, `node_images.py`
+nccl     one broadcast to all engines                       `broadcasts.py`
+ipc      handles of what a rank has on the engine's GPU     `cuda_ipc.py`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from actors.calls import ACTOR_FAILED, call, may_be_dropped
+from actors.weights.broadcasts import Broadcasts
+from actors.weights.node_images import NodeImages
+from actors.weights.source import PublishedWeights, TrainerLost, WeightSource
+from service.config import WeightsConfig
+from service.errors import RunFailed, WeightsGone
+from service.types import PolicyVersion
+
+
+class Kept(NamedTuple):
+    """Engines that keep a version while others continue."""
+
+    version: PolicyVersion
+    generators: dict[str, Any]
+    """By name."""
+    arriving: asyncio.Task[float] | None
+    """Ends when these engines have the version; None: they have it."""
+
+
+class Delivery:
+    """Sends weights to the engines of some generators."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        generators: Mapping[str, Any],
+        source: WeightSource,
+        broadcasts: Broadcasts,
+        is_up: Callable[[str], bool],
+        not_taken: Callable[[str, PolicyVersion, BaseException], None],
+        sent: Callable[[int, float | None], None],
+    ) -> None:
+        """`not_taken` is told why an engine did not take a version; `sent`: see `NodeImages`."""
+        self._config, self._generators, self._source, self._is_up = config, generators, source, is_up
+        self._not_taken = not_taken
+        self._images = NodeImages(config, generators, source, sent)
+        self._broadcasts, self._broadcasting = broadcasts, asyncio.Lock()
+        self._locks: dict[str, asyncio.Lock] = {}
+        """Held while an engine is updated."""
+        self._latest: tuple[PolicyVersion, PublishedWeights] | None = None
+        """The newest weights that were sent to the engines."""
+        self._sync: asyncio.Task[float] | None = None
+        self._kept: dict[str, PolicyVersion] = {}
+        """The version that an engine keeps for an evaluation."""
+
+    def register(self, name: str, node: str) -> None:
+        """A generator has started on this node."""
+        self._locks.setdefault(name, asyncio.Lock())
+        self._images.register(name, node)
+
+    def node_of(self, name: str) -> str:
+        """The node of a generator that has started."""
+        return self._images.node_of(name)
+
+    def restarts(self, name: str) -> None:
+        """A generator's process is gone, and another one starts."""
+        self._broadcasts.forget(name)
+
+    async def forget(self, name: str) -> None:
+        """A generator's process is gone for good; returns when its update has ended too."""
+        self._broadcasts.forget(name)
+        async with self._broadcasting, self._locks.pop(name):
+            pass
+
+    def source_lost(self) -> None:
+        """Cut off a broadcast that is under way: the trainer's processes are gone."""
+        self._broadcasts.cut_off("the trainer restarts")
+
+    async def publish(self, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Wait until the previous weights have arrived, then send these to every engine in the background."""
+        await self.published()
+        self._latest = version, weights
+        self._sync = asyncio.ensure_future(self._update_all(version, weights))
+
+    async def published(self) -> float | None:
+        """Wait until every engine serves the newest weights; returns the seconds from sending to serving.
+
+        Raises:
+            RunFailed: it took longer than `weights.sync_deadline`.
+        """
+        if self._sync is None:
+            return None
+        deadline = self._config.sync_deadline
+        try:
+            async with asyncio.timeout(deadline):
+                seconds = await self._sync
+        except TimeoutError as error:
+            raise RunFailed(f"the engines did not take new weights within {deadline:.0f} s") from error
+        self._sync = None
+        return seconds
+
+    def give_up(self) -> None:
+        """Send no more of the weights that are on their way: the run ends."""
+        if self._sync is not None:
+            may_be_dropped(self._sync)
+            self._sync.cancel()
+
+    def keep(self, up: Mapping[str, Any], count: int) -> Kept | None:
+        """Let so many of these engines keep the newest weights until `release`; None where no other would continue."""
+        if self._latest is None or len(up) <= count:
+            return None
+        kept = Kept(self._latest[0], dict(islice(up.items(), count)), self._sync)
+        self._kept |= dict.fromkeys(kept.generators, kept.version)
+        return kept
+
+    async def release(self, kept: Kept) -> None:
+        """Give these engines the newest weights."""
+        for name in kept.generators:
+            del self._kept[name]
+        await asyncio.gather(*(self.update(name) for name in kept.generators))
+
+    async def update(self, name: str) -> None:
+        """Update one engine; an engine that is down, or fails during the update, is updated after its restart."""
+        if self._config.transport == "nccl":
+            return await self._broadcast([name])
+        if (lock := self._locks.get(name)) is None:
+            return  # it has left
+        async with lock:
+            if self._latest is None or not self._takes(name):
+                return
+            version, weights = self._latest
+            try:
+                if self._config.transport == "memory":
+                    await self._take_image(name, version, weights)
+                else:
+                    handles = await self._source.ipc_handles(list(self._generators).index(name), version)
+                    if handles is not None:  # else the rank has newer ones, which are about to be published
+                        await self._take(name, version, handles.data, handles.checksum)
+            except ACTOR_FAILED as error:
+                self._not_taken(name, version, error)
+
+    async def _update_all(self, version: PolicyVersion, weights: PublishedWeights) -> float:
+        start = time.monotonic()
+        if self._config.transport == "nccl":
+            await self._broadcast(list(self._generators))
+        else:
+            up = [name for name in self._generators if self._takes(name)]
+            async with self._images.spread(up, version, weights):
+                await asyncio.gather(*(self.update(name) for name in up))
+        return time.monotonic() - start
+
+    async def _broadcast(self, names: list[str]) -> None:
+        """Update those of these engines that are up by one broadcast."""
+        async with self._broadcasting:
+            up = [name for name in names if self._takes(name)]
+            if self._latest is None or not up:
+                return
+            version, weights = self._latest
+            try:
+                lost = await self._broadcasts.send(up, version, weights)
+            except TrainerLost as trainer_lost:  # it restarts and publishes newer ones
+                lost = dict.fromkeys(up, trainer_lost)
+            for name, error in lost.items():
+                self._not_taken(name, version, error)
+
+    def _takes(self, name: str) -> bool:
+        """Whether an engine is up, and keeps no older weights than the newest."""
+        return self._is_up(name) and (self._latest is None or self._kept.get(name, self._latest[0]) == self._latest[0])
+
+    async def _take_image(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Let an engine load the image of its node; if the image is gone with its holder, try a new one."""
+        for tries_left in reversed(range(len(self._generators))):
+            async with self._images.path_for(name, version, weights) as path:
+                if path is None:  # newer weights are about to be published
+                    return
+                try:
+                    return await self._take(name, version, path, weights.checksum)
+                except WeightsGone:
+                    self._images.forget(name)
+                    if not tries_left:
+                        raise
+
+    async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int) -> None:
+        update, within = self._generators[name].update_weights, self._config.sync_deadline
+        await call(update, version.pack(), data, checksum, who=name, within=within)
