@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
+from baton.examples.lookup import RELATION, Lookup, demonstrations, puzzle, vocabulary
+from baton.examples.lookup import rows as lookup_rows
 from benchmarks.in_process import rounds, warm_started
-from examples.lookup import RELATION, Lookup, demonstrations, puzzle, vocabulary
-from examples.lookup import rows as lookup_rows
 from service.config import Config, load
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import end_objects

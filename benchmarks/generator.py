@@ -28,8 +28,8 @@ from actors.engine.engine import VllmEngine, engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
 from actors.weights.part import PartCopy
+from baton.examples import lookup
 from benchmarks.own_ray import own_ray
-from examples import lookup
 from service.config import (
     AlgorithmConfig,
     BufferConfig,

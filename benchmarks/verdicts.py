@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from baton.examples.solver_verifier import RIGHT, WRONG
 from benchmarks.in_process import rounds, warm_started
-from examples.solver_verifier import RIGHT, WRONG
 from service.config import Config, load
 from service.handoff import CompleteGroup
 from service.handoff.steps.tables import step_objects

@@ -7,9 +7,9 @@ import math
 import random
 from typing import Any
 
-from examples import lookup
-from examples.lookup import demonstrations as demonstrations
-from examples.lookup import vocabulary as vocabulary
+from baton.examples import lookup
+from baton.examples.lookup import demonstrations as demonstrations
+from baton.examples.lookup import vocabulary as vocabulary
 from service.rollout.environment import StepResult
 
 MEDIAN_SECONDS = 0.15

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from examples import lookup
-from examples.lookup import Lookup, demonstrations, vocabulary
+from baton.examples import lookup
+from baton.examples.lookup import Lookup, demonstrations, vocabulary
 from service.rollout.environment import StepResult
 
 __all__ = ["SlowLookup", "demonstrations", "rows", "vocabulary"]

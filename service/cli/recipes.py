@@ -16,7 +16,7 @@ def recipes() -> Path:
 
 def new_task() -> Path:
     """The folder that a new task is copied from."""
-    return Path(str(resources.files("examples") / "new_task"))
+    return Path(str(resources.files("baton.examples") / "new_task"))
 
 
 def config_file(word: str) -> Path:

@@ -102,7 +102,7 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
     assert missing == []
 
 
-FOLDERS = "service|actors|examples|configs|scripts|docs|deploy|requirements|benchmarks|tests"
+FOLDERS = "service|actors|baton|configs|scripts|docs|deploy|requirements|benchmarks|tests"
 
 
 OWN_PAGES = [page for page in [*PAGES, ROOT / "SECURITY.md"] if page.name != "comparison.md"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.lookup import Lookup
+from baton.examples.lookup import Lookup
 from service.rollout.environment import Message, Task
 
 WORDS = 150

@@ -9,8 +9,8 @@ import zlib
 from contextvars import ContextVar
 from typing import Any
 
-from examples import lookup
-from examples.lookup import Lookup, demonstrations, vocabulary
+from baton.examples import lookup
+from baton.examples.lookup import Lookup, demonstrations, vocabulary
 
 __all__ = ["Lookup", "demonstrations", "rows", "vocabulary"]
 

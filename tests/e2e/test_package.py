@@ -67,10 +67,14 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_code_recipes_and_data_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = {f"service/recipes/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
-    data = {f"examples/new_task/{path.name}" for path in (ROOT / "examples" / "new_task").iterdir() if path.is_file()}
-    assert recipes | data | {"service/observe/status_page.html", "examples/data/corpus.jsonl"} <= names
+    data = {
+        f"baton/examples/new_task/{path.name}"
+        for path in (ROOT / "baton" / "examples" / "new_task").iterdir()
+        if path.is_file()
+    }
+    assert recipes | data | {"service/observe/status_page.html", "baton/examples/data/corpus.jsonl"} <= names
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"service", "actors", "examples"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"service", "actors", "baton"}
 
 
 def test_a_task_of_ones_own_trains_where_only_the_wheel_is_installed(programs: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from actors.engine.arguments import engine_env
 from actors.scorers.actor import RayWorker, place_scorers
 from actors.scorers.engine import FrozenEngine
-from examples import solver_verifier
+from baton.examples import solver_verifier
 from service.config import AlgorithmConfig, Config
 from service.config.rollout import ScorerConfig
 from service.handoff.steps.wire import encode as encode_group

@@ -28,13 +28,13 @@ Options = Mapping[str, str | int | float | bool]
 GROUP = "baton.environments"
 
 ENVIRONMENTS = {
-    "gsm8k": "examples.gsm8k:Gsm8k",
-    "lookup": "examples.lookup:Lookup",
-    "lookup_agent": "examples.lookup_agent:LookupAgent",
-    "reading": "examples.reading:Reading",
-    "search_r1": "examples.search_r1:SearchR1",
-    "solver_verifier": "examples.solver_verifier:SolverVerifier",
-    "text_to_sql": "examples.text_to_sql:TextToSql",
+    "gsm8k": "baton.examples.gsm8k:Gsm8k",
+    "lookup": "baton.examples.lookup:Lookup",
+    "lookup_agent": "baton.examples.lookup_agent:LookupAgent",
+    "reading": "baton.examples.reading:Reading",
+    "search_r1": "baton.examples.search_r1:SearchR1",
+    "solver_verifier": "baton.examples.solver_verifier:SolverVerifier",
+    "text_to_sql": "baton.examples.text_to_sql:TextToSql",
 }
 ADAPTERS = {
     "reasoning_gym": "service.rollout.environments.reasoning_gym:ReasoningGym",

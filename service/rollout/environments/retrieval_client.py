@@ -1,4 +1,4 @@
-"""The client of a retrieval server, as Search-R1's and SkyRL's servers and `examples.search_server` answer.
+"""The client of a retrieval server, as Search-R1's and SkyRL's servers and `baton.examples.search_server` answer.
 
 POST /retrieve {"queries": ["marn"], "topk": 3, "return_scores": true}
 {"result": [[{"document": {"id": "7", "contents": "marn is a town ..."}, "score": 0.9}]]}

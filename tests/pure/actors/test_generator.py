@@ -22,7 +22,7 @@ from actors.generator.claims import Claimer
 from actors.generator.outbox import Outbox
 from actors.weights.delta import bucket_of
 from actors.weights.part import Part
-from examples import lookup
+from baton.examples import lookup
 from service.agents.session_keys import Keys
 from service.config import Config, load_config
 from service.config.core_settings import message_limits

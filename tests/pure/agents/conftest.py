@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import lookup
+from baton.examples import lookup
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from tests.pure.rollout.test_special_tokens import THINKING_AND_JSON, tokenizer_of

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from examples import lookup
+from baton.examples import lookup
 from service.agents.claims import Offers
 from service.agents.runner.runner import AgentRunner
 from service.agents.session_keys import SECRET_FILE, Keys, run_keys

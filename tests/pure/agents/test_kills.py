@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from examples import lookup
+from baton.examples import lookup
 from service.clock import SystemClock
 from service.config import Config
 from service.config.core_settings import message_limits

@@ -36,7 +36,7 @@ OPENENV, VERIFIERS = "openenv==0.10.0", "verifiers==0.4.0"
 MINI = "mini-swe-agent==2.4.6", "mcp"
 """Brings litellm, which needs mcp."""
 ROOT = Path(__file__).parents[3]
-PROGRAM, SUMS = ROOT / "examples" / "verifiers_agent.py", "verifiers_sums"
+PROGRAM, SUMS = ROOT / "baton" / "examples" / "verifiers_agent.py", "verifiers_sums"
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.asyncio, IN_TIME]
 

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from examples import lookup
+from baton.examples import lookup
 from service.config import AgentsConfig, Config
 from service.config.checks import problems
 from service.config.command import AGENT

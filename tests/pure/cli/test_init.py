@@ -137,4 +137,4 @@ def test_a_recipe_is_found_wherever_the_command_is_typed_and_a_file_goes_before_
 
 
 def test_what_is_copied_lies_beside_the_other_examples() -> None:
-    assert new_task() == ROOT / "examples" / "new_task"
+    assert new_task() == ROOT / "baton" / "examples" / "new_task"

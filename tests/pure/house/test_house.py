@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PRODUCT = [path for folder in ("service", "actors", "examples", "baton") for path in (ROOT / folder).rglob("*.py")]
+PRODUCT = [path for folder in ("service", "actors", "baton") for path in (ROOT / folder).rglob("*.py")]
 TRUE_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
 MACHINE_PATHS = re.compile(r"(?<![\w.-])/(root|work|opt|home/\w+|tmp/scratch)/")
 HOSTS = re.compile(r"//[\w.-]*(pypi|pythonhosted|npmjs)")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from examples import lookup
+from baton.examples import lookup
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
 from service.rollout.agent import Played, run_trajectory

@@ -11,9 +11,9 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-
 from examples import data
-from examples.search_server import Corpus, application
+
+from baton.examples.search_server import Corpus, application
 from service.config.rollout import DataConfig, EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Task

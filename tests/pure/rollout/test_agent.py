@@ -8,8 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
-from examples import lookup
-from examples.lookup import Lookup
+from baton.examples import lookup
+from baton.examples.lookup import Lookup
 from service.columns import digest
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config

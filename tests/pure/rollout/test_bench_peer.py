@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.examples import lookup
 from benchmarks import own_environment
 from benchmarks.peer import slow_lookup
 from benchmarks.peer.__main__ import MAX_DIFFERENCE, trl
 from benchmarks.peer.trl_side import Look, Rollouts
-from examples import lookup
 from service.config import Config
 from service.handoff.steps.builder import StepColumns
 from service.rollout.chat.chat import Chat, load_chat

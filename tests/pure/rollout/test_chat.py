@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from examples import lookup
+from baton.examples import lookup
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.special_tokens import MessagesRefused

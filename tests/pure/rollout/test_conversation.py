@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import lookup
+from baton.examples import lookup
 from service.config.rollout import GeneratorConfig
 from service.rollout.agent import Played
 from service.rollout.chat.chat import Chat, load_chat

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from examples import lookup
+from baton.examples import lookup
 from service.errors import UserError
 from service.rollout.prompts.dataset import COLUMN_CHARACTERS, load_tasks, rows_digest, write_rows
 

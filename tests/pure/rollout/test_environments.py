@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from examples import data, text_to_sql
-from examples.lookup import Lookup
+from baton.examples import data, text_to_sql
+from baton.examples.lookup import Lookup
 from service.config import load_config
 from service.config.rollout import EnvConfig
 from service.environment_variables import USER_FOLDER

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from examples import gsm8k
-from examples.gsm8k import Gsm8k
+from baton.examples import gsm8k
+from baton.examples.gsm8k import Gsm8k
 from service.rollout.environment import Task
 
 

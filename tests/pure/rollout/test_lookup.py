@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from examples import lookup
-from examples.lookup import Lookup
+from baton.examples import lookup
+from baton.examples.lookup import Lookup
 from service.config.command import AGENT
 from service.errors import UserError
 from service.rollout.chat.chat import Chat

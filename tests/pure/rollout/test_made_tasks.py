@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from examples import lookup, reading, solver_verifier
-from examples.reading import Reading
-from examples.solver_verifier import RIGHT, VERIFIER, WRONG, SolverVerifier
+from baton.examples import lookup, reading, solver_verifier
+from baton.examples.reading import Reading
+from baton.examples.solver_verifier import RIGHT, VERIFIER, WRONG, SolverVerifier
 from service.handoff.steps.roles import roles_from
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from examples import lookup
+from baton.examples import lookup
 from service.config import Config
 from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
 from service.config.tree import RunConfig

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from examples import data, search_r1
-from examples.search_r1 import SearchR1, normal
-from examples.search_server import Corpus, application, main
+from baton.examples import data, search_r1
+from baton.examples.search_r1 import SearchR1, normal
+from baton.examples.search_server import Corpus, application, main
 from service.errors import UserError
 from service.rollout.environment import Task
 from service.rollout.environments import retrieval_client

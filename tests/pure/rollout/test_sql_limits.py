@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.sqlite_query import MEMORY, PROCESSES, QueryFailed, QueryProcesses
+from baton.examples.sqlite_query import MEMORY, PROCESSES, QueryFailed, QueryProcesses
 from tests.waiting import until
 
 SLACK = 20.0
@@ -140,7 +140,7 @@ def query_processes(recursive: bool = True) -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive):
         with suppress(psutil.Error):  # it has just ended
-            if "examples.sqlite_query" in child.cmdline():
+            if "baton.examples.sqlite_query" in child.cmdline():
                 found.append(child)
     return found
 
@@ -222,7 +222,7 @@ async def test_a_query_ends_in_time_also_where_its_parent_blocks_and_ignores_the
 ASKER = """
 import asyncio, sys
 from pathlib import Path
-from examples.sqlite_query import QueryProcesses
+from baton.examples.sqlite_query import QueryProcesses
 
 async def ask():
     queries = QueryProcesses.join()

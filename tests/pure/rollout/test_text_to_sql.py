@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import data, text_to_sql
-from examples.sqlite_query import QueryFailed, QueryProcesses, read
-from examples.text_to_sql import TextToSql, database_file
+from baton.examples import data, text_to_sql
+from baton.examples.sqlite_query import QueryFailed, QueryProcesses, read
+from baton.examples.text_to_sql import TextToSql, database_file
 from service.rollout.environment import StepResult, Task
 
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from examples import data
-from examples.search_r1 import SearchR1
+from baton.examples import data
+from baton.examples.search_r1 import SearchR1
 from service.rollout.chat.tools import BadCall, ToolCall, answer, tool_calls
 from service.rollout.environment import Task, tagged
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import lookup
+from baton.examples import lookup
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer

@@ -1,6 +1,6 @@
 """A retrieval server on BM25 (the extra `search`), for environments such as `search_r1` and `skyrl_gym/search`.
 
-    python -m examples.search_server --corpus corpus.jsonl --port 8000
+    python -m baton.examples.search_server --corpus corpus.jsonl --port 8000
     curl http://127.0.0.1:8000/retrieve -d '{"query": "river", "topk": 2}'
 
 It answers as Search-R1's and SkyRL's servers do: a passage as `{"id": ..., "contents": ...}`, or with `return_scores`
@@ -20,8 +20,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from aiohttp import web
 
-from examples import data
-from service.errors import UserError
+from baton import UserError
+from baton.examples import data
 
 
 class Passage(msgspec.Struct, frozen=True):
@@ -127,7 +127,9 @@ def _document(hit: Hit, scored: bool) -> dict[str, object]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m examples.search_server", description="a retrieval server on BM25")
+    parser = argparse.ArgumentParser(
+        prog="python -m baton.examples.search_server", description="a retrieval server on BM25"
+    )
     parser.add_argument("--corpus", type=Path, default=data.CORPUS, help="JSONL; default: the demonstration's corpus")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from environment import GuessNumber
 
-from service.rollout.environment import Message, Task
-from service.rollout.prompts.dataset import load_tasks
+from baton import Message, Task, load_tasks
 
 PROMPT: Message = {"role": "user", "content": "guess my number"}
 TASK = Task("one", (PROMPT,), "environment:GuessNumber", {"ground_truth": 10})

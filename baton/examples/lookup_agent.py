@@ -11,10 +11,10 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from examples import lookup
-from examples.lookup import demonstrations as demonstrations
-from examples.lookup import vocabulary as vocabulary
-from service.rollout.environment import AgentSession, Task
+from baton import AgentSession, Task
+from baton.examples import lookup
+from baton.examples.lookup import demonstrations as demonstrations
+from baton.examples.lookup import vocabulary as vocabulary
 
 
 class LookupAgent:

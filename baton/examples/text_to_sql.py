@@ -7,7 +7,7 @@
 
 The reward is 1 where the solution returns the same rows as the query in `reward_spec.ground_truth`; their order counts
 only if that query has an ORDER BY. `extra_info.db_id` names the database under `databases`. The synthetic rows ask
-about the database in `examples.data`, in words of a small vocabulary.
+about the database in `baton.examples.data`, in words of a small vocabulary.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples import data
-from examples.sqlite_query import QueryFailed, QueryProcesses, read, shown
-from service.rollout.environment import Message, StepResult, Task, is_text, tagged
+from baton import Message, StepResult, Task, is_text, tagged
+from baton.examples import data
+from baton.examples.sqlite_query import QueryFailed, QueryProcesses, read, shown
 
 DATABASES = Path(__file__).parent / "data" / "databases"
 """The folder of the demonstration's database."""

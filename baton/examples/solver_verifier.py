@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from examples import lookup
-from service.rollout.environment import Message, StepResult, Task
+from baton import Message, StepResult, Task
+from baton.examples import lookup
 
 VERIFIER = "verifier"
 RIGHT, WRONG = "right", "wrong"

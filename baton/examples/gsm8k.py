@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from service.rollout.environment import Message, StepResult, Task
+from baton import Message, StepResult, Task
 
 NUMBER = r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?"
 MARKED = re.compile(rf"####\s*({NUMBER})")

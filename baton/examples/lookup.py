@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.rollout.environment import Message, StepResult, Task
+from baton import Message, StepResult, Task
 
 ENTITIES = (
     *("ant", "bat", "bear", "bee", "boar", "cat", "cow", "crab", "crow", "deer", "dog", "dove"),

@@ -1,6 +1,6 @@
 """Write the files of this folder anew."""
 
-from examples.data import CORPUS, DATABASE, write_corpus, write_database
+from baton.examples.data import CORPUS, DATABASE, write_corpus, write_database
 
 write_corpus(CORPUS)
 write_database(DATABASE)

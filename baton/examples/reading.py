@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.lookup import ATTRIBUTES, ENTITIES, VALUES
-from service.rollout.environment import Message, StepResult, Task
+from baton import Message, StepResult, Task
+from baton.examples.lookup import ATTRIBUTES, ENTITIES, VALUES
 
 NOTE, ANSWER, NONE = "note", "answer", "none"
 WORDS = ("what", "is", "the", "of", "?", "page", "end", NOTE, ANSWER, NONE)

@@ -12,7 +12,7 @@ The reward is 1 where the answer, without case, articles and punctuation, is one
 With `calls: tools` the policy searches by tool calls instead (`{"name": "search", "arguments": {"query": ...}}`), and a
 response without a call ends the episode; the row's `tools` column describes the tool to the chat template.
 
-The synthetic rows are questions over the corpus in `examples.data`, in words of a small vocabulary.
+The synthetic rows are questions over the corpus in `baton.examples.data`, in words of a small vocabulary.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from examples import data
-from examples.search_server import Corpus
-from service.rollout.chat.tools import answer, tool_calls
-from service.rollout.environment import Message, StepResult, Task, tagged
-from service.rollout.environments.retrieval_client import RetrievalClient
+from baton import Message, RetrievalClient, StepResult, Task, tagged, tool_answer, tool_calls
+from baton.examples import data
+from baton.examples.search_server import Corpus
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 TOPK = 3
@@ -77,7 +75,7 @@ class SearchR1:
         """Search, or score an answer."""
         called = tool_calls(text) if self.calls == "tools" else []
         if called:
-            return await answer(called, {"search": self._search})
+            return await tool_answer(called, {"search": self._search})
         answers = tagged(text, "answer")
         if answers:
             right = float(normal(answers[-1][1]) in self._truths)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.rollout.environment import Message, StepResult, Task
+from baton import Message, StepResult, Task
 
 LARGEST = 15
 GUESSES = 4

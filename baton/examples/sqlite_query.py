@@ -2,7 +2,7 @@
 
 Statements run in a few child processes, one at a time in each. The kernel ends a process whose statement takes too
 long, and refuses it memory beyond its limit; the next statement gets a new process.
-`python -m service.rollout.child_main examples.sqlite_query` is the inside of such a process.
+`python -m service.rollout.child_main baton.examples.sqlite_query` is the inside of such a process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from service.rollout.child_main import serve
-from service.rollout.child_process import ChildDied, ChildProcesses
+from baton import ChildDied, ChildProcesses, serve_child
 
 PROCESSES = min(max(2, os.cpu_count() or 1), 16)
 """Most processes that run statements at once; further statements wait for their turn."""
@@ -65,7 +64,7 @@ class QueryProcesses:
     _of_loop: ClassVar[WeakKeyDictionary[AbstractEventLoop, QueryProcesses]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._children = ChildProcesses("examples.sqlite_query", ANSWER)
+        self._children = ChildProcesses("baton.examples.sqlite_query", ANSWER)
         self._room = asyncio.Semaphore(PROCESSES)
         self._episodes = 0
 
@@ -198,4 +197,4 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore it
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (TEMPORARY_FILE, TEMPORARY_FILE))
-    serve(_answer)
+    serve_child(_answer)

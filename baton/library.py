@@ -1,0 +1,105 @@
+"""From steps to an optimizer step as plain Python, without a run: no Ray, no vLLM (docs/library.md).
+
+Step, TrajectoryId, PolicyVersion             what a generator hands over
+merge_steps                                   rows of steps
+advantages, turn_advantages                   advantages of trajectories and of turns
+complete_groups, batch_settings               groups of steps; how a configuration wants mini-batches
+VersionHistory, form_mini_batch               the versions that were published; a mini-batch
+mini_batch_boundaries, batch_of_rank          where mini-batches end, and a rank's part of one
+MakeModelConfig, make_model                   a small random model
+Learner, StepReport                           the steps that train a model
+row_of_token, expand_to_tokens                from a value of a row to one of each token
+ConversationTree, JsonCalls, Chat             conversations that come as messages
+Generation, load_tokenizer, make_tokenizer    what an engine sampled; tokenizers
+
+Each name is imported when it is first asked for, because torch takes seconds to load.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.agents.conversation_tree import ConversationTree
+    from service.agents.parser import JsonCalls
+    from service.config.core_settings import batch_settings
+    from service.config.tree import MakeModelConfig
+    from service.handoff import (
+        VersionHistory,
+        advantages,
+        batch_of_rank,
+        complete_groups,
+        form_mini_batch,
+        merge_steps,
+        mini_batch_boundaries,
+        turn_advantages,
+    )
+    from service.learn.expand_to_tokens import expand_to_tokens, row_of_token
+    from service.learn.learner import Learner, StepReport
+    from service.learn.model.tiny_model import make_model
+    from service.rollout.chat.chat import Chat
+    from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
+    from service.rollout.engine import Generation
+    from service.types import PolicyVersion, Step, TrajectoryId
+
+__all__ = [
+    "Chat",
+    "ConversationTree",
+    "Generation",
+    "JsonCalls",
+    "Learner",
+    "MakeModelConfig",
+    "PolicyVersion",
+    "Step",
+    "StepReport",
+    "TrajectoryId",
+    "VersionHistory",
+    "advantages",
+    "batch_of_rank",
+    "batch_settings",
+    "complete_groups",
+    "expand_to_tokens",
+    "form_mini_batch",
+    "load_tokenizer",
+    "make_model",
+    "make_tokenizer",
+    "merge_steps",
+    "mini_batch_boundaries",
+    "row_of_token",
+    "turn_advantages",
+]
+
+_HOMES = {
+    "service.agents.conversation_tree": ("ConversationTree",),
+    "service.agents.parser": ("JsonCalls",),
+    "service.config.core_settings": ("batch_settings",),
+    "service.config.tree": ("MakeModelConfig",),
+    "service.handoff": (
+        "VersionHistory",
+        "advantages",
+        "batch_of_rank",
+        "complete_groups",
+        "form_mini_batch",
+        "merge_steps",
+        "mini_batch_boundaries",
+        "turn_advantages",
+    ),
+    "service.learn.learner": ("Learner", "StepReport"),
+    "service.learn.expand_to_tokens": ("expand_to_tokens", "row_of_token"),
+    "service.learn.model.tiny_model": ("make_model",),
+    "service.rollout.chat.chat": ("Chat",),
+    "service.rollout.chat.tokenizer": ("load_tokenizer", "make_tokenizer"),
+    "service.rollout.engine": ("Generation",),
+    "service.types": ("PolicyVersion", "Step", "TrajectoryId"),
+}
+"""Module -> the names that it gives."""
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        for given in names:
+            there, _, here = given.partition(" as ")
+            if name == (here or there):
+                return getattr(import_module(home), there)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,22 @@
+"""A training, started from Python."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def run(*files: str | Path, overrides: Sequence[str] = (), resume: str | None = None) -> int:
+    """Train as `baton run --config FILE ... section.key=value ...` does; returns the exit code.
+
+    `resume`: a run's folder, name or store address, which is continued from its newest checkpoint. The exit code is 0
+    after a run to its end, and 128 + n after signal n. Ray, vLLM and torch are imported only here.
+
+    Raises:
+        BatonError: the configuration is wrong, or the run failed; the message is what the command prints.
+    """
+    from actors.driver.commands import COMMANDS
+
+    arguments = Namespace(name="run", config=[Path(file) for file in files], overrides=[], resume=resume)
+    return COMMANDS["run"](arguments, list(overrides))
