@@ -5,7 +5,7 @@ from __future__ import annotations
 GONE = {
     "buffer.drift": "a prompt that differs from its row always begins a new row; leave it out",
     "buffer.max_drift_tokens": "a prompt that differs from its row always begins a new row; leave it out",
-    "env.retrieval": "start a server beside the run (`python -m baton.examples.search_server --corpus FILE`) and give its "
-    "address as env.options.url; without one search_r1 searches env.options.corpus in its own process",
+    "env.retrieval": "start a server beside the run (`python -m baton.examples.search_server --corpus FILE`) and give "
+    "its address as env.options.url; without one search_r1 searches env.options.corpus in its own process",
 }
 """Path of a setting that an earlier version had -> what to do, for the line that refuses it."""
