@@ -108,6 +108,10 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         assert main([*words[1:], *(["--steps", "2"] if simulates else [])]) == (0 if simulates else 2)
         said = capsys.readouterr().err
         assert simulates or re.search(r"hangman\.yaml|mine\.yaml|none/|quickstart|RUN|no run in runs", said), said
+    elif words[:2] == ["python", "-m"]:
+        assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
+    elif words[0] == "curl":
+        assert "/retrieve" in command
     elif words[:2] == ["pip", "install"]:
         assert command in (VLLM_ON_CPU, "pip install obstore") or "baton_rl-" in command
     elif words[:2] == ["hf", "download"]:

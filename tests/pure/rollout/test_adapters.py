@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from examples import data
 
+from baton.examples import data
 from baton.examples.search_server import Corpus, application
 from service.config.rollout import DataConfig, EnvConfig
 from service.errors import UserError
