@@ -30,9 +30,8 @@ from service.plan.machine.device import Device
 from service.plan.machine.measure import measured, pace
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines
-from service.trace.files import read_trace
+from service.run.timeline import Timeline, read_timeline
 from service.trace.lengths import lengths_of_run
-from service.trace.timeline import Timeline
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "gsm8k_tiny", "text_to_sql_tiny", "search_r1_tiny")
@@ -91,7 +90,7 @@ def seconds_and_waits(folder: Path) -> tuple[float, float, float]:
     lines = lines[len(lines) // 2 :]
     seconds = statistics.fmean(line["timing/step"] for line in lines)
     waited = statistics.fmean(line["timing/wait_for_generation_buffer"] for line in lines) / seconds
-    return seconds, waited, _engines_idle(Timeline(read_trace(folder)), sum(line["timing/step"] for line in lines))
+    return seconds, waited, _engines_idle(read_timeline(folder), sum(line["timing/step"] for line in lines))
 
 
 def _engines_idle(timeline: Timeline, last: float) -> float:

@@ -21,9 +21,9 @@ import numpy as np
 from service.observe.recorder import SPAN, TRAJECTORY, States, Trace
 from service.rollout.engine import Generation
 from service.rollout.timelines import Timelines
+from service.run.folder import TIMELINE
+from service.run.timeline import Timeline, read_timeline
 from service.trace.chrome import chrome_trace
-from service.trace.files import read_trace
-from service.trace.timeline import Timeline
 from service.types import TrajectoryId
 
 ROUNDS = 2000
@@ -141,14 +141,15 @@ def flows(trace: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 def main(folder: Path, picture: Path | None = None) -> None:
     """Print the cost of the timeline of a run that has ended."""
-    timeline = Timeline(read_trace(folder))
+    timeline = read_timeline(folder)
     if picture is not None:
         draw(timeline, picture)
-    events = Counter(line.kind for line in read_trace(folder))
-    played = sum(played for played, _, _ in timeline.totals.values())
-    tools = sum(row[2] for _, _, sums in timeline.totals.values() for row in sums if row[1].startswith("tool:"))
+    lines = [line for file in (folder / TIMELINE).iterdir() for line in file.read_text().splitlines()]
+    events = Counter(json.loads(line)[0] for line in lines if line[0] == "[")
+    played = timeline.played
+    tools = sum(row[2] for totals in timeline.totals.values() for row in totals.sums if row[1].startswith("tool:"))
     each = costs(max(1, round(tools / max(played, 1))))
-    cpu = sum(source["cpu"] for source in timeline.sources.values())
+    cpu = sum(source.cpu for source in timeline.sources.values())
     other = sum(events.values()) - events[TRAJECTORY]  # each as expensive as a state's change, and alone in its push
     seconds = other * each[SPAN] + played * each["played"] + events[TRAJECTORY] * each[TRAJECTORY]
     size = sum(file.stat().st_size for file in (folder / "timeline").iterdir())

@@ -30,8 +30,8 @@ from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.rollout.prompts.dataset import load_tasks, rows_digest
+from service.run.trajectories import LostTrajectories, RecordSettings, trajectory_records
 from service.scorers.asking import Asking, Worker
-from service.trace.trajectories.records import LostTrajectories, trajectory_records
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
 
 TICK_SECONDS = 0.5
@@ -107,7 +107,7 @@ class BufferActor:
             # Ray would restart an actor whose constructor raises again and again.
             self._failure = error
             return
-        self._lost = LostTrajectories(self._config)
+        self._lost = LostTrajectories(RecordSettings.of(self._config))
         self._buffer.watch_ends(self._lost.ended)
         self._telemetry = BufferTelemetry(self._config, resolve_actor(hub), self._buffer)
         self._telemetry.start()
@@ -197,7 +197,7 @@ class BufferActor:
     def _encode(self, batch: MiniBatch, groups: Sequence[CompleteGroup], version: PolicyVersion) -> Leased:
         self._telemetry.batches.leased(batch)
         parts = tuple(encode_mini_batch(batch_of_rank(batch, rank)) for rank in range(len(batch.ranks)))
-        records = trajectory_records(batch, groups, version, self._config)
+        records = trajectory_records(batch, groups, version, RecordSettings.of(self._config))
         return Leased(batch.lease, batch.metrics, parts, records, self._lost.take())
 
     async def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:

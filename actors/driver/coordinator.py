@@ -36,9 +36,9 @@ from service.run.prepare import Prepared, demonstrations
 from service.run.progress import QUIET_SECONDS, Progress
 from service.run.repeated_failures import FailureWatch
 from service.run.scale import asked_for
+from service.run.trajectories import describe_ends, trained
 from service.run.writer import RunWriter
 from service.store.uploads import Uploads
-from service.trace.trajectories.records import describe_ends, trained
 from service.types import PolicyVersion
 
 POLL_SECONDS = 2.0

@@ -23,7 +23,7 @@ from service.observe.hub import Hub
 from service.plan.live_binding import Window
 from service.run.folder import TIMELINE
 from service.run.metrics_port import DEFAULT_PORT, bind_message
-from service.trace.files import TraceFiles
+from service.run.timeline import TimelineFiles
 
 RETRY_SECONDS = 0.5
 """Pause before the next call of a hub that is restarting."""
@@ -67,7 +67,7 @@ class MetricsHub:
         self._host = config.metrics.host
         self._port = DEFAULT_PORT if config.metrics.port is None else config.metrics.port
         self._hub = Hub(SystemClock(), Window())
-        self._timeline = None if run_folder is None else TraceFiles(Path(run_folder) / TIMELINE)
+        self._timeline = None if run_folder is None else TimelineFiles(Path(run_folder) / TIMELINE)
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._url = ""

@@ -200,8 +200,8 @@ def trajectories_list(arguments: argparse.Namespace, overrides: list[str]) -> in
     """Print a line for each kept trajectory."""
     from rich.console import Console
 
-    from service.trace.trajectories.records import find_recorded_run, load_records
-    from service.trace.trajectories.terminal import print_list
+    from service.run.trajectories import find_recorded_run, load_records
+    from service.trace.terminal import print_list
 
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     records = load_records(find_recorded_run(arguments.run))
@@ -213,8 +213,8 @@ def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> in
     """Print one trajectory."""
     from rich.console import Console
 
-    from service.trace.trajectories.records import find_record, find_recorded_run, load_records
-    from service.trace.trajectories.terminal import print_record
+    from service.run.trajectories import find_record, find_recorded_run, load_records
+    from service.trace.terminal import print_record
 
     folder = find_recorded_run(arguments.run)
     record = find_record(load_records(folder), arguments.id)
@@ -224,8 +224,8 @@ def trajectories_show(arguments: argparse.Namespace, overrides: list[str]) -> in
 
 def trajectories_export(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write trajectories as an HTML page."""
-    from service.trace.trajectories.page import html_page
-    from service.trace.trajectories.records import find_recorded_run, load_records
+    from service.run.trajectories import find_recorded_run, load_records
+    from service.trace.page import html_page
 
     folder = find_recorded_run(arguments.run)
     records = load_records(folder)
@@ -241,7 +241,7 @@ def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]
     from service.config import load
     from service.config.model_folder import TOKENIZER, read_tokenizer
     from service.run.folder import CONFIG, initial_model
-    from service.trace.trajectories.tokens import pieces
+    from service.trace.tokens import pieces
 
     config = load([folder / CONFIG], []).config
     file = initial_model(config, folder) / TOKENIZER

@@ -12,7 +12,7 @@ from service.errors import UserError
 from service.files import atomic_file
 
 if TYPE_CHECKING:
-    from service.trace.timeline import Timeline
+    from service.run.timeline import Timeline
 
 ABOUT = """\
 Write the timeline of a run that goes on, has ended or was killed: what every engine and every rank did when, and for
@@ -82,11 +82,7 @@ def recorded(run: str | None) -> tuple[Path, Timeline]:
         UserError: there is no such run, or it kept no timeline.
     """
     from service.run.folder import newest_run, run_folder
-    from service.trace.files import read_trace
-    from service.trace.timeline import Timeline
+    from service.run.timeline import read_timeline
 
     folder = newest_run() if run is None else run_folder(run)
-    try:
-        return folder, Timeline(read_trace(folder))
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{folder}: its timeline is not one of this version of Baton ({error!r:.200})") from None
+    return folder, read_timeline(folder)

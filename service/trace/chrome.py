@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from time import gmtime, strftime
 from typing import Any, NamedTuple
 
-from service.trace.timeline import Row, Span, Timeline
+from service.run.timeline import Row, Span, Timeline
 
 Event = dict[str, Any]
 ORDER = ("driver", "trainer", "generator", "buffer")
@@ -145,7 +145,7 @@ def _with_leases(timeline: Timeline, drawn: Iterable[Drawn]) -> dict[int, list[D
 def _names(timeline: Timeline, pids: dict[str, int], tids: dict[Row, int]) -> Iterator[Event]:
     for source, pid in pids.items():
         about = timeline.sources[source]
-        name = f"{source.partition('/')[2]} on {about['host']}, process {about['pid']}"
+        name = f"{source.partition('/')[2]} on {about.host}, process {about.pid}"
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     for (source, row), tid in tids.items():
@@ -161,14 +161,13 @@ def _place(source: str) -> int:
 
 def _about(timeline: Timeline, start: float) -> dict[str, Any]:
     """What a reader has to know of the sample and of the clocks."""
-    kept, played = len(timeline.trajectories), sum(played for played, _, _ in timeline.totals.values())
-    every = max((every for _, every, _ in timeline.totals.values()), default=1)
-    errors = [about["error"] for about in timeline.sources.values()]
+    every = max((totals.every for totals in timeline.totals.values()), default=1)
+    error = max((about.error for about in timeline.sources.values()), default=0.0)
     return {
         "begins": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(start)),
-        "trajectories": f"{kept} kept of {max(played, kept)}: at the end one in {every} of a generator, and the "
-        "slowest of each ten seconds",
+        "trajectories": f"{len(timeline.trajectories)} kept of {timeline.played}: at the end one in {every} of a "
+        "generator, and the slowest of each ten seconds",
         "clocks": "one clock a host; another host's is aligned to the metrics hub's by the round trip of its pushes, "
-        f"to within {max(errors, default=0.0) * 1e3:.1f} ms",
-        "dropped events": sum(about["dropped"] for about in timeline.sources.values()),
+        f"to within {error * 1e3:.1f} ms",
+        "dropped events": sum(about.dropped for about in timeline.sources.values()),
     }

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from service.errors import UserError
 from service.run.folder import METRICS, TIMELINE, read_lines, run_folder
-from service.trace.files import read_trace
-from service.trace.slow import SLOW
-from service.trace.timeline import Timeline
-from service.trace.trajectories.records import find_recorded_run, load_records
+from service.run.timeline import SLOW, read_timeline
+from service.run.trajectories import find_recorded_run, load_records
 
 OUTSIDE = ("environment", "other")
 """Parts of a trajectory's time in which no engine works for it."""
@@ -74,10 +72,7 @@ def _outside(folder: Path) -> tuple[float, int] | None:
     """
     if not any((folder / TIMELINE).glob("*.jsonl")):
         return None
-    try:
-        found = [one for one in Timeline(read_trace(folder)).trajectories if one.why != SLOW]
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"--lengths: {folder / TIMELINE} cannot be read: {error!r:.200}") from None
+    found = [one for one in read_timeline(folder).trajectories if one.why != SLOW]
     if not found:
         return None
     middle = (found[0].span.began + found[-1].span.began) / 2

@@ -11,11 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from service.errors import UserError, in_one_line
-from service.trace.timeline import Sampled, Timeline
+from service.run.timeline import SLOW, Sampled, Timeline
 
 TOOL = "tool:"
-SLOW = "slow"
-"""Why a trajectory was kept that is not of the sample, so that it would distort quantiles."""
 
 
 class Spent(NamedTuple):
@@ -36,8 +34,8 @@ class Spent(NamedTuple):
 def spent(timeline: Timeline) -> list[Spent]:
     """The sums of all processes, those with most seconds first."""
     sums: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
-    for _, _, rows in timeline.totals.values():
-        for env, name, number, seconds, longest in rows:
+    for totals in timeline.totals.values():
+        for env, name, number, seconds, longest in totals.sums:
             sums.setdefault((env, name), []).append((number, seconds, longest))
     found = [
         Spent(env, name, sum(n for n, _, _ in of), sum(s for _, s, _ in of), max(most for _, _, most in of))
@@ -48,7 +46,7 @@ def spent(timeline: Timeline) -> list[Spent]:
 
 def slowest(timeline: Timeline) -> list[Sampled]:
     """The kept trajectories, slowest first."""
-    return sorted(timeline.trajectories, key=lambda one: one.span.began - one.span.ended)
+    return sorted(timeline.trajectories, key=lambda one: -one.span.seconds)
 
 
 def print_slow(console: Console, timeline: Timeline, last: int) -> None:
@@ -67,10 +65,10 @@ def print_slow(console: Console, timeline: Timeline, last: int) -> None:
     tools = [one for one in found if _is_tool(one)]
     calls = ((one.env, one.name.removeprefix(TOOL), *_figures(one, whole), f"{one.number:,}") for one in tools)
     _print(console, ("environment", "tool", "share", "mean", "longest", "calls"), calls)
-    worst = ((str(one.of), f"{_seconds(one):.2f} s", one.env, *_most(one)) for one in slowest(timeline)[:last])
+    worst = ((str(one.of), f"{one.span.seconds:.2f} s", one.env, *_most(one)) for one in slowest(timeline)[:last])
     _print(console, ("slowest", "seconds", "environment", "most of it", "longest call"), worst)
-    kept, played = len(timeline.trajectories), sum(played for played, _, _ in timeline.totals.values())
-    note = f"shares, means and longest: of all {played:,}; quantiles and the slowest: of {kept:,} kept ones; "
+    kept = len(timeline.trajectories)
+    note = f"shares, means and longest: of all {timeline.played:,}; quantiles and the slowest: of {kept:,} kept ones; "
     console.print(Text(note + "`baton trajectories slow RUN ID` shows the calls of one", style="dim"))
 
 
@@ -86,11 +84,11 @@ def print_calls(console: Console, timeline: Timeline, wanted: str) -> None:
             break
     else:
         raise UserError(f"{wanted}: not among the {len(timeline.trajectories)} trajectories that the timeline keeps")
-    console.print(Text(f"{one.of}  {_seconds(one):.2f} s on {one.owner.partition('/')[2]}", style="bold"))
+    console.print(Text(f"{one.of}  {one.span.seconds:.2f} s on {one.owner.partition('/')[2]}", style="bold"))
     parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in one.parts.items())
     console.print(Text(in_one_line(f"{one.env}, ended by {one.span.detail['ended by']}: {parts}")))
     rows = (
-        (f"{call.began - one.span.began:.3f} s", call.name, f"{call.ended - call.began:.3f} s", _detail(call.detail))
+        (f"{call.began - one.span.began:.3f} s", call.name, f"{call.seconds:.3f} s", _detail(call.detail))
         for call in one.calls
     )
     _print(console, ("after", "call", "took", "of which"), rows)
@@ -127,16 +125,12 @@ def _quantiles(timeline: Timeline, one: Spent) -> tuple[str, str]:
     return f"{median:.3f} s", f"{tail:.2f} s"
 
 
-def _seconds(one: Sampled) -> float:
-    return one.span.ended - one.span.began
-
-
 def _most(one: Sampled) -> tuple[str, str]:
     """The part that took most of a trajectory's time, and its longest call."""
     part, seconds = max(one.parts.items(), key=lambda item: item[1], default=("-", 0.0))
-    longest = max(one.calls, key=lambda call: call.ended - call.began, default=None)
-    call = "-" if longest is None else f"{longest.name}, {longest.ended - longest.began:.2f} s"
-    return f"{part} {seconds / max(_seconds(one), 1e-9):.0%}", call
+    longest = max(one.calls, key=lambda call: call.seconds, default=None)
+    call = "-" if longest is None else f"{longest.name}, {longest.seconds:.2f} s"
+    return f"{part} {seconds / max(one.span.seconds, 1e-9):.0%}", call
 
 
 def _detail(detail: dict[str, float]) -> str:

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from service.run.folder import LOGS
+from service.run.timeline import read_timeline
 from service.trace.chrome import chrome_trace
-from service.trace.files import read_trace
-from service.trace.timeline import Timeline
 from tests.pure.timeline.schema import check_trace, seconds_named
 from tests.step_keys import without_meaning
 from tests.waiting import until
@@ -76,7 +75,7 @@ def test_a_short_run_trains_and_leaves_its_folder(drive: Drive, left_over: LeftO
 
 
 def assert_the_timeline_agrees_with_the_metrics(folder: Path, waited: float) -> None:
-    trace = chrome_trace(Timeline(read_trace(folder)))
+    trace = chrome_trace(read_timeline(folder))
     check_trace(trace)
     assert seconds_named(trace, "trainer", "waiting") == pytest.approx(waited, rel=0.02, abs=0.05)
     rows = {event["cat"] for event in trace["traceEvents"] if event["ph"] == "X"}

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from service.trace.files import read_trace
-from service.trace.timeline import Timeline
+from service.run.timeline import read_timeline
 from tests.e2e.verdict import judged
 from tests.hosts.bed import Bed, Host
 from tests.hosts.conftest import EVERY, Run
@@ -86,7 +85,7 @@ def test_links_are_cut_and_the_hosts_of_the_buffer_and_the_ranks_are_lost_and_th
     assert any("the trainer restarts from step" in line for line in run.said)
     assert run.end() == 0, run.tail()
     judged(run.folder, steps)
-    timeline = Timeline(read_trace(run.folder))
+    timeline = read_timeline(run.folder)
     assert {part for part, _ in timeline.rows} >= {"buffer/buffer", "trainer/trainer-0", "generator/generator-0"}
     for row, spans in timeline.rows.items():
         assert began - 5 < spans[0].began and spans[-1].ended < time.time() + 5, f"{row}: clocks are days apart"

@@ -51,7 +51,6 @@ STILL_WHOLE: tuple[str, ...] = (
     "service/simulate/world.py",
     "service/store/claim.py",
     "service/store/fetch.py",
-    "service/trace/trajectories/records.py",
     "actors/engine/arguments.py",
     "actors/engine/vllm_parser.py",
     "actors/observe/logs.py",

@@ -19,7 +19,7 @@ from service.plan.machine.pace import message_seconds
 from service.plan.weights import update
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, TIMELINE
-from service.trace.files import TraceFiles
+from service.run.timeline import TimelineFiles
 from service.trace.lengths import lengths_of_run
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -73,7 +73,7 @@ def run_folder(folder: Path, timeline: str | None = None) -> Path:
     ):
         parts = {"decode": 5.0, "environment": environment, "other": 1.0}
         trace.add(TRAJECTORY, (0, int(began), 0), why, "search", "stop", began, environment + 6.0, parts, [])
-    writer = TraceFiles(folder / TIMELINE)
+    writer = TimelineFiles(folder / TIMELINE)
     writer.append(trace.take())
     writer.close()
     return folder

@@ -32,7 +32,7 @@ from service.learn.model.tiny_model import make_model
 from service.observe.hub import MAX_SNAPSHOT_BYTES, MAX_SOURCES, Hub
 from service.observe.metrics import MAX_SERIES, Metrics
 from service.observe.metrics_table import TABLE
-from service.trace.trajectories.tokens import tokens_of
+from service.trace.tokens import tokens_of
 
 ROOT = Path(__file__).parents[3]
 

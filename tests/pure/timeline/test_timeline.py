@@ -18,11 +18,10 @@ from service.observe.recorder import MAX_EVENTS, States, Trace
 from service.rollout import timelines as trajectories
 from service.rollout.engine import Generation, Sampling
 from service.rollout.timelines import TimedEngine, Timelines
+from service.run import timeline as files
 from service.run.folder import CONFIG, TIMELINE
-from service.trace import files
+from service.run.timeline import FILES, TimelineFiles, read_timeline
 from service.trace.chrome import chrome_trace, trace_lines
-from service.trace.files import FILES, TraceFiles, read_trace
-from service.trace.timeline import Timeline
 from service.types import Int32s, TrajectoryId
 from tests.pure.timeline.schema import check_trace
 
@@ -84,7 +83,7 @@ def a_run(folder: Path) -> Timelines:
         doing.enter("waiting")
     ranks.enter("checkpoint")
     timelines.record(generator)
-    writer = TraceFiles(folder / TIMELINE)
+    writer = TimelineFiles(folder / TIMELINE)
     for source in sources:
         writer.append(source.take())
     writer.close()
@@ -92,7 +91,7 @@ def a_run(folder: Path) -> Timelines:
 
 
 def events(folder: Path) -> dict[str, Any]:
-    trace: dict[str, Any] = json.loads("".join(trace_lines(chrome_trace(Timeline(read_trace(folder))))))
+    trace: dict[str, Any] = json.loads("".join(trace_lines(chrome_trace(read_timeline(folder)))))
     check_trace(trace)
     return trace
 
@@ -141,7 +140,7 @@ def test_waits_of_the_timeline_add_up_to_the_seconds_that_metrics_count(monkeypa
 
 def test_the_parts_of_a_trajectory_add_up_to_its_time(tmp_path: Path) -> None:
     a_run(tmp_path)
-    for one in Timeline(read_trace(tmp_path)).trajectories:
+    for one in read_timeline(tmp_path).trajectories:
         if one.of.group_id < 3:
             assert sum(one.parts.values()) == pytest.approx(one.span.ended - one.span.began, abs=1e-4)
             assert one.parts["environment"] >= 0.004 and one.parts["queue"] == pytest.approx(0.002)
@@ -161,7 +160,7 @@ def test_the_files_stay_bounded_and_a_restarted_hub_goes_on_in_a_new_one(
     monkeypatch.setattr(files, "FILE_BYTES", 2000)
     (tmp_path / CONFIG).touch()
     for _ in range(3):
-        writer, trace = TraceFiles(tmp_path / TIMELINE), Trace("generator/g")
+        writer, trace = TimelineFiles(tmp_path / TIMELINE), Trace("generator/g")
         for number in range(200):
             trace.span("engine", "generating", number, number + 0.5)
             writer.append(trace.take())
@@ -169,7 +168,7 @@ def test_the_files_stay_bounded_and_a_restarted_hub_goes_on_in_a_new_one(
     kept = sorted((tmp_path / TIMELINE).iterdir())
     assert len(kept) == FILES and all(file.stat().st_size < 3000 for file in kept)
     assert [int(file.stem) for file in kept] == [*range(int(kept[0].stem), int(kept[0].stem) + FILES)]
-    assert Timeline(read_trace(tmp_path)).rows["generator/g", "engine"][-1].ended > 0
+    assert read_timeline(tmp_path).rows["generator/g", "engine"][-1].ended > 0
 
 
 def test_a_recorder_that_nobody_empties_keeps_a_bounded_number_and_counts_the_rest() -> None:
@@ -184,7 +183,7 @@ def test_clocks_of_other_hosts_are_aligned_by_the_shortest_round_trip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / CONFIG).touch()
-    writer = TraceFiles(tmp_path / TIMELINE)
+    writer = TimelineFiles(tmp_path / TIMELINE)
     monkeypatch.setattr(recorder, "boot", lambda: "another kernel")
     here, wall = time.monotonic(), time.time
     monkeypatch.setattr(time, "time", lambda: wall() - 420.0)  # nobody has set the clock of the other host
@@ -199,10 +198,10 @@ def test_clocks_of_other_hosts_are_aligned_by_the_shortest_round_trip(
     writer.append(before)  # of a time at which it had measured nothing
     writer.append(last)
     writer.close()
-    started, span = Timeline(read_trace(tmp_path)).rows["generator/far", "engine"]
+    started, span = read_timeline(tmp_path).rows["generator/far", "engine"]
     assert span.began == pytest.approx(time.time() + 20, abs=1.0)
     assert span.began - started.began == pytest.approx(1.0)
-    assert "10.0 ms" in chrome_trace(Timeline(read_trace(tmp_path)))["otherData"]["clocks"]
+    assert "10.0 ms" in chrome_trace(read_timeline(tmp_path))["otherData"]["clocks"]
 
 
 def test_of_many_trajectories_a_stated_sample_is_kept_and_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.tables import ends_table
-from service.trace.trajectories.page import html_page
-from service.trace.trajectories.records import load_records, trained, trajectory_records
-from service.trace.trajectories.terminal import print_record
-from service.trace.trajectories.tokens import ASIDE, LOSS, branches, tokens_of
+from service.run.trajectories import RecordSettings, load_records, trained, trajectory_records
+from service.trace.page import html_page
+from service.trace.terminal import print_record
+from service.trace.tokens import ASIDE, LOSS, branches, tokens_of
 from service.types import Extension, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.trajectories.test_trajectories import CONFIG
 
@@ -53,7 +53,8 @@ def agent_record(transcript: str = TRANSCRIPT) -> dict[str, Any]:
     history = VersionHistory()
     history.publish(PolicyVersion(1, 0))
     settings = batch_settings(CONFIG)
-    records = trajectory_records(form_mini_batch(1, groups, history, settings), groups, PolicyVersion(1, 0), CONFIG)
+    batch = form_mini_batch(1, groups, history, settings)
+    records = trajectory_records(batch, groups, PolicyVersion(1, 0), RecordSettings.of(CONFIG))
     (record,) = trained(records, PolicyVersion(1, 1))
     return dict(json.loads(json.dumps(record)))
 

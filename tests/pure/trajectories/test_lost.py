@@ -10,18 +10,18 @@ import pytest
 from rich.console import Console
 
 from service.config import Config
+from service.run.trajectories import LostTrajectories, RecordSettings
 from service.run.writer import RunWriter
-from service.trace.trajectories.page import html_page
-from service.trace.trajectories.records import LostTrajectories
-from service.trace.trajectories.terminal import print_list, print_record
-from service.trace.trajectories.tokens import UNUSED, tokens_of
+from service.trace.page import html_page
+from service.trace.terminal import print_list, print_record
+from service.trace.tokens import UNUSED, tokens_of
 from service.types import TrajectoryId
 from tests.pure.buffer.world import World, config, step
 
 
 def watched(folder: Path, settings: Config, kept: int = 8) -> tuple[World, LostTrajectories]:
     run = settings.run.model_copy(update={"trajectories_per_step": kept})
-    lost = LostTrajectories(settings.model_copy(update={"run": run}))
+    lost = LostTrajectories(RecordSettings.of(settings.model_copy(update={"run": run})))
     world = World(folder, settings)
     world.buffer.watch_ends(lost.ended)
     return world, lost

@@ -21,9 +21,8 @@ from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.rollout.chat.tokenizer import make_tokenizer
-from service.run.writer import RunWriter
-from service.trace.trajectories.page import html_page
-from service.trace.trajectories.records import (
+from service.run.trajectories import (
+    RecordSettings,
     describe_ends,
     find_record,
     find_recorded_run,
@@ -31,8 +30,10 @@ from service.trace.trajectories.records import (
     trained,
     trajectory_records,
 )
-from service.trace.trajectories.terminal import print_list, print_record
-from service.trace.trajectories.tokens import LOSS, MASKED, PROMPT, STALE, pieces, scored, step_line, tokens_of
+from service.run.writer import RunWriter
+from service.trace.page import html_page
+from service.trace.terminal import print_list, print_record
+from service.trace.tokens import LOSS, MASKED, PROMPT, STALE, pieces, scored, step_line, tokens_of
 from service.types import NO_VERSION, Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 
@@ -84,8 +85,12 @@ def formed(config: Config = CONFIG) -> tuple[MiniBatch, list[CompleteGroup]]:
 
 
 def records(config: Config = CONFIG) -> list[dict[str, object]]:
-    batch, groups = formed(config)
-    return trained(trajectory_records(batch, groups, PolicyVersion(1, 1), config), PolicyVersion(1, 2))
+    return recorded(*formed(config), config)
+
+
+def recorded(batch: MiniBatch, groups: list[CompleteGroup], config: Config) -> list[dict[str, object]]:
+    made = trajectory_records(batch, groups, PolicyVersion(1, 1), RecordSettings.of(config))
+    return trained(made, PolicyVersion(1, 2))
 
 
 def test_a_record_says_what_was_generated_and_what_became_of_it() -> None:
@@ -107,7 +112,7 @@ def test_turns_with_advantages_of_their_own_and_what_scorers_said_are_shown() ->
     batch, groups = formed(config)
     assert batch.turn_advantage_X is not None
     batch = replace(batch, turn_advantage_X=np.arange(8, dtype=np.float32))
-    made = trained(trajectory_records(batch, groups, PolicyVersion(1, 1), config), PolicyVersion(1, 2))
+    made = recorded(batch, groups, config)
     assert [[step["advantage"] for step in record["steps"]] for record in (made[0], made[-1])] == [[0, 1], [6, 7]]
     made[-1]["scores"] = {
         "judge": {"reward": 0.5, "info": "brief", "fallback": ""},
@@ -129,7 +134,7 @@ def test_a_prompt_that_begins_like_that_of_an_earlier_step_says_what_was_left_ou
     history = VersionHistory()
     history.publish(PolicyVersion(1, 0))
     batch = form_mini_batch(1, groups, history, batch_settings(CONFIG))
-    (record,) = trajectory_records(batch, groups, PolicyVersion(1, 0), CONFIG)
+    (record,) = trajectory_records(batch, groups, PolicyVersion(1, 0), RecordSettings.of(CONFIG))
     assert [made["begins_as"] for made in record["steps"]] == [None, (0, 2)]
     assert step_line(record["steps"][1]).endswith("stop, begins with the first 2 tokens of step 0")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from string import Template
 
 from service.errors import printable
-from service.trace.trajectories.records import Record
-from service.trace.trajectories.tokens import (
+from service.run.trajectories import Record
+from service.trace.tokens import (
     LEGEND,
     MASKED,
     Token,

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from service.errors import printable
-from service.trace.trajectories.records import Record
+from service.run.trajectories import Record
 
 Words = Callable[[Sequence[int]], list[str]]
 """From token ids to the text that each of them adds."""

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from service.errors import in_one_line, printable
-from service.trace.trajectories.records import Record
-from service.trace.trajectories.tokens import (
+from service.run.trajectories import Record
+from service.trace.tokens import (
     ASIDE,
     LEGEND,
     LOSS,

@@ -24,6 +24,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -38,6 +39,7 @@ from service.handoff.ledger.events import Ended
 from service.handoff.ledger.record import Held, Store
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import version_of
+from service.handoff.prefixes.branches import Drift, Mode
 from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import end_objects, step_objects
@@ -101,11 +103,29 @@ RecordShape = TypedDict(
 """What a record in a file must hold to be shown."""
 
 
+@dataclass(frozen=True)
+class RecordSettings:
+    """What of the configuration says which trajectories are kept, and how their steps share rows."""
+
+    per_step: int
+    """Trajectories that are kept of an optimizer step."""
+    roles: tuple[str, ...]
+    trained_roles: tuple[str, ...]
+    merge_mode: Mode
+    drift: Drift
+
+    @classmethod
+    def of(cls, config: Config) -> RecordSettings:
+        """The settings of a run."""
+        kept = config.run.trajectories_per_step
+        return cls(kept, tuple(config.roles), config.trained_roles, config.merge_mode, config.buffer.drift)
+
+
 def trajectory_records(
-    batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, config: Config
+    batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, settings: RecordSettings
 ) -> list[Record]:
-    """Evenly spread trajectories of a mini-batch that is trained at version `at`, as many as the configuration says."""
-    count = min(config.run.trajectories_per_step, len(batch.return_G))
+    """Evenly spread trajectories of a mini-batch that is trained at version `at`, as many as the settings say."""
+    count = min(settings.per_step, len(batch.return_G))
     chosen = sorted({round(g) for g in np.linspace(0, len(batch.return_G) - 1, count)}) if count else []
     first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
     first_turn_G = offsets_of(np.concatenate([_turns(group) for group in groups]))
@@ -116,7 +136,7 @@ def trajectory_records(
         (end,) = end_objects(select(ends, np.argsort(ends.sample_E)[place : place + 1]))
         own = np.flatnonzero(steps.sample_K == end.trajectory.sample)
         own_steps = step_objects(select(steps, own[np.argsort(steps.index_K[own])]))
-        record = _record(end.trajectory, end.prompt_uid, own_steps, end, at, config)
+        record = _record(end.trajectory, end.prompt_uid, own_steps, end, at, settings)
         if batch.turn_advantage_X is not None:
             of_turns = batch.turn_advantage_X[first_turn_G[g] : first_turn_G[g + 1]].tolist()
             for step, advantage in zip(record["steps"], of_turns, strict=True):
@@ -172,13 +192,13 @@ class LostTrajectories:
     The buffer reports every such group to `ended`.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, settings: RecordSettings) -> None:
+        self._settings = settings
         self._records: list[Record] = []
 
     def ended(self, end: Ended, uid: str, store: Store, at: PolicyVersion) -> None:
         """Keep the longest trajectory of a group that ends now, a complete one first; its steps are in the store."""
-        if len(self._records) >= self._config.run.trajectories_per_step:
+        if len(self._records) >= self._settings.per_step:
             return
         held = store.of(end.group_id)
         samples = [_stored(held, sample) for sample in held.samples()]
@@ -190,7 +210,7 @@ class LostTrajectories:
         reward = None if last is None else last.reward
         self._records.append(
             {
-                **_record(trajectory, uid, steps, last, at, self._config),
+                **_record(trajectory, uid, steps, last, at, self._settings),
                 "fate": str(end.state),
                 "reason": end.reason,
                 "optimizer_step": at.step,
@@ -221,14 +241,13 @@ def _record(
     steps: Sequence[Step],
     end: TrajectoryEnd | None,
     at: PolicyVersion,
-    config: Config,
+    settings: RecordSettings,
 ) -> Record:
     """What a record holds whatever the fate of its trajectory."""
-    train = config.trained_roles
-    roles = roles_from(end.roles if end is not None else b"", len(steps), tuple(config.roles))
+    roles = roles_from(end.roles if end is not None else b"", len(steps), settings.roles)
     given = end.rewards[: len(steps)] if end is not None and end.rewards else (0.0,) * len(steps)
     parents = _parents(steps)
-    rows = merge_steps(steps, config.merge_mode, config.buffer.drift)
+    rows = merge_steps(steps, settings.merge_mode, settings.drift)
     row_of_step = {index: r for r, row in enumerate(rows) for index in range(row.first_step, row.last_step + 1)}
     return {
         "id": str(trajectory),
@@ -239,7 +258,7 @@ def _record(
         "steps": [
             {**_step_record(step, row_of_step.get(step.index), later), "parent": parent}
             | {"begins_as": step.extends[:2] if step.extends is not None and parent is None else None}
-            | {"role": role, "trains": role in train}
+            | {"role": role, "trains": role in settings.trained_roles}
             for step, parent, role, later in zip(steps, parents, roles, given, strict=True)
         ],
         "transcript": (end.transcript if end is not None else b"").decode(errors="replace"),

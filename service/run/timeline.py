@@ -1,0 +1,348 @@
+"""A run's timeline: the files `timeline/000001.jsonl` and so on, each of bounded size, and what they say when read.
+
+    {"hub": ..}                                    first line of a file: the clock to which all are aligned
+    {"from": "generator/generator-0", "offset": ..} whose the next lines are, and how far that clock is from the hub's
+    ["span", "engine", "generating", 812.1, 812.5, {}]
+
+All processes of a host have one monotonic clock. A process on another host measures the distance of its clock to the
+hub's with the round trip of its pushes, and half of the shortest round trip bounds the error.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import defaultdict
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, NamedTuple, TypedDict
+
+import msgspec
+from msgspec import Struct
+
+from service.errors import UserError
+from service.observe.recorder import COUNTER, SPAN, TOTALS, TRAJECTORY, boot
+from service.run.folder import TIMELINE
+from service.types import TrajectoryId
+
+log = logging.getLogger(__name__)
+
+FILE_BYTES = 4 << 20
+FILES = 8
+"""Files that are kept; the oldest is deleted."""
+TOUCHING = 2e-6
+"""Seconds between two spans that are one; times are recorded to 1e-6."""
+SLOW = "slow"
+"""Why a trajectory was kept that is not of the sample, so that it would distort quantiles."""
+
+Number = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+"""Seconds."""
+Whole = Annotated[int, msgspec.Meta(ge=-(10**11), le=10**11)]
+Numbers = dict[str, Whole | Number]
+Row = tuple[str, str]
+"""(`role/ident` of the process, the row's name)."""
+
+
+class TimelineFiles:
+    """Writes what the processes push, in the hub."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+        self._numbers = count(1 + max((_number(file) for file in folder.glob("*.jsonl")), default=0))
+
+    def append(self, lines: bytes) -> None:
+        """Append whole lines; without room on the disk they are lost, and the log says so."""
+        try:
+            if self._file is None or self._file.tell() >= FILE_BYTES:
+                self._file = self._next()
+            self._file.write(lines)
+            self._file.flush()
+        except OSError as error:
+            log.warning("the timeline lacks %d bytes: %s", len(lines), error)
+
+    def close(self) -> None:
+        """Close the open file; what is appended later begins a new one."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _next(self) -> BinaryIO:
+        self.close()
+        self._folder.mkdir(exist_ok=True)
+        number = next(self._numbers)
+        for old in self._folder.glob("*.jsonl"):
+            if _number(old) <= number - FILES:
+                old.unlink()
+        clock = {"host": socket.gethostname(), "boot": boot(), "wall": time.time() - time.monotonic()}
+        file = (self._folder / f"{number:06}.jsonl").open("ab")
+        file.write(msgspec.json.encode({"hub": clock}) + b"\n")
+        return file
+
+
+def _number(file: Path) -> int:
+    return int(file.stem) if file.stem.isdecimal() else 0
+
+
+class _Clock(Struct):
+    host: str
+    boot: str
+    wall: Number
+
+
+class Source(Struct, rename={"owner": "from"}):
+    """The process whose lines follow, and its clock."""
+
+    owner: str
+    """`role/ident`."""
+    host: str
+    pid: int
+    boot: str
+    offset: Number | None
+    error: Number
+    dropped: int
+    cpu: Number = 0.0
+
+    @property
+    def process(self) -> tuple[str, str, int]:
+        """Names the process: ids begin anew at each boot, and in each pod."""
+        return self.owner, self.boot + self.host, self.pid
+
+
+class _Head(Struct):
+    """A line that is no event."""
+
+    hub: _Clock | None = None
+    offset: Number | None = None
+
+
+class _Span(Struct, array_like=True, tag=SPAN):
+    row: str
+    name: str
+    began: Number
+    ended: Number
+    detail: dict[str, str | Whole | Number | list[int] | None]
+
+    def __post_init__(self) -> None:
+        _refuse_backwards(self.began, self.ended)
+        if self.row in _DETAILS:
+            msgspec.convert(self.detail, _DETAILS[self.row])
+
+
+class _Counter(Struct, array_like=True, tag=COUNTER):
+    name: str
+    at: Number
+    values: Numbers
+
+
+class _Trajectory(Struct, array_like=True, tag=TRAJECTORY):
+    of: tuple[int, int, int]
+    why: str
+    env: str
+    reason: str
+    began: Number
+    seconds: Number
+    parts: Numbers
+    calls: list[tuple[str, Number, Number, Numbers]]
+
+    def __post_init__(self) -> None:
+        _refuse_backwards(0.0, self.seconds)
+        for _, began, ended, _ in self.calls:
+            _refuse_backwards(began, ended)
+
+
+class Totals(Struct, array_like=True, tag=TOTALS):
+    """Sums over the life of a process."""
+
+    played: int
+    """Its trajectories."""
+    every: int
+    """Every how many-th is kept."""
+    sums: list[tuple[str, str, int, Number, Number]]
+    """(environment, part or tool:NAME, number, seconds, longest)."""
+
+
+class _LEASE(TypedDict):
+    lease: int
+    groups: list[int]
+
+
+class _COMMIT(TypedDict):
+    lease: int
+
+
+_DETAILS: dict[str, Any] = {"leases": _LEASE, "commits": _COMMIT}
+"""Row of spans -> what their details have to hold."""
+
+
+def _refuse_backwards(began: float, ended: float) -> None:
+    if ended < began:
+        raise ValueError("it ends before it begins")
+
+
+class Span(NamedTuple):
+    """A stay in a state, or a call, in Unix seconds."""
+
+    began: float
+    ended: float
+    name: str
+    detail: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended - self.began
+
+
+class Counter(NamedTuple):
+    """Numbers that hold from a time on."""
+
+    owner: str
+    at: float
+    name: str
+    values: dict[str, float]
+
+
+class Sampled(NamedTuple):
+    """A trajectory whose calls were kept."""
+
+    of: TrajectoryId
+    owner: str
+    env: str
+    why: str
+    """`sampled` or `slow`."""
+    span: Span
+    parts: dict[str, float]
+    """Seconds by part."""
+    calls: list[Span]
+
+
+class Timeline:
+    """The events of a run with all times in Unix seconds, read file by file."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, Source] = {}
+        """`role/ident` -> its newest description."""
+        self.rows: dict[Row, list[Span]] = defaultdict(list)
+        self.counters: list[Counter] = []
+        self.trajectories: list[Sampled] = []
+        """In the order of their beginning."""
+        self.totals: dict[str, Totals] = {}
+        """By process."""
+
+    def read(self, file: Path) -> None:
+        """Add the lines of a file; one that was cut off by a kill is left out."""
+        lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        measured = _first_measured(lines)
+        hub: _Clock | None = None
+        source: Source | None = None
+        shift = 0.0
+        for line in lines:
+            if not line.startswith(b"{"):
+                if source is None:
+                    raise ValueError("an event of no process")
+                self._add(source, shift, _EVENTS.decode(line))
+            elif (clock := _HEADS.decode(line).hub) is not None:
+                hub = clock
+            elif hub is None:
+                raise ValueError("no clock of the hub")
+            else:
+                source, shift = _SOURCES.decode(line), hub.wall
+                if source.boot == hub.boot:
+                    source.error = 0.0
+                else:
+                    if source.offset is None and (later := measured.get(source.process)) is not None:
+                        source.offset, source.error = later.offset, later.error
+                    shift += source.offset or 0.0
+
+    def _add(self, source: Source, shift: float, event: _Span | _Counter | _Trajectory | Totals) -> None:
+        owner = source.owner
+        self.sources[owner] = source
+        if isinstance(event, _Span):
+            span = Span(event.began + shift, event.ended + shift, event.name, event.detail)
+            self.rows[owner, event.row].append(span)
+        elif isinstance(event, _Counter):
+            self.counters.append(Counter(owner, event.at + shift, event.name, event.values))
+        elif isinstance(event, _Trajectory):
+            self.trajectories.append(_sampled(owner, shift, event))
+        else:
+            self.totals[f"{owner}/{source.host}/{source.pid}"] = event
+
+    def whole(self) -> Timeline:
+        """The timeline in the order of time, after its last file."""
+        self.rows = {row: _joined(spans) for row, spans in self.rows.items()}
+        self.trajectories.sort(key=lambda one: one.span.began)
+        return self
+
+    def since(self, began: float) -> None:
+        """Drop what ended before this Unix time."""
+        self.rows = {row: [span for span in spans if span.ended >= began] for row, spans in self.rows.items()}
+        self.counters = [counter for counter in self.counters if counter.at >= began]
+        self.trajectories = [one for one in self.trajectories if one.span.ended >= began]
+
+    @property
+    def ended(self) -> float:
+        """The Unix time of the last event."""
+        return max((spans[-1].ended for spans in self.rows.values() if spans), default=0.0)
+
+    @property
+    def played(self) -> int:
+        """Trajectories that ended, kept or not."""
+        return max(sum(totals.played for totals in self.totals.values()), len(self.trajectories))
+
+
+_EVENTS = msgspec.json.Decoder(_Span | _Counter | _Trajectory | Totals)
+_HEADS, _SOURCES = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Source)
+
+
+def read_timeline(folder: Path) -> Timeline:
+    """The timeline of a run folder.
+
+    Raises:
+        UserError: the run kept no timeline, or another version of Baton wrote it.
+    """
+    files = sorted((folder / TIMELINE).glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{folder / TIMELINE}: this run has kept no timeline")
+    timeline = Timeline()
+    for file in files:
+        try:
+            timeline.read(file)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file}: its timeline is not one of this version of Baton ({error!r:.200})") from None
+    return timeline.whole()
+
+
+def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, int], Source]:
+    """The first measured distance to the hub's clock by process, also for what it pushed before it had measured any."""
+    found: dict[tuple[str, str, int], Source] = {}
+    for line in lines:
+        if line.startswith(b"{") and _HEADS.decode(line).offset is not None:
+            source = _SOURCES.decode(line)
+            found.setdefault(source.process, source)
+    return found
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """The spans in order; the parts of a long one, which follow each other, as one."""
+    joined: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.began):
+        if joined and span.name == joined[-1].name and span.began - joined[-1].ended < TOUCHING:
+            joined[-1] = Span(joined[-1].began, span.ended, span.name, span.detail)
+        else:
+            joined.append(span)
+    return joined
+
+
+def _sampled(owner: str, shift: float, event: _Trajectory) -> Sampled:
+    began, trajectory = event.began + shift, TrajectoryId(*event.of)
+    spans, turns = [], 0
+    for tool, start, end, about in event.calls:
+        turns += not tool
+        name = f"{event.env}: {tool}" if tool else f"turn {turns}"
+        spans.append(Span(began + start, began + end, name, about))
+    ended = max([began + event.seconds, *(span.ended for span in spans)])
+    detail: dict[str, Any] = {"env": event.env, "ended by": event.reason, "kept": event.why, **event.parts}
+    whole = Span(began, ended, str(trajectory), detail)
+    return Sampled(trajectory, owner, event.env, event.why, whole, event.parts, spans)

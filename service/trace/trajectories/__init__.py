@@ -1,1 +1,0 @@
-"""Records of trajectories for people: `records` samples and reads them, `terminal` and `page` show them."""
