@@ -23,7 +23,7 @@ OUTSIDE = Config.model_validate({"env": {"name": "agent", "workers": "outside"},
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunWriter:
     """The folder of a run whose data and model are prepared."""
-    monkeypatch.setattr(running, "prepare", lambda config, folder: SimpleNamespace())
+    monkeypatch.setattr(running, "prepare", lambda config, folder: SimpleNamespace(model_folder=folder))
     (tmp_path / "run").mkdir()
     return RunWriter(tmp_path / "run", has_begun=True)
 
