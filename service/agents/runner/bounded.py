@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from service.agents.runner.forward import forwarded
-from service.agents.runner.launch import Launch, Started, start
+from service.agents.runner.sandbox import Launch, Started, start
 from service.rollout.child_main import end_descendants
 
 CHUNK = 1 << 16
@@ -71,14 +71,17 @@ class _Run:
     """A command while it runs."""
 
     def __init__(self, started: Started, limits: Mapping[str, Any]) -> None:
-        self._started = started
+        self._process = started.process
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
-        self._process = os.pidfd_open(started.pid)
-        os.set_blocking(started.output, False)
-        self._loop.add_reader(started.output, self._read)
-        self._loop.add_reader(self._process, self._reap)
+        if started.process.stdout is None:
+            raise RuntimeError("the command was started without a pipe")
+        self._stdout = started.process.stdout
+        os.set_blocking(self._stdout.fileno(), False)
+        self._pidfd = os.pidfd_open(started.process.pid)
+        self._loop.add_reader(self._stdout, self._read)
+        self._loop.add_reader(self._pidfd, self._reap)
         self.output = bytearray()
         self.code: int | None = None
         self.limit = ""
@@ -93,24 +96,23 @@ class _Run:
             self._stop(TIME)
         finally:
             watcher.cancel()
-            self._loop.remove_reader(self._process)
+            self._loop.remove_reader(self._pidfd)
 
     def close(self) -> None:
         """Read what is left of the output, after all that wrote it has ended."""
         while self._read():
             pass
-        self._loop.remove_reader(self._started.output)
-        os.close(self._started.output)
-        os.close(self._process)
+        self._loop.remove_reader(self._stdout)
+        self._stdout.close()
+        os.close(self._pidfd)
+        self._process.returncode = self.code or 0  # it was reaped, though not by `Popen`
 
     def _read(self) -> bool:
         """Read a part of the output; False where there is no more at the moment."""
-        try:
-            data = os.read(self._started.output, CHUNK)
-        except BlockingIOError:
+        if (data := self._stdout.read(CHUNK)) is None:
             return False
         if not data:
-            self._loop.remove_reader(self._started.output)
+            self._loop.remove_reader(self._stdout)
         room = self._limits["output_bytes"] - len(self.output)
         self.output += data[:room]
         if len(data) > room:
@@ -121,7 +123,7 @@ class _Run:
         """Reap what has ended: the command, or processes that it left to themselves."""
         with suppress(ChildProcessError):  # there are no others
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == self._started.pid:
+                if ended[0] == self._process.pid:
                     code = os.waitstatus_to_exitcode(ended[1])
                     self.code = code if code >= 0 else 128 - code
                     self._stop("")

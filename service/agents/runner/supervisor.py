@@ -21,7 +21,7 @@ from typing import Any
 
 from service.agents.runner.bounded import TIME, Ended, run_command
 from service.agents.runner.forward import on_loopback, port_of
-from service.agents.runner.launch import Launch, NotStarted, namespaces_refused
+from service.agents.runner.sandbox import Launch, NotStarted, namespaces_refused
 from service.rollout.child_main import PR_SET_CHILD_SUBREAPER, serve
 from service.rollout.environment import Task
 from service.rollout.traceback import describe_error

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from service.agents.runner.launch import namespaces_refused
 from service.agents.runner.runner import FOLDERS, AgentRunner, Finished
+from service.agents.runner.sandbox import namespaces_refused
 from service.config.command import OWN_VARIABLES, CommandConfig
 from service.rollout.environment import Message, Task
 

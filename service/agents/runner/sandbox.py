@@ -1,4 +1,4 @@
-"""Starts a command with limits in a session of its own and, where the machine allows it, in namespaces.
+"""Starts a command with limits in a session of its own and, where the machine allows it, in namespaces (a sandbox).
 
     supervisor --fork--> outer: user, network, IPC and mount namespaces
                            --fork--> init: process 1 of a PID namespace; with it the kernel ends all others in there
@@ -17,11 +17,13 @@ import resource
 import signal
 import socket
 import struct
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fcntl import ioctl
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from service.rollout.child_main import PR_SET_PDEATHSIG
 
@@ -29,8 +31,6 @@ PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
-START_SECONDS = 20.0
-"""Seconds in which a command must have started."""
 MAX_MESSAGE = 4096
 OUR_PROCESSES = 3
 """Processes of a user namespace beside the command's own."""
@@ -60,36 +60,25 @@ class Launch:
 class Started(NamedTuple):
     """A command that runs."""
 
-    pid: int
-    """Its process, or the outer one of its namespaces, which ends with it and has its exit code."""
-    output: int
-    """File to read stdout and stderr from."""
+    process: subprocess.Popen[bytes]
+    """The command, or the outer process of its namespaces, which ends with it and has its exit code; `stdout` has its
+    stdout and stderr."""
     listener: socket.socket | None
     """Accepts the command's connections to `Launch.port`."""
 
 
 def namespaces_refused() -> str:
     """Why this machine allows this process no namespaces; empty where it does."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if not pid:
-        try:
-            _enter_namespaces(ctypes.CDLL(None, use_errno=True), 0, theirs)
-        except BaseException as error:  # noqa: BLE001 - this process is a copy: nothing may go on in it
-            theirs.send(_why(error))
-        finally:
-            os._exit(0)
-    theirs.close()
+    room = 1 << 40
+    probe = Launch(("true",), Path("/"), Path(os.devnull), {}, memory_bytes=room, file_bytes=room, processes=1, port=0)
     try:
-        with ours:
-            listener = _report(ours)
-    except NotStarted as error:
-        return str(error)
-    finally:
-        os.waitpid(pid, 0)
+        process, listener = start(probe, namespaces=True)
+    except NotStarted as refused:
+        return str(refused).removeprefix("true: ")
     if listener is not None:
         listener.close()
-    return ""
+    with process:
+        return ""
 
 
 def start(launch: Launch, namespaces: bool) -> Started:
@@ -99,64 +88,54 @@ def start(launch: Launch, namespaces: bool) -> Started:
         NotStarted: the command cannot be started.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    output, written = os.pipe()
-    pid = os.fork()
-    if not pid:
-        _in_child(launch, namespaces, theirs, written)
-    theirs.close()
-    os.close(written)
+    with ours, theirs, launch.stdin.open("rb") as stdin:
+        try:
+            process = subprocess.Popen(
+                launch.command,
+                bufsize=0,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=launch.folder,
+                env=launch.variables,
+                start_new_session=True,
+                preexec_fn=partial(_confine, launch, namespaces, theirs),
+            )
+        except subprocess.SubprocessError as error:  # `_confine` failed; the last message says why
+            theirs.close()
+            *_, why = iter(partial(ours.recv, MAX_MESSAGE), b"")
+            raise NotStarted(f"{launch.command[0]}: {why.decode(errors='replace')}") from error
+        except (OSError, ValueError) as error:
+            raise NotStarted(f"{launch.command[0]}: {_why(error)}") from error
+        if not namespaces or launch.port is None:
+            return Started(process, None)
+        (listener,) = socket.recv_fds(ours, MAX_MESSAGE, 1)[1]
+        return Started(process, socket.socket(fileno=listener))
+
+
+def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
+    """In the process that becomes the command: enter namespaces and set limits; report why that fails."""
     try:
-        with ours:
-            listener = _report(ours)
-    except (NotStarted, OSError):
-        os.close(output)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
-    return Started(pid, output, listener)
-
-
-def _report(ours: socket.socket) -> socket.socket | None:
-    """Read what the child reports until the command runs."""
-    ours.settimeout(START_SECONDS)
-    listener = None
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(ours, MAX_MESSAGE, 1)
-        if not message:
-            return listener
-        if descriptors:
-            listener = socket.socket(fileno=descriptors[0])
-            continue
-        if listener is not None:
-            listener.close()
-        raise NotStarted(message.decode(errors="replace"))
-
-
-def _in_child(launch: Launch, namespaces: bool, report: socket.socket, output: int) -> NoReturn:
-    """Become the command, or the parents of the command in its namespaces."""
-    try:
-        _close_all_but(0, 1, 2, report.fileno(), output)
-        os.setsid()
         libc = ctypes.CDLL(None, use_errno=True)
         if namespaces:
             _enter_namespaces(libc, launch.port, report)
         # After the namespaces: a change of credentials clears it.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if namespaces:
-            _hide_from_command(libc)
-            _fork_and_end_as_child(report.fileno(), output)
+            # Closes to the command what it could find in /proc of its parents: Baton's environment variables.
+            libc.prctl(PR_SET_DUMPABLE, 0)
+            _fork_and_end_as_child()
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             # Containers may forbid it; the command then reads numbers of processes that mean nothing to it.
             libc.mount(b"proc", b"/proc", b"proc", 0, None)
-            _fork_and_end_as_child(report.fileno(), output)
+            _fork_and_end_as_child()
             os.setsid()
             libc.prctl(PR_SET_DUMPABLE, 1)
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _execute(launch, namespaces, output)
-    except BaseException as error:  # noqa: BLE001 - this process is a copy of the supervisor: nothing may go on in it
-        report.send(launch.command[0].encode()[: MAX_MESSAGE // 2] + b": " + _why(error))
-    finally:
-        os._exit(127)
+        _limit(launch, namespaces)
+    except BaseException as error:
+        report.send(_why(error).encode()[: MAX_MESSAGE // 2])
+        raise
 
 
 def _enter_namespaces(libc: ctypes.CDLL, port: int | None, report: socket.socket) -> None:
@@ -174,22 +153,13 @@ def _enter_namespaces(libc: ctypes.CDLL, port: int | None, report: socket.socket
             socket.send_fds(report, [b"listening"], [listener.fileno()])
 
 
-def _hide_from_command(libc: ctypes.CDLL) -> None:
-    """Close to the command what it could find in /proc of its parents: Baton's environment variables and files."""
-    libc.prctl(PR_SET_DUMPABLE, 0)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for file in (0, 1, 2):
-        os.dup2(nothing, file)
-    os.close(nothing)
-
-
-def _fork_and_end_as_child(*files: int) -> None:
+def _fork_and_end_as_child() -> None:
     """Return in a child; the parent reaps whatever ends, and ends with the child's exit code, 128 + a signal's."""
+    last_file = max(map(int, os.listdir("/proc/self/fd")))  # before the child puts another /proc in its place
     child = os.fork()
     if not child:
         return
-    for file in files:
-        os.close(file)
+    os.closerange(0, last_file + 1)
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -197,18 +167,12 @@ def _fork_and_end_as_child(*files: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _execute(launch: Launch, namespaces: bool, output: int) -> NoReturn:
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program inherits that
-        signal.signal(number, signal.SIG_DFL)
+def _limit(launch: Launch, namespaces: bool) -> None:
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")  # before a generator, when the machine has no memory left
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES, errno.EROFS):
             raise
-    stdin = os.open(launch.stdin, os.O_RDONLY)
-    for source, target in ((stdin, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.chdir(launch.folder)
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_AS: launch.memory_bytes,
@@ -220,18 +184,7 @@ def _execute(launch: Launch, namespaces: bool, output: int) -> NoReturn:
         hard = resource.getrlimit(which)[1]
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (allowed, allowed))
-    os.execvpe(launch.command[0], list(launch.command), dict(launch.variables))
 
 
-def _why(error: BaseException) -> bytes:
-    return str(error.strerror if isinstance(error, OSError) else error).encode()[: MAX_MESSAGE // 2]
-
-
-def _close_all_but(*kept: int) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            try:
-                os.close(int(name))
-            except OSError as error:
-                if error.errno != errno.EBADF:  # the file of this very listing
-                    raise
+def _why(error: BaseException) -> str:
+    return str(error.strerror if isinstance(error, OSError) else error)
