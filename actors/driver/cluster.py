@@ -35,7 +35,6 @@ from actors.driver.placement import (
     refuse_too_few_gpus,
     reserve,
     run_bundles,
-    say_buffer_is_elsewhere,
 )
 from actors.driver.signals import run_beside, when_stuck
 from actors.engine.arguments import SCRATCH, engine_env
@@ -163,7 +162,6 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     """
     gpus = gpus_each()
     _refuse_unfit_nodes(config, has_gpu=bool(gpus))
-    say_buffer_is_elsewhere(config, nodes(), say)
     bundles = run_bundles(config, gpus)
     room = asyncio.run(reserve(bundles, config.trainer.start_deadline, say))
     data = (prepared.tasks_file, *prepared.eval_files.values())

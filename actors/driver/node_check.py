@@ -56,26 +56,25 @@ def check_nodes(room: PlacementGroup, bundles: Sequence[Bundle], files: RunFiles
         UserError: a line for each node that cannot use its GPUs or lacks a file.
         RunFailed: a node did not answer.
     """
-    gpus = [bundle.resources.get("GPU", 0) for bundle in bundles]
     bundle_of = {node: bundle for bundle, node in placement_group_table(room)["bundles_to_node_id"].items()}
-    here = ray.get_runtime_context().get_node_id()
-    said = [look(files, gpus[bundle_of.pop(here)] > 0)] if here in bundle_of else []
+    here = bundle_of.pop(ray.get_runtime_context().get_node_id(), None)
+    gpus = [bundle.resources.get("GPU", 0) for bundle in bundles]
     asked = [
         ray.remote(look)
         .options(num_cpus=0, num_gpus=gpus[bundle], scheduling_strategy=PlacementGroupSchedulingStrategy(room, bundle))
         .remote(files, gpus[bundle] > 0)
         for bundle in bundle_of.values()
     ]
+    said = [] if here is None else [look(files, gpus[here] > 0)]
     try:
         said += ray.get(asked, timeout=NODE_SECONDS)
     except ray.exceptions.RayError as error:
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        nodes = ", ".join(addresses.get(node, node) for node in bundle_of)
+        nodes = ", ".join(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in bundle_of)
         raise RunFailed(
             f"one of the nodes {nodes} did not answer the check of its files: {in_a_line(error)}"
         ) from error
-    if lines := [line for line in said if line is not None]:
-        raise UserError("\n".join(sorted(lines)))
+    if lines := sorted(filter(None, said)):
+        raise UserError("\n".join(lines))
 
 
 def look(files: RunFiles, on_gpu: bool) -> str | None:

@@ -11,11 +11,10 @@ Actors keep their bundle when they restart.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -28,16 +27,10 @@ from service.errors import RunFailed, UserError
 
 ACCELERATOR_SHARE = 0.001
 """Amount of the resource `accelerator_type:H100` for a rank; every node with such GPUs has 1."""
-
 SHARED_GPU = 0.5
 """GPUs of a rank, and of an engine, that share one."""
-
-SHARED_KV_CACHE_BYTES = 8 << 30
-"""KV cache that is proposed for an engine that shares its GPU with a rank."""
-
-SHARED_UTILIZATION = 0.35
-"""`generator.gpu_memory_utilization` that is proposed for such an engine."""
-
+SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION = 8 << 30, 0.35
+"""KV cache and `generator.gpu_memory_utilization` that are proposed for an engine that shares its GPU with a rank."""
 QUIET_SECONDS = 2.0
 """How long a run waits for room before it says what is missing."""
 
@@ -113,17 +106,14 @@ async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str],
     room = placement_group(
         [dict(bundle.resources) for bundle in bundles], "PACK", bundle_label_selector=labels if any(labels) else None
     )
-    deadline = time.monotonic() + within
-    said = ""
+    deadline, said = time.monotonic() + within, ""
     try:
-        if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, within)):
-            return room
         while (left := deadline - time.monotonic()) > 0:
+            if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, left)):
+                return room
             if (missing := missing_room(bundles, nodes())) != said:
                 say(f"WAITING for room in the Ray cluster: {missing}")
                 said = missing
-            if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, left)):
-                return room
     except asyncio.CancelledError:
         remove_placement_group(room)
         raise
@@ -148,23 +138,14 @@ def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
             homeless[_in_words(resources, labels)] += 1
         else:
             home.subtract(resources)
-    needed = "; ".join(f"{number} x ({words})" for words, number in homeless.items())
     asked = {name for bundle in bundles for name in bundle.labels}
-    own = ({name: value for name, value in node.labels.items() if name in asked} for node in nodes)
-    has = "; ".join(
-        f"{node.address} has {_in_words(node.resources, labels) or 'none of it'}"
-        for node, labels in zip(nodes, own, strict=True)
-    )
+    own = [{name: value for name, value in node.labels.items() if name in asked} for node in nodes]
+    words = [_in_words(node.resources, labels) for node, labels in zip(nodes, own, strict=True)]
+    has = "; ".join(f"{node.address} has {has or 'none'}" for node, has in zip(nodes, words, strict=True))
     if not homeless:
         return f"other work of the cluster holds what this run needs ({has})"
-    return f"no node has room for {needed}, each on one node ({has}){_nearest(asked, nodes)}"
-
-
-def _nearest(asked: Iterable[str], nodes: Sequence[Node]) -> str:
-    """For asked labels that no node has, the nearest that one has."""
-    known = {name for node in nodes for name in node.labels}
-    near = {name: difflib.get_close_matches(name, known, n=1) for name in sorted({*asked} - known)}
-    return "".join(f"; no node has the label {name}, did you mean {found[0]}?" for name, found in near.items() if found)
+    needed = "; ".join(f"{number} x ({words})" for words, number in homeless.items())
+    return f"no node has room for {needed}, each on one node ({has})"
 
 
 def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
@@ -180,13 +161,6 @@ def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
                 f"placement.{part}: this machine is not {_in_words({}, labels)}, and no other joins a Ray that the run "
                 "starts itself; leave it out, or start Ray with `ray start --head --labels ...` and set RAY_ADDRESS"
             )
-
-
-def say_buffer_is_elsewhere(config: Config, nodes: Sequence[Node], say: Callable[[str], None]) -> None:
-    """Say that no node has the labels that the buffer prefers."""
-    labels = config.placement.buffer
-    if not any(node.fits(labels) for node in nodes):
-        say(f"placement.buffer: no host has {_in_words({}, labels)} now; the buffer runs on one without")
 
 
 def refuse_too_few_gpus(config: Config, gpus: int) -> None:

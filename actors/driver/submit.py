@@ -1,4 +1,4 @@
-"""`baton submit`: runs `baton run` as a Ray job; retries while the cluster starts and sets the environment."""
+"""`baton submit`: runs `baton run` as a Ray job; waits while the cluster starts, and follows the job's output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import shlex
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,19 @@ import ray.exceptions
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from actors.driver.authentication import keep_token_private, refuse_open_ray
+from service.backoff import Backoff, retried
 from service.config import Config
 from service.errors import RunFailed, UserError, printable
 from service.run.phases import phase, say
 
 START_SECONDS = 60.0
 """Seconds in which a submission is retried: Ray refuses jobs for some seconds after its head has started."""
-
-RETRY_SECONDS = 1.0
-
+RETRY = Backoff(1.0, 1.0)
 NO_AGENT = "No available agent"
-
 STARTING = (NO_AGENT, "Failed to connect to Ray")
-
 REFUSALS = (OSError, RuntimeError, ValueError, ray.exceptions.RayError, aiohttp.ClientError)
 """Errors of Ray's client for a wrong address, a wrong token, and a cluster that refuses."""
-
 ADDRESS = "RAY_API_SERVER_ADDRESS"
-
 LEFT_OUT = [".git", ".venv", "runs", "build", "dist", "tests", "benchmarks", "docs", "**/__pycache__"]
 """Parts of the current folder that the job does not need."""
 
@@ -60,13 +54,13 @@ def entrypoint(files: Sequence[Path], overrides: Sequence[str], folder: Path) ->
     Raises:
         UserError: a file lies outside the folder.
     """
-    words = ["baton", "run"]
+    words, folder = ["baton", "run"], folder.resolve()
     for file in files:
         path = (folder / file).resolve()
-        if not path.is_relative_to(folder.resolve()):
+        if not path.is_relative_to(folder):
             raise UserError(f"{file}: not inside {folder}, the folder that is copied for the job; move the file there")
-        words += ["--config", str(path.relative_to(folder.resolve()))]
-    return f'cd "${{PYTHONPATH%%:*}}"/{shlex.quote(folder.resolve().name)} && exec {shlex.join([*words, *overrides])}'
+        words += ["--config", str(path.relative_to(folder))]
+    return f'cd "${{PYTHONPATH%%:*}}"/{shlex.quote(folder.name)} && exec {shlex.join([*words, *overrides])}'
 
 
 def submit(
@@ -78,12 +72,10 @@ def submit(
         UserError: no cluster answers at the address, or it refuses the job.
         RunFailed: the cluster stopped answering.
     """
-    # Ray logs the files that it packs; errors are raised.
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.ERROR)  # Ray logs the files that it packs; errors are raised
     if address is not None:
-        # Ray would prefer the address in the environment.
-        os.environ[ADDRESS] = address
-    client, job = _submitted(command, address, connect)
+        os.environ[ADDRESS] = address  # Ray would prefer the address in the environment
+    client, job = asyncio.run(_submitted(command, address, connect))
     to_job = f"--address {address} {job}" if address else job
     say(f"submitted {job}; stop it with: ray job stop {to_job}")
     if not follow:
@@ -100,31 +92,35 @@ def submit(
     return 0 if status == JobStatus.SUCCEEDED else 1
 
 
-def _submitted(command: str, address: str | None, connect: Callable[[str | None], Any]) -> tuple[Any, str]:
-    deadline = time.monotonic() + START_SECONDS
+async def _submitted(command: str, address: str | None, connect: Callable[[str | None], Any]) -> tuple[Any, str]:
     where = address or os.environ.get(ADDRESS) or os.environ.get("RAY_ADDRESS") or "the default address"
     refused = ""
+
+    async def ask() -> tuple[Any, str]:
+        client = connect(address)
+        # As a working directory the copy itself would be first on Python's path, before the standard library;
+        # as a module it is the folder that contains the copy.
+        environment = {"py_modules": [str(Path.cwd())], "excludes": LEFT_OUT}
+        return client, client.submit_job(entrypoint=command, runtime_env=environment)
+
+    def failed(error: Exception) -> None:
+        nonlocal refused
+        if not any(sign in str(error) for sign in STARTING):
+            raise error
+        refused = f"the cluster, which may still be starting: {_reason(error)}"
+
     with phase(f"submitting the job to the cluster at {where}", left=lambda: refused):
-        while True:
-            try:
-                client = connect(address)
-                # As a working directory the copy itself would be first on Python's path, before the standard library;
-                # as a module it is the folder that contains the copy.
-                environment = {"py_modules": [str(Path.cwd())], "excludes": LEFT_OUT}
-                return client, client.submit_job(entrypoint=command, runtime_env=environment)
-            except REFUSALS as error:
-                reason = _reason(error)
-                if not any(sign in str(error) for sign in STARTING) or time.monotonic() > deadline:
-                    raise UserError(f"--address: the cluster at {where}: {reason}") from None
-                refused = f"the cluster, which may still be starting: {reason}"
-                time.sleep(RETRY_SECONDS)
+        try:
+            return await retried(ask, REFUSALS, RETRY, within=START_SECONDS, failed=failed)
+        except REFUSALS as error:
+            raise UserError(f"--address: the cluster at {where}: {_reason(error)}") from None
 
 
 def _reason(error: BaseException) -> str:
     """The error in one line, with what to do."""
     if isinstance(error, ray.exceptions.AuthenticationError):
-        found = "there is no token" if "couldn't find" in str(error) else "the cluster refuses the token"
-        return f"{found}; ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN must hold the cluster's"
+        why = "there is no token" if "couldn't find" in str(error) else "the cluster refuses the token"
+        return f"{why}; ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN must hold the cluster's"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if NO_AGENT in first:
         return f"{first}; if another Ray runs there: ray start --head --dashboard-agent-listen-port=52366"

@@ -27,14 +27,14 @@ import pydantic
 from actors.engine.arguments import OWNER_PID, can_overflow, engine_arguments
 from actors.engine.arguments import engine_env as engine_env
 from actors.engine.load import EngineLoad, EngineTimes
-from actors.engine.update import load, start_adapter
 from actors.heap import freeze_heap
+from actors.weights.adapter import ADAPTER, ADAPTER_ID
 from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.cuda_ipc import ipc_update_info
 from actors.weights.image import open_image
 from actors.weights.nccl_broadcast import decode_announcement, init_info, update_info
 from actors.weights.weight_group import Meeting
-from service.config import Config
+from service.config import Config, LoraConfig
 from service.environment_variables import SAFE_PATH
 from service.errors import RunFailed, Starved, UserError, WeightsCutOff
 from service.observe.metrics import Metrics
@@ -118,7 +118,7 @@ class VllmEngine:
             raise RunFailed(f"vLLM did not start on {self._model_folder}; its log says why: {error}") from error
         self._llm = llm
         if self._config.model.lora is not None:
-            self._adapter = await start_adapter(llm, self._config.model.lora, self._size)
+            self._adapter = await _start_adapter(llm, self._config.model.lora, self._size)
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         warm_up = await self.generate(WARM_UP, Sampling(max_tokens=2), "warm-up")
@@ -232,7 +232,7 @@ class VllmEngine:
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         self.times.pause()
-        tried = await load(llm, info, version, tries, self._adapter is not None)
+        tried = await _load(llm, info, version, tries, self._adapter is not None)
         if clear_cache and self._recorder is not None:
             self._recorder.preempted_by_update()  # now, because every step before the pause is recorded by now
         await llm.update_weight_version(str(version.pack()))
@@ -350,6 +350,50 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecorder] if with_load else None)
     loggers = llm.logger_manager.stat_loggers if llm.logger_manager is not None else []
     return llm, next((logger for logger in loggers if isinstance(logger, LoadRecorder)), None)
+
+
+async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> LoRARequest:
+    """Load an adapter that changes nothing; returns how requests name it and those that take its place.
+
+    Raises:
+        RunFailed: the engine's model takes no such adapter.
+    """
+    from vllm.lora.request import LoRARequest
+
+    arguments = {"shapes": size.adapter, "rank": lora.rank, "alpha": lora.alpha}
+    try:
+        await llm.collective_rpc("start_adapter", kwargs=arguments)
+    except Exception as error:  # vLLM passes the worker's error on as a bare Exception
+        raise RunFailed(f"the engine cannot take an adapter as in model.lora: {error}") from error
+    return LoRARequest(ADAPTER, ADAPTER_ID, "never read, because the adapter is loaded")
+
+
+async def _load(llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int, adapter: bool) -> int:
+    """Load the weights, or the adapter, into the paused engine; returns the number of tries.
+
+    Raises:
+        RunFailed: every try failed; the engine holds parts of both versions and must not resume.
+    """
+    for tried in range(1, tries + 1):
+        try:
+            await (_load_adapter if adapter else _load_weights)(llm, info)
+            break
+        except Exception as error:  # vLLM passes the worker's error on as a bare Exception
+            if tried == tries:
+                raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
+    return tried
+
+
+async def _load_weights(llm: AsyncLLM, info: dict[str, Any]) -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+    await llm.finish_weight_update()
+
+
+async def _load_adapter(llm: AsyncLLM, info: dict[str, Any]) -> None:
+    await llm.collective_rpc("update_adapter", kwargs={"update_info": info})
 
 
 @lru_cache(maxsize=1024)

@@ -12,12 +12,13 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,15 +26,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.utils.nccl import unpinned_nccl_env
 
-from actors.engine.adapter_slot import AdapterSlot
 from actors.engine.arguments import FILE_BACKEND, OWNER_PID
 from actors.engine.cpu_lora import use_runs_of_rows
-from actors.weights.adapter import AdapterShapes
+from actors.weights.adapter import ADAPTER_ID, AdapterShapes
 from actors.weights.checksum import TensorSpec
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
@@ -127,7 +129,7 @@ class FileWeightEngine(LayerwiseEngine):
         """Nothing is held between updates."""
 
 
-def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt", device="cpu") as file:
         for name in file.keys():  # noqa: SIM118 (no iteration over the file itself)
             yield name, file.get_tensor(name)
@@ -205,6 +207,42 @@ class BroadcastWeightEngine(LayerwiseEngine):
         if self._group is not None:
             self._group.end("an engine left the group")
             self._group = None
+
+
+class AdapterSlot:
+    """The one slot of the policy's adapter, which takes the place of the model where vLLM's weight transfer loads
+    tensors."""
+
+    def __init__(self, model: Any, rank: int, alpha: float) -> None:
+        self._manager: Any = model.lora_manager
+        self._helper = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[])
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self._renames = None if mapper is None else mapper.get_rename_mapper()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the adapter by tensors under PEFT's names.
+
+        Raises:
+            ValueError: the model has no such layers; the adapter before stays.
+            Exception: vLLM failed while it filled the slot, which may hold a part of the adapter: the engine has to
+                stay paused until another try or adapter has filled it.
+        """
+        manager = self._manager
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            {name: tensor.clone() for name, tensor in weights},  # vLLM multiplies alpha / rank into B in place
+            self._helper,
+            device=manager.device,
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=self._renames,
+        )
+        # vLLM would ignore unknown layers without a word, and answer as the base model.
+        known = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
+        if unknown := adapter.loras.keys() - known:
+            raise ValueError(f"the model has no layer with an adapter at {min(unknown)}")
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
 
 
 class WorkerExtension:

@@ -8,11 +8,11 @@ claim(wait 2 s) -> Assignment, Assignment      groups 17 and 18
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from actors.generator.outbox import Unreachable
+from service.backoff import Backoff, retried
 from service.errors import RunFailed, Starved
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.handoff.waiting_claims import ClaimAnswer
@@ -20,7 +20,7 @@ from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0
 """Length of one long poll."""
-RETRY_SECONDS = 0.2
+RETRY = Backoff(0.2, 0.2)
 """Pause before an unreachable buffer is asked again."""
 
 
@@ -71,17 +71,8 @@ class Claimer:
         """
         # The first claim returns at once with the reason for waiting; the following ones are long polls.
         seconds = 0.0
-        last_answer = time.monotonic()
         while not (self.arrived or self.leaves):
-            try:
-                answer = await self._poll(seconds, room)
-            except Unreachable as error:
-                silent = time.monotonic() - last_answer
-                if silent > self.deadline:
-                    raise Starved(f"{self.generator} waited {silent:.0f} s for the buffer to answer a claim") from error
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            last_answer = time.monotonic()
+            answer = await self._answered(seconds, room)
             if isinstance(answer, Refusal):
                 raise RunFailed(f"the buffer refuses work to {self.generator}: {answer}")
             if isinstance(answer, list):
@@ -96,6 +87,16 @@ class Claimer:
         self.waited_for = str(self.waiting.reason) if self.waiting is not None else "claim"
         self.waiting = None
         return self.arrived.pop(0)
+
+    async def _answered(self, seconds: float, room: int) -> ClaimAnswer | None:
+        async def ask() -> ClaimAnswer | None:
+            return None if self.leaves else await self._poll(seconds, room)
+
+        try:
+            return await retried(ask, Unreachable, RETRY, within=self.deadline)
+        except Unreachable as error:
+            waited = f"{self.generator} waited {self.deadline:.0f} s for the buffer to answer a claim"
+            raise Starved(waited) from error
 
     async def _poll(self, seconds: float, room: int) -> ClaimAnswer | None:
         """One claim; None where `look_again` asks for a new claim before the answer comes."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from service.backoff import Backoff, retried
 from service.errors import RunFailed, Starved
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.wire import MAX_HEADER_BYTES, encode
@@ -35,8 +35,8 @@ NAME_BYTES = MAX_HEADER_BYTES // 2
 """Nor once the uids and stop reasons in its header have this many bytes, if all differ; one item has far fewer."""
 ANSWER_SECONDS = 10.0
 """Seconds after which an unanswered message is resent; a frozen process raises no error."""
-RETRY_SECONDS = (0.05, 1.0)
-"""First and longest pause before a message is resent."""
+RETRY = Backoff(0.05, 1.0)
+"""Pauses before a message is resent."""
 
 
 class Unreachable(Exception):
@@ -194,16 +194,16 @@ class Outbox:
 
     async def _answered(self, data: bytes) -> Receipt | Refusal:
         """Resend the same bytes until the buffer answers; it accepts each step once, however often it arrives."""
-        start = time.monotonic()
-        pause, longest = RETRY_SECONDS
-        while True:
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    return await self.submit(data)
-            except (TimeoutError, Unreachable) as error:
-                waited = time.monotonic() - start
-                if waited > self.deadline:
-                    raise Starved(f"{self.generator} got no answer from the buffer for {waited:.0f} s") from error
-                self.counts["resent"] += 1
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, longest)
+
+        async def send() -> Receipt | Refusal:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await self.submit(data)
+
+        def failed(error: Exception) -> None:
+            self.counts["resent"] += 1
+
+        lost = (TimeoutError, Unreachable)
+        try:
+            return await retried(send, lost, RETRY, within=self.deadline, failed=failed)
+        except lost as error:
+            raise Starved(f"{self.generator} got no answer from the buffer for {self.deadline:.0f} s") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +11,19 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from actors.calls import answer, call, in_a_line
+from actors.calls import CALL_SECONDS, answer, call, in_a_line
 from actors.weights.checksum import EMPTY_CHECKSUM
 from actors.weights.delta import Bucket
 from actors.weights.part import check_parts
 from actors.weights.source import PublishedWeights, TrainerLost
 from actors.weights.weight_group import Meeting
+from service.backoff import Backoff, retried
 from service.config import Config
 from service.errors import RunFailed, Starved
 from service.learn.learner import StepReport
 from service.types import PolicyVersion, SupervisedRow
 
-RETRY_SECONDS = 0.5
+RETRY = Backoff(0.5, 0.5)
 """Pause before ranks that are not up yet are called again."""
 
 
@@ -45,10 +45,10 @@ class TrainerGroup:
         Raises:
             Starved: the ranks did not start in time.
         """
-        self._processes = await self._call_all("process", within=self._start_deadline)
+        self._processes = await self._start("process")
         meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
-        self.nodes = await self._call_all("node", within=self._start_deadline)
-        await self._call_all("load", meeting_point, str(model_folder), self.nodes, adapter, within=self._start_deadline)
+        self.nodes = await self._start("node")
+        await self._start("load", meeting_point, str(model_folder), self.nodes, adapter)
 
     async def restart(self, model_folder: Path) -> None:
         """End every rank's process and form a new group.
@@ -59,16 +59,18 @@ class TrainerGroup:
         for rank in self._ranks:
             ray.kill(rank, no_restart=False)
         ended = list(self._processes)
-        deadline = time.monotonic() + self._start_deadline
-        while time.monotonic() < deadline:
-            try:
-                processes = await self._call_all("process", within=self._start_deadline)
-            except ray.exceptions.RayActorError:
-                processes = ended
-            if all(new != old for new, old in zip(processes, ended, strict=True)):
-                return await self.load(model_folder)
-            await asyncio.sleep(RETRY_SECONDS)
-        raise RunFailed(f"the trainer ranks did not come back within {self._start_deadline:.0f} s")
+
+        async def came_back() -> None:
+            processes = await self._start("process")
+            if any(new == old for new, old in zip(processes, ended, strict=True)):
+                raise ConnectionError("a rank's old process has not ended")
+
+        errors = (ray.exceptions.RayActorError, ConnectionError)
+        try:
+            await retried(came_back, errors, RETRY, within=self._start_deadline)
+        except errors as error:
+            raise RunFailed(f"the trainer ranks did not come back within {self._start_deadline:.0f} s") from error
+        await self.load(model_folder)
 
     def end(self) -> None:
         """End every rank's process, for good."""
@@ -77,23 +79,17 @@ class TrainerGroup:
 
     async def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Supervised steps on every rank; returns the last loss."""
-        reference = ray.put(list(demonstrations))
-        with _raises_trainer_lost():
-            # one call for all steps, each of which may take as long as any other step
-            within = self._deadline * self._warm_start_steps
-            return float((await self._call_all("warm_start", reference, within=within))[0])
+        # one call for all steps, each of which may take as long as any other step
+        within = self._deadline * self._warm_start_steps
+        return float((await self._ask_all("warm_start", ray.put(list(demonstrations)), within=within))[0])
 
     async def step(self, batches: Sequence[bytes]) -> StepReport:
         """One optimizer step; `batches` has a part for each rank, or for each group that shares micro-batches."""
         ranks_of_part = len(self._ranks) // len(batches)
         of_rank = [batch for batch in batches for _ in range(ranks_of_part)]
-        calls = (
-            call(rank.step, batch, who=f"trainer-{number}", within=self._deadline)
-            for number, (rank, batch) in enumerate(zip(self._ranks, of_rank, strict=True))
-        )
-        with _raises_trainer_lost():
-            reports: list[StepReport] = await asyncio.gather(*calls)
-        return reports[0]
+        reports = await asyncio.gather(*(self._ask(rank, "step", batch) for rank, batch in enumerate(of_rank)))
+        report: StepReport = reports[0]
+        return report
 
     async def weights(self, version: PolicyVersion) -> PublishedWeights:
         """Let every rank copy its part of the policy, or with transports from GPU to GPU gather the whole policy."""
@@ -117,56 +113,56 @@ class TrainerGroup:
         data, checksum = await self._stored(number, "ipc_handles", version.pack())
         return None if checksum == EMPTY_CHECKSUM else PublishedWeights(data, checksum)
 
+    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
+        """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""
+        return bool(await self._ask(0, "begin_send", version.pack(), meeting, within=CALL_SECONDS))
+
+    async def begin_profile(self, ranks: Sequence[int], steps: int) -> None:
+        """Let these ranks record a profile of their next optimizer steps."""
+        await asyncio.gather(*(self._ask(rank, "begin_profile", steps) for rank in ranks))
+
+    async def profiles(self, ranks: Sequence[int]) -> list[bytes]:
+        """The profiles that these ranks have recorded, each a file."""
+        return list(await asyncio.gather(*(self._ask(rank, "take_profile") for rank in ranks)))
+
+    async def save(self, folder: Path) -> None:
+        """Begin a checkpoint: every rank copies its part and writes it in the background."""
+        await self._ask_all("save", str(folder))
+
+    async def finish_save(self) -> None:
+        """Wait until every rank's part of the last checkpoint is on disk."""
+        await self._ask_all("finish_save")
+
+    async def restore(self, folder: Path) -> None:
+        """Resume from a checkpoint."""
+        await self._ask_all("restore", str(folder))
+
+    async def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        await self._ask_all("export", str(folder))
+
+    async def _start(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank that starts; an error that Baton raised on purpose is raised as itself."""
+        calls = (
+            call(getattr(rank, method), *arguments, who=f"trainer-{number}", within=self._start_deadline)
+            for number, rank in enumerate(self._ranks)
+        )
+        return list(await asyncio.gather(*calls))
+
+    async def _ask(self, number: int, method: str, *arguments: Any, within: float | None = None) -> Any:
+        with _raises_trainer_lost():
+            rank, within = self._ranks[number], within or self._deadline
+            return await call(getattr(rank, method), *arguments, who=f"trainer-{number}", within=within)
+
+    async def _ask_all(self, method: str, *arguments: Any, within: float | None = None) -> list[Any]:
+        ranks = range(len(self._ranks))
+        return list(await asyncio.gather(*(self._ask(number, method, *arguments, within=within) for number in ranks)))
+
     async def _stored(self, number: int, method: str, *arguments: Any) -> tuple[Any, Any]:
         """Call a rank's method that returns data and what describes them; the data stay in Ray's object store."""
         data, description = getattr(self._ranks[number], method).remote(*arguments)
         with _raises_trainer_lost():
             return data, await answer(description, who=f"trainer-{number}", within=self._deadline)
-
-    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
-        """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""
-        with _raises_trainer_lost():
-            return bool(await call(self._ranks[0].begin_send, version.pack(), meeting, who="trainer-0"))
-
-    async def begin_profile(self, ranks: Sequence[int], steps: int) -> None:
-        """Let these ranks record a profile of their next optimizer steps."""
-        with _raises_trainer_lost():
-            for rank in ranks:
-                await call(self._ranks[rank].begin_profile, steps, who=f"trainer-{rank}", within=self._deadline)
-
-    async def profiles(self, ranks: Sequence[int]) -> list[bytes]:
-        """The profiles that these ranks have recorded, each a file."""
-        with _raises_trainer_lost():
-            calls = (call(self._ranks[n].take_profile, who=f"trainer-{n}", within=self._deadline) for n in ranks)
-            return list(await asyncio.gather(*calls))
-
-    async def save(self, folder: Path) -> None:
-        """Begin a checkpoint: every rank copies its part and writes it in the background."""
-        await self._step_all("save", str(folder))
-
-    async def finish_save(self) -> None:
-        """Wait until every rank's part of the last checkpoint is on disk."""
-        await self._step_all("finish_save")
-
-    async def restore(self, folder: Path) -> None:
-        """Resume from a checkpoint."""
-        await self._step_all("restore", str(folder))
-
-    async def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder."""
-        await self._step_all("export", str(folder))
-
-    async def _step_all(self, method: str, *arguments: Any) -> None:
-        with _raises_trainer_lost():
-            await self._call_all(method, *arguments, within=self._deadline)
-
-    async def _call_all(self, method: str, *arguments: Any, within: float) -> list[Any]:
-        """Call a method of every rank; an error that Baton raised on purpose is raised as itself."""
-        calls = (
-            call(getattr(rank, method), *arguments, who=f"trainer-{number}", within=within)
-            for number, rank in enumerate(self._ranks)
-        )
-        return list(await asyncio.gather(*calls))
 
 
 @contextmanager

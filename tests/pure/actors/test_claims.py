@@ -9,6 +9,7 @@ import pytest
 from actors.generator import claims
 from actors.generator.claims import ClaimAnswer, Claimer
 from actors.generator.outbox import Unreachable
+from service.backoff import Backoff
 from service.errors import RunFailed, Starved
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.types import PolicyVersion, Refusal, RefusalReason
@@ -122,7 +123,7 @@ def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing()
 
 
 def test_an_unreachable_buffer_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(claims, "RETRY", Backoff(0.01))
 
     async def main() -> None:
         assert await source(FakeBuffer(Unreachable(), Unreachable(), groups(1))).next() == group(1)

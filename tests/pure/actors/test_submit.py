@@ -11,6 +11,7 @@ from ray.exceptions import AuthenticationError, RpcError
 from actors.driver import submit as submitting
 from actors.driver.authentication import refuse_open_ray
 from actors.driver.submit import entrypoint, submit
+from service.backoff import Backoff
 from service.cli.parser import main
 from service.errors import RunFailed, UserError
 from service.run.phases import phase
@@ -44,7 +45,7 @@ class FakeClient:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submitting, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(submitting, "RETRY", Backoff(0.0))
     monkeypatch.setenv(submitting.ADDRESS, "")  # restored afterwards: an address that is asked for is put there
 
 
