@@ -17,18 +17,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=__doc__)
     parser.add_argument("--json", type=Path, default=FOLDER / "figures.json", help="file for the figures")
     parser.add_argument("--repeats", type=int, default=7, help="runs of each function; the median counts")
-    parser.add_argument("--part", choices=("all", "drop-in"), default="all", help="drop-in: only SkyRL's lists")
     arguments = parser.parse_args()
     if not is_here():
         return run_there(sys.argv[1:])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread each, so that processor time is time
     from benchmarks.handoff.agreement import check
-    from benchmarks.handoff.drop_in import drop_in_figures
     from benchmarks.handoff.measure import figures, table
 
-    print(f"{check()} random outputs: the same merged outputs, rows, mini-batches and advantages as SkyRL's")
-    found = [] if arguments.part == "drop-in" else figures(arguments.repeats)
-    found += drop_in_figures(arguments.repeats)
+    print(f"{check()} random outputs: the same rows, mini-batches and advantages as SkyRL's")
+    found = figures(arguments.repeats)
     print(table(found))
     arguments.json.write_text(json.dumps([asdict(figure) for figure in found], indent=2))
     print(f"\n{arguments.json}")

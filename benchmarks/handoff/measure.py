@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from baton.examples.skyrl_steps import steps_from_generator_output
 from benchmarks.handoff import peers
 from benchmarks.handoff.workloads import SAMPLES, VOCAB_SIZE, Workload, engineering, long_tail, search, shared, turns
 from service.columns import columns_of
@@ -23,7 +24,6 @@ from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.limits import Limits
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
-from service.interop.skyrl import steps_from_generator_output
 from service.types import Sender, StepGroup, Steps
 
 LIMITS = Limits(

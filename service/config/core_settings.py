@@ -43,8 +43,6 @@ def batch_settings(config: Config) -> BatchSettings:
         credit=config.algorithm.credit,
         gamma=config.algorithm.gamma,
         mode=config.merge_mode,
-        drift=config.buffer.drift,
-        max_drift_tokens=config.buffer.max_drift_tokens,
         train=config.trained_roles,
         named_roles=tuple(config.roles),
         max_staleness=config.buffer.max_staleness,

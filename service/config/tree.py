@@ -157,11 +157,6 @@ class BufferConfig(Section):
     """Least seconds between two syncs of the journal."""
     merge: MergeMode = "linear"
     """Steps that share a row: none, those that continue the previous step, or those that continue any earlier row."""
-    drift: Literal["fork", "realign"] = "fork"
-    """For a prompt that differs from its row in a few tokens: begin a new row, or continue the row without loss on the
-    differing tokens."""
-    max_drift_tokens: NotNegative = 16
-    """Longest difference in tokens that `drift: realign` accepts."""
 
 
 class PlacementConfig(Section):

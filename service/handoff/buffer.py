@@ -32,7 +32,6 @@ from service.handoff.ledger.record import OnEnd
 from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.lookahead import Lookahead
-from service.handoff.prefixes.branches import Rule
 from service.handoff.prompts import Prompts, opening
 from service.handoff.scoring import Scoring
 from service.handoff.status import BufferStatus
@@ -97,8 +96,7 @@ class Buffer:
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
-        buffer, mode = config.buffer, config.merge_mode
-        self._one_row = None if config.algorithm.step_wise else Rule(mode, buffer.drift, buffer.max_drift_tokens)
+        self._one_row = None if config.algorithm.step_wise else config.merge_mode
         self._examines = self._filters.any
         groups = self.ledger.state.groups.items()
         examine(

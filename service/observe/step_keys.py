@@ -35,9 +35,7 @@ STEP_KEYS: dict[str, str] = {
     "generate/tokens_after_merge": "Tokens of the merged rows.",
     "generate/steps_extended": "Steps that extended the row of the step before them.",
     "generate/steps_forked": "Steps that began another row because they left the sampled text of an earlier one.",
-    "generate/steps_realigned": "Steps whose drifted prefix was realigned (`drift: realign`).",
     "generate/steps_reset": "Steps that began another row because they share at most a first prompt.",
-    "generate/realigned_tokens": "Sampled tokens that carry no loss because their context was realigned.",
     "generate/batch_imbalance": "Cost of the most loaded rank, over the mean cost of a rank.",
     "generate/batch_computed_ratio": (
         "Computed over all tokens of the rows, where shared prefixes are computed once; more than "

@@ -39,8 +39,7 @@ from service.handoff.ledger.events import Ended
 from service.handoff.ledger.record import Held, Store
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import version_of
-from service.handoff.prefixes.branches import Drift, Mode
-from service.handoff.prefixes.merge import merge_steps
+from service.handoff.prefixes.merge import Mode, merge_steps
 from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import end_objects, step_objects
 from service.run.folder import RUNS, TRAJECTORIES, newest_run, read_lines, run_folder
@@ -112,13 +111,12 @@ class RecordSettings:
     roles: tuple[str, ...]
     trained_roles: tuple[str, ...]
     merge_mode: Mode
-    drift: Drift
 
     @classmethod
     def of(cls, config: Config) -> RecordSettings:
         """The settings of a run."""
         kept = config.run.trajectories_per_step
-        return cls(kept, tuple(config.roles), config.trained_roles, config.merge_mode, config.buffer.drift)
+        return cls(kept, tuple(config.roles), config.trained_roles, config.merge_mode)
 
 
 def trajectory_records(
@@ -247,7 +245,7 @@ def _record(
     roles = roles_from(end.roles if end is not None else b"", len(steps), settings.roles)
     given = end.rewards[: len(steps)] if end is not None and end.rewards else (0.0,) * len(steps)
     parents = _parents(steps)
-    rows = merge_steps(steps, settings.merge_mode, settings.drift)
+    rows = merge_steps(steps, settings.merge_mode)
     row_of_step = {index: r for r, row in enumerate(rows) for index in range(row.first_step, row.last_step + 1)}
     return {
         "id": str(trajectory),

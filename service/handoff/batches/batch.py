@@ -25,8 +25,7 @@ from service.handoff.ledger.events import GroupStats
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory, version_of
-from service.handoff.prefixes.branches import Drift, Mode
-from service.handoff.prefixes.merge import check_choice, merge
+from service.handoff.prefixes.merge import Mode, check_choice, merge
 from service.handoff.steps.roles import TRAINED, Role
 from service.handoff.steps.tables import by_turn, concat_steps, end_of_items, is_truncated_K, name_of
 from service.types import NO_VERSION, Ends, Int32s, Int64s, MicroBatch, MiniBatch, Row, Rows, Steps
@@ -46,8 +45,6 @@ class BatchSettings:
     gamma: float = 1.0
     """Discount per turn, with credit by turn."""
     mode: Mode = "linear"
-    drift: Drift = "fork"
-    max_drift_tokens: int = 16
     train: tuple[str, ...] = TRAINED
     """Roles whose steps carry loss."""
     named_roles: tuple[str, ...] = ()
@@ -57,7 +54,7 @@ class BatchSettings:
     layout: Layout = "packed"
 
     def __post_init__(self) -> None:
-        choices = (("returns", ReturnRule), ("credit", Credit), ("mode", Mode), ("drift", Drift), ("layout", Layout))
+        choices = (("returns", ReturnRule), ("credit", Credit), ("mode", Mode), ("layout", Layout))
         for name, known in choices:
             check_choice(name, getattr(self, name), known)
         if Role.MAIN not in self.train:
@@ -130,7 +127,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     ends, prompt_G = _ends_in_order(groups)
     _refuse_untrainable(steps, history)
     trained, untrained_P = without_untrained(steps, ends, prompt_G, settings.train, settings.named_roles)
-    merged = merge(trained, settings.mode, settings.drift, settings.max_drift_tokens, settings.rule.by_turn)
+    merged = merge(trained, settings.mode, settings.rule.by_turn)
     length_R, trajectory_R = lengths_of(merged.rows.offsets_R), end_of_items(merged.rows, ends)
     sharing: dict[str, float] = {}
     ranks, budget, layout = settings.ranks, settings.token_budget, settings.layout
@@ -241,9 +238,8 @@ def _merge_metrics(counts: dict[str, int]) -> dict[str, float]:
         "generate/merge_ratio": counts["steps"] / max(counts["rows"], 1),
         "generate/tokens_before_merge": counts["tokens_before"],
         "generate/tokens_after_merge": counts["tokens_after"],
-        "generate/prefix_mismatches": counts["forked"] + counts["realigned"] + counts["reset"],
-        **{f"generate/steps_{outcome}": counts[outcome] for outcome in ("extended", "forked", "realigned", "reset")},
-        "generate/realigned_tokens": counts["realigned_tokens"],
+        "generate/prefix_mismatches": counts["forked"] + counts["reset"],
+        **{f"generate/steps_{outcome}": counts[outcome] for outcome in ("extended", "forked", "reset")},
     }
 
 

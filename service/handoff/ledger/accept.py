@@ -21,8 +21,7 @@ from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Held, Store, end_bytes
 from service.handoff.ledger.state import Group, Trajectory
-from service.handoff.prefixes.branches import Rule
-from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.merge import Mode, merge
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import index_of_steps, same_step
@@ -105,7 +104,7 @@ class _Received(NamedTuple):
     message: StepGroup
     columns: _Columns
     held: Held
-    one_row: Rule | None
+    one_row: Mode | None
 
 
 def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> StepGroup:
@@ -148,7 +147,7 @@ def new_content(
     store: Store,
     message: StepGroup,
     max_trajectory_bytes: int | None = None,
-    one_row: Rule | None = None,
+    one_row: Mode | None = None,
 ) -> NewContent | Refusal:
     """What accepting a message would add, or why the whole message is refused.
 
@@ -355,13 +354,9 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
         return None
     steps = concat_steps(tables)
     found = trajectory_refusal(steps, ends_table([end]))
-    if found is None and received.one_row is not None and (n_rows := _rows(steps, received.one_row)) > 1:
+    if found is None and received.one_row is not None and (n_rows := len(merge(steps, received.one_row).rows)) > 1:
         return Refusal(RefusalReason.PREFIX, f"{received.id}: several rows, and algorithm.step_wise is false", n_rows)
     return None if found is None else found._replace(path=f"{received.id}/{found.path}")
-
-
-def _rows(steps: Steps, rule: Rule) -> int:
-    return len(merge(steps, *rule).rows)
 
 
 def _per_step(steps: Steps, mask_N: Bools) -> list[int]:

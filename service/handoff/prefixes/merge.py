@@ -6,27 +6,36 @@
                                   mask    1  1  0  0  1  1
 
 Steps in shared form lie on the token axis as the row does, so merging a trajectory whose steps each continue the one
-before takes no copy: the row is the steps' tokens, and only the offsets change. Trajectories that branch are built
-segment by segment (`service.handoff.prefixes.branches`). Steps merge only if their temperature is the same and both or
-neither have log-probabilities, because a row has one of each.
+before takes no copy: the row is the steps' tokens, and only the offsets change. The rows of a trajectory that branches
+(forks, resets, trees) are built of segments of the token axis. A segment is live where its tokens keep their loss, or
+context where they stand only so that later tokens follow what the policy saw:
+
+    step 0: prompt [1 2]        response [3 4]      row 0: live [1 2 3 4]
+    step 1: prompt [1 2 3]      response [9]        row 1: context [1 2 3] (of step 0), live [9]
+
+Steps merge only if their temperature is the same and both or neither have log-probabilities, because a row has one of
+each. A step costs what its own tokens cost, and the number of branches between where it branches off and the end of the
+row that it is compared with; not what the trajectory has so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from service.columns import changes, columns_of, filled, lengths_of, offsets_of, segments_of
-from service.handoff.prefixes.branches import Drift, Mode, Rule, branching_rows
-from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.prefix_index import IndexedStep, PrefixIndex
 from service.handoff.prefixes.sharing import check_chain
 from service.handoff.prefixes.step_equality import in_order
+from service.handoff.prefixes.tree import Place, common
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import name_of, row_objects, total_lengths, with_token_rewards
 from service.types import Bools, Int64s, Row, Rows, Step, Steps
+
+Mode = Literal["off", "linear", "tree"]
 
 
 class Merged(NamedTuple):
@@ -34,8 +43,8 @@ class Merged(NamedTuple):
 
     rows: Rows
     counts: dict[str, int]
-    """Steps by outcome (`extended`, `forked`, `realigned`, `reset`), `realigned_tokens` that lost their loss,
-    `steps` and `rows`, `tokens_before` (of the steps as rows of their own) and `tokens_after`."""
+    """Steps by outcome (`extended`, `forked`, `reset`), `steps` and `rows`, `tokens_before` (of the steps as rows of
+    their own) and `tokens_after`."""
 
 
 class _Layout(NamedTuple):
@@ -49,18 +58,16 @@ class _Layout(NamedTuple):
     """The item that begins the segment's row."""
     last_K: Int64s
     """[K] at a row's first item, its last item."""
-    moved: tuple[tuple[int, int, float], ...] = ()
-    """(item that begins a row, place in the row, reward that moved there)."""
 
 
-def merge_steps(steps: Iterable[Step], mode: Mode = "linear", drift: Drift = "fork") -> list[Row]:
+def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     """The rows of any number of trajectories, in order of each trajectory's first appearance, then of steps.
 
     A reward stands on its step's last response token, so one of a step without response tokens is in no `Row.rewards`.
 
     Raises:
         ValueError: a trajectory has two prompts, or lacks a step before its last; a step came twice with different
-            content; what a step extends is not there; an unknown `mode` or `drift`.
+            content; what a step extends is not there; an unknown `mode`.
 
     >>> from service.types import TrajectoryId
     >>> def step(index, prompt, response):
@@ -75,27 +82,24 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear", drift: Drift = "fo
         return []
     table = steps_table(listed)
     check_whole(table)
-    rows = merge(with_token_rewards(table), mode, drift).rows
+    rows = merge(with_token_rewards(table), mode).rows
     return row_objects(rows if table.token_rewards_N is None else replace(rows, reward_R=None))
 
 
-def merge(
-    steps: Steps, mode: Mode = "linear", drift: Drift = "fork", max_drift_tokens: int = 16, by_turn: bool = False
-) -> Merged:
+def merge(steps: Steps, mode: Mode = "linear", by_turn: bool = False) -> Merged:
     """Merge all trajectories of a table; steps may come in any order, and identical duplicates count once.
 
     `by_turn`: the rows say of which step each token is.
     """
     check_choice("mode", mode, Mode)
-    check_choice("drift", drift, Drift)
-    counts = dict.fromkeys(("extended", "forked", "realigned", "reset", "realigned_tokens"), 0)
+    counts = dict.fromkeys(("extended", "forked", "reset"), 0)
     steps, number_K = in_order(steps)
     if mode == "off":
         steps = whole_prompts(steps)
         item_K = np.arange(len(steps))
         layout = _Layout(steps.offsets_K[:-1], steps.offsets_K[1:], np.ones(len(steps), np.bool_), item_K, item_K)
     else:
-        layout = _merged_layout(steps, number_K, Rule(mode, drift, max_drift_tokens), counts)
+        layout = _merged_layout(steps, number_K, mode, counts)
     rows = _rows(steps, layout)
     if by_turn:
         turn_S = steps.index_K[_items_of_segments(steps, layout)]
@@ -138,7 +142,7 @@ def whole_prompts(steps: Steps) -> Steps:
     )
 
 
-def _merged_layout(steps: Steps, number_K: Int64s, rule: Rule, counts: dict[str, int]) -> _Layout:
+def _merged_layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) -> _Layout:
     """Chains of steps as they lie; trajectories that branch, one by one."""
     first_K = changes(number_K)
     chained_K, skip_K = _chains(steps, first_K, number_K)
@@ -151,17 +155,19 @@ def _merged_layout(steps: Steps, number_K: Int64s, rule: Rule, counts: dict[str,
     chains = (start_S, stop_S, np.ones(len(chain_S), np.bool_), begins_K[chain_S])
     if chained_K.all():
         return _Layout(*chains, last_K)
-    segments, moved = [chains], list[tuple[int, int, float]]()
+    segments = [chains]
     bounds_G = np.append(np.flatnonzero(first_K), len(steps))
     for g in np.flatnonzero(~chained_K[bounds_G[:-1]]).tolist():
-        for row in branching_rows(steps, int(bounds_G[g]), int(bounds_G[g + 1]), rule, counts):
+        builder = _RowBuilder(steps, mode, counts)
+        for k in range(int(bounds_G[g]), int(bounds_G[g + 1])):
+            builder.add(k)
+        for row in builder.rows:
             last_K[row.steps[0]] = row.steps[-1]
-            moved += [(row.steps[0], place, reward) for place, reward in row.moved.items()]
-            start_S, stop_S, live_S, _ = np.array(row.segments, np.int64).reshape(-1, 4).T
+            start_S, stop_S, live_S = np.array(row.segments, np.int64).reshape(-1, 3).T
             segments.append((start_S, stop_S, live_S.astype(np.bool_), np.full(len(start_S), row.steps[0], np.int64)))
     start_S, stop_S, live_S, row_S = (np.concatenate(columns) for columns in zip(*segments, strict=True))
     order = np.argsort(row_S, kind="stable")
-    return _Layout(start_S[order], stop_S[order], live_S[order], row_S[order], last_K, tuple(moved))
+    return _Layout(start_S[order], stop_S[order], live_S[order], row_S[order], last_K)
 
 
 def _chains(steps: Steps, first_K: Bools, number_K: Int64s) -> tuple[Bools, Int64s]:
@@ -197,10 +203,6 @@ def _rows(steps: Steps, layout: _Layout) -> Rows:
     columns = _assembled(steps, layout.start_S, layout.stop_S, layout.live_S)
     if any(column.about.on_prompt and columns[column.name] is not None for column in _FILLED):
         _fill(columns, _observed(steps, layout), on_prompt=True)
-    if layout.moved and steps.token_rewards_N is not None:
-        rewards_N = columns["token_rewards_N"] = columns["token_rewards_N"].copy()
-        for item, place, reward in layout.moved:
-            rewards_N[offsets_R[np.searchsorted(first_R, item)] + place] += reward
     return Rows(
         uids=steps.uids,
         stop_reasons=steps.stop_reasons,
@@ -259,3 +261,136 @@ def check_choice(name: str, value: str, choices: Any) -> None:
     known = get_args(choices)
     if value not in known:
         raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
+
+
+# -- trajectories that branch -----------------------------------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """What a row has one of, so that only steps of one kind share a row."""
+
+    temperature: float
+    has_logprobs: bool
+
+
+class _Segment(NamedTuple):
+    """Tokens `start:stop` of the steps' token axis, as part of a row."""
+
+    start: int
+    stop: int
+    live: bool
+
+
+@dataclass(slots=True, eq=False)
+class _OpenRow:
+    """A row that may still grow; its tokens are the prompt and response of its last step."""
+
+    number: int
+    kind: _Kind
+    tip: Place
+    """Where its tokens end in the trajectory's tree."""
+    first_sampled: int
+    """Where the first response stands, in the row's prompt if the row is a fork."""
+    steps: list[int] = field(default_factory=list)
+    """Items of the table, in order."""
+    segments: list[_Segment] = field(default_factory=list)
+
+
+class _RowBuilder:
+    """The rows of one trajectory, built step by step."""
+
+    def __init__(self, steps: Steps, mode: Mode, counts: dict[str, int]) -> None:
+        """`counts`: by outcome, to which each step adds."""
+        self.rows: list[_OpenRow] = []
+        self._steps, self._mode, self._counts = steps, mode, counts
+        self._index, self._rows_by_tip = PrefixIndex(), _RowsByTip()
+        self._row_of: dict[int, _OpenRow] = {}
+        """By step index."""
+
+    def add(self, k: int) -> None:
+        """Add item `k`, which comes after all steps before it."""
+        steps, indexed = self._steps, self._index.add(self._steps, k)
+        kind = _Kind(float(steps.temperature_K[k]), bool(steps.has_logprobs_K[k]))
+        prompt_length = indexed.cut + int(steps.prompt_length_K[k])
+        # where the prompt ends; inside what earlier steps had, where the prompt continues with new tokens
+        prompt = indexed.branch.before(min(prompt_length, indexed.branch.length))
+        row, length = self._continued(prompt, kind), 0
+        if row is not None:
+            self._counts["extended"] += 1
+            self._rows_by_tip.remove(row)
+            length = row.tip.length
+        else:
+            row = _OpenRow(len(self.rows), kind, indexed.tip, self._first_sampled(prompt, prompt_length))
+            self.rows.append(row)
+        self._extend(row, k, indexed, length)
+        self._rows_by_tip.add(row)
+        self._rows_by_tip.note_more(indexed.branch)
+
+    def _continued(self, prompt: Place, kind: _Kind) -> _OpenRow | None:
+        """The row that a step continues: with all of whose tokens its prompt begins."""
+        if self._mode == "tree":
+            return self._rows_by_tip.longest_prefix(prompt, kind)
+        last = self.rows[-1] if self.rows else None
+        return last if last and last.kind == kind and common(last.tip, prompt) == last.tip.length else None
+
+    def _first_sampled(self, prompt: Place, prompt_length: int) -> int:
+        """Where the first response of a new row stands; counts why the step begins one.
+
+        A step that shares sampled tokens with the nearest row but does not continue its end is `forked`; one that
+        shares at most a first prompt is `reset`.
+        """
+        if not self.rows:
+            return prompt_length
+        if self._mode == "tree":
+            # rows only grow, so the owner of the last shared token holds the whole shared prefix
+            nearest, shared = self._row_of[prompt.owner] if prompt.length else self.rows[0], prompt.length
+        else:
+            nearest, shared = self.rows[-1], common(self.rows[-1].tip, prompt)
+        forked = shared > nearest.first_sampled
+        self._counts["forked" if forked else "reset"] += 1
+        return nearest.first_sampled if forked else prompt_length
+
+    def _extend(self, row: _OpenRow, k: int, indexed: IndexedStep, length: int) -> None:
+        """Give a row that has the first `length` tokens of a step all of them."""
+        for start, stop in indexed.segments(length, indexed.tip.length):
+            row.segments.append(_Segment(start, stop, live=start >= indexed.own_start))
+        row.steps.append(k)
+        row.tip, self._row_of[int(self._steps.index_K[k])] = indexed.tip, row
+
+
+class _RowsByTip:
+    """Rows by their last token, so that the row which a prompt continues is found at once."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Place, dict[_Kind, list[_OpenRow]]] = {}
+        self._inner: dict[_Kind, set[Place]] = {}
+        """Tips of rows after which the tree goes on with tokens that are not of those rows."""
+
+    def add(self, row: _OpenRow) -> None:
+        """Index a row by its tip."""
+        self._rows.setdefault(row.tip, {}).setdefault(row.kind, []).append(row)
+        self.note_more(row.tip)
+
+    def remove(self, row: _OpenRow) -> None:
+        """Remove a row, whose tip will move."""
+        kinds = self._rows[row.tip]
+        kinds[row.kind].remove(row)
+        if not kinds[row.kind]:
+            del kinds[row.kind]
+            self._inner.get(row.kind, set()).discard(row.tip)
+
+    def note_more(self, place: Place) -> None:
+        """Tokens may have been added to the tree after this place."""
+        if (kinds := self._rows.get(place)) and place.has_more:
+            for kind in kinds:
+                self._inner.setdefault(kind, set()).add(place)
+
+    def longest_prefix(self, prompt: Place, kind: _Kind) -> _OpenRow | None:
+        """The longest row of this kind with all of whose tokens a prompt begins; of equal ones, the first."""
+        rows = self._rows.get(prompt, {}).get(kind)
+        if rows is None:
+            inner = [place for place in self._inner.get(kind, ()) if place.is_prefix_of(prompt)]
+            if not inner:
+                return None
+            rows = self._rows[max(inner, key=lambda place: place.length)][kind]
+        return min(rows, key=lambda row: row.number)

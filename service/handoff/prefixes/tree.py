@@ -12,7 +12,6 @@ sequence costs what it shares with the tree, however many other sequences there 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -70,20 +69,6 @@ class Place(NamedTuple):
             parts.append(run.ids[max(start - run.begin, 0) : stop - run.begin])
             run, stop = run.above, run.begin
         return np.concatenate([np.zeros(0, np.int32), *reversed(parts)])
-
-    def shared_with(self, others: Iterable[Place]) -> list[int]:
-        """How many leading tokens this path shares with each of several others."""
-        lengths = {self.run: self.length}
-        run = self.run
-        while run.level:
-            lengths[run.above] = run.begin
-            run = run.above
-        found = []
-        for other, length in others:
-            while other not in lengths:
-                other, length = other.above, other.begin
-            found.append(min(length, lengths[other]))
-        return found
 
     def is_prefix_of(self, place: Place) -> bool:
         """Whether the path to `place` begins with this one."""

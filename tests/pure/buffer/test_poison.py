@@ -95,7 +95,7 @@ def current_work(world: World, work: Assignment | None) -> Assignment:
     """The group under way, or another one; restarted samples are claimed again."""
     groups = world.buffer.ledger.state.groups
     for group_id in [o for o, group in groups.items() if group.state is GroupState.COMPLETE]:
-        merge(world.buffer.complete_group(group_id).steps, "tree", "realign")  # what was accepted makes rows
+        merge(world.buffer.complete_group(group_id).steps, "tree")  # what was accepted makes rows
     if work is None or work.group_id not in groups or groups[work.group_id].state is GroupState.COMPLETE:
         while not isinstance(answer := world.generator.claim(world.buffer.version), Assignment):
             world.train()

@@ -17,10 +17,8 @@ from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import row_objects, step_objects, with_token_rewards
 from service.types import Extension, Row, Step, TrajectoryId
-from tests.pure.handoff.test_properties import DRIFTS, MODES, SLOW_MACHINE, TOKENS
+from tests.pure.handoff.test_properties import MODES, SLOW_MACHINE, TOKENS
 from tests.pure.handoff.worlds import step
-
-MAX_DRIFT = 2
 
 
 @dataclass
@@ -31,7 +29,6 @@ class PlainRow:
     prompt_length: int
     first_sampled: int
     tokens: list[tuple[int, float, bool, float]] = field(default_factory=list)
-    ends: set[int] = field(default_factory=set)
 
     @property
     def ids(self) -> list[int]:
@@ -50,20 +47,7 @@ def alike(a: Step, b: Step) -> bool:
     return a.temperature == b.temperature and (a.logprobs is None) == (b.logprobs is None)
 
 
-def drift(tail: list[int], rest: list[int]) -> int:
-    """Tokens until what is left of `tail` stands in `rest`, shifted by at most MAX_DRIFT."""
-    smallest = len(tail)
-    for shift in range(-MAX_DRIFT, MAX_DRIFT + 1):
-        places = [i for i in range(len(tail)) if i + shift >= 0]
-        if not places or places[-1] + shift >= len(rest):
-            continue
-        end = max((i + 1 for i in places if tail[i] != rest[i + shift]), default=places[0])
-        if end < len(tail):
-            smallest = min(smallest, max(end, end + shift))
-    return smallest
-
-
-def outcome(rows: list[PlainRow], before: list[Step], now: Step, mode: str, drift_rule: str) -> tuple[str, int, int]:
+def outcome(rows: list[PlainRow], before: list[Step], now: Step, mode: str) -> tuple[str, int, int]:
     """(what becomes of a step, the row that matters, how many of its tokens are shared)."""
     prompt = now.prompt_ids.tolist()
     shared = {r: same(row.ids, prompt) for r, row in enumerate(rows)}
@@ -74,48 +58,35 @@ def outcome(rows: list[PlainRow], before: list[Step], now: Step, mode: str, drif
     if whole:
         chosen = max(whole, key=whole.__getitem__)
         return "extended", chosen, whole[chosen]
-    if fitting and drift_rule == "realign":
-        near = max(fitting, key=fitting.__getitem__)
-        row, length = rows[near], fitting[near]
-        inside = length >= row.prompt_length and length not in row.ends
-        if inside and drift(row.ids[length:], prompt[length:]) <= MAX_DRIFT:
-            return "realigned", near, length
     nearest = max(shared, key=shared.__getitem__)
-    if mode == "tree" and drift_rule == "fork":  # of several, the row of the step that had those tokens first
+    if mode == "tree":  # of several, the row of the step that had those tokens first
         first = next(s for s in before if same(ids_of(s), prompt) >= shared[nearest])
         nearest = next(r for r, row in enumerate(rows) if first in row.steps)
     forked = shared[nearest] > rows[nearest].first_sampled
     return "forked" if forked else "reset", nearest, 0
 
 
-def plain_rows(steps: list[Step], mode: str, drift_rule: str, counts: Counter[str]) -> list[PlainRow]:
+def plain_rows(steps: list[Step], mode: str, counts: Counter[str]) -> list[PlainRow]:
     """The rows of one trajectory, whose steps have their whole prompts and come by index."""
     rows: list[PlainRow] = []
     for at, now in enumerate(steps):
         prompt, response = now.prompt_ids.tolist(), now.response_ids.tolist()
         name, chosen, length = "", 0, 0
         if rows and mode != "off":
-            name, chosen, length = outcome(rows, steps[:at], now, mode, drift_rule)
-        if name in ("extended", "realigned"):
+            name, chosen, length = outcome(rows, steps[:at], now, mode)
+        if name == "extended":
             row = rows[chosen]
         else:
             begun = rows[chosen].first_sampled if name == "forked" else len(prompt)
             row = PlainRow([], len(prompt), begun)
             rows.append(row)
-        lost = row.tokens[length:]
-        counts["realigned_tokens"] += sum(sampled for *_, sampled, _ in lost)
         rewards = [0.0] * len(response)
         if response:
             rewards[-1] = float(np.sum(now.reward))
         logprobs = [0.0] * len(response) if now.logprobs is None else now.logprobs.tolist()
-        row.tokens = row.tokens[:length] + [(token, 0.0, False, 0.0) for token in prompt[length:]]
+        row.tokens += [(token, 0.0, False, 0.0) for token in prompt[length:]]
         row.tokens += zip(response, logprobs, now.loss_mask.tolist(), rewards, strict=True)
-        if moved := sum(reward for *_, reward in lost):
-            place = max((i for i, token in enumerate(row.tokens[:length]) if token[2]), default=len(row.tokens) - 1)
-            token = row.tokens[place]
-            row.tokens[place] = (*token[:3], token[3] + moved)
         row.steps.append(now)
-        row.ends = {end for end in row.ends if end <= length} | {len(row.tokens)}
         if name:
             counts[name] += 1
     return rows
@@ -184,20 +155,18 @@ def made_facts(row: Row) -> dict[str, Any]:
 
 
 @SLOW_MACHINE
-@given(st.data(), MODES, DRIFTS)
-def test_any_trees_in_any_form_and_order_merge_as_in_the_plain_merge(
-    data: st.DataObject, mode: Any, drift: Any
-) -> None:
+@given(st.data(), MODES)
+def test_any_trees_in_any_form_and_order_merge_as_in_the_plain_merge(data: st.DataObject, mode: Any) -> None:
     episodes = [data.draw(trees(TrajectoryId(0, sample))) for sample in range(data.draw(st.integers(1, 2)))]
     counts: Counter[str] = Counter()
-    plain = [row for steps in episodes for row in plain_rows(steps, mode, drift, counts)]
+    plain = [row for steps in episodes for row in plain_rows(steps, mode, counts)]
     steps = [sent(steps, index, data) for steps in episodes for index in range(len(steps))]
     again = data.draw(st.lists(st.sampled_from(steps), max_size=3))
     table = with_token_rewards(steps_table(data.draw(st.permutations([*steps, *again]))))
-    merged = merge(table, mode, drift, MAX_DRIFT)
+    merged = merge(table, mode)
     rows = sorted(row_objects(merged.rows), key=lambda row: (row.trajectory, row.first_step))
     assert [made_facts(row) for row in rows] == [plain_facts(row) for row in plain]
-    outcomes = ("extended", "forked", "realigned", "reset", "realigned_tokens")
+    outcomes = ("extended", "forked", "reset")
     assert {name: merged.counts[name] for name in outcomes} == {name: counts[name] for name in outcomes}
 
 

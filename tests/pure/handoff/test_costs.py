@@ -42,10 +42,6 @@ def resets(index: int) -> tuple[int, int]:
     return 0, NEW // 2
 
 
-def drifting(index: int) -> tuple[int, int]:
-    return index - 1, 2
-
-
 def comb(index: int) -> tuple[int, int]:
     return index - 1, NEW // 4
 
@@ -89,24 +85,21 @@ def _grown(tries: list[tuple[float, float]]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("shape", "mode", "drift", "rows"),
+    ("shape", "mode", "rows"),
     [
-        (chain_with_one_fork, "linear", "fork", 2),
-        (chain_with_one_fork, "tree", "fork", 2),
-        (two_agents, "tree", "fork", 2),
-        (two_agents, "tree", "realign", 2),
-        (resets, "linear", "fork", MANY),
-        (resets, "tree", "fork", MANY),
-        (drifting, "linear", "realign", 1),
-        (drifting, "tree", "realign", 1),
+        (chain_with_one_fork, "linear", 2),
+        (chain_with_one_fork, "tree", 2),
+        (two_agents, "tree", 2),
+        (resets, "linear", MANY),
+        (resets, "tree", MANY),
     ],
 )
-def test_merging_costs_what_the_new_tokens_cost(shape: Shape, mode: Any, drift: Any, rows: int) -> None:
-    assert merge(episode(shape, MANY), mode, drift).counts["rows"] == rows
+def test_merging_costs_what_the_new_tokens_cost(shape: Shape, mode: Any, rows: int) -> None:
+    assert merge(episode(shape, MANY), mode).counts["rows"] == rows
 
     def prepared(count: int) -> Callable[[], Any]:
         steps = episode(shape, count)
-        return lambda: merge(steps, mode, drift)
+        return lambda: merge(steps, mode)
 
     assert growth(prepared) < ALLOWED
 

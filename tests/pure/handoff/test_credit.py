@@ -23,7 +23,7 @@ from service.handoff.batches.credit import TURN_ESTIMATORS, Credit
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.score import ESTIMATORS
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.branches import Mode
+from service.handoff.prefixes.merge import Mode
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.prefixes.step_equality import same_step
 from service.handoff.steps.builder import step_group, steps_table

@@ -18,7 +18,6 @@ SHAPES = (
     "batches.pack",
     "batches.score",
     "prefixes.merge",
-    "prefixes.branches",
     "prefixes.sharing",
     "prefixes.tree",
     "steps.builder",

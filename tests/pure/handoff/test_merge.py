@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from service.handoff.prefixes.merge import merge, whole_prompts
 from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import row_objects, step_objects
+from service.handoff.steps.tables import step_objects
 from service.types import NO_VERSION, ROUTE_NATIVELY, Extension, Row, TrajectoryId
 from tests.pure.handoff.worlds import episode, ids, shared, step
 
@@ -85,12 +84,6 @@ def test_a_fork_of_a_fork_counts_as_a_fork_and_a_new_start_as_a_reset() -> None:
         assert (counts["forked"], counts["reset"], counts["rows"]) == (2, 1, 4)
 
 
-def test_a_prompt_that_leaves_a_row_where_a_step_ends_is_a_branch_and_no_drift() -> None:
-    steps = [step(0, [1, 2], [3]), step(1, [1, 2, 3, 4], [5]), step(2, [1, 2, 3, 7], [8])]
-    counts = merge(steps_table(steps), drift="realign").counts
-    assert (counts["extended"], counts["forked"], counts["realigned"]) == (1, 1, 0)
-
-
 def test_a_tree_continues_any_row_and_trains_a_token_once() -> None:
     steps = [
         step(0, [1, 2], [3, 4]),
@@ -106,40 +99,6 @@ def test_a_tree_continues_any_row_and_trains_a_token_once() -> None:
     counts = merge(steps_table(steps), "tree").counts
     assert (counts["extended"], counts["forked"], counts["reset"]) == (2, 1, 1)
     assert merge(steps_table(steps), "linear").counts["extended"] == 0
-
-
-def test_realign_masks_what_follows_a_short_mismatch_and_counts_it() -> None:
-    steps = [step(0, [10, 20], [30, 40, 50]), step(1, [10, 20, 30, 41, 50, 60], [70])]
-    merged = merge(steps_table(steps), drift="realign", max_drift_tokens=1)
-    [row] = row_objects(merged.rows)
-    assert row.response_ids.tolist() == [30, 41, 50, 60, 70]
-    assert row.loss_mask.tolist() == [True, False, False, False, True]
-    assert (merged.counts["realigned"], merged.counts["realigned_tokens"]) == (1, 2)
-    assert len(merge_steps(steps, drift="fork")) == 2
-
-
-@pytest.mark.parametrize(
-    ("response", "rewards"),
-    [([30, 40, 51], [0, 2, 0, 0, 4]), ([31, 40, 50], [0, 0, 0, 0, 6])],  # sampled tokens stay in the row; none do
-)
-def test_a_reward_that_realigning_cuts_off_stays_in_its_row(response: list[int], rewards: list[float]) -> None:
-    steps = [step(0, [10, 20], response, reward=2.0), step(1, [10, 20, 30, 40, 50, 60], [70], reward=4.0)]
-    [row] = merge_steps(steps, drift="realign")
-    assert row.response_ids.tolist() == [30, 40, 50, 60, 70]
-    assert row.rewards.tolist() == rewards and row.reward == 4.0
-
-
-def test_a_mismatch_longer_than_the_limit_forks() -> None:
-    steps = [step(0, [10, 20], [30, 40, 50, 60]), step(1, [10, 20, 30, 1, 2, 60, 7], [8])]
-    assert merge(steps_table(steps), drift="realign", max_drift_tokens=1).counts["forked"] == 1
-    assert merge(steps_table(steps), drift="realign", max_drift_tokens=2).counts["realigned"] == 1
-
-
-def test_a_limit_beyond_the_lengths_of_the_steps_costs_no_time() -> None:
-    steps = steps_table([step(0, [1, 2, 3], [4, 5, 6, 7, 8]), step(1, [1, 2, 3, 4, 9, 6, 7, 8, 10], [11])])
-    started = time.process_time()
-    assert merge(steps, drift="realign", max_drift_tokens=10**6).counts["realigned"] == 1
-    assert time.process_time() - started < 1
 
 
 def test_steps_of_different_temperature_do_not_share_a_row() -> None:

@@ -28,7 +28,6 @@ SLOW_MACHINE = settings(deadline=None)  # a loaded machine is no failure
 
 FIRST = TrajectoryId(0, 0)
 MODES = st.sampled_from(["off", "linear", "tree"])
-DRIFTS = st.sampled_from(["fork", "realign"])
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=5)  # few ids, so that prefixes agree by chance
 
 
@@ -85,39 +84,34 @@ def test_splitting_a_stream_into_any_steps_and_merging_gives_it_back(
 
 
 @SLOW_MACHINE
-@given(st.lists(episodes(), min_size=1, max_size=3), MODES, DRIFTS, st.randoms())
+@given(st.lists(episodes(), min_size=1, max_size=3), MODES, st.randoms())
 def test_any_order_of_arrival_with_duplicates_gives_the_same_rows(
-    made: list[list[Step]], mode: Any, drift: Any, random: Any
+    made: list[list[Step]], mode: Any, random: Any
 ) -> None:
     steps = [replace(s, trajectory=TrajectoryId(0, t)) for t, episode in enumerate(made) for s in episode]
     arrived = [*steps, *random.sample(steps, len(steps) // 2)]
     random.shuffle(arrived)
-    rows = sorted(merge_steps(arrived, mode, drift), key=lambda row: (row.trajectory, row.first_step, row.last_step))
-    again = sorted(merge_steps(steps, mode, drift), key=lambda row: (row.trajectory, row.first_step, row.last_step))
+    rows = sorted(merge_steps(arrived, mode), key=lambda row: (row.trajectory, row.first_step, row.last_step))
+    again = sorted(merge_steps(steps, mode), key=lambda row: (row.trajectory, row.first_step, row.last_step))
     assert [facts(row) for row in rows] == [facts(row) for row in again]
 
 
 @SLOW_MACHINE
-@given(episodes(), MODES, DRIFTS, st.integers(0, 8))
-def test_every_sampled_token_carries_loss_once_or_has_a_counted_reason(
-    steps: list[Step], mode: Any, drift: Any, limit: int
-) -> None:
-    merged = merge(steps_table(steps), mode, drift, limit)
+@given(episodes(), MODES)
+def test_every_sampled_token_carries_loss_once(steps: list[Step], mode: Any) -> None:
+    merged = merge(steps_table(steps), mode)
     sampled = sum(int(s.loss_mask.sum()) for s in steps)
-    assert int(merged.rows.loss_mask_N.sum()) == sampled - merged.counts["realigned_tokens"]
-    outcomes = ("extended", "forked", "realigned", "reset")
+    assert int(merged.rows.loss_mask_N.sum()) == sampled
+    outcomes = ("extended", "forked", "reset")
     assert mode == "off" or sum(merged.counts[o] for o in outcomes) == len(steps) - 1
-    assert drift == "realign" or merged.counts["realigned"] == 0
 
 
 @SLOW_MACHINE
-@given(episodes(), MODES, DRIFTS, st.integers(0, 8))
-def test_rows_carry_every_steps_reward_once_however_they_were_cut(
-    steps: list[Step], mode: Any, drift: Any, limit: int
-) -> None:
+@given(episodes(), MODES)
+def test_rows_carry_every_steps_reward_once_however_they_were_cut(steps: list[Step], mode: Any) -> None:
     worth = [float(1 << index) for index in range(len(steps))]  # sums tell which rewards are in them
     steps = [replace(s, reward=reward) for s, reward in zip(steps, worth, strict=True)]
-    rows = row_objects(merge(with_token_rewards(steps_table(steps)), mode, drift, limit).rows)
+    rows = row_objects(merge(with_token_rewards(steps_table(steps)), mode).rows)
     assert sum(float(row.rewards.sum()) for row in rows) == sum(worth)
     for row in rows:
         assert not row.rewards[~row.loss_mask].any()
@@ -132,7 +126,7 @@ def test_what_precedes_a_sampled_token_in_its_row_is_what_the_policy_saw(steps: 
         for t in range(len(s.response_ids)):
             assert s.logprobs is not None
             seen[s.index, float(s.logprobs[t])] = [*s.prompt_ids, *s.response_ids[: t + 1]]
-    for row in row_objects(merge(steps_table(steps), mode, "realign", 4).rows):
+    for row in row_objects(merge(steps_table(steps), mode).rows):
         whole, first = [*row.prompt_ids, *row.response_ids], len(row.prompt_ids)
         for t in np.flatnonzero(row.loss_mask).tolist():
             assert row.logprobs is not None
@@ -141,20 +135,20 @@ def test_what_precedes_a_sampled_token_in_its_row_is_what_the_policy_saw(steps: 
 
 
 @SLOW_MACHINE
-@given(episodes(), MODES, DRIFTS)
-def test_the_shared_form_gives_the_same_rows(steps: list[Step], mode: Any, drift: Any) -> None:
+@given(episodes(), MODES)
+def test_the_shared_form_gives_the_same_rows(steps: list[Step], mode: Any) -> None:
     full = steps_table(steps)
     small = share_prefixes(full)
     assert len(small.token_ids_N) <= len(full.token_ids_N)
-    assert merge(small, mode, drift).counts == merge(full, mode, drift).counts
-    for a, b in zip(row_objects(merge(small, mode, drift).rows), merge_rows(full, mode, drift), strict=True):
+    assert merge(small, mode).counts == merge(full, mode).counts
+    for a, b in zip(row_objects(merge(small, mode).rows), merge_rows(full, mode), strict=True):
         assert facts(a) == facts(b)
     again = whole_prompts(small)
     assert again.token_ids_N.tolist() == full.token_ids_N.tolist()
 
 
-def merge_rows(table: Any, mode: Any, drift: Any) -> list[Row]:
-    return row_objects(merge(table, mode, drift).rows)
+def merge_rows(table: Any, mode: Any) -> list[Row]:
+    return row_objects(merge(table, mode).rows)
 
 
 @SLOW_MACHINE
@@ -166,7 +160,7 @@ def test_sharing_works_across_messages_in_any_order_of_entry(steps: list[Step], 
         message = share_prefixes(select(full, np.array([k])), known)
         known = message if known is None else concat_steps([known, message])
     assert known is not None
-    assert [facts(r) for r in merge_rows(known, "tree", "fork")] == [facts(r) for r in merge_rows(full, "tree", "fork")]
+    assert [facts(r) for r in merge_rows(known, "tree")] == [facts(r) for r in merge_rows(full, "tree")]
 
 
 @SLOW_MACHINE
@@ -258,8 +252,8 @@ def test_advantages_sum_to_zero_per_group(returns_G: list[float], name: str, dat
 
 
 @SLOW_MACHINE
-@given(st.data(), MODES, DRIFTS)
-def test_a_mini_batch_accounts_for_every_sampled_token(data: st.DataObject, mode: Any, drift: Any) -> None:
+@given(st.data(), MODES)
+def test_a_mini_batch_accounts_for_every_sampled_token(data: st.DataObject, mode: Any) -> None:
     groups, sampled = [], 0
     for group_id in range(data.draw(st.integers(1, 3))):
         made = [data.draw(episodes(TrajectoryId(group_id, s))) for s in range(data.draw(st.integers(1, 3)))]
@@ -267,7 +261,7 @@ def test_a_mini_batch_accounts_for_every_sampled_token(data: st.DataObject, mode
         steps = [s for episode in made for s in episode]
         sampled += sum(int(s.loss_mask.sum()) for s in steps)
         groups.append(CompleteGroup(group_id, f"p{group_id}", steps_table(steps), ends_table(ends)))
-    settings = BatchSettings(ranks=2, token_budget=128, mode=mode, drift=drift, max_staleness=0)
+    settings = BatchSettings(ranks=2, token_budget=128, mode=mode, max_staleness=0)
     batch = form_mini_batch(1, groups, VersionHistory(), settings)
     loss = sum(int(m.loss_mask_N.sum()) for rank in batch.ranks for m in rank)
     fates = ("tokens/loss", "tokens/stale", "tokens/untrained", "tokens/masked")

@@ -17,7 +17,7 @@ from service.handoff import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.batches.batch import batch_of_rank
 from service.handoff.ledger.scores import sampled_tokens
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.branches import Mode
+from service.handoff.prefixes.merge import Mode
 from service.handoff.steps import wire
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
