@@ -204,7 +204,7 @@ class Steps(Tokens, Table):
     index_K: Annotated[Int32s, About("place in the trajectory, from 0")]
     uid_K: Annotated[Int32s, About("prompt, as an index into the message's uids", compare="names")]
     stop_reason_K: Annotated[Int32s, About("index into the message's stop reasons", compare="names")]
-    note_K: Annotated[Int32s, About("what its generator goes on by, as an index into the notes", compare="names")]
+    note_K: Annotated[Int32s, About("what its generator continues with, as an index into the notes", compare="names")]
     temperature_K: Annotated[Float32s, About("sampling temperature")]
     reward_K: Annotated[Float64s, About("reward of the step; the sum over its tokens", compare="rewards")]
     has_logprobs_K: Annotated[Bools, About("whether the engine gave log-probabilities")]
