@@ -26,6 +26,7 @@ import psutil
 
 from actors.buffer.actor import BufferActor, Leased  # first: Ray reads the environment that `actors` sets
 from actors.watchdog import MARK, start_watchdog
+from service.config.core_settings import buffer_settings
 
 # isort: split
 import ray
@@ -278,7 +279,7 @@ def replay(folder: Path) -> dict[str, float]:
     tasks = load_tasks(folder / "tasks.jsonl")
     uids, rows = [task.uid for task in tasks], rows_digest(tasks)
     began = time.monotonic()
-    Buffer(config(), VOCABULARY, uids, journal, clock, config().run.seed, rows_digest=rows)
+    Buffer(buffer_settings(config(), VOCABULARY), uids, journal, clock, rows_digest=rows)
     seconds, n_bytes = time.monotonic() - began, journal.position - journal.start
     return {
         "reclaimed_mb": journal.start / 1e6,

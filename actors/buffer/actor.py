@@ -15,6 +15,7 @@ from actors.observe.logs import keep_log
 from actors.observe.telemetry import BufferTelemetry
 from service.clock import SystemClock
 from service.config import Config
+from service.config.core_settings import buffer_settings
 from service.config.rollout import ScorerConfig
 from service.errors import RunFailed
 from service.files import lock_folder
@@ -24,12 +25,12 @@ from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.events import Lost
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.scoring import teachers_of
 from service.handoff.steps.limits import Routing
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.rollout.prompts.dataset import load_tasks, rows_digest
+from service.run.teachers import teachers_of
 from service.run.trajectories import LostTrajectories, RecordSettings, trajectory_records
 from service.scorers.asking import Asking, Worker
 from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
@@ -92,16 +93,14 @@ class BufferActor:
             self._journal_lock = lock_journal(Path(journal_folder), LOCK_SECONDS)
             self._journal = Journal(Path(journal_folder), self._clock)
             tasks = load_tasks(Path(tasks_file))
+            columns, temperatures = [task.extra_info for task in tasks], [task.temperature for task in tasks]
             self._opened = Buffer(
-                self._config,
-                vocab_size,
+                buffer_settings(self._config, vocab_size, routing),
                 [task.uid for task in tasks],
                 self._journal,
                 self._clock,
-                self._config.run.seed,
-                routing,
                 rows_digest(tasks),
-                teachers_of(self._config, [task.extra_info for task in tasks], [task.temperature for task in tasks]),
+                teachers_of(self._config.scorers, self._config.algorithm.teacher, columns, temperatures),
             )
         except Exception as error:  # noqa: BLE001 - raised by `_buffer` at the first call
             # Ray would restart an actor whose constructor raises again and again.

@@ -19,10 +19,11 @@ from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, he
 from actors.observe.logs import begin_logs
 from service.agents.session_keys import WORKER_KEY, Keys, run_keys
 from service.config import Config, check
+from service.config.core_settings import buffer_settings
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
 from service.handoff.ledger.replaying import check_begun
-from service.handoff.prompts import opening
+from service.handoff.settings import opening
 from service.rollout.prompts.dataset import rows_digest
 from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import (
@@ -108,7 +109,8 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
         folder.begin(config)
     else:
         uids = [task.uid for task in prepared.tasks]
-        opened = opening(config, prepared.vocab_size, config.run.seed, uids, rows_digest(prepared.tasks))
+        settings = buffer_settings(config, prepared.vocab_size, prepared.routing)
+        opened = opening(settings, uids, rows_digest(prepared.tasks))
         check_begun(folder.path / JOURNAL, opened)
         checkpoints = Checkpoints(folder.path / CHECKPOINTS, config.trainer.keep_checkpoints)
         check_checkpoint(config, prepared.base, checkpoints.path(manifest.step))

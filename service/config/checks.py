@@ -10,6 +10,7 @@ from service.config.checks_algorithm import RULES as ALGORITHM_RULES
 from service.config.checks_algorithm import TEMPORAL_ESTIMATORS
 from service.config.checks_command import check_command
 from service.config.checks_trainer import RULES as TRAINER_RULES
+from service.config.core_settings import worst_bytes
 from service.config.lora import ALL, LINEAR, SLOT_RANKS
 from service.config.problem import Problem
 from service.config.rollout import MADE_SET
@@ -18,7 +19,7 @@ from service.config.store_url import store_url_problem
 from service.config.tree import Config
 from service.errors import ConfigError
 from service.handoff.batches.score import GROUP_ESTIMATORS
-from service.handoff.group_bytes import ITEM_BYTES, worst_group_bytes, worst_journal_bytes, worst_step_bytes
+from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.steps.roles import ROLES, Role
 from service.user_code import malformed_name
 
@@ -303,14 +304,15 @@ def _staleness(config: Config) -> Iterator[Problem]:
 def _bytes(config: Config, experts_per_token: int = 0) -> Iterator[Problem]:
     """Bounds of memory and journal; `experts_per_token` is known once the model has been read."""
     buffer, samples, size = config.buffer, config.algorithm.n_samples_per_prompt, config.trainer.mini_batch_size
-    one_turn = samples * (worst_step_bytes(config, experts_per_token) + ITEM_BYTES)
+    worst = worst_bytes(config, experts_per_token)
+    one_turn = samples * (worst.step + ITEM_BYTES)
     if buffer.max_group_bytes < one_turn:
         yield Problem(
             "buffer.max_group_bytes",
             f"{buffer.max_group_bytes} cannot hold one turn of each of the {samples} samples of a group at worst "
             f"({one_turn} bytes): long groups would all be refused, so the policy would learn to be short; raise it",
         )
-    mini_batch = size * worst_group_bytes(config, experts_per_token)
+    mini_batch = size * worst.group
     if buffer.max_bytes < mini_batch:
         yield Problem(
             "buffer.max_bytes",
@@ -318,7 +320,7 @@ def _bytes(config: Config, experts_per_token: int = 0) -> Iterator[Problem]:
             "admission would stop before a mini-batch is complete, a deadlock",
         )
     every, kept = config.trainer.checkpoint_every, config.trainer.keep_checkpoints
-    journal = worst_journal_bytes(config, experts_per_token)
+    journal = worst.journal(max(every * kept, 1) * size)
     if buffer.max_journal_bytes < journal:
         held = f"the {every * kept} mini-batches since the oldest checkpoint that is kept" if every else "a mini-batch"
         yield Problem(

@@ -6,11 +6,15 @@ The core (`service.handoff`) knows no configuration: its parts take the frozen v
 from __future__ import annotations
 
 from service.config.tree import Config
+from service.handoff.attempts import AttemptSettings
 from service.handoff.batches.advantages import Rule
 from service.handoff.batches.batch import BatchSettings
 from service.handoff.batches.filters import FilterSettings
 from service.handoff.batches.score import ESTIMATORS
-from service.handoff.group_bytes import NOTE_BYTES
+from service.handoff.curriculum import CurriculumSettings
+from service.handoff.group_bytes import NOTE_BYTES, WorstBytes
+from service.handoff.scoring import ScorerSettings
+from service.handoff.settings import BufferSettings
 from service.handoff.steps.limits import Limits, Routing
 from service.user_code import registered
 
@@ -79,4 +83,62 @@ def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Ro
         n_named_roles=len(config.roles),
         max_note_bytes=max(config.env.max_snapshot_bytes, NOTE_BYTES),
         routing=routing,
+    )
+
+
+def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = None) -> BufferSettings:
+    """The settings of the buffer; `routing`: which routed experts the model can replay, None: not known."""
+    buffer, min_lookahead = config.buffer, max(config.weights.sync_every - 1, 1)
+    return BufferSettings(
+        limits=message_limits(config, vocab_size, routing),
+        worst=worst_bytes(config, routing.experts_per_token if routing else 0),
+        batches=batch_settings(config),
+        filters=filter_settings(config),
+        attempts=AttemptSettings(
+            buffer.max_attempts, buffer.step_deadline, buffer.on_group_deadline, buffer.group_deadline
+        ),
+        curriculum=curriculum_settings(config),
+        scorers={
+            name: ScorerSettings(scorer.kind, scorer.weight, scorer.combine, scorer.fallback)
+            for name, scorer in config.scorers.items()
+        },
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        mini_batch_size=config.trainer.mini_batch_size,
+        order=buffer.order,
+        step_wise=config.algorithm.step_wise,
+        max_generators=config.generator.max_engines,
+        lookahead=buffer.lookahead,
+        min_lookahead=min_lookahead,
+        max_lookahead=max(buffer.max_staleness, min_lookahead),
+        max_bytes=buffer.max_bytes,
+        max_journal_bytes=buffer.max_journal_bytes,
+        keep_reclaimed=buffer.record,
+        lease_deadline=buffer.lease_deadline,
+        max_lease_attempts=buffer.max_lease_attempts,
+        has_checkpoints=config.trainer.checkpoint_every > 0,
+    )
+
+
+def curriculum_settings(config: Config) -> CurriculumSettings | None:
+    """Which prompts are passed over; None: none."""
+    if (curriculum := config.data.curriculum) is None:
+        return None
+    return CurriculumSettings(curriculum.band, curriculum.outside, curriculum.min_groups)
+
+
+def worst_bytes(config: Config, experts_per_token: int = 0) -> WorstBytes:
+    """How many bytes steps may need; `experts_per_token`: routed experts of a token over all layers."""
+    agents = config.endpoint
+    return WorstBytes(
+        n_samples=config.algorithm.n_samples_per_prompt,
+        max_group_bytes=config.buffer.max_group_bytes,
+        tokens_of_step=config.generator.max_input_length + config.generator.max_generate_length,
+        max_turns=config.env.max_turns,
+        max_note_bytes=max(config.env.max_snapshot_bytes, NOTE_BYTES),
+        max_session_tokens=0 if agents is None else agents.max_tokens,
+        max_session_calls=0 if agents is None else agents.max_calls,
+        experts_per_token=experts_per_token,
+        has_teacher=config.algorithm.teacher is not None,
+        n_scorers=len(config.scorers),
     )

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from service.config.tree import Config
 from service.errors import ConfigError
-from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES, scores_bytes, worst_trajectory_bytes
+from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES, WorstBytes
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.ledger import Ledger
@@ -25,23 +24,19 @@ from service.types import PolicyVersion
 class Admission:
     """Whether the next slot may be issued."""
 
-    def __init__(self, config: Config, lookahead: Lookahead, experts_per_token: int = 0) -> None:
-        """`experts_per_token`: routed experts that the model records for each token.
-
-        Raises:
-            ConfigError: `buffer.max_bytes` cannot hold one mini-batch at worst.
-        """
+    def __init__(
+        self, lookahead: Lookahead, worst: WorstBytes, mini_batch_size: int, max_bytes: int, max_journal_bytes: int
+    ) -> None:
+        """Raises a ConfigError if `max_bytes` cannot hold one mini-batch at worst."""
         self._lookahead = lookahead
-        self._mini_batch_size = config.trainer.mini_batch_size
-        self._n_samples = config.algorithm.n_samples_per_prompt
-        self._max_bytes = config.buffer.max_bytes
-        self._max_journal_bytes = config.buffer.max_journal_bytes
-        self._worst_bytes = worst_trajectory_bytes(config, experts_per_token)
-        self._score_bytes = scores_bytes(config)
-        if self._mini_batch_size * self._n_samples * self._worst_bytes > self._max_bytes:
+        self._mini_batch_size = mini_batch_size
+        self._max_bytes = max_bytes
+        self._max_journal_bytes = max_journal_bytes
+        self._worst_bytes, self._worst_group_bytes, self._score_bytes = worst.trajectory, worst.group, worst.scores
+        if mini_batch_size * self._worst_group_bytes > max_bytes:
             raise ConfigError(
-                f"buffer.max_bytes is {self._max_bytes}, but one mini-batch may need {self._mini_batch_size} groups of "
-                f"{self._n_samples * self._worst_bytes} bytes at worst: the trainer would wait forever. Raise "
+                f"buffer.max_bytes is {max_bytes}, but one mini-batch may need {mini_batch_size} groups of "
+                f"{self._worst_group_bytes} bytes at worst: the trainer would wait forever. Raise "
                 "max_bytes, or lower max_group_bytes, the length limits or trainer.mini_batch_size"
             )
 
@@ -69,7 +64,7 @@ class Admission:
         missing = held + worst - limit
         if missing <= 0 and journal.reserve(worst):
             return None
-        needed = sum(group.n_bytes for group in groups) + worst + self._n_samples * self._worst_bytes
+        needed = sum(group.n_bytes for group in groups) + worst + self._worst_group_bytes
         enough = needed <= limit and journal.reserve(worst + journal.segment_bytes)
         make_room(record, wanted=missing if enough else 0)
         if missing <= 0:
@@ -86,7 +81,7 @@ class Admission:
             self._lookahead.blocked()
             due = f"waits for the weights of step {batch - ahead} (lookahead {ahead})"
             return WaitReason.LOOKAHEAD, f"{due}; has those of step {serving.step}"
-        needed = self.reserved(record) + self._n_samples * self._worst_bytes
+        needed = self.reserved(record) + self._worst_group_bytes
         if needed > self._max_bytes:
             return (
                 WaitReason.BYTES,

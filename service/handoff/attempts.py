@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from service.config.tree import Config
+from dataclasses import dataclass
+from typing import Literal
+
 from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
@@ -15,11 +17,25 @@ RUN_END = "run_end"
 GROUP_DEADLINE = "group_deadline"
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptSettings:
+    """How long trajectories and groups may take."""
+
+    max_attempts: int = 3
+    """Attempts of a trajectory."""
+    step_deadline: float = 300.0
+    """Seconds without progress after which a trajectory is restarted."""
+    on_group_deadline: Literal["train_partial", "expire"] | None = None
+    """What becomes of a group at its deadline; None: groups have no deadline."""
+    group_deadline: float = 3600.0
+    """Seconds from a group's claim to its deadline."""
+
+
 class Attempts:
     """Decides about new attempts; every decision is an event of the record."""
 
-    def __init__(self, config: Config, filters: FilterSettings, record: Record) -> None:
-        self._config, self._filters = config, filters
+    def __init__(self, settings: AttemptSettings, filters: FilterSettings, record: Record) -> None:
+        self._settings, self._filters = settings, filters
         self._record = record
 
     def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
@@ -27,7 +43,7 @@ class Attempts:
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
-        elif max(trajectories[sample].attempt for sample in samples) + 1 >= self._config.buffer.max_attempts:
+        elif max(trajectories[sample].attempt for sample in samples) + 1 >= self._settings.max_attempts:
             self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_ATTEMPTS))
         else:
             self._record.add(events.Restarted(group_id, samples, reason))
@@ -49,14 +65,14 @@ class Attempts:
             return False
         table, k = self._record.store.of(group_id).places_of(sample)[n_steps - 1]
         goes_on = table.notes[table.note_K[k]].startswith(GOES_ON)
-        return goes_on and trajectory.moves + 1 < self._config.buffer.max_attempts
+        return goes_on and trajectory.moves + 1 < self._settings.max_attempts
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
         """A failed trajectory gets a new attempt; when none is left, the group goes on without the trajectory."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]
         draining = self._record.ledger.state.draining is not None
-        can_restart = trajectories[sample].attempt + 1 < self._config.buffer.max_attempts
+        can_restart = trajectories[sample].attempt + 1 < self._settings.max_attempts
         # A trajectory alone in its group has no baseline.
         if (draining or not can_restart) and len(others) > 1:
             self._record.add(events.Truncated(group_id, (sample,), reason))
@@ -66,7 +82,7 @@ class Attempts:
 
     def end_overdue_groups(self, now: float) -> None:
         """Apply `buffer.on_group_deadline` to groups that take too long; by default nothing happens."""
-        issued_at, settings = self._record.ledger.issued_at, self._config.buffer
+        issued_at, settings = self._record.ledger.issued_at, self._settings
         while issued_at:
             group_id, since = next(iter(issued_at.items()))
             group = self._record.ledger.state.groups.get(group_id)
@@ -81,7 +97,7 @@ class Attempts:
         open_samples = tuple(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
         # A trajectory alone in its group has no baseline.
         n_finished = sum(trajectory.complete and not trajectory.given_up for trajectory in group.trajectories)
-        if self._config.buffer.on_group_deadline == "train_partial" and n_finished > 1:
+        if self._settings.on_group_deadline == "train_partial" and n_finished > 1:
             self._record.add(events.Truncated(group_id, open_samples, GROUP_DEADLINE))
             examine(self._record, self._filters, [group_id])
         else:
@@ -103,6 +119,6 @@ class Attempts:
         """Restart trajectories without progress for `buffer.step_deadline` seconds."""
         while self._record.ledger.holdings.since:
             (group_id, sample), since = next(iter(self._record.ledger.holdings.since.items()))
-            if now - since < self._config.buffer.step_deadline:
+            if now - since < self._settings.step_deadline:
                 break
             self.restart(group_id, (sample,), "silent")

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from service.clock import Clock
-from service.config.core_settings import batch_settings, filter_settings, message_limits
-from service.config.tree import Config
 from service.errors import RunFailed
 from service.handoff.admission import Admission
 from service.handoff.attempts import RUN_END, Attempts
@@ -23,7 +21,7 @@ from service.handoff.batches.filters import examine
 from service.handoff.batches.form import BatchFormer, BatchJob, Unscored
 from service.handoff.claims import Claims
 from service.handoff.curriculum import Curriculum
-from service.handoff.group_bytes import JOURNAL_SEGMENTS, worst_trajectory_bytes
+from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import failed_attempts, new_content, with_shared_prefixes
@@ -32,10 +30,10 @@ from service.handoff.ledger.record import OnEnd
 from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.lookahead import Lookahead
-from service.handoff.prompts import Prompts, opening
+from service.handoff.prompts import Prompts
 from service.handoff.scoring import Scoring
+from service.handoff.settings import BufferSettings, opening
 from service.handoff.status import BufferStatus
-from service.handoff.steps.limits import Routing
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
@@ -48,60 +46,52 @@ class Buffer:
 
     def __init__(
         self,
-        config: Config,
-        vocab_size: int,
+        settings: BufferSettings,
         prompt_uids: Sequence[str],
         journal: Journal,
         clock: Clock,
-        seed: int,
-        routing: Routing | None = None,
         rows_digest: str = "",
         teacher_of_row: Sequence[str] | None = None,
     ) -> None:
-        """`routing`: which routed experts the model can replay; None: not known.
+        """`rows_digest`: changes when the rows behind the prompts change; their uids count in any case.
 
-        `rows_digest`: changes when the rows behind the prompts change; their uids count in any case.
-
-        `teacher_of_row`: see `service.handoff.scoring.teachers_of`; None: every row has the same.
+        `teacher_of_row`: the name of each row's teacher, empty where it has none; None: every row has the same.
 
         Raises:
-            ConfigError: a bound cannot hold one mini-batch, or there is no such estimator.
+            ConfigError: a bound cannot hold one mini-batch.
             JournalError: the journal is damaged.
             UserError: the journal's run began with other rows or settings.
         """
-        self._config = config
+        self._settings = settings
         self._clock = clock
-        self._limits, self._filters = message_limits(config, vocab_size, routing), filter_settings(config)
-        prompts = Prompts(prompt_uids, seed, config.data.shuffle)
-        self._lookahead = Lookahead(config, clock)
-        experts_per_token = routing.experts_per_token if routing else 0
-        self._max_trajectory_bytes = worst_trajectory_bytes(config, experts_per_token)
-        self._admission = Admission(config, self._lookahead, experts_per_token)
-        journal.configure(config.buffer.max_journal_bytes // JOURNAL_SEGMENTS, config.buffer.record)
-        opened = opening(config, vocab_size, seed, prompt_uids, rows_digest)
-        self._record = opened_record(opened, self._limits, journal, clock)
+        self._limits, self._filters = settings.limits, settings.filters
+        self._max_trajectory_bytes = settings.worst.trajectory
+        self._size, is_strict = settings.mini_batch_size, settings.order == "strict"
+        prompts = Prompts(prompt_uids, settings.seed, settings.shuffle)
+        self._lookahead = Lookahead(settings.lookahead, settings.min_lookahead, settings.max_lookahead, clock)
+        bounds = settings.max_bytes, settings.max_journal_bytes
+        self._admission = Admission(self._lookahead, settings.worst, self._size, *bounds)
+        journal.configure(settings.max_journal_bytes // JOURNAL_SEGMENTS, settings.keep_reclaimed)
+        self._record = opened_record(opening(settings, prompt_uids, rows_digest), self._limits, journal, clock)
         self.ledger = self._record.ledger
-        self._attempts = Attempts(config, self._filters, self._record)
-        self._batches = BatchFormer(
-            batch_settings(config), config.trainer.mini_batch_size, config.buffer.order == "strict", self._record
-        )
-        self._waits = Waits(config, self._record)
-        self._curriculum = Curriculum(config.data.curriculum, prompts, self.ledger)
-        self.scoring = Scoring(config, self._filters, self._record, teacher_of_row)
+        self._attempts = Attempts(settings.attempts, self._filters, self._record)
+        self._batches = BatchFormer(settings.batches, self._size, is_strict, self._record)
+        self._waits = Waits(self._record, self._size, is_strict, settings.attempts.step_deadline)
+        self._curriculum = Curriculum(settings.curriculum, prompts, self.ledger)
+        self.scoring = Scoring(settings.scorers, self._filters, self._record, teacher_of_row)
         """Takes the answers of scorers; groups wait there between the last submit and the lease."""
         self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
-        self._size, is_strict = config.trainer.mini_batch_size, config.buffer.order == "strict"
-        self._shares = self._size if is_strict else config.generator.max_engines
-        """Among how many the groups that the next mini-batch lacks are shared; in strict order each may be awaited."""
+        self._shares = self._size if is_strict else settings.max_generators
+        """Generators that share the groups still missing from the next mini-batch; in strict order each group may be
+        awaited."""
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
-        self._one_row = None if config.algorithm.step_wise else config.merge_mode
+        self._one_row = None if settings.step_wise else settings.batches.mode
         self._examines = self._filters.any
         groups = self.ledger.state.groups.items()
-        examine(
-            self._record, self._filters, [o for o, group in groups if not group.lease_count and not group.rolled_back]
-        )
+        unused = [o for o, group in groups if not group.lease_count and not group.rolled_back]
+        examine(self._record, self._filters, unused)
 
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
@@ -214,7 +204,7 @@ class Buffer:
             return self._refuse(Refusal(RefusalReason.LEASE, "lease", lease))
         if version != PolicyVersion(current.incarnation, current.step + 1):
             return self._refuse(Refusal(RefusalReason.VERSION, "version", version.step))
-        self._record.add(events.Committed(lease, version, final=not self._config.trainer.checkpoint_every))
+        self._record.add(events.Committed(lease, version, final=not self._settings.has_checkpoints))
         self._lookahead.committed()
         return None
 
@@ -248,7 +238,7 @@ class Buffer:
                     f"a trainer wants to go on from step {step}, but the journal holds the steps 0 to {state.step}: "
                     "go on from a checkpoint of this run"
                 )
-            if step is not None and step != state.step and not self._config.trainer.checkpoint_every:
+            if step is not None and step != state.step and not self._settings.has_checkpoints:
                 raise RunFailed(
                     f"a trainer wants to go on from step {step}, but step {state.step} was made and what was trained "
                     "since is not kept: set trainer.checkpoint_every to survive the loss of a trainer"
@@ -317,10 +307,10 @@ class Buffer:
 
     def tick(self) -> None:
         """Apply deadlines that have passed."""
-        now, settings = self._clock.monotonic(), self._config.buffer
+        now = self._clock.monotonic()
         self._attempts.restart_silent(now)
         for lease, since in list(self.ledger.leased_at.items()):
-            if now - since >= settings.lease_deadline:
+            if now - since >= self._settings.lease_deadline:
                 self._release(lease, "deadline")
         self._attempts.end_overdue_groups(now)
         if (stalled := self._record.journal.stalled) is not None:
@@ -394,7 +384,7 @@ class Buffer:
         group_ids = self.ledger.state.leases[lease].group_ids
         self._record.add(events.Released(lease, reason))
         for group_id in group_ids:
-            if self.ledger.state.groups[group_id].lease_count >= self._config.buffer.max_lease_attempts:
+            if self.ledger.state.groups[group_id].lease_count >= self._settings.max_lease_attempts:
                 self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_LEASE_ATTEMPTS))
 
     def _refuse(self, refused: Refusal) -> Refusal:

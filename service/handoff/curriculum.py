@@ -12,9 +12,10 @@ resumed goes on as it would have.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from service.config.rollout import CurriculumConfig
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.state import Success
 from service.handoff.prompts import Prompts
@@ -26,10 +27,21 @@ STRETCH = 8192
 """Places that are looked at together, because there may be many prompts and few in the band."""
 
 
+class CurriculumSettings(NamedTuple):
+    """Which prompts are passed over."""
+
+    band: tuple[float, float]
+    """Success between which, inclusive, a prompt is issued in every epoch."""
+    outside: float
+    """Fraction of the epochs in which a prompt outside of the band is issued."""
+    min_groups: int
+    """Groups of a prompt after which its success counts."""
+
+
 class Curriculum:
     """The order of issue; without settings every place is issued."""
 
-    def __init__(self, settings: CurriculumConfig | None, prompts: Prompts, ledger: Ledger) -> None:
+    def __init__(self, settings: CurriculumSettings | None, prompts: Prompts, ledger: Ledger) -> None:
         self._settings = settings
         self._prompts = prompts
         self._ledger = ledger

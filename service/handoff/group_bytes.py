@@ -12,13 +12,10 @@ Every step and end is counted as if it came in a message of its own, and as if n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from service.columns import columns_of
 from service.types import Steps
-
-if TYPE_CHECKING:  # the configuration's checks import this module
-    from service.config.tree import Config
 
 NAME_BYTES = 5 << 10
 """UTF-8 bytes of a generator's name, a prompt's uid, a stop reason and a note together, at most."""
@@ -51,7 +48,7 @@ JOURNAL_SEGMENTS = 8
 
 
 def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
-    """Bytes of so many tokens in so many steps and ends."""
+    """Bytes of `n_tokens` tokens in `n_items` steps and ends."""
     return n_tokens * token_bytes + n_items * ITEM_BYTES
 
 
@@ -60,54 +57,67 @@ def score_bytes(n_rewards: int, teacher_bytes: int) -> int:
     return SCORE_BYTES + 9 * n_rewards + teacher_bytes
 
 
-def scores_bytes(config: Config) -> int:
-    """Bytes of the answers of all scorers about one trajectory at worst, without a teacher's log-probabilities."""
-    return len(config.scorers) * (score_bytes(1, 0) + INFO_BYTES)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstBytes:
+    """How many bytes steps, trajectories and groups of a run may need at worst."""
 
+    n_samples: int
+    """Trajectories of a group."""
+    max_group_bytes: int
+    tokens_of_step: int
+    """Tokens of the longest prompt and the longest response."""
+    max_turns: int
+    """Turns in an environment."""
+    max_note_bytes: int = NOTE_BYTES
+    max_session_tokens: int = 0
+    """Tokens of all calls of an agent together."""
+    max_session_calls: int = 0
+    """Calls of an agent; 0: there are no agents."""
+    experts_per_token: int = 0
+    """Routed experts that the model records for each token, over all layers."""
+    has_teacher: bool = False
+    n_scorers: int = 0
 
-def worst_step_bytes(config: Config, experts_per_token: int = 0) -> int:
-    """Bytes of one step at worst: the longest prompt and the longest response.
+    @property
+    def token(self) -> int:
+        """One token in all columns."""
+        return TOKEN_BYTES + EXPERT_BYTES * self.experts_per_token + TEACHER_BYTES * self.has_teacher
 
-    `experts_per_token`: routed experts that the model records for each token, over all layers.
-    """
-    longest = config.generator.max_input_length + config.generator.max_generate_length
-    long_note = max(config.env.max_snapshot_bytes - NOTE_BYTES, 0)
-    return item_bytes(longest, _token_bytes(config, experts_per_token), 1) + long_note
+    @property
+    def step(self) -> int:
+        """One step: the longest prompt and the longest response."""
+        return item_bytes(self.tokens_of_step, self.token, 1) + max(self.max_note_bytes - NOTE_BYTES, 0)
 
+    @property
+    def scores(self) -> int:
+        """The answers of all scorers about one trajectory, without a teacher's log-probabilities."""
+        return self.n_scorers * (score_bytes(1, 0) + INFO_BYTES)
 
-def _token_bytes(config: Config, experts_per_token: int) -> int:
-    return TOKEN_BYTES + EXPERT_BYTES * experts_per_token + (TEACHER_BYTES if config.algorithm.teacher else 0)
+    @property
+    def trajectory(self) -> int:
+        """One trajectory, or its part of `buffer.max_group_bytes`.
 
+        In an environment every turn has full length; an agent's calls have `agents.max_tokens` tokens together, and its
+        end has a transcript. An end has a role and a reward of each step.
+        """
+        everything = self.max_turns * (self.step + SAID_BYTES) + ITEM_BYTES
+        if calls := self.max_session_calls:
+            session = item_bytes(self.max_session_tokens, self.token, calls + 1)
+            everything = max(everything, session + SAID_BYTES * calls + TRANSCRIPT_BYTES)
+        return min(everything + self.scores, self.max_group_bytes // self.n_samples)
 
-def worst_trajectory_bytes(config: Config, experts_per_token: int = 0) -> int:
-    """Bytes of one trajectory at worst, or its part of `buffer.max_group_bytes`.
+    @property
+    def group(self) -> int:
+        """One group."""
+        return self.n_samples * self.trajectory
 
-    In an environment every turn has full length; an agent's calls have `agents.max_tokens` tokens together, and its end
-    has a transcript. An end has a role and a reward of each step.
-    """
-    of_step = worst_step_bytes(config, experts_per_token) + SAID_BYTES
-    everything = config.env.max_turns * of_step + ITEM_BYTES
-    if (agents := config.endpoint) is not None:
-        session = item_bytes(agents.max_tokens, _token_bytes(config, experts_per_token), agents.max_calls + 1)
-        everything = max(everything, session + SAID_BYTES * agents.max_calls + TRANSCRIPT_BYTES)
-    everything += scores_bytes(config)
-    return min(everything, config.buffer.max_group_bytes // config.algorithm.n_samples_per_prompt)
+    def journal(self, n_groups: int) -> int:
+        """The smallest journal that never fills up for good, where `n_groups` are needed at once.
 
-
-def worst_group_bytes(config: Config, experts_per_token: int = 0) -> int:
-    """Bytes of one group at worst."""
-    return config.algorithm.n_samples_per_prompt * worst_trajectory_bytes(config, experts_per_token)
-
-
-def worst_journal_bytes(config: Config, experts_per_token: int = 0) -> int:
-    """Bytes of the smallest journal that never fills up for good.
-
-    The journal keeps the groups of all optimizer steps since the oldest checkpoint that is kept, or of one mini-batch
-    where no checkpoints are written; beside them events, and a segment's room for copies of what is needed. Groups that
-    ended otherwise and replaced attempts are removed whenever a claim waits for their place; what may be left of them
-    counts as one more group.
-    """
-    steps = max(config.trainer.checkpoint_every * config.trainer.keep_checkpoints, 1)
-    n_groups = steps * config.trainer.mini_batch_size + 1
-    groups = n_groups * worst_group_bytes(config, experts_per_token)
-    return (groups + EVENT_BYTES) * JOURNAL_SEGMENTS // (JOURNAL_SEGMENTS - 1) + 1
+        These are the groups of all optimizer steps since the oldest checkpoint that is kept, or of one mini-batch where
+        no checkpoints are written; beside them events, and a segment's room for copies of what is needed. Groups that
+        ended otherwise and replaced attempts are removed whenever a claim waits for their place; what may remain of
+        them counts as one more group.
+        """
+        groups = (n_groups + 1) * self.group
+        return (groups + EVENT_BYTES) * JOURNAL_SEGMENTS // (JOURNAL_SEGMENTS - 1) + 1

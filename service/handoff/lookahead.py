@@ -6,8 +6,9 @@ waited for lookahead. One less is tried when the trainer waited far less; a numb
 
 from __future__ import annotations
 
+from typing import Literal
+
 from service.clock import Clock
-from service.config.tree import Config
 
 TARGET_FRACTION = 0.05
 """Fraction of the time that the trainer may wait."""
@@ -20,12 +21,11 @@ PATIENT_WINDOWS = 20
 class Lookahead:
     """The current number."""
 
-    def __init__(self, config: Config, clock: Clock) -> None:
-        setting = config.buffer.lookahead
+    def __init__(self, setting: int | Literal["auto"], minimum: int, maximum: int, clock: Clock) -> None:
+        """`minimum` and `maximum` bound the number of `auto`."""
         self._auto = setting == "auto"
-        self._least = max(config.weights.sync_every - 1, 1)
-        self._most = max(config.buffer.max_staleness, self._least)
-        self.value = self._least if setting == "auto" else setting
+        self._minimum, self._maximum = minimum, maximum
+        self.value = minimum if setting == "auto" else setting
         self._clock = clock
         self._too_small = 0
         """The largest number with which the trainer was starved; 0 when there is none."""
@@ -52,8 +52,8 @@ class Lookahead:
         self._windows_since += 1
         if waiting_fraction > TARGET_FRACTION and self._was_blocked:
             self._too_small, self._windows_since = self.value, 0
-            self.value = min(self.value + 1, self._most)
-        elif waiting_fraction < CALM * TARGET_FRACTION and self.value > self._least:
+            self.value = min(self.value + 1, self._maximum)
+        elif waiting_fraction < CALM * TARGET_FRACTION and self.value > self._minimum:
             known = self.value - 1 <= self._too_small and self._windows_since < PATIENT_WINDOWS
             self.value -= 0 if known else 1
 

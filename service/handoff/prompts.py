@@ -1,4 +1,4 @@
-"""Which row stands at each place in the order of issue, and what must not change while a journal is used."""
+"""Which row stands at each place in the order of issue."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from service.config.tree import Config
-from service.handoff.ledger.events import Opened
-from service.handoff.steps.roles import ROLES
 from service.types import Int64s
 
 
@@ -56,16 +53,3 @@ class Prompts:
             order = np.random.default_rng((self._seed, epoch)).permutation(len(self._uids))
             self._orders = {e: kept for e, kept in self._orders.items() if e == epoch - 1} | {epoch: order}
         return self._orders[epoch]
-
-
-def opening(config: Config, vocab_size: int, seed: int, uids: Sequence[str], rows_digest: str) -> Opened:
-    """The rows and settings with which a run begins, and without which its journal means something else."""
-    settings = {
-        "run.seed": seed,
-        "data.shuffle": int(config.data.shuffle),
-        "algorithm.n_samples_per_prompt": config.algorithm.n_samples_per_prompt,
-        "trainer.mini_batch_size": config.trainer.mini_batch_size,
-        "the model's vocabulary": vocab_size,
-        **{f"roles.{name}": number for number, name in enumerate(config.roles, len(ROLES))},
-    }
-    return Opened(xxhash.xxh3_64_hexdigest("\n".join(uids).encode()) + rows_digest, settings)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from service.config.tree import Config
-from service.errors import UserError
 from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.group_bytes import INFO_BYTES
 from service.handoff.ledger import events
@@ -41,56 +40,39 @@ class Answer(NamedTuple):
     """Of each sampled token of the group, in the order of `service.handoff.ledger.scores.sampled_tokens`."""
 
 
-def teachers_of(
-    config: Config, columns: Sequence[Mapping[str, Any]], temperatures: Sequence[float | None]
-) -> list[str]:
-    """The teacher of each row of the dataset, by the row's columns; empty where it has none.
+@dataclass(frozen=True, slots=True)
+class ScorerSettings:
+    """What the buffer has to know about a scorer."""
 
-    Raises:
-        UserError: a row names something that is no teacher, or has a temperature of its own; no row names a teacher.
-    """
-    known = [name for name, scorer in config.scorers.items() if scorer.kind == "teacher"]
-    teacher, found = config.algorithm.teacher, list[str]()
-    if teacher is None:
-        return [""] * len(columns)
-    for row, (of_row, temperature) in enumerate(zip(columns, temperatures, strict=True)):
-        name = known[0] if teacher.column is None else of_row.get(teacher.column) or ""
-        if name and name not in known:
-            raise UserError(
-                f"dataset, row {row}, column {teacher.column}: {name!r:.80} is no teacher among scorers "
-                f"({', '.join(known)}); name one of them, or none"
-            )
-        if name and temperature not in (None, 1.0):
-            raise UserError(
-                f"dataset, row {row}, column temperature: {temperature:g}, but the teacher's log-probabilities are "
-                "those at temperature 1, so the two could not be compared; leave it out"
-            )
-        found.append(name)
-    if found and not any(found):
-        raise UserError(
-            f"algorithm.teacher.column: no row of the dataset names a teacher in its column {teacher.column!r}, so "
-            f"nothing would be learned from {', '.join(known)}; give the column that does, or leave it out with one "
-            "teacher"
-        )
-    return found
+    kind: Literal["rewards", "teacher"] = "rewards"
+    weight: float = 1.0
+    """Factor of the reward."""
+    combine: Literal["replace", "add"] = "replace"
+    """The reward takes the place of the environment's, or is added to it."""
+    fallback: Literal["refuse", "environment_reward"] = "refuse"
+    """What becomes of a group without a good answer."""
 
 
 class Scoring:
     """Takes the answers of scorers; every decision is an event of the record."""
 
     def __init__(
-        self, config: Config, filters: FilterSettings, record: Record, teacher_of_row: Sequence[str] | None
+        self,
+        scorers: Mapping[str, ScorerSettings],
+        filters: FilterSettings,
+        record: Record,
+        teacher_of_row: Sequence[str] | None,
     ) -> None:
-        """`teacher_of_row`: see `teachers_of`; None: every row has the same."""
-        self._config, self._filters = config, filters
+        """`teacher_of_row`: the name of each row's teacher, empty where it has none; None: every row has the same."""
+        self._scorers, self._filters = scorers, filters
         self._record = record
-        self._always = tuple(name for name, scorer in config.scorers.items() if scorer.kind == "rewards")
+        self._always = tuple(name for name, scorer in scorers.items() if scorer.kind == "rewards")
         self._teacher_of_row = teacher_of_row
-        self._only_teacher = tuple(name for name, scorer in config.scorers.items() if scorer.kind == "teacher")[:1]
-        self._status = {name: ScorerStatus() for name in config.scorers}
+        self._only_teacher = tuple(name for name, scorer in scorers.items() if scorer.kind == "teacher")[:1]
+        self._status = {name: ScorerStatus() for name in scorers}
         for group_id, group in list(record.ledger.state.groups.items()):
             for name in group.awaited:  # also of groups that are not finished yet
-                if name not in config.scorers and group.state in (*UNFINISHED, GroupState.SCORING):
+                if name not in scorers and group.state in (*UNFINISHED, GroupState.SCORING):
                     self._go_on(group_id, name, REMOVED)
 
     def of_row(self, row: int) -> tuple[str, ...]:
@@ -118,7 +100,7 @@ class Scoring:
             return None
         if (wrong := self._wrong(group_id, scorer, answer)) is not None:
             return wrong
-        settings = self._config.scorers[scorer]
+        settings = self._scorers[scorer]
         rewards = None if answer.rewards is None else tuple(settings.weight * float(r) for r in answer.rewards)
         teacher = b"" if answer.logprobs is None else np.ascontiguousarray(answer.logprobs, LOGPROBS).tobytes()
         info = tuple(_cut(text) for text in answer.info)
@@ -140,7 +122,7 @@ class Scoring:
         """A scorer will not answer about a group: the group is refused, or goes on without."""
         if not self.awaits(group_id, scorer):
             return
-        if self._config.scorers[scorer].fallback == "refuse":
+        if self._scorers[scorer].fallback == "refuse":
             self._status[scorer].refused += 1
             self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.SCORER))
         else:
@@ -169,7 +151,7 @@ class Scoring:
         """Why an answer cannot be used."""
         trajectories = [t for t in self._record.ledger.state.groups[group_id].trajectories if not t.given_up]
         path = f"scorers.{scorer}"
-        if self._config.scorers[scorer].kind == "teacher":
+        if self._scorers[scorer].kind == "teacher":
             logprobs, n_sampled = answer.logprobs, sum(trajectory.tokens for trajectory in trajectories)
             if logprobs is None or logprobs.shape != (n_sampled,):
                 n_given = 0 if logprobs is None else logprobs.size
@@ -181,7 +163,7 @@ class Scoring:
             return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {len(trajectories)} trajectories", n_given)
         if answer.info and len(answer.info) != len(trajectories):
             return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: info of {len(trajectories)}", len(answer.info))
-        weight = self._config.scorers[scorer].weight
+        weight = self._scorers[scorer].weight
         for reward in answer.rewards:
             if not (math.isfinite(reward) and abs(weight * reward) <= MAX_REWARD):
                 return Refusal(RefusalReason.REWARD, path, reward)

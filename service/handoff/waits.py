@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from service.config.tree import Config
 from service.handoff.ledger.events import GroupStats
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
@@ -21,9 +20,11 @@ So many are rare even where one group in a hundred is of use."""
 class Waits:
     """All current waits, with their reasons in words."""
 
-    def __init__(self, config: Config, record: Record) -> None:
-        self._config = config
+    def __init__(self, record: Record, mini_batch_size: int, is_strict: bool, step_deadline: float) -> None:
         self._record = record
+        self._size = mini_batch_size
+        self._is_strict = is_strict
+        self._step_deadline = step_deadline
         self._clock = record.clock
         self._waits: dict[str, Wait] = {}
 
@@ -44,7 +45,7 @@ class Waits:
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
         for (group_id, sample), since in self._record.ledger.holdings.since.items():
-            if now - since >= SILENT_FRACTION * self._config.buffer.step_deadline:
+            if now - since >= SILENT_FRACTION * self._step_deadline:
                 waits.append(
                     Waiting(f"group={group_id}/sample={sample}", "silent", self._silence(group_id, sample), now - since)
                 )
@@ -53,7 +54,7 @@ class Waits:
 
     def lease_wait(self) -> tuple[WaitReason, str] | None:
         """Why no mini-batch can be leased; None when one can."""
-        ledger, size = self._record.ledger, self._config.trainer.mini_batch_size
+        ledger, size = self._record.ledger, self._size
         complete = len(ledger.finished)
         growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN] + len(ledger.scoring)
         if ledger.state.draining is not None and complete + growing < size:
@@ -61,7 +62,7 @@ class Waits:
         filtered = describe_filtered(ledger.state.filtered)
         if not complete and ledger.state.filtered.groups >= max(FRUITLESS_GROUPS, FRUITLESS_MINI_BATCHES * size):
             return WaitReason.FILTERED, filtered
-        if self._config.buffer.order == "strict":
+        if self._is_strict:
             return self._slot_wait(size)
         if complete < size:
             detail = f"{complete} of {size} groups are complete{self._unscored()}{f'; {filtered}' if filtered else ''}"

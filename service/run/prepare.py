@@ -15,7 +15,6 @@ from service.config.checks import check_bytes
 from service.config.model_folder import check_vocabulary, is_model_folder
 from service.config.paths import with_absolute_paths
 from service.errors import UserError
-from service.handoff.scoring import teachers_of
 from service.handoff.steps.limits import Routing
 from service.learn.checkpoint import check_parts, read_metadata
 from service.learn.estimate.fit import refuse_too_large
@@ -37,6 +36,7 @@ from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
 from service.run.eval_target import EvalTarget
 from service.run.folder import DATA, initial_model, warmed_model
+from service.run.teachers import teachers_of
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
@@ -73,7 +73,8 @@ def prepare(config: Config, folder: Path) -> Prepared:
     tasks_file = train_file(config.data, config.env, folder / DATA, config.run.seed)
     tasks = load_tasks(tasks_file)
     check_environments(config.env, tasks, tasks_file)
-    teachers_of(config, [task.extra_info for task in tasks], [task.temperature for task in tasks])
+    columns, temperatures = [task.extra_info for task in tasks], [task.temperature for task in tasks]
+    teachers_of(config.scorers, config.algorithm.teacher, columns, temperatures)
     evals = prepare_evaluation(config, folder)
     model_folder = config.model.path or make_policy(config, initial_model(config, folder))
     hf_config, tokenizer = _checked_model(model_folder)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.config import Config
+from service.config.core_settings import buffer_settings
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.verbs import Claim, Wait
@@ -54,6 +55,7 @@ class Host(Process):
         """`rngs`: of the process and of its scorers."""
         super().__init__(network.loop)
         self.config = config
+        self.settings = buffer_settings(config, VOCABULARY)
         self.network = network
         self.witness = witness
         self.disk = MemoryDisk()
@@ -83,7 +85,7 @@ class Host(Process):
         """Start a new process on the disk's files; its monotonic clock starts at a random time."""
         self.clock = VirtualClock(self.loop, float(self._rng.uniform(0, 1e6)))
         self.journal = Journal(FOLDER, self.clock, self.disk, self._segment_bytes)
-        self.buffer = Buffer(self.config, VOCABULARY, PROMPT_UIDS, self.journal, self.clock, self.config.run.seed)
+        self.buffer = Buffer(self.settings, PROMPT_UIDS, self.journal, self.clock)
         self.alive = True
         self.journal.sync()
         self.witness.look(self.buffer)

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.config import Config
-from service.handoff.group_bytes import worst_group_bytes, worst_journal_bytes
+from service.config.core_settings import worst_bytes
 from service.handoff.ledger.invariant import violations
 from service.handoff.steps.stop_reason import FAILURES
 from service.handoff.verbs import Assignment, Wait, WaitReason
 from service.types import Refusal, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.test_group_bytes import full_step, is_accepted, with_bounds
-from tests.pure.buffer.world import Generator, World, config
+from tests.pure.buffer.world import Generator, World, config, journal_bytes
 
 ROUNDS = 40
 """Claims, each followed by a sync, within which a full journal is rid of everything that is not needed."""
@@ -44,8 +44,8 @@ def least_journals(draw: st.DrawFn) -> Config:
             "keep_checkpoints": draw(st.integers(1, 2)),
         },
     )
-    made = with_bounds(made, max_group_bytes=worst_group_bytes(made), max_bytes=20 * worst_group_bytes(made))
-    return with_bounds(made, max_journal_bytes=worst_journal_bytes(made))
+    made = with_bounds(made, max_group_bytes=worst_bytes(made).group, max_bytes=20 * worst_bytes(made).group)
+    return with_bounds(made, max_journal_bytes=journal_bytes(made))
 
 
 class Run:

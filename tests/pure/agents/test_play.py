@@ -18,11 +18,11 @@ from baton.examples import lookup
 from service.config import AgentsConfig, Config
 from service.config.checks import problems
 from service.config.command import AGENT
-from service.config.core_settings import message_limits
+from service.config.core_settings import message_limits, worst_bytes
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError
 from service.evaluation.scores import EvalShard
-from service.handoff.group_bytes import ITEM_BYTES, SAID_BYTES, TOKEN_BYTES, TRANSCRIPT_BYTES, worst_trajectory_bytes
+from service.handoff.group_bytes import ITEM_BYTES, SAID_BYTES, TOKEN_BYTES, TRANSCRIPT_BYTES
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
 from service.handoff.validate import refusal
@@ -316,7 +316,7 @@ async def test_a_host_that_is_none_of_this_machine_is_one_clear_line(model: Path
 async def test_admission_reserves_what_a_session_may_have() -> None:
     config = settings("lookup", AgentsConfig(max_calls=1000, max_tokens=100_000))
     assert (
-        worst_trajectory_bytes(config)
+        worst_bytes(config).trajectory
         == 100_000 * TOKEN_BYTES + 1001 * ITEM_BYTES + 1000 * SAID_BYTES + TRANSCRIPT_BYTES
     )
     assert message_limits(config, 100).max_turns == 1000

@@ -4,10 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from service.config.core_settings import worst_bytes
 from service.errors import RunFailed
 from service.handoff.batches.form import BatchJob
 from service.handoff.batches.score import ESTIMATORS
-from service.handoff.group_bytes import worst_group_bytes
 from service.handoff.ledger.invariant import violations
 from service.handoff.steps import wire
 from service.handoff.steps.tables import step_objects
@@ -170,7 +170,7 @@ def test_a_lease_says_that_every_group_was_filtered_and_when_no_other_is_to_be_e
 
 
 def test_worst_case_bytes_are_reserved_at_the_claim(tmp_path: Path) -> None:
-    worst = worst_group_bytes(config())
+    worst = worst_bytes(config()).group
     world = World(tmp_path, config(buffer={"max_bytes": 2 * worst + worst // 2, "lookahead": 4}))
     first, second = world.generator.claimed(), world.generator.claimed()
     answer = world.generator.claim()

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.handoff.group_bytes import worst_group_bytes, worst_journal_bytes
+from service.config.core_settings import worst_bytes
 from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import LocalFile
 from service.handoff.verbs import Assignment, Wait, WaitReason
 from service.types import MiniBatch, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.test_group_bytes import full_step, is_accepted, with_bounds
-from tests.pure.buffer.world import START, World, config
+from tests.pure.buffer.world import START, World, config, journal_bytes
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def world(tmp_path: Path) -> World:
         buffer={"record": True},
         trainer={"checkpoint_every": 2, "keep_checkpoints": 1, "max_tokens_per_micro_batch": 8192},
     )
-    made = with_bounds(made, max_group_bytes=worst_group_bytes(made))
-    made = with_bounds(made, max_journal_bytes=worst_journal_bytes(made))
+    made = with_bounds(made, max_group_bytes=worst_bytes(made).group)
+    made = with_bounds(made, max_journal_bytes=journal_bytes(made))
     assert is_accepted(made)
     return World(tmp_path, made, segment_bytes=1 << 30)
 

@@ -2,13 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from service.handoff.group_bytes import worst_journal_bytes
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.state import Lengths, bucket, distance
 from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
-from tests.pure.buffer.world import TurnedClock, World, config, step
+from tests.pure.buffer.world import TurnedClock, World, config, journal_bytes, step
 
 
 def half_finished(world: World, samples: int) -> Assignment:
@@ -99,7 +98,7 @@ def test_by_default_a_group_has_no_deadline_for_being_long(tmp_path: Path) -> No
 
 
 def test_a_journal_at_its_bound_admits_nothing_and_goes_on_when_groups_were_trained(tmp_path: Path) -> None:
-    bound = worst_journal_bytes(config()) + 30_000
+    bound = journal_bytes(config()) + 30_000
     world = World(tmp_path, config(buffer={"max_journal_bytes": bound, "lookahead": 200}))
     admitted = []
     while isinstance(answer := world.generator.claim(), Assignment):
@@ -165,7 +164,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.clock = TurnedClock()
-        self.lookahead = Lookahead(config(buffer={"lookahead": "auto", "max_staleness": 4}), self.clock)
+        self.lookahead = Lookahead("auto", 1, 4, self.clock)
 
     def steps(self, count: int, waiting: float, blocked: bool = True) -> int:
         for _ in range(count):

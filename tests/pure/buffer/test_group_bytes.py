@@ -16,20 +16,15 @@ from hypothesis import strategies as st
 from service.columns import bytes_per_token
 from service.config import Config
 from service.config.checks import check_bytes, problems
+from service.config.core_settings import worst_bytes
 from service.errors import ConfigError
-from service.handoff.group_bytes import (
-    ITEM_BYTES,
-    worst_group_bytes,
-    worst_journal_bytes,
-    worst_step_bytes,
-    worst_trajectory_bytes,
-)
+from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.steps import wire
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import long_note_bytes
 from service.handoff.verbs import Assignment, Receipt
 from service.types import PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
-from tests.pure.buffer.world import START, World, config
+from tests.pure.buffer.world import START, World, config, journal_bytes
 
 BOUNDS = ("buffer.max_group_bytes", "buffer.max_bytes", "buffer.max_journal_bytes")
 LONG_NAME = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 1024
@@ -51,9 +46,9 @@ def configurations(draw: st.DrawFn) -> Config:
         },
     )
     samples = made.algorithm.n_samples_per_prompt
-    group = draw(st.integers(samples * (worst_step_bytes(made) + ITEM_BYTES) - 1, worst_group_bytes(made) + 1))
+    group = draw(st.integers(samples * (worst_bytes(made).step + ITEM_BYTES) - 1, worst_bytes(made).group + 1))
     made = with_bounds(made, max_group_bytes=group)
-    bytes_, journal = made.trainer.mini_batch_size * worst_group_bytes(made), worst_journal_bytes(made)
+    bytes_, journal = made.trainer.mini_batch_size * worst_bytes(made).group, journal_bytes(made)
     return with_bounds(
         made,
         max_bytes=bytes_ + draw(st.integers(-1, 3 * bytes_)),
@@ -89,7 +84,7 @@ def full_step(of: TrajectoryId, uid: str, index: int, made: Config, version: Pol
 
 def play_at_worst(world: World, work: Assignment, version: PolicyVersion) -> None:
     """Every sample takes every turn at full length, a message each, as far as `max_group_bytes` lets it."""
-    made, at_most = world.settings, worst_trajectory_bytes(world.settings)
+    made, at_most = world.settings, worst_bytes(world.settings).trajectory
     for sample, attempt in zip(work.samples, work.attempts, strict=True):
         of, used = TrajectoryId(work.group_id, sample, attempt), ITEM_BYTES
         turns = [full_step(of, work.prompt_uid, index, made, version) for index in range(made.env.max_turns)]
@@ -153,7 +148,7 @@ def test_the_check_and_the_buffer_agree_about_the_memory(made: Config) -> None:
 
 def test_a_model_that_records_routed_experts_needs_more_and_the_check_says_so() -> None:
     made = config(trainer={"checkpoint_every": 2})
-    enough = with_bounds(made, max_bytes=made.trainer.mini_batch_size * worst_group_bytes(made))
+    enough = with_bounds(made, max_bytes=made.trainer.mini_batch_size * worst_bytes(made).group)
     check_bytes(enough, experts_per_token=0)
     with pytest.raises(ConfigError, match=r"buffer\.max_bytes"):
         check_bytes(enough, experts_per_token=48 * 8)
@@ -177,12 +172,12 @@ def test_names_as_long_as_they_may_be_stay_within_the_reservation(tmp_path: Path
 
 def test_what_a_trajectory_has_sent_is_reserved_once(tmp_path: Path) -> None:
     made = config()
-    world = World(tmp_path, with_bounds(made, max_bytes=2 * worst_group_bytes(made)))
+    world = World(tmp_path, with_bounds(made, max_bytes=2 * worst_bytes(made).group))
     work = world.generator.claimed()
     step = full_step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0, made, START)
     assert isinstance(world.generator.send([step]), Receipt)
     assert isinstance(world.generator.claim(), Assignment)
-    assert world.buffer.status().reserved_bytes == 2 * worst_group_bytes(made)
+    assert world.buffer.status().reserved_bytes == 2 * worst_bytes(made).group
 
 
 def test_only_the_groups_of_a_lease_are_read_back_after_a_trainer_went_back(tmp_path: Path) -> None:
@@ -232,7 +227,7 @@ def test_names_of_repeated_steps_take_no_room_in_the_journal(tmp_path: Path) -> 
 
 def test_a_trajectory_that_outgrows_its_part_of_the_group_is_refused(tmp_path: Path) -> None:
     made = config()
-    one_turn = made.algorithm.n_samples_per_prompt * (worst_step_bytes(made) + ITEM_BYTES)
+    one_turn = made.algorithm.n_samples_per_prompt * (worst_bytes(made).step + ITEM_BYTES)
     world = World(tmp_path, with_bounds(made, max_group_bytes=one_turn))
     work = world.generator.claimed()
     of = TrajectoryId(work.group_id, 0)

@@ -11,9 +11,10 @@ import pytest
 
 from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.invariant import violations
-from service.handoff.scoring import Answer, teachers_of
+from service.handoff.scoring import Answer
 from service.handoff.steps import wire
 from service.handoff.verbs import Wait
+from service.run.teachers import teachers_of
 from service.types import MiniBatch, Refusal, RefusalReason
 from tests.pure.buffer.world import World, config
 
@@ -219,11 +220,11 @@ def test_rows_have_the_teachers_that_their_column_names(tmp_path: Path) -> None:
         scorers={"maths": TEACHER, "code": TEACHER, "judge": JUDGE},
     )
     rows: list[dict[str, Any]] = [{"who": "maths"}, {}, {"who": "code"}]
-    teachers = teachers_of(settings, rows, [None, 0.5, 1.0])
+    teachers = teachers_of(settings.scorers, settings.algorithm.teacher, rows, [None, 0.5, 1.0])
     assert teachers == ["maths", "", "code"]
     with pytest.raises(Exception, match="row 0, column who: 'judge' is no teacher"):
-        teachers_of(settings, [{"who": "judge"}], [None])
+        teachers_of(settings.scorers, settings.algorithm.teacher, [{"who": "judge"}], [None])
     with pytest.raises(Exception, match=r"row 0, column temperature: 0\.5"):
-        teachers_of(settings, [{"who": "code"}], [0.5])
+        teachers_of(settings.scorers, settings.algorithm.teacher, [{"who": "code"}], [0.5])
     with pytest.raises(Exception, match="no row of the dataset names a teacher in its column 'who'"):
-        teachers_of(settings, [{}, {"whom": "code"}], [None, None])
+        teachers_of(settings.scorers, settings.algorithm.teacher, [{}, {"whom": "code"}], [None, None])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from service.config import Config
-from service.config.core_settings import batch_settings, message_limits
+from service.config.core_settings import batch_settings, buffer_settings, message_limits, worst_bytes
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.recorded import replayed
@@ -19,6 +20,12 @@ from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.types import NO_VERSION, MiniBatch, PolicyVersion, Refusal, Sender, Step, TrajectoryEnd, TrajectoryId
 
 START = PolicyVersion(1, 0)
+
+
+def journal_bytes(settings: Config) -> int:
+    """Bytes of the smallest journal that never fills up for good."""
+    steps = max(settings.trainer.checkpoint_every * settings.trainer.keep_checkpoints, 1)
+    return worst_bytes(settings).journal(steps * settings.trainer.mini_batch_size)
 
 
 class TurnedClock:
@@ -131,7 +138,8 @@ class World:
         """The buffer of a new process on the same folder."""
         self.journal = Journal(self.folder, self.clock, segment_bytes=self.segment_bytes)
         uids = [f"p{row}" for row in range(self.n_prompts)]
-        return Buffer(self.settings, 500, uids, self.journal, self.clock, seed=3, rows_digest=self.rows_digest)
+        settings = replace(buffer_settings(self.settings, 500), seed=3)
+        return Buffer(settings, uids, self.journal, self.clock, rows_digest=self.rows_digest)
 
     def crash(self, synced: bool = True) -> Buffer:
         """Kill the buffer's process and start another one."""

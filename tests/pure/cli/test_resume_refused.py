@@ -16,6 +16,7 @@ from actors.driver import run as running
 from service.cli import main
 from service.clock import SystemClock
 from service.config import Config, load_config
+from service.config.core_settings import buffer_settings
 from service.errors import RunFailed
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
@@ -45,7 +46,8 @@ def trained(config: Config, folder: RunWriter, prepared: Prepared, *others: obje
     """A run without Ray: it leaves a journal, a checkpoint and a summary."""
     journal, uids = Journal(folder.path / JOURNAL, SystemClock()), [task.uid for task in prepared.tasks]
     digest = rows_digest(prepared.tasks)
-    Buffer(config, prepared.vocab_size, uids, journal, SystemClock(), config.run.seed, prepared.routing, digest)
+    settings = buffer_settings(config, prepared.vocab_size, prepared.routing)
+    Buffer(settings, uids, journal, SystemClock(), digest)
     journal.sync()
     journal.close()
     checkpoints = Checkpoints(folder.path / CHECKPOINTS, keep=1)

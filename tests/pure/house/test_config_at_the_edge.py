@@ -7,14 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 EDGE = ("service/config/", "service/cli/", "actors/driver/")
 STILL_WHOLE: tuple[str, ...] = (
-    "service/handoff/admission.py",
-    "service/handoff/attempts.py",
-    "service/handoff/buffer.py",
-    "service/handoff/group_bytes.py",
-    "service/handoff/lookahead.py",
-    "service/handoff/prompts.py",
-    "service/handoff/scoring.py",
-    "service/handoff/waits.py",
     "service/learn/estimate/checkpointing.py",
     "service/learn/estimate/fit.py",
     "service/learn/estimate/kv_cache.py",

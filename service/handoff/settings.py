@@ -1,0 +1,69 @@
+"""The settings of the buffer; `service.config.core_settings` makes them of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import xxhash
+
+from service.handoff.attempts import AttemptSettings
+from service.handoff.batches.batch import BatchSettings
+from service.handoff.batches.filters import FilterSettings
+from service.handoff.curriculum import CurriculumSettings
+from service.handoff.group_bytes import WorstBytes
+from service.handoff.ledger.events import Opened
+from service.handoff.scoring import ScorerSettings
+from service.handoff.steps.limits import Limits
+from service.handoff.steps.roles import ROLES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSettings:
+    """Settings of the buffer; each part gets those that it needs."""
+
+    limits: Limits
+    worst: WorstBytes
+    batches: BatchSettings
+    filters: FilterSettings
+    attempts: AttemptSettings
+    curriculum: CurriculumSettings | None = None
+    scorers: Mapping[str, ScorerSettings] = field(default_factory=dict)
+    seed: int = 0
+    shuffle: bool = True
+    """Every epoch has an order of its own, by the seed."""
+    mini_batch_size: int = 16
+    """Groups of a mini-batch."""
+    order: Literal["finished_first", "strict"] = "finished_first"
+    step_wise: bool = True
+    """False: all steps of a trajectory have to become one row."""
+    max_generators: int = 1
+    """Generators that may play at once."""
+    lookahead: int | Literal["auto"] = 2
+    min_lookahead: int = 1
+    """Bounds of `auto`."""
+    max_lookahead: int = 8
+    max_bytes: int = 4 << 30
+    """Bytes in memory that admitted groups may need at worst."""
+    max_journal_bytes: int = 64 << 30
+    keep_reclaimed: bool = False
+    """Keep segments of the journal that are no longer needed, for `baton replay`."""
+    lease_deadline: float = 1800.0
+    """Seconds after which a lease ends."""
+    max_lease_attempts: int = 3
+    has_checkpoints: bool = False
+    """Whether a trainer may go back to an earlier step."""
+
+
+def opening(of: BufferSettings, uids: Sequence[str], rows_digest: str) -> Opened:
+    """The rows and settings with which a run begins, and without which its journal means something else."""
+    settings = {
+        "run.seed": of.seed,
+        "data.shuffle": int(of.shuffle),
+        "algorithm.n_samples_per_prompt": of.limits.n_samples_per_prompt,
+        "trainer.mini_batch_size": of.mini_batch_size,
+        "the model's vocabulary": of.limits.vocab_size,
+        **{f"roles.{name}": number for number, name in enumerate(of.batches.named_roles, len(ROLES))},
+    }
+    return Opened(xxhash.xxh3_64_hexdigest("\n".join(uids).encode()) + rows_digest, settings)
