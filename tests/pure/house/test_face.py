@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "baton" / "examples").rglob("*.py"))
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("name", ["baton", "baton.library"])
