@@ -13,7 +13,7 @@ from service.config import Config
 from service.handoff.ledger.events import Lost
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, JOURNAL
-from service.store.claim import FolderMark
+from service.store.contents import FolderMark
 from service.store.uploads import Uploads
 from service.types import PolicyVersion
 

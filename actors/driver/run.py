@@ -44,9 +44,8 @@ from service.run.progress import end_early
 from service.run.writer import RunWriter
 from service.scorers.teacher import check_tokenizers
 from service.scorers.user import check_scorers
-from service.store.claim import claim_store
 from service.store.objects import open_store
-from service.store.uploads import Uploads
+from service.store.uploads import Uploads, claim_store
 
 UPLOAD_QUIET_SECONDS = 1.0
 """Seconds of the last uploads after which a line says that they go on."""
@@ -156,7 +155,11 @@ def _run_on_ray(
 def claimed_store(config: Config, folder: RunWriter) -> Uploads | None:
     """The uploads to the run's store, which is this process's from now on; None: the run has no store."""
     url = config.run.store
-    return None if url is None else claim_store(open_store(url), config, folder.path, say)
+    return (
+        None
+        if url is None
+        else claim_store(open_store(url), folder.path, config.trainer.keep_checkpoints, config.run.store_deadline, say)
+    )
 
 
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:

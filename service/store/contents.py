@@ -1,20 +1,18 @@
-"""What lies in a run's object store: the mark of the run, and a manifest for each checkpoint.
-
-A checkpoint exists once its manifest does, because the manifest is written last.
-"""
+"""What lies in a run's object store: the mark of the run, and a manifest for each checkpoint, which is written last."""
 
 from __future__ import annotations
 
 import re
 import uuid
-from pathlib import PurePosixPath
-from typing import Literal, Self
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple, Self
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from service.errors import StoreFailed, UserError
-from service.run.folder import CHECKPOINTS
+from service.files import write_atomic
+from service.run.folder import CHECKPOINTS, FINAL, STORE_MARK, SUMMARY
 from service.store.objects import Objects
 
 FORMAT: Literal[1] = 1
@@ -27,6 +25,15 @@ MANIFEST = re.compile(rf"{CHECKPOINTS}/step_(\d{{1,18}})/store\.json", re.ASCII)
 def manifest_name(step: int) -> str:
     """The name of the manifest of a step's checkpoint."""
     return f"{CHECKPOINTS}/step_{step}/store.json"
+
+
+def stored_steps(sizes: dict[str, int]) -> list[int]:
+    """The steps that have a manifest, newest first."""
+    return sorted((int(found[1]) for found in map(MANIFEST.fullmatch, sizes) if found), reverse=True)
+
+
+class Damaged(UserError):
+    """A checkpoint in the store that is not what was written."""
 
 
 class _Record(BaseModel):
@@ -84,21 +91,25 @@ class StoredCheckpoint(_Record):
         return None
 
     @classmethod
-    def read(cls, objects: Objects, step: int) -> Self:
-        """The manifest of a step.
+    def read(cls, objects: Objects, step: int, run: str, sizes: dict[str, int]) -> Self:
+        """The manifest of a step of the run with this id, whose objects are all in the store.
 
         Raises:
-            UserError: it is damaged, or another version of Baton wrote it.
+            Damaged: it is not, or another version of Baton or another run wrote it.
         """
         name = manifest_name(step)
         try:
             found = cls.model_validate_json(b"".join(objects.get(name)))
         except ValidationError as error:
-            raise UserError(f"{name} is damaged ({error.errors()[0]['msg']})") from None
+            raise Damaged(f"{name} is damaged ({error.errors()[0]['msg']})") from None
         if found.format != FORMAT:
-            raise UserError(f"{name} is of format {found.format}, this Baton reads format {FORMAT}")
+            raise Damaged(f"{name} is of format {found.format}, this Baton reads format {FORMAT}")
         if found.xxh3_64 != found._checksum() or found.step != step:
-            raise UserError(f"{name} is damaged (its checksum is another one)")
+            raise Damaged(f"{name} is damaged (its checksum is another one)")
+        if found.run != run:
+            raise Damaged("it is of another run")
+        if missing := found.missing(sizes):
+            raise Damaged(missing)
         return found
 
 
@@ -111,46 +122,104 @@ class RunMark(_Record):
     owner: str
     """The newest process that began to write; an older one stops."""
 
-    @classmethod
-    def new(cls, run: str | None = None) -> Self:
-        """The mark of a new process, of a new run or of the one with that id."""
-        return cls(run=run or uuid.uuid4().hex, owner=uuid.uuid4().hex)
+    @staticmethod
+    def read(objects: Objects, sizes: dict[str, int]) -> RunMark | None:
+        """The mark of the run that a store holds; None if it holds none.
+
+        Raises:
+            UserError: it holds something else.
+        """
+        if RUN not in sizes:
+            if sizes:
+                raise UserError(f"{objects.url} holds other files ({min(sizes)}, ...) and no run; give an empty place")
+            return None
+        try:
+            return RunMark.model_validate_json(b"".join(objects.get(RUN)))
+        except ValidationError:
+            raise UserError(f"{objects.url}: its {RUN} is not of a run, or of another version of Baton") from None
 
 
 class Reached(_Record):
-    """How far a run came, for the one that goes on from an older checkpoint."""
+    """How far a run came, for the one that continues from an older checkpoint."""
 
     owner: str
     step: int
     accepted_tokens: int
 
+    @staticmethod
+    def read(objects: Objects, sizes: dict[str, int]) -> Reached | None:
+        """How far the run came; None where that is not known."""
+        try:
+            return Reached.model_validate_json(b"".join(objects.get(REACHED))) if REACHED in sizes else None
+        except (ValidationError, StoreFailed):
+            return None
 
-def read_mark(objects: Objects, sizes: dict[str, int]) -> RunMark | None:
-    """The mark of the run that a store holds; None if it holds none.
+
+class Lost(NamedTuple):
+    """Accepted tokens of a run that were behind the checkpoint from which an empty disk was filled."""
+
+    owner: str
+    """The process that lost them; the buffer counts the tokens of each once."""
+    tokens: int
+
+
+class FolderMark(_Record):
+    """What a run's folder has about its store: the file `store.json`."""
+
+    run: str
+    owner: str
+    previous: str = ""
+    """The owner before; a process may have been killed before it wrote the new one into the store."""
+    lost: Lost | None = None
+
+    @staticmethod
+    def read(run: Path) -> FolderMark | None:
+        """The mark of a run's folder; None: it never had a store.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        file = run / STORE_MARK
+        try:
+            return FolderMark.model_validate_json(file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise UserError(f"{file} is damaged; go on in an empty folder: baton run --resume URL") from None
+
+    def write(self, run: Path) -> None:
+        """Write the mark into a run's folder."""
+        write_atomic(run / STORE_MARK, self.model_dump_json() + "\n")
+
+
+def claimed(objects: Objects, run: Path) -> RunMark:
+    """The store is this run's, and nobody else writes into it from now on.
+
+    It is claimed before Ray starts: a wrong address, a bucket that is not there, and rights that are missing end the
+    command in one line.
 
     Raises:
-        UserError: it holds something else.
+        UserError: the store is another run's, or the run continued from it elsewhere.
+        StoreFailed: it cannot be used.
     """
-    if RUN not in sizes:
-        if sizes:
-            raise UserError(f"{objects.url} holds other files ({min(sizes)}, ...) and no run; give an empty place")
-        return None
-    try:
-        return RunMark.model_validate_json(b"".join(objects.get(RUN)))
-    except ValidationError:
-        raise UserError(f"{objects.url}: its {RUN} is not of a run, or of another version of Baton") from None
+    sizes = objects.sizes()
+    held, own = RunMark.read(objects, sizes), FolderMark.read(run)
+    if held is not None:
+        _refuse_other(objects.url, sizes, held, own, run)
+    mark = RunMark(run=uuid.uuid4().hex if own is None else own.run, owner=uuid.uuid4().hex)
+    previous, lost = "" if held is None else held.owner, None if own is None else own.lost
+    FolderMark(run=mark.run, owner=mark.owner, previous=previous, lost=lost).write(run)
+    data = mark.model_dump_json().encode()
+    objects.put(RUN, [data], len(data))
+    return mark
 
 
-def read_reached(objects: Objects, sizes: dict[str, int]) -> Reached | None:
-    """How far the run came; None where that is not known."""
-    if REACHED not in sizes:
-        return None
-    try:
-        return Reached.model_validate_json(b"".join(objects.get(REACHED)))
-    except (ValidationError, StoreFailed):
-        return None
-
-
-def stored_steps(sizes: dict[str, int]) -> list[int]:
-    """The steps that have a manifest, newest first."""
-    return sorted((int(found[1]) for found in map(MANIFEST.fullmatch, sizes) if found), reverse=True)
+def _refuse_other(url: str, sizes: dict[str, int], held: RunMark, own: FolderMark | None, run: Path) -> None:
+    again = f"go on with that run: baton run --resume {url}"
+    if own is not None and own.run == held.run:
+        if held.owner not in (own.owner, own.previous):
+            raise UserError(
+                f"run.store: this run went on from {url} in another folder since; what lies in {run} is older: {again}"
+            )
+    elif stored_steps(sizes) or any(name == SUMMARY or name.startswith(f"{FINAL}/") for name in sizes):
+        raise UserError(f"run.store: {url} holds another run; give another place, or {again}")

@@ -22,14 +22,15 @@ from service.files import sync
 from service.run.checkpoints import Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
 from service.run.phases import say
-from service.store.claim import FolderMark, Lost
 from service.store.contents import (
+    Damaged,
+    FolderMark,
+    Lost,
+    Reached,
     RunMark,
     StoredCheckpoint,
     StoredFile,
     manifest_name,
-    read_mark,
-    read_reached,
     stored_steps,
 )
 from service.store.objects import Objects, open_store
@@ -56,13 +57,13 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
     wrong = dict[int, str]()
     try:
         sizes = objects.sizes()
-        mark = read_mark(objects, sizes)
+        mark = RunMark.read(objects, sizes)
         if mark is None:
             raise UserError(f"{objects.url} holds no run; look for {CHECKPOINTS}/ in the store")
         while left := [step for step in stored_steps(sizes) if step not in wrong]:
             try:
                 return _fetched_step(objects, mark, sizes, left[0], load, say, into)
-            except _Damaged as error:
+            except Damaged as error:
                 say(f"the checkpoint of step {left[0]} in {objects.url} is passed over: {error}")
                 wrong[left[0]] = f"step {left[0]}: {error}"
             except StoreFailed:
@@ -80,20 +81,18 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
     raise UserError(f"{objects.url} holds no whole checkpoint: the run ended before its first one; begin a new run")
 
 
-class _Damaged(UserError):
-    """A checkpoint in the store that is not what was written."""
-
-
 def _fetched_step(
     objects: Objects, mark: RunMark, sizes: dict[str, int], step: int, load: Load, say: Callable[[str], None],
     into: Path | None,
 ) -> Path:  # fmt: skip
-    manifest = _manifest(objects, mark, sizes, step)
+    manifest = StoredCheckpoint.read(objects, step, mark.run, sizes)
+    if CONFIG not in manifest.files:
+        raise Damaged(f"it has no {CONFIG}")
     with tempfile.TemporaryDirectory() as temporary:
         _read_file(objects, Path(temporary), (CONFIG, manifest.files[CONFIG]))
         config = load(Path(temporary) / CONFIG)
     parent = runs_folder(config).resolve() if into is None else into.parent
-    if into is None and (here := _as_new(parent, mark, config)) is not None:
+    if into is None and (here := _as_new(parent, mark)) is not None:
         say(f"{here} is as new as {objects.url}: the run goes on there")
         return here
     megabytes = sum(file.bytes for file in manifest.files.values()) / 1e6
@@ -113,20 +112,6 @@ def _fetched_step(
     return folder
 
 
-def _manifest(objects: Objects, mark: RunMark, sizes: dict[str, int], step: int) -> StoredCheckpoint:
-    try:
-        manifest = StoredCheckpoint.read(objects, step)
-    except UserError as error:
-        raise _Damaged(str(error)) from None
-    if manifest.run != mark.run:
-        raise _Damaged("it is of another run")
-    if missing := manifest.missing(sizes):
-        raise _Damaged(missing)
-    if CONFIG not in manifest.files:
-        raise _Damaged(f"it has no {CONFIG}")
-    return manifest
-
-
 def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) -> None:
     """Write one file of the manifest into a folder, and compare it with its checksum."""
     path, stored = entry
@@ -142,14 +127,14 @@ def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) ->
     except OSError as error:  # of a full disk, which names no file
         raise OSError(error.errno, error.strerror, str(file)) from None
     if hasher.hexdigest() != stored.xxh3_64:
-        raise _Damaged(f"{stored.object} has other bytes than were written")
+        raise Damaged(f"{stored.object} has other bytes than were written")
 
 
 def _lost(
     objects: Objects, sizes: dict[str, int], manifest: StoredCheckpoint, say: Callable[[str], None]
 ) -> Lost | None:
     """What the run did after the checkpoint, as far as the store has it; it counts as rolled back."""
-    reached = read_reached(objects, sizes)
+    reached = Reached.read(objects, sizes)
     if reached is None or reached.accepted_tokens <= manifest.accepted_tokens or reached.step < manifest.step:
         say(f"if the run did more after step {manifest.step}, the store has no count of it; it is generated again")
         return None
@@ -161,17 +146,16 @@ def _lost(
     return Lost(owner=reached.owner, tokens=tokens)
 
 
-def _as_new(parent: Path, mark: RunMark, config: Config) -> Path | None:
+def _as_new(parent: Path, mark: RunMark) -> Path | None:
     """A folder of the same run from which nothing was lost: no other process has written into the store since."""
     for file in sorted(parent.glob(f"*/{STORE_MARK}")):
         try:
             own = FolderMark.read(file.parent)
         except UserError:  # it is damaged, and maybe another run's
             continue
-        if own is not None and own.run == mark.run and mark.owner in (own.owner, own.previous):
-            checkpoints = Checkpoints(file.parent / CHECKPOINTS, config.trainer.keep_checkpoints)
-            if checkpoints.newest() is not None:
-                return file.parent
+        is_as_new = own is not None and own.run == mark.run and mark.owner in (own.owner, own.previous)
+        if is_as_new and Checkpoints(file.parent / CHECKPOINTS, keep=1).newest() is not None:
+            return file.parent
     return None
 
 

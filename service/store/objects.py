@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from service.config.store_url import endpoint_problem, store_url_problem
 from service.errors import StoreFailed, UserError
@@ -17,8 +17,8 @@ CHUNK_BYTES = 16 << 20
 """Larger objects go in parts of this size, or of a larger one: S3 takes at most 10,000 parts."""
 MAX_PARTS = 9_000
 PARTS_AT_ONCE = 8
-SECONDS = "120s"
-"""Longest time of one request, which carries one part."""
+TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
+"""Of one request, which carries one part."""
 RETRIES = {"max_retries": 2, "retry_timeout": timedelta(seconds=60)}
 """Within a request; an upload as a whole is repeated by `Uploads`."""
 SHOWN = 200
@@ -38,24 +38,6 @@ METADATA_SERVICE = "169.254.169.254"
 """Where the libraries of clouds ask for the role of the machine when the environment has no credentials."""
 
 
-class Objects(Protocol):
-    """The objects of one run."""
-
-    url: str
-
-    def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
-        """Write an object of `size` bytes; it appears whole, or not at all."""
-
-    def get(self, name: str) -> Iterator[bytes]:
-        """The bytes of an object, in chunks."""
-
-    def sizes(self) -> dict[str, int]:
-        """The size of every object, by name."""
-
-    def delete(self, names: list[str]) -> None:
-        """Delete objects; those that are gone already do not matter."""
-
-
 def open_store(url: str) -> Objects:
     """The objects below an address; nothing is asked yet.
 
@@ -70,12 +52,12 @@ def open_store(url: str) -> Objects:
     if find_spec("obstore") is None:
         raise UserError("run.store: the package obstore is not installed: pip install 'baton-rl[store]'")
     try:
-        return RemoteObjects(url)
+        return Objects(url)
     except StoreFailed as error:
         raise UserError(f"run.store: {error}") from None
 
 
-class RemoteObjects:
+class Objects:
     """Objects through the library obstore; credentials and endpoint come from the environment, as the library reads it.
 
     Every method raises `StoreFailed` where the store did not do what it was asked for.
@@ -87,10 +69,12 @@ class RemoteObjects:
 
         self.url = url.rstrip("/")
         self._obstore: Any = obstore
-        options: dict[str, Any] = {"mkdir": True} if url.startswith("file:") else {
-            "client_options": {"timeout": SECONDS, "connect_timeout": "10s", **_plain_http()}, "retry_config": RETRIES
-        }  # fmt: skip
+        # A server of the own network may speak HTTP without TLS; the library demands that this is said.
+        is_plain = any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS)
+        client = TIMEOUTS | ({"allow_http": True} if is_plain else {})
+        remote = {"client_options": client, "retry_config": RETRIES}
         with self._named("opening it"):
+            options: dict[str, Any] = {"mkdir": True} if url.startswith("file:") else remote
             self._store = from_url(self.url, **options)
 
     def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
@@ -132,11 +116,6 @@ class RemoteObjects:
             yield
         except (BaseError, OSError, ValueError) as error:
             raise StoreFailed(f"{self.url}: {doing}: {_reason(error)}") from None
-
-
-def _plain_http() -> dict[str, bool]:
-    """A server of the own network may speak HTTP without TLS; the library demands that this is said."""
-    return {"allow_http": True} if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS) else {}
 
 
 def _reason(error: Exception) -> str:

@@ -9,6 +9,7 @@ A link takes no room of its own; the file that it leads to stays on the disk unt
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ from service.run.checkpoints import MANIFEST, PREFIX, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, DATA, EVALUATIONS, JOURNAL, METRICS, MODEL, SCALE, WARM_START
 
 CUT_FILES = (CONFIG, METRICS, EVALUATIONS, SCALE)
-"""Files that a run goes on with; those of lines grow, so their size now counts."""
+"""Files that a resumed run needs; those of lines grow, so their size now counts."""
 MADE = (DATA, MODEL, WARM_START)
 """Folders of what the run made before its first step."""
+READ_BYTES = 8 << 20
 
 
 class Staged(NamedTuple):
@@ -28,12 +30,25 @@ class Staged(NamedTuple):
     """In the run folder."""
     file: Path
     """Where its bytes lie."""
-    bytes: int
+    size: int
     """How many of them count."""
     checksum: str = ""
     """Of those bytes, where it is known."""
     shared: bool = True
     """Whether its object is named by its content too, so that several checkpoints may need it, and none replaces it."""
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes that count."""
+        left = self.size
+        with self.file.open("rb") as file:
+            while left > 0 and (chunk := file.read(min(READ_BYTES, left))):
+                left -= len(chunk)
+                yield chunk
+
+
+def as_it_is(run: Path, file: Path, shared: bool = True) -> Staged:
+    """A file that does not change any more."""
+    return Staged(str(file.relative_to(run)), file, file.stat().st_size, shared=shared)
 
 
 def link_journal(run: Path, to: Path, start: int, position: int) -> list[Staged] | None:
@@ -41,32 +56,26 @@ def link_journal(run: Path, to: Path, start: int, position: int) -> list[Staged]
 
     None where they are not all there: the journal has moved on, or lies on another machine.
     """
-    segments = sorted((run / JOURNAL).glob("*.journal"), key=lambda path: int(path.stem))
-    starts = [int(path.stem) for path in segments]
-    needed = [(path, at) for path, at in zip(segments, starts, strict=True) if start <= at < position]
-    ends = [*(at for _, at in needed[1:]), position]
-    if not needed or needed[0][1] != start:
+    segments = {int(path.stem): path for path in (run / JOURNAL).glob("*.journal")}
+    starts = sorted(at for at in segments if start <= at < position)
+    if starts[:1] != [start]:
         return None
-    staged = []
-    for (path, at), end in zip(needed, ends, strict=True):
-        try:
-            staged.append(_link(run, to, path, end - at))
-        except FileNotFoundError:
-            return None
-        if staged[-1].file.stat().st_size < end - at:
-            return None
-    return staged
+    ends = [*starts[1:], position]
+    try:
+        staged = [_link(run, to, segments[at], end - at) for at, end in zip(starts, ends, strict=True)]
+    except FileNotFoundError:
+        return None
+    return staged if all(one.file.stat().st_size >= one.size for one in staged) else None
 
 
 def link_checkpoint(run: Path, to: Path, step: int) -> list[Staged]:
-    """Link the files of a checkpoint, and those with which a run goes on from it."""
+    """Link the files of a checkpoint, and those with which a run continues from it."""
     folder = run / CHECKPOINTS / f"{PREFIX}{step}"
     files = Manifest.model_validate_json((folder / MANIFEST).read_bytes()).files
     staged = [_link(run, to, folder / name, of.bytes)._replace(checksum=of.xxh3_64) for name, of in files.items()]
-    staged += [_link(run, to, folder / MANIFEST)]
-    staged += [_link(run, to, run / name) for name in CUT_FILES if (run / name).is_file()]
-    made = [file for name in MADE for file in sorted((run / name).rglob("*")) if file.is_file()]
-    return staged + [Staged(str(file.relative_to(run)), file, file.stat().st_size) for file in made]
+    others = (folder / MANIFEST, *(run / name for name in CUT_FILES))
+    staged += [_link(run, to, file) for file in others if file.is_file()]
+    return staged + [as_it_is(run, file) for name in MADE for file in sorted((run / name).rglob("*")) if file.is_file()]
 
 
 def _link(run: Path, to: Path, file: Path, size: int | None = None) -> Staged:

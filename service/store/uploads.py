@@ -1,11 +1,10 @@
-"""Uploads a run's checkpoints while training goes on, and at the end its final weights.
+"""Uploads a run's checkpoints while training continues, and at the end its final weights.
 
     begin step 40     hold_journal     links to the journal, up to the position of the checkpoint
     step 40 durable   checkpoint       links to its files; a thread uploads them, its manifest last
     end of the run    ended, finish    final/ and how the run ended; waits until everything is there
 
-An upload that fails is tried again, with growing pauses, until it succeeds or a newer checkpoint takes its place. One
-that fails at the end lets the other go first.
+An upload that fails is tried again, with backoff, until it succeeds or a newer checkpoint takes its place.
 """
 
 from __future__ import annotations
@@ -17,27 +16,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 
-from service.errors import RunFailed, StoreFailed
+from service.backoff import Backoff
+from service.errors import RunFailed, StoreFailed, UserError
 from service.observe.status import Uploaded
 from service.run.folder import EVALUATIONS, FINAL, METRICS, SUMMARY, TRAJECTORIES, UPLOADS
-from service.store.contents import RunMark
+from service.store.contents import RunMark, claimed
 from service.store.objects import Objects
-from service.store.staging import Staged, link_checkpoint, link_journal
+from service.store.staging import Staged, as_it_is, link_checkpoint, link_journal
 from service.store.writing import StoreWriter, TakenOver
 
 REACHED_SECONDS = 30.0
 """Seconds between two notes in the store of how far the run came."""
-FIRST_PAUSE = 1.0
-MAX_PAUSE = 60.0
-"""Shortest and longest pause in seconds before an upload is tried again."""
+POLL_SECONDS = 0.02
+BACKOFF = Backoff(1.0, 60.0)
+"""Pauses after attempts that failed."""
 ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
 """Files of the run folder that are uploaded at the end; the summary is the last."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
-    """One upload: of a checkpoint, or of how the run ended."""
+    """One upload: of a checkpoint, of how the run ended, or (without files) of how far it came."""
 
     what: str
     files: list[Staged]
@@ -49,6 +50,23 @@ class _Job:
     done: set[str] = field(default_factory=set)
     """Paths of files that are in the store."""
 
+    def left(self) -> str:
+        """What is not uploaded yet, in words."""
+        left = [staged.size for staged in self.files if staged.path not in self.done]
+        return f"{self.what} ({len(left)} of {len(self.files)} files, {sum(left) / 1e6:.0f} MB)"
+
+
+def claim_store(objects: Objects, run: Path, keep: int, deadline: float, say: Callable[[str], None]) -> Uploads:
+    """Claim a store for the run whose folder is `run`, and begin to upload; arguments as of `Uploads`.
+
+    Raises:
+        UserError: the store cannot be used, or is another run's, or the run continued from it elsewhere.
+    """
+    try:
+        return Uploads(objects, run, claimed(objects, run), keep, deadline, say)
+    except StoreFailed as error:
+        raise UserError(f"run.store: {error}") from None
+
 
 class Uploads:
     """A thread with at most one upload under way and one checkpoint waiting; a newer one takes the waiting one's place.
@@ -57,33 +75,28 @@ class Uploads:
     """
 
     def __init__(
-        self,
-        objects: Objects,
-        run: Path,
-        mark: RunMark,
-        keep: int,
-        deadline: float,
-        say: Callable[[str], None],
+        self, objects: Objects, run: Path, mark: RunMark, keep: int, deadline: float, say: Callable[[str], None]
     ) -> None:
-        """`deadline`: seconds without progress after which the end of the run waits no longer."""
+        """`keep`: checkpoints in the store; `deadline`: seconds without progress after which `finish` gives up."""
         self.url = objects.url
         self._run, self._say, self._deadline = run, say, deadline
         self._writer = StoreWriter(objects, mark, keep, self._uploaded)
         self._folders = (run / UPLOADS / str(number) for number in count())
         self._held: tuple[Path, list[Staged]] | None = None
         """The journal of the checkpoint that was begun, with the folder of its links."""
-        self._changed = threading.Condition()
         self._jobs: list[_Job] = []
-        """The first one is under way."""
-        self._reached: tuple[int, int] | None = None
-        """Step and accepted tokens that are to be noted in the store."""
+        """Those that are not over, in the order in which they came."""
+        self._under_way: _Job | None = None
+        self._lock = threading.Lock()
+        """Guards these two."""
+        self._queue = SimpleQueue[_Job]()
+        self._came = threading.Event()
+        """Ends a pause: another job came, or the run does not wait any longer."""
+        self._is_over = False
+        self._broken: Exception | None = None
+        """Why nothing is uploaded any more: `TakenOver`, or a bug."""
         self._reached_at = -REACHED_SECONDS
-        self._stopped = False
-        self._taken_over = ""
-        """By whom, in words."""
-        self._bug: Exception | None = None
-        self._pause = FIRST_PAUSE
-        self._left_over = False
+        self._keeps_old = False
         """Whether something that is too old could not be deleted."""
         self._status = Uploaded(self._writer.newest, 0, 0, "")
         self._progress = time.monotonic()
@@ -103,7 +116,7 @@ class Uploads:
         if self._held is not None:  # of a checkpoint that was given up
             shutil.rmtree(self._held[0], ignore_errors=True)
         folder = next(self._folders)
-        held = self._on_disk(folder, lambda: link_journal(self._run, folder, start, position))
+        held = self._linked(folder, lambda: link_journal(self._run, folder, start, position))
         self._held = None if held is None else (folder, held)
         return held is not None
 
@@ -112,15 +125,14 @@ class Uploads:
         if self._held is None:
             return self._failed("the journal is not in the run folder here, so the checkpoint would be of no use")
         (folder, journal), self._held = self._held, None
-        files = self._on_disk(folder, lambda: link_checkpoint(self._run, folder, step))
+        files = self._linked(folder, lambda: link_checkpoint(self._run, folder, step))
         if files is not None:
             self._add(_Job(f"the checkpoint of step {step}", [*files, *journal], step, folder, accepted_tokens))
 
     def ended(self) -> None:
         """The final weights and the summary are written: upload them too."""
-        files = [file for file in sorted((self._run / FINAL).rglob("*")) if file.is_file()]
-        files += [self._run / name for name in ENDS if (self._run / name).is_file()]
-        staged = [Staged(str(file.relative_to(self._run)), file, file.stat().st_size, shared=False) for file in files]
+        files = [*sorted((self._run / FINAL).rglob("*")), *(self._run / name for name in ENDS)]
+        staged = [as_it_is(self._run, file, shared=False) for file in files if file.is_file()]
         self._add(_Job("the final weights", staged))
 
     @property
@@ -130,15 +142,12 @@ class Uploads:
 
     def reached(self, step: int, accepted_tokens: int) -> None:
         """Note in the store how far the run came."""
-        with self._changed:
-            self._reached_at = time.monotonic()
-            self._reached = step, accepted_tokens
-            self._changed.notify_all()
+        self._reached_at = time.monotonic()
+        self._queue.put(_Job("", [], step, accepted_tokens=accepted_tokens))
 
     def left(self) -> str:
         """What is not uploaded yet, in words."""
-        with self._changed:
-            return ", ".join(_left(job) for job in self._jobs)
+        return ", ".join(job.left() for job in self._jobs)
 
     def finish(self) -> None:
         """Wait until everything is uploaded, as long as there is progress.
@@ -146,23 +155,22 @@ class Uploads:
         Raises:
             RunFailed: something is not uploaded; the message says what and why.
         """
-        with self._changed:
-            self._progress = time.monotonic()
-            while self._jobs and (left := self._progress + self._deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
-            self._stopped = True
-            self._changed.notify_all()
-            missing = " and ".join(job.what for job in self._jobs)
-        if self._bug is not None:
-            raise self._bug
-        if self._taken_over:
-            raise RunFailed(self._taken_over)
+        self._progress = time.monotonic()
+        while self._jobs and time.monotonic() - self._progress < self._deadline:
+            time.sleep(POLL_SECONDS)
+        self._is_over = True
+        self._came.set()
+        missing = " and ".join(job.what for job in self._jobs)
+        if isinstance(self._broken, TakenOver):
+            raise RunFailed(str(self._broken))
+        if self._broken is not None:
+            raise self._broken
         if missing:
             why = self._status.failing or f"no byte was uploaded for {self._deadline:g} s"
             raise RunFailed(f"{self.url} lacks {missing}, which only {self._run} has now: {why}")
         shutil.rmtree(self._run / UPLOADS, ignore_errors=True)
 
-    def _on_disk(self, folder: Path, link: Callable[[], list[Staged] | None]) -> list[Staged] | None:
+    def _linked(self, folder: Path, link: Callable[[], list[Staged] | None]) -> list[Staged] | None:
         """What `link` returns, which links into a folder; a full or failing disk costs the upload, not the run."""
         try:
             linked = link()
@@ -174,79 +182,60 @@ class Uploads:
         return linked
 
     def _add(self, job: _Job) -> None:
-        with self._changed:
-            if self._bug is not None:
-                raise self._bug
-            if not self._taken_over:
-                for waiting in [waiting for waiting in self._jobs[1:] if None not in (waiting.step, job.step)]:
-                    self._remove(waiting)
-                self._jobs.append(job)
-            elif job.folder is not None:
-                shutil.rmtree(job.folder, ignore_errors=True)
-            self._changed.notify_all()
+        if self._broken is not None and not isinstance(self._broken, TakenOver):
+            raise self._broken
+        with self._lock:
+            self._jobs.append(job)
+            for waiting in [one for one in self._jobs if one is not self._under_way and self._is_old(one)]:
+                self._end(waiting)
+        self._queue.put(job)
+        self._came.set()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        try:
-            while (job := self._next()) is not None:
-                is_done = self._upload(job)
-                with self._changed:
-                    if is_done:
-                        self._remove(job)
-                    else:
-                        self._jobs.append(self._jobs.pop(0))
-                    self._changed.notify_all()
-        except TakenOver as error:
-            self._say(f"{error}; this process uploads no more")
-            with self._changed:
-                self._taken_over, self._status = str(error), self._status._replace(failing=str(error))
-                for job in list(self._jobs):
-                    self._remove(job)
-                self._changed.notify_all()
-        except Exception as error:  # noqa: BLE001 - raised by the next call of the run
-            with self._changed:
-                self._bug, self._jobs = error, []
-                self._changed.notify_all()
-
-    def _next(self) -> _Job | None:
-        """Wait for a job; meanwhile note how far the run came. None: there are no more."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._stopped or self._reached is not None)
-                reached, self._reached = self._reached, None
-                if self._stopped:
-                    return None
-                job = self._jobs[0] if self._jobs else None
-            if reached is not None:
-                try:
-                    self._writer.note(*reached)
-                    self._succeeded()
-                except StoreFailed as error:
-                    self._failed(str(error))
-            if job is not None:
-                return job
-
-    def _upload(self, job: _Job) -> bool:
-        """Upload until that succeeds, a newer checkpoint waits, or the run ends without it; False: the other job is to
-        be tried first."""
-        while True:
+        failures = 0
+        while not self._is_over:
+            job = self._queue.get()
+            with self._lock:
+                if job.files and job not in self._jobs:
+                    continue
+                self._under_way = job
             try:
-                files = self._writer.put(job.files, job.done)
-                if job.step is not None:
-                    self._writer.complete(job.step, job.accepted_tokens, files)
-                    self._status = self._status._replace(step=job.step)
-                    self._sweep(job.step)
-                self._succeeded()
-                return True
-            except (StoreFailed, OSError) as error:
-                self._failed(f"{job.what} is not uploaded: {error}")
-            with self._changed:
-                if self._changed.wait_for(lambda: self._stopped or self._is_superseded(job), self._pause):
-                    return True
-                self._pause = min(2 * self._pause, MAX_PAUSE)
-                if len(self._jobs) > 1:
-                    return False
+                failures = 0 if self._broken is not None or self._succeeds(job) else failures + 1
+            except TakenOver as error:
+                self._say(f"{error}; this process uploads no more")
+                self._broken, self._status = error, self._status._replace(failing=str(error))
+            except Exception as error:  # noqa: BLE001 - raised by the next call of the run
+                self._broken = error
+            with self._lock:
+                self._under_way = None
+                if not failures or self._broken is not None or not job.files or self._is_old(job):
+                    self._end(job)
+                    continue
+            self._came.wait(BACKOFF.pause(failures))
+            self._came.clear()
+            self._queue.put(job)
+
+    def _succeeds(self, job: _Job) -> bool:
+        try:
+            self._upload(job)
+        except (StoreFailed, OSError) as error:
+            self._failed(f"{job.what} is not uploaded: {error}" if job.what else str(error))
+            return False
+        if self._status.failing:
+            self._say(f"{self.url}: uploads succeed again")
+        self._status = self._status._replace(failing="")
+        return True
+
+    def _upload(self, job: _Job) -> None:
+        if job.step is not None and not job.files:
+            return self._writer.note(job.step, job.accepted_tokens)
+        files = self._writer.put(job.files, job.done)
+        if job.step is not None:
+            self._writer.complete(job.step, job.accepted_tokens, files)
+            self._status = self._status._replace(step=job.step)
+            self._sweep(job.step)
 
     def _sweep(self, step: int) -> None:
         """Delete what is too old, if the store permits that: the checkpoint is there in any case."""
@@ -254,37 +243,28 @@ class Uploads:
             self._writer.sweep(step)
         except StoreFailed as error:
             self._status = self._status._replace(failures=self._status.failures + 1)
-            if not self._left_over:
+            if not self._keeps_old:
                 self._say(f"what is too old is not deleted: {error}; uploads go on")
-            self._left_over = True
+            self._keeps_old = True
 
     def _uploaded(self, n_bytes: int) -> None:
-        with self._changed:
-            self._progress = time.monotonic()
-            self._status = self._status._replace(bytes=self._status.bytes + n_bytes)
+        self._progress = time.monotonic()
+        self._status = self._status._replace(bytes=self._status.bytes + n_bytes)
 
-    def _is_superseded(self, job: _Job) -> bool:
-        return job.step is not None and any(other.step is not None for other in self._jobs[1:])
+    def _is_old(self, job: _Job) -> bool:
+        """Whether a newer checkpoint waits."""
+        steps = [other.step for other in self._jobs if other.step is not None]
+        return job.step is not None and bool(steps) and job.step != steps[-1]
 
-    def _remove(self, job: _Job) -> None:
+    def _end(self, job: _Job) -> None:
+        """The upload is over, or not wanted any more; its links go."""
         if job in self._jobs:
             self._jobs.remove(job)
         if job.folder is not None:
             shutil.rmtree(job.folder, ignore_errors=True)
-
-    def _succeeded(self) -> None:
-        self._pause = FIRST_PAUSE
-        if self._status.failing:
-            self._say(f"{self.url}: uploads succeed again")
-        self._status = self._status._replace(failing="")
 
     def _failed(self, why: str) -> None:
         """Count a failed attempt; the first of several is printed."""
         if not self._status.failing:
             self._say(f"{why}; training goes on, and the upload is tried again")
         self._status = self._status._replace(failures=self._status.failures + 1, failing=why)
-
-
-def _left(job: _Job) -> str:
-    left = [staged.bytes for staged in job.files if staged.path not in job.done]
-    return f"{job.what} ({len(left)} of {len(job.files)} files, {sum(left) / 1e6:.0f} MB)"

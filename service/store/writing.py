@@ -1,8 +1,8 @@
 """Writes into a run's object store: a checkpoint's files, then its manifest, then what is too old is deleted.
 
-Two processes may write at once, where a run went on elsewhere and the older process still lives. The newer one has the
-store: the older one looks at the store's mark before each write that counts, and deletes nothing that it did not list
-before it looked.
+Two processes may write at once, where a run was resumed elsewhere and the older process still lives. The newer one has
+the store: the older one looks at the store's mark before each write that counts, and deletes nothing that it did not
+list before it looked.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from service.store.contents import (
     FILES,
     REACHED,
     RUN,
+    Damaged,
     Reached,
     RunMark,
     StoredCheckpoint,
     StoredFile,
     manifest_name,
-    read_mark,
     stored_steps,
 )
 from service.store.objects import Objects
 from service.store.staging import Staged
-
-READ_BYTES = 8 << 20
 
 
 class TakenOver(Exception):
@@ -46,7 +44,6 @@ class StoreWriter:
         self._objects, self._mark, self._keep, self._uploaded = objects, mark, keep, uploaded
         self._known = objects.sizes()
         """Objects in the store, by name."""
-        self._manifests: dict[int, StoredCheckpoint] = {}
         self._digests: dict[tuple[str, int, int, int], str] = {}
 
     @property
@@ -73,45 +70,48 @@ class StoreWriter:
         self._known = self._objects.sizes()
         if missing := manifest.missing(self._known):
             raise StoreFailed(f"{missing}: another process deleted it meanwhile")
-        self._manifests[step] = manifest
 
     def sweep(self, step: int) -> None:
         """Delete checkpoints that are too old or of a later step, and every file that none of the others needs."""
-        kept: list[StoredCheckpoint] = []
+        needed, kept = set[str](), 0
         for found in stored_steps(self._known):
-            if found <= step and len(kept) < self._keep and (manifest := self._readable(found)) is not None:
-                kept.append(manifest)
-        needed = {manifest_name(manifest.step) for manifest in kept}.union(*(manifest.objects for manifest in kept))
-        manifests = [name for name in map(manifest_name, stored_steps(self._known)) if name not in needed]
-        parts = tuple(f"{folder}/" for folder in (FILES, CHECKPOINTS))
-        others = [name for name in self._known if name.startswith(parts) and name not in needed.union(manifests)]
+            if found <= step and kept < self._keep:
+                try:
+                    manifest = StoredCheckpoint.read(self._objects, found, self._mark.run, self._known)
+                except Damaged:
+                    continue
+                needed |= {manifest_name(found), *manifest.objects}
+                kept += 1
+        mine = [name for name in self._known if name.startswith((f"{FILES}/", f"{CHECKPOINTS}/"))]
+        manifests = set(map(manifest_name, stored_steps(self._known)))
+        old = sorted((name for name in mine if name not in needed), key=lambda name: name not in manifests)
         self._check_owner()
-        self._objects.delete([*manifests, *others])
-        for name in (*manifests, *others):
+        self._objects.delete(old)
+        for name in old:
             del self._known[name]
 
     def _put(self, staged: Staged, done: set[str]) -> StoredFile:
         checksum = (staged.checksum or self._digest(staged)) if staged.shared else ""
         name = f"{FILES}/{staged.path}/{checksum}" if staged.shared else staged.path
-        is_there = self._known.get(name) == staged.bytes if staged.shared else staged.path in done
+        is_there = self._known.get(name) == staged.size if staged.shared else staged.path in done
         if not is_there:
             hasher = xxhash.xxh3_64()
-            self._objects.put(name, self._counted(chunks(staged), hasher), staged.bytes)
+            self._objects.put(name, self._counted(staged.chunks(), hasher), staged.size)
             if checksum and hasher.hexdigest() != checksum:
                 self._objects.delete([name])  # its name and size are those of the right one
                 raise StoreFailed(f"{staged.path} has other bytes than were written; its disk is damaged")
-            self._known[name] = staged.bytes
+            self._known[name] = staged.size
             self._uploaded(0)
         done.add(staged.path)
-        return StoredFile(object=name, bytes=staged.bytes, xxh3_64=checksum)
+        return StoredFile(object=name, bytes=staged.size, xxh3_64=checksum)
 
     def _digest(self, staged: Staged) -> str:
         """The checksum of a file; one that has not changed since is not read again."""
         stat = staged.file.stat()
-        key = (staged.path, staged.bytes, stat.st_ino, stat.st_mtime_ns)
+        key = (staged.path, staged.size, stat.st_ino, stat.st_mtime_ns)
         if key not in self._digests:
             hasher = xxhash.xxh3_64()
-            for chunk in chunks(staged):
+            for chunk in staged.chunks():
                 hasher.update(chunk)
             self._digests[key] = hasher.hexdigest()
         return self._digests[key]
@@ -126,27 +126,11 @@ class StoreWriter:
         self._objects.put(name, [data], len(data))
         self._known[name] = len(data)
 
-    def _readable(self, step: int) -> StoredCheckpoint | None:
-        try:
-            manifest = self._manifests.get(step) or StoredCheckpoint.read(self._objects, step)
-        except UserError:
-            return None
-        return None if manifest.run != self._mark.run or manifest.missing(self._known) else manifest
-
     def _check_owner(self) -> None:
         try:
-            mark = read_mark(self._objects, {RUN: 0})
+            mark = RunMark.read(self._objects, {RUN: 0})
         except UserError as error:  # another hand overwrote it, and may mend it
             raise StoreFailed(str(error)) from None
         if mark is None or mark.owner != self._mark.owner:
             other = "another run" if mark is None or mark.run != self._mark.run else "another process of this run"
             raise TakenOver(f"{self._objects.url} was taken over by {other}")
-
-
-def chunks(staged: Staged) -> Iterator[bytes]:
-    """The bytes of a file that count."""
-    left = staged.bytes
-    with staged.file.open("rb") as file:
-        while left > 0 and (chunk := file.read(min(READ_BYTES, left))):
-            left -= len(chunk)
-            yield chunk

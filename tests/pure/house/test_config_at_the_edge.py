@@ -41,8 +41,6 @@ STILL_WHOLE: tuple[str, ...] = (
     "service/simulate/scenario.py",
     "service/simulate/witness.py",
     "service/simulate/world.py",
-    "service/store/claim.py",
-    "service/store/fetch.py",
     "actors/engine/arguments.py",
     "actors/engine/vllm_parser.py",
     "actors/observe/logs.py",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from service.errors import StoreFailed
+from service.store.objects import Objects
 
 
-class MemoryObjects:
+class MemoryObjects(Objects):
     """The objects of one run; every answer can be a failure, before or after the store has done what was asked."""
 
     def __init__(self, held: dict[str, bytes] | None = None) -> None:

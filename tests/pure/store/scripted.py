@@ -18,9 +18,9 @@ from service.handoff.verbs import Assignment, Wait
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUMMARY
 from service.run.writer import RunWriter
-from service.store.claim import FolderMark, claim_store
+from service.store.contents import FolderMark
 from service.store.objects import Objects
-from service.store.uploads import Uploads
+from service.store.uploads import Uploads, claim_store
 from service.types import MiniBatch, PolicyVersion
 from tests.pure.buffer.world import World, config
 from tests.waiting import until
@@ -42,6 +42,10 @@ def settings(runs: Path, **run: object) -> Config:
     )
 
 
+def claim(objects: Objects, of: Config, folder: Path, say: Callable[[str], None] = print) -> Uploads:
+    return claim_store(objects, folder, of.trainer.keep_checkpoints, of.run.store_deadline, say)
+
+
 class ScriptedRun:
     """A run in its folder; `resume_from` is the checkpoint from which it goes on."""
 
@@ -54,7 +58,7 @@ class ScriptedRun:
         (folder / CONFIG).write_text(resolved_yaml(of))
         self.uploads: Uploads | None = None
         if objects is not None:
-            self.uploads = claim_store(objects, of, folder, self.said.append)
+            self.uploads = claim(objects, of, folder, self.said.append)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, of.trainer.keep_checkpoints)
         self.world = World(folder / JOURNAL, of, segment_bytes=SEGMENT_BYTES)
         self.step, self.weight, self.ahead = 0, 1.0, list[Assignment]()

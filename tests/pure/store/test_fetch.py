@@ -17,8 +17,7 @@ from service.handoff.ledger.lifecycle import Fate
 from service.run.folder import CONFIG, JOURNAL, STORE_MARK, find_run
 from service.run.resuming import folder_to_resume, resumed
 from service.store import fetch
-from service.store.claim import FolderMark
-from service.store.contents import REACHED, RUN, manifest_name, stored_steps
+from service.store.contents import REACHED, RUN, FolderMark, manifest_name, stored_steps
 from tests.pure.store.memory import MemoryObjects
 from tests.pure.store.scripted import STEPS, ScriptedRun, settings
 from tests.waiting import until

@@ -9,18 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from service.backoff import Backoff
 from service.errors import RunFailed, UserError
 from service.run.folder import STORE_MARK, UPLOADS
 from service.store import uploads as uploading
-from service.store.claim import claim_store
 from service.store.contents import RUN, RunMark, StoredCheckpoint, manifest_name, stored_steps
 from tests.pure.store.memory import MemoryObjects
-from tests.pure.store.scripted import EVERY, STEPS, ScriptedRun, settings
+from tests.pure.store.scripted import EVERY, STEPS, ScriptedRun, claim, settings
 from tests.waiting import until
 
 
 def run_in(folder: Path, objects: MemoryObjects | None, **changes: object) -> ScriptedRun:
     return ScriptedRun(folder / "runs" / "scripted", settings(folder / "runs", **changes), objects)
+
+
+def stored(objects: MemoryObjects, step: int) -> StoredCheckpoint:
+    """The manifest of a step whose objects are all in the store."""
+    mark = RunMark.read(objects, objects.sizes())
+    assert mark is not None
+    return StoredCheckpoint.read(objects, step, mark.run, objects.sizes())
 
 
 def test_the_store_holds_as_many_checkpoints_as_the_disk_and_how_the_run_ended(tmp_path: Path) -> None:
@@ -32,7 +39,7 @@ def test_the_store_holds_as_many_checkpoints_as_the_disk_and_how_the_run_ended(t
     assert stored_steps(objects.sizes()) == sorted(run.checkpoints.steps(), reverse=True) == [6, 4]
     assert objects.held["final/model.safetensors"] == (run.folder / "final" / "model.safetensors").read_bytes()
     assert objects.puts[-1] == "summary.json"
-    needed = {name for step in (4, 6) for name in StoredCheckpoint.read(objects, step).objects}
+    needed = {name for step in (4, 6) for name in stored(objects, step).objects}
     assert {name for name in objects.held if name.startswith("files/")} == needed
     assert not (run.folder / UPLOADS).exists()
 
@@ -41,7 +48,7 @@ def test_a_segment_of_the_journal_that_two_checkpoints_need_is_uploaded_once(tmp
     objects = MemoryObjects()
     run = run_in(tmp_path, objects)
     run.train()
-    older, newer = (StoredCheckpoint.read(objects, step).objects for step in (4, 6))
+    older, newer = (stored(objects, step).objects for step in (4, 6))
     both = {name for name in older.keys() & newer.keys() if "/journal/" in name}
     assert both
     assert all(objects.puts.count(name) == 1 for name in both)
@@ -50,8 +57,7 @@ def test_a_segment_of_the_journal_that_two_checkpoints_need_is_uploaded_once(tmp
 def test_an_upload_that_fails_is_repeated_and_said_once_while_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploading, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(uploading, "MAX_PAUSE", 0.001)
+    monkeypatch.setattr(uploading, "BACKOFF", Backoff(0.001, 0.001))
     objects = MemoryObjects()
     run = run_in(tmp_path, objects)
     failures = 5
@@ -154,7 +160,7 @@ def test_a_file_that_another_process_deletes_from_under_an_upload_is_uploaded_ag
     objects.fails = take
     run.train(EVERY)
     until(lambda: run.uploads is not None and run.uploads.status.step == EVERY, 10)
-    assert taken and StoredCheckpoint.read(objects, EVERY).missing(objects.sizes()) is None
+    assert taken and stored(objects, EVERY)
 
 
 def test_an_older_process_deletes_nothing_once_a_newer_one_has_the_store(tmp_path: Path) -> None:
@@ -164,7 +170,7 @@ def test_an_older_process_deletes_nothing_once_a_newer_one_has_the_store(tmp_pat
 
     def taken_over_meanwhile() -> dict[str, int]:
         if manifest_name(EVERY) in objects.held:
-            objects.held[RUN] = RunMark.new("1").model_dump_json().encode()
+            objects.held[RUN] = RunMark(run="1", owner="2").model_dump_json().encode()
             objects.held["files/of-the-newer-one"] = b"x"
         return sizes()
 
@@ -215,7 +221,7 @@ def test_a_store_belongs_to_one_run(tmp_path: Path) -> None:
 def test_a_store_without_any_checkpoint_can_be_used_by_another_run(tmp_path: Path) -> None:
     objects = MemoryObjects()
     run_in(tmp_path, None).train(0)
-    claim_store(objects, settings(tmp_path), tmp_path / "runs" / "scripted", print)
+    claim(objects, settings(tmp_path), tmp_path / "runs" / "scripted")
     run_in(tmp_path / "other", objects).train(2)
     assert stored_steps(objects.sizes()) == [2, 0]
 
@@ -224,7 +230,7 @@ def test_of_two_processes_the_newer_one_uploads_and_the_older_one_says_so_and_tr
     objects = MemoryObjects()
     older = run_in(tmp_path, objects)
     older.train(2)
-    newer = claim_store(objects, settings(tmp_path), older.folder, print)
+    newer = claim(objects, settings(tmp_path), older.folder)
     older.train()
     assert stored_steps(objects.sizes()) == [2, 0]
     assert [line for line in older.said if "was taken over by another process" in line]
@@ -239,10 +245,10 @@ def test_a_folder_that_is_older_than_the_store_is_refused(tmp_path: Path) -> Non
     run.train(2)
     kept = (run.folder / STORE_MARK).read_bytes()
     for _ in range(2):
-        claim_store(objects, settings(tmp_path), run.folder, print)
+        claim(objects, settings(tmp_path), run.folder)
     (run.folder / STORE_MARK).write_bytes(kept)
     with pytest.raises(UserError, match="this run went on from memory://bucket/run in another folder since"):
-        claim_store(objects, settings(tmp_path), run.folder, print)
+        claim(objects, settings(tmp_path), run.folder)
 
 
 def test_a_process_that_is_killed_while_it_claims_the_store_does_not_lock_its_run_out(tmp_path: Path) -> None:
@@ -252,6 +258,6 @@ def test_a_process_that_is_killed_while_it_claims_the_store_does_not_lock_its_ru
     for moment in ("put", "done"):
         objects.fails = lambda doing, name, moment=moment: doing == moment  # type: ignore[misc]
         with pytest.raises(UserError, match="failed"):
-            claim_store(objects, settings(tmp_path), run.folder, print)
+            claim(objects, settings(tmp_path), run.folder)
         objects.fails = lambda doing, name: False
-        claim_store(objects, settings(tmp_path), run.folder, print).finish()
+        claim(objects, settings(tmp_path), run.folder).finish()
