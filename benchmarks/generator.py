@@ -201,7 +201,7 @@ class Road:
         )
         self.generator = (
             ray.remote(BenchedGenerator)
-            .options(num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": engine_env(config)})
+            .options(num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": engine_env(config.generator)})
             .remote("generator-0", config_json, str(self.model), str(tasks_file), self.buffer, hub)
         )
         self.call("start")

@@ -175,7 +175,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
         .remote(with_free_port(config).model_dump_json(), str(journal.parent))
     )
-    env, scored = engine_env(config), (prepared.model_folder, prepared.tasks_file)
+    env, scored = engine_env(config.generator), (prepared.model_folder, prepared.tasks_file)
     scorers = place_scorers(config.scorers, config_json, *scored, env, has_gpu=bool(gpus))
     roles = place_roles(config.served_roles, config_json, env, has_gpu=bool(gpus), hub=HUB)
     buffer = (

@@ -18,7 +18,7 @@ from actors.driver.hosts import HostWatch
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
-from actors.observe.logs import say_which_are_elsewhere
+from actors.observe.logs import parts, say_which_are_elsewhere
 from actors.observe.metrics_hub import ray_targets, run_target, serving
 from actors.observe.telemetry import RunTelemetry
 from actors.scorers.actor import all_up
@@ -165,7 +165,8 @@ class Coordinator:
             await self._make_base(self._prepared.warmed_model)
         url = await self._all_up()
         await self._hosts.begin()
-        say_which_are_elsewhere(self._config, self._folder.path / LOGS, self._say)
+        logged = parts(self._config.generator.min_engines, self._config.trainer.ranks)
+        say_which_are_elsewhere(logged, self._folder.path / LOGS, self._say)
         self._url = url
         self._folder.write_address(url)
         await self._write_targets()

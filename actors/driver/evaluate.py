@@ -137,7 +137,9 @@ async def _evaluate(
             await _export(config, target, manifest, exported, say)
     model = (exported if manifest is not None else target.weights(None)).absolute()
     gpus = gpus_each()
-    roles = place_roles(config.served_roles, config.model_dump_json(), engine_env(config), bool(gpus), hub=None)
+    roles = place_roles(
+        config.served_roles, config.model_dump_json(), engine_env(config.generator), bool(gpus), hub=None
+    )
     bundles = [engine_bundle(config, gpus)] * config.generator.min_engines
     room = await reserve(bundles, config.generator.start_deadline, say)
     await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, files.values()))

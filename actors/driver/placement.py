@@ -225,7 +225,7 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
         "num_cpus": _resources(gpus)["CPU"],
         "num_gpus": SHARED_GPU if gpus and shares else gpus * config.generator.tensor_parallel_size,
         "max_concurrency": 1000,
-        "runtime_env": {"env_vars": engine_env(config)},
+        "runtime_env": {"env_vars": engine_env(config.generator)},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),
     }
 

@@ -16,7 +16,7 @@ from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.driver.cluster import place_actors, ray_session
 from actors.driver.coordinator import Coordinator
 from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
-from actors.observe.logs import begin_logs
+from actors.observe.logs import begin_logs, parts
 from service.agents.session_keys import WORKER_KEY, Keys, run_keys
 from service.config import Config, check
 from service.config.core_settings import buffer_settings
@@ -142,7 +142,7 @@ def _run_on_ray(
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
-    begin_logs(config, folder.path / LOGS)
+    begin_logs(parts(config.generator.min_engines, config.trainer.ranks), folder.path / LOGS)
     with contextlib.ExitStack() as held:
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
             held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))

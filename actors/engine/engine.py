@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import pydantic
 
-from actors.engine.arguments import OWNER_PID, can_overflow, engine_arguments
+from actors.engine.arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments
 from actors.engine.arguments import engine_env as engine_env
 from actors.engine.load import EngineLoad, EngineTimes
 from actors.heap import freeze_heap
@@ -107,8 +107,9 @@ class VllmEngine:
     async def _start(self, version: PolicyVersion) -> None:
         os.environ[OWNER_PID] = str(os.getpid())
         self._size = PolicySize.of_folder(self._model_folder, self._config.model.lora)
-        arguments = engine_arguments(self._config, self._model_folder)
-        with_load = can_overflow(self._config, self._model_folder)
+        settings = EngineSettings.of(self._config)
+        arguments = engine_arguments(settings, self._model_folder)
+        with_load = can_overflow(settings, self._model_folder)
         try:
             llm, self._recorder = await asyncio.to_thread(_build, arguments, with_load)
         except pydantic.ValidationError as error:  # it holds objects that cannot be sent to the driver

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.agents.parser import Reply
-from service.config import Config
+from service.config.rollout import AgentsConfig, GeneratorConfig
 from service.errors import UserError
 from service.rollout.chat.chat import Tool, load_chat
 from service.rollout.chat.tokenizer import load_tokenizer
@@ -80,18 +80,15 @@ class VllmParser:
         return Reply((content or "").strip(), (thinking or "").strip(), tuple(call for call in read if call))
 
 
-def use_parser(player: Player, config: Config, model_folder: Path) -> None:
+def use_parser(player: Player, endpoint: AgentsConfig | None, generator: GeneratorConfig, model_folder: Path) -> None:
     """Have the player's endpoint read responses with the parser that `agents.tool_parser` names.
 
     Raises:
         UserError: see `VllmParser`.
     """
-    if player.agents is not None and config.endpoint is not None and config.endpoint.tool_parser != OWN:
-        player.agents.parser = VllmParser(
-            config.endpoint.tool_parser,
-            load_tokenizer(model_folder),
-            load_chat(model_folder, config.generator).end_ids,
-        )
+    if player.agents is not None and endpoint is not None and endpoint.tool_parser != OWN:
+        end_ids = load_chat(model_folder, generator).end_ids
+        player.agents.parser = VllmParser(endpoint.tool_parser, load_tokenizer(model_folder), end_ids)
 
 
 def _load(name: str, load: Callable[[str], object], known: Collection[str]) -> None:

@@ -56,7 +56,7 @@ class Evaluator:
     async def start(self) -> None:
         """Start the engine; its errors propagate."""
         await self._engine.start(PolicyVersion(0, 0))
-        use_parser(self._player, self._config, self._model_folder)
+        use_parser(self._player, self._config.endpoint, self._config.generator, self._model_folder)
 
     async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
         """Sample trajectories of one shard of an evaluation set."""

@@ -123,7 +123,7 @@ class Generator(ImageHolder):
             await self._engine.start(PolicyVersion(0, 0))
         except Starved as error:
             raise self._failed(Starved(f"{self._name}: {error}")) from error
-        use_parser(self._player, self._config, self._model_folder)
+        use_parser(self._player, self._config.endpoint, self._config.generator, self._model_folder)
         self._joined = await self._join()
         self._unfinished = await self._taken_over(self._joined)
         self._reporter.start()

@@ -8,11 +8,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from actors.watchdog import MARK
-from service.config import Config
 from service.environment_variables import LOG_FOLDER
 from service.run import log_file
 from service.run.log_file import SUFFIX
@@ -27,22 +26,22 @@ def log_env(folder: Path) -> dict[str, str]:
     return {LOG_FOLDER: f"{folder.stat().st_ino}:{folder}"}
 
 
-def parts(config: Config) -> list[str]:
+def parts(engines: int, ranks: int) -> list[str]:
     """The parts of a run; each has a log."""
-    generators = [f"generator-{number}" for number in range(config.generator.min_engines)]
-    trainers = [f"trainer-{rank}" for rank in range(config.trainer.ranks)]
+    generators = [f"generator-{number}" for number in range(engines)]
+    trainers = [f"trainer-{rank}" for rank in range(ranks)]
     return ["driver", "metrics-hub", "buffer", *generators, *trainers]
 
 
-def begin_logs(config: Config, folder: Path) -> None:
+def begin_logs(parts: Sequence[str], folder: Path) -> None:
     """Make the empty logs of a run whose actors are about to start."""
-    for part in parts(config):
+    for part in parts:
         (folder / f"{part}{SUFFIX}").touch()
 
 
-def say_which_are_elsewhere(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[str], None]) -> None:
     """Say where the logs lie that are still empty after every actor's construction, also in these logs."""
-    for part in parts(config):
+    for part in parts:
         file = folder / f"{part}{SUFFIX}"
         if file.exists() and not file.stat().st_size:
             where = (

@@ -16,6 +16,7 @@ import service
 from actors.calls import call
 from actors.observe.http_guard import for_own_names, listen
 from actors.observe.logs import keep_log
+from service.backoff import Backoff, retried
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
@@ -25,7 +26,7 @@ from service.run.folder import TIMELINE
 from service.run.metrics_port import DEFAULT_PORT, bind_message
 from service.run.timeline import TimelineFiles
 
-RETRY_SECONDS = 0.5
+RETRY = Backoff(0.5, 0.5)
 """Pause before the next call of a hub that is restarting."""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -46,15 +47,11 @@ async def serving(hub: Any, max_restarts: int) -> str:
         UserError: the port is taken, or the host is not an address of this machine.
         RayActorError: the hub died more than `max_restarts` times.
     """
-    restarts = 0
-    while True:
-        try:
-            return str(await call(hub.start, who="the metrics hub"))
-        except ray.exceptions.RayActorError:
-            restarts += 1
-            if restarts > max_restarts:
-                raise
-            await asyncio.sleep(RETRY_SECONDS)
+
+    async def start() -> str:
+        return str(await call(hub.start, who="the metrics hub"))
+
+    return await retried(start, ray.exceptions.RayActorError, RETRY, tries=max_restarts + 1)
 
 
 class MetricsHub:
@@ -183,32 +180,12 @@ class MetricsHub:
 
 
 def prefers_html(accept: str) -> bool:
-    """Whether an `Accept` header ranks `text/html` above `application/json`, as a browser's does (RFC 9110, 12.5.1).
-
-    Ranges with parameters, such as `text/html;level=1`, speak of other forms than those that are served.
+    """Whether an `Accept` header names HTML and not JSON, as a browser's does; whoever else asks gets JSON.
 
     >>> prefers_html("text/html,application/xml;q=0.9,*/*;q=0.8"), prefers_html("*/*"), prefers_html("")
     (True, False, False)
     """
-    weights = dict(found for text in accept.lower().split(",") if (found := _media_range(text)) is not None)
-
-    def weight(kind: str) -> float:
-        """The weight of the most specific range that matches; a type without one is not accepted."""
-        ranges = (kind, f"{kind.partition('/')[0]}/*", "*/*")
-        return next((weights[name] for name in ranges if name in weights), 0.0)
-
-    return weight("text/html") > weight("application/json")
-
-
-def _media_range(text: str) -> tuple[str, float] | None:
-    """`text/html;q=0.5` -> ("text/html", 0.5); a weight that is no number counts as 0; None with other parameters."""
-    name, *parameters = (part.strip() for part in text.split(";"))
-    if any(not parameter.startswith(("q=", "charset=")) for parameter in parameters):
-        return None
-    try:
-        return name, float(next((part[2:] for part in parameters if part.startswith("q=")), 1.0))
-    except ValueError:
-        return name, 0.0
+    return "text/html" in accept.lower() and "application/json" not in accept.lower()
 
 
 def run_target(address: str, folder: str | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.engine.arguments import engine_arguments
+from actors.engine.arguments import EngineSettings, engine_arguments
 from service.config import Config
 from service.rollout.engine import Sampling
 
@@ -29,7 +29,7 @@ class FrozenEngine:
     """One frozen engine in this process."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        arguments = engine_arguments(_frozen_settings(config), folder)
+        arguments = engine_arguments(EngineSettings.of(_frozen_settings(config)), folder)
         for name in OF_THE_POLICY:
             arguments.pop(name, None)
         self._arguments = arguments | {"logprobs_mode": "raw_logprobs"}

@@ -42,8 +42,8 @@ ARRIVAL_SECONDS = 0.02
 PAUSE_SECONDS = 0.0005
 """Seconds between two looks at an operation under way."""
 
-LEAVE_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""Read by torch where a group is made. Else torch's watchdog ends the whole process when a member of the group dies."""
+LEAVE_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Read by torch where a group is made; 0: torch's watchdog does not end the process when a member of the group dies."""
 
 
 class Meeting(NamedTuple):
@@ -193,22 +193,15 @@ def _make_backend(store: Store, rank: int, size: int, device: torch.device, limi
     torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    with _environment(LEAVE_ERRORS):
+    before = os.environ.get(LEAVE_ERRORS)
+    os.environ[LEAVE_ERRORS] = "0"
+    try:
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        os.environ.pop(LEAVE_ERRORS) if before is None else os.environ.update({LEAVE_ERRORS: before})
     backend._set_sequence_number_for_group()
     backend.eager_connect_single_device(device)
     return backend
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _abort(backend: Any, works: list[dist.Work]) -> None:

@@ -47,7 +47,7 @@ def write_model(folder: Path, shape: MakeModelConfig) -> Path:
 @asynccontextmanager
 async def serving(config: Config, folder: Path) -> AsyncIterator[VllmEngine]:
     """The started engine; its environment has to be set before vLLM is imported, so one configuration a process."""
-    os.environ.update(engine_env(config))
+    os.environ.update(engine_env(config.generator))
     engine = VllmEngine(config, folder)
     await engine.start(PolicyVersion(1, 0))
     try:

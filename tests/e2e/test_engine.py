@@ -140,7 +140,7 @@ def started(folder: Path, model: PreTrainedModel, config: Config = CONFIG, kind:
     model.save_pretrained(folder)
     engine = (
         ray.remote(kind)
-        .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(config)})
+        .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(config.generator)})
         .remote(config, folder)
     )
     ray.get(engine.start.remote(PolicyVersion(1, 0)))
@@ -468,7 +468,7 @@ def test_the_engines_processes_end_with_their_owner_also_when_it_is_killed(tmp_p
     dense(0).save_pretrained(tmp_path / "model")
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
-    env = os.environ | engine_env(CONFIG) | {"PYTHONPATH": os.getcwd()}
+    env = os.environ | engine_env(CONFIG.generator) | {"PYTHONPATH": os.getcwd()}
     command = [sys.executable, str(script), CONFIG.model_dump_json(), str(tmp_path / "model")]
     owner = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert owner.stdout is not None and b"ready\n" in iter(owner.stdout.readline, b"")  # after vLLM's own lines

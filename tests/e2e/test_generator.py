@@ -127,7 +127,7 @@ def road(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     )
     generator = (
         ray.remote(Patient)
-        .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(CONFIG)})
+        .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(CONFIG.generator)})
         .remote("generator-0", config_json, str(prepared.model_folder), str(prepared.tasks_file), buffer, hub)
     )
     ray.get(generator.start.remote())

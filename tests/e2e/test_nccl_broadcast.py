@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.driver.cluster import place_actors
-from actors.engine.arguments import FILE_BACKEND, engine_arguments
+from actors.engine.arguments import FILE_BACKEND, EngineSettings, engine_arguments
 from actors.engine.engine import VllmEngine
 from actors.trainer.actor import TrainerRank
 from actors.weights import broadcasts
@@ -179,7 +179,7 @@ async def test_an_engine_that_dies_in_a_broadcast_costs_the_others_one_more_and_
 def test_the_configured_transport_selects_vllms_backend(tmp_path: Path, transport: str, backend: str) -> None:
     config = load([QUICKSTART], [f"weights.transport={transport}", "model.make.hidden_size=32"]).config
     folder = prepare(config, tmp_path).model_folder
-    assert engine_arguments(config, folder)["weight_transfer_config"] == {"backend": backend}
+    assert engine_arguments(EngineSettings.of(config), folder)["weight_transfer_config"] == {"backend": backend}
 
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])

@@ -36,7 +36,11 @@ pytestmark = pytest.mark.slow
 def test_a_frozen_engine_agrees_with_a_forward_pass(local_ray: None, tmp_path: Path) -> None:
     model, rng = dense(3), np.random.default_rng(0)
     model.save_pretrained(tmp_path)
-    engine = ray.remote(FrozenEngine).options(runtime_env={"env_vars": engine_env(CONFIG)}).remote(CONFIG, tmp_path)
+    engine = (
+        ray.remote(FrozenEngine)
+        .options(runtime_env={"env_vars": engine_env(CONFIG.generator)})
+        .remote(CONFIG, tmp_path)
+    )
     rows = [rng.integers(3, VOCABULARY, length).tolist() for length in (2, 17, 64, 320)]
     rows.append([*rows[2], *rows[1]])  # begins as another one
     found = ray.get([engine.logprobs.remote(row) for row in rows], timeout=300)

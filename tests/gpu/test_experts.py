@@ -41,7 +41,7 @@ async def test_recorded_experts_are_those_of_the_weights_that_computed_the_token
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config(generator=GeneratorConfig(max_input_length=64, max_generate_length=256, gpu_memory_utilization=0.3))
-    for name, value in engine_env(config).items():
+    for name, value in engine_env(config.generator).items():
         monkeypatch.setenv(name, value)
     models = [mixture(seed).to(torch.bfloat16).cuda() for seed in range(2)]
     models[0].save_pretrained(tmp_path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from actors.engine import arguments as arguments_module
-from actors.engine.arguments import GPU_BATCHED_TOKENS, engine_arguments
+from actors.engine.arguments import GPU_BATCHED_TOKENS, EngineSettings, engine_arguments
 from service.config import load_config
 from service.errors import UserError
 from service.run.prepare import prepare
@@ -21,12 +21,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_cache_beyond_the_free_memory_names_the_settings_that_make_it_smaller(model: Path) -> None:
     huge = load_config([QUICKSTART], [f"generator.kv_cache_bytes={1 << 50}"])
     with pytest.raises(UserError, match=r"MiB are free: lower generator\.max_input_length"):
-        engine_arguments(huge, model)
+        engine_arguments(EngineSettings.of(huge), model)
 
 
 def test_an_engine_computes_its_logits_in_float32_as_the_trainer_does(model: Path) -> None:
     bf16 = load_config([QUICKSTART], ["model.dtype=bfloat16"])
-    assert engine_arguments(bf16, model)["hf_overrides"] == {"head_dtype": "float32"}
+    assert engine_arguments(EngineSettings.of(bf16), model)["hf_overrides"] == {"head_dtype": "float32"}
 
 
 @pytest.mark.parametrize("groups", [1, 1000])
@@ -34,7 +34,9 @@ def test_a_step_of_a_gpu_engine_has_room_for_prompts_beside_all_that_decodes(
     model: Path, monkeypatch: pytest.MonkeyPatch, groups: int
 ) -> None:
     monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
-    arguments = engine_arguments(load_config([QUICKSTART], [f"generator.concurrent_groups={groups}"]), model)
+    arguments = engine_arguments(
+        EngineSettings.of(load_config([QUICKSTART], [f"generator.concurrent_groups={groups}"])), model
+    )
     assert arguments["max_num_batched_tokens"] >= max(GPU_BATCHED_TOKENS, 4 * arguments["max_num_seqs"])
     assert GPU_BATCHED_TOKENS >= 8192
 
@@ -44,31 +46,31 @@ def test_quantized_weights_are_for_gpu_engines_and_refused_elsewhere(
 ) -> None:
     fp8 = load_config([QUICKSTART], ["generator.quantization=fp8", "algorithm.correction.token_band=[0.5,2.0]"])
     with pytest.raises(UserError, match=r"generator\.quantization: fp8 needs engines on GPUs"):
-        engine_arguments(fp8, model)
+        engine_arguments(EngineSettings.of(fp8), model)
     monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
-    assert engine_arguments(fp8, model)["quantization"] == "fp8"
-    assert "quantization" not in engine_arguments(load_config([QUICKSTART]), model)
+    assert engine_arguments(EngineSettings.of(fp8), model)["quantization"] == "fp8"
+    assert "quantization" not in engine_arguments(EngineSettings.of(load_config([QUICKSTART])), model)
 
 
 def test_an_engine_has_one_slot_for_an_adapter_as_large_as_the_policys(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lora = ["model.lora.rank=12", "model.lora.targets=[q_proj,v_proj]"]
-    arguments = engine_arguments(load_config([QUICKSTART], lora), model)
+    arguments = engine_arguments(EngineSettings.of(load_config([QUICKSTART], lora)), model)
     assert (arguments["enable_lora"], arguments["max_loras"], arguments["max_lora_rank"]) == (True, 1, 16)
     assert arguments["lora_target_modules"] == ["q_proj", "v_proj"]
-    assert "enable_lora" not in engine_arguments(load_config([QUICKSTART]), model)
+    assert "enable_lora" not in engine_arguments(EngineSettings.of(load_config([QUICKSTART])), model)
     monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
     with pytest.raises(UserError, match=r"model\.dtype: .*float32.* use bfloat16"):
-        engine_arguments(load_config([QUICKSTART], [*lora, "model.dtype=float32"]), model)
+        engine_arguments(EngineSettings.of(load_config([QUICKSTART], [*lora, "model.dtype=float32"])), model)
     fp8 = ["model.dtype=bfloat16", "generator.quantization=fp8", "algorithm.correction.token_band=[0.5,2.0]"]
-    assert engine_arguments(load_config([QUICKSTART], [*lora, *fp8]), model)["quantization"] == "fp8"
+    assert engine_arguments(EngineSettings.of(load_config([QUICKSTART], [*lora, *fp8])), model)["quantization"] == "fp8"
 
 
 def test_adapters_of_a_mixture_of_experts_are_for_gpu_engines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments_module, "has_experts", lambda folder: True)
     attention = load_config([QUICKSTART], ["model.lora.targets=[q_proj]", "model.dtype=bfloat16"])
     with pytest.raises(UserError, match=r"model\.lora: .*experts.* GPU"):
-        engine_arguments(attention, model)
+        engine_arguments(EngineSettings.of(attention), model)
     monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
-    assert engine_arguments(attention, model)["enable_lora"]
+    assert engine_arguments(EngineSettings.of(attention), model)["enable_lora"]

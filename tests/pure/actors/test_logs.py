@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from actors.driver.evaluate import logs_kept_on_failure
-from actors.observe.logs import begin_logs, elsewhere, log_env, say_which_are_elsewhere
-from service.config import Config
+from actors.observe.logs import begin_logs, elsewhere, log_env, parts, say_which_are_elsewhere
 from service.errors import RunFailed
 from service.run.log_file import LOG_BYTES, OLDER_FILES
 from tests.waiting import until
@@ -99,11 +98,10 @@ def test_on_a_host_without_the_run_folder_the_log_is_beside_rays_and_the_run_say
     assert lines_of(ray / elsewhere(logs, PART), "the last word")
 
     said: list[str] = []
-    config = Config.model_validate({"generator": {"engines": 1}, "trainer": {"ranks": 1}})
-    begin_logs(config, other)
+    begin_logs(parts(1, 1), other)
     for part in ("driver", "metrics-hub", "buffer", "trainer-0"):
         (other / f"{part}.log").write_text("begins\n")
-    say_which_are_elsewhere(config, other, said.append)
+    say_which_are_elsewhere(parts(1, 1), other, said.append)
     assert len(said) == 1 and PART in said[0] and elsewhere(other, PART) in said[0]
     assert (other / f"{PART}.log").read_text() == f"{said[0]}\n"
 

@@ -17,7 +17,7 @@ from actors import RAY_ENV
 from actors.driver import evaluate as evaluating
 from actors.driver import run as running
 from actors.driver.authentication import keep_token_private, refuse_open_ray
-from actors.engine.arguments import engine_arguments, engine_env
+from actors.engine.arguments import EngineSettings, engine_arguments, engine_env
 from actors.weights.delta import Bucket
 from actors.weights.image import Image
 from actors.weights.part import Part
@@ -216,8 +216,8 @@ def test_s8_weights_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
 
 def test_s8_nothing_is_fetched_and_no_remote_code_is_trusted(tmp_path: Path) -> None:
     config = load_config([ROOT / "configs/quickstart.yaml"], [])
-    assert RAY_ENV["HF_HUB_OFFLINE"] == engine_env(config)["HF_HUB_OFFLINE"] == "1"
-    arguments = engine_arguments(config, tiny_model(tmp_path / "model"))
+    assert RAY_ENV["HF_HUB_OFFLINE"] == engine_env(config.generator)["HF_HUB_OFFLINE"] == "1"
+    arguments = engine_arguments(EngineSettings.of(config), tiny_model(tmp_path / "model"))
     assert not arguments.get("trust_remote_code") and arguments["model"] == str(tmp_path / "model")
     with pytest.raises(UserError, match=r"^model\.path"):
         read_config(Path("an-organisation/a-model"))
