@@ -30,8 +30,8 @@ from service.plan.machine.device import Device
 from service.plan.machine.measure import measured, pace
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines
+from service.run.lengths import lengths_of_run
 from service.run.timeline import Timeline, read_timeline
-from service.trace.lengths import lengths_of_run
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "gsm8k_tiny", "text_to_sql_tiny", "search_r1_tiny")

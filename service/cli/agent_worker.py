@@ -11,8 +11,8 @@ import signal
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from service.cli.logs import count
 from service.errors import UserError
+from service.run.arguments import count
 
 ABOUT = """\
 Run agents on a machine without Ray: claim sessions from endpoints of a run, run a command for each, finish them. The

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from service.errors import UserError
+from service.run.arguments import NEWEST_HELP, count
 from service.run.folder import LOGS, newest_run, run_folder
 from service.run.log_file import SUFFIX
 from service.run.phases import say
@@ -32,16 +33,9 @@ HEADING = re.compile(r"==> (.+)\.log <==\n")
 """Before the lines of another file in the output of `tail`; each line of a log begins with a time."""
 
 
-def count(text: str) -> int:
-    """A number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no number from 1 on")
-    return int(text)
-
-
-def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run", metavar="RUN", nargs="?", help=f"{run_help} (default: the newest run in runs/)")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=NEWEST_HELP)
     parser.add_argument("part", metavar="PART", nargs="?", help="such as generator-0 (default: all parts)")
     parser.add_argument("--last", type=count, default=50, metavar="N", help="the newest N lines (default 50)")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until Ctrl-C")

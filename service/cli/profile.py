@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from service.cli.logs import count
+from service.run.arguments import NEWEST_HELP, count
 from service.run.folder import newest_run, run_folder
 from service.run.profiles import MAX_STEPS, ask
 
@@ -23,9 +23,9 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `baton profile`."""
-    parser.add_argument("run", metavar="RUN", nargs="?", help=f"{run_help} (default: the newest run in runs/)")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=NEWEST_HELP)
     parser.add_argument("--steps", type=count, default=1, metavar="N", help=f"at most {MAX_STEPS} (default 1)")
     parser.add_argument("--ranks", type=numbers, default=(0,), metavar="N,N", help="ranks of the trainer (default 0)")
     text = f"seconds to wait for the steps (default {WAIT_SECONDS:.0f})"

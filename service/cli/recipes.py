@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from importlib import resources
 from pathlib import Path
 
@@ -25,3 +26,15 @@ def config_file(word: str) -> Path:
     if path.parent == Path("configs") and not path.exists() and (recipes() / path.name).is_file():
         return recipes() / path.name
     return path
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a command that has a configuration."""
+    text = (
+        "a YAML file; given again, later files are merged over earlier ones; configs/NAME.yaml is also found where "
+        "Baton is installed"
+    )
+    parser.add_argument("--config", action="append", type=config_file, default=[], metavar="FILE", help=text)
+    # `split_overrides` takes the settings out before parsing; this argument shows them in --help.
+    text = "set one value over the files"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)

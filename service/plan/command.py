@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from service.config import Config
+from service.config.command_line import checked_config
 from service.config.model_folder import MODEL_CONFIG, is_model_folder
 from service.errors import UserError
 from service.learn.estimate.kv_cache import check_engine
@@ -19,11 +22,15 @@ from service.plan.machine.device import DATA_SHEETS, Device, profile
 from service.plan.page import as_dict, lines
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import run_folder
+from service.run.lengths import lengths_of_run
+from service.run.phases import phase
 
 MODEL = "model"
 """The folder in a run folder of the model that the run made."""
 
 MAX_GPUS = 1_000_000
+QUIET_SECONDS = 2.0
+"""Seconds after which a line says that the plan is being made."""
 PICTURES = (".png", ".svg", ".pdf")
 
 DOES_NOT_FIT = 3
@@ -61,7 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw the plan as a picture ({', '.join(PICTURES)})")
 
 
-def run(config: Config, arguments: argparse.Namespace, measured: Mapping[str, tuple[float, str]]) -> int:
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Predict memory, speed and waiting of a configuration; returns the exit code."""
+    config, source = checked_config(arguments, overrides)
+    with source.named_in_errors(), phase("planning", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
+        return plan(config, arguments, lengths_of_run(arguments.lengths) if arguments.lengths else {})
+
+
+def plan(config: Config, arguments: argparse.Namespace, measured: Mapping[str, tuple[float, str]]) -> int:
     """Print the plan; `measured`: figures of a run, each with its source. Returns the exit code."""
     if arguments.gpus is not None and not 1 <= arguments.gpus <= MAX_GPUS:
         raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MAX_GPUS}")

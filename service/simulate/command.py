@@ -6,12 +6,16 @@ import argparse
 import logging
 import math
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 
-from service.config import Config
+from service.config import Config, load
+from service.config.command_line import no_more_words
 from service.errors import BatonError, RunFailed, UserError
+from service.run.phases import phase
 from service.simulate.report import Report, simulated
 from service.simulate.scenario import Scenario
 from service.simulate.world import fault_world
@@ -34,6 +38,9 @@ examples:
   baton simulate --generators 200 generator.concurrent_groups=800 trainer.mini_batch_size=256
   baton simulate --worlds 5000
 """
+
+QUIET_SECONDS = 2.0
+"""Seconds after which a line says that the simulation continues."""
 
 PRESET = (
     "env.max_turns=1",
@@ -66,7 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worlds", type=int, metavar="N", help="check the promises in N worlds full of faults")
 
 
-def run(config: Config, arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Simulate a configuration."""
+    no_more_words(arguments)
+    config = load(arguments.config, [*([] if arguments.config else PRESET), *overrides]).config
+    with phase("simulating", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
+        return simulate(config, arguments)
+
+
+def simulate(config: Config, arguments: argparse.Namespace) -> int:
     """Run what the arguments say and print the findings."""
     if arguments.worlds is not None:
         return _worlds(arguments.seed, arguments.worlds)

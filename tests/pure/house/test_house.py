@@ -56,4 +56,4 @@ def test_only_the_command_line_imports_the_actors_and_does_so_once() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             found += [f"{path.relative_to(ROOT)}: {name}" for name in names if name.split(".")[0] == "actors"]
-    assert found == ["service/cli/commands.py: actors.driver.commands"]
+    assert found == ["service/cli/in_ray.py: actors.driver.commands"]

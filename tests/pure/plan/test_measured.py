@@ -19,8 +19,8 @@ from service.plan.machine.pace import message_seconds
 from service.plan.weights import update
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, TIMELINE
+from service.run.lengths import lengths_of_run
 from service.run.timeline import TimelineFiles
-from service.trace.lengths import lengths_of_run
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 TWO_CORES = replace(

@@ -1,15 +1,14 @@
-"""`baton trace` writes a run's timeline for ui.perfetto.dev; `baton trajectories slow` says where its time went."""
+"""`baton trace`: a run's timeline for ui.perfetto.dev."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.cli.commands import PIPED_WIDTH
 from service.errors import UserError
 from service.files import atomic_file
+from service.run.arguments import NEWEST_HELP
 
 if TYPE_CHECKING:
     from service.run.timeline import Timeline
@@ -27,9 +26,9 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser, run_help: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `baton trace`."""
-    parser.add_argument("run", metavar="RUN", nargs="?", help=f"{run_help} (default: the newest run in runs/)")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=NEWEST_HELP)
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run folder")
     parser.add_argument("--last", type=minutes, metavar="MINUTES", help="leave out what ended earlier")
 
@@ -57,21 +56,6 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         file.writelines(trace_lines(found))
     print(f"{len(found['traceEvents'])} events written to {output} ({output.stat().st_size / 1e6:.1f} MB)")
     print(f"trajectories: {found['otherData']['trajectories']}")
-    return 0
-
-
-def slow(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Print where the time of trajectories went."""
-    from rich.console import Console
-
-    from service.trace.slow import print_calls, print_slow
-
-    _, timeline = recorded(arguments.run)
-    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    if arguments.id is None:
-        print_slow(console, timeline, arguments.last)
-    else:
-        print_calls(console, timeline, arguments.id)
     return 0
 
 

@@ -1,0 +1,105 @@
+"""`baton config`: show or check a configuration, or print its schema."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from service.cli.recipes import add_settings
+
+if TYPE_CHECKING:
+    from service.config import Config
+
+ABOUT = "A configuration is YAML files, merged in order, then settings. These actions start nothing."
+
+EXAMPLES = """\
+examples:
+  baton config validate --config mine.yaml               # a line for each mistake; reads data and model headers
+  baton config show --config mine.yaml trainer.lr=1e-4   # the configuration of the run, defaults included
+  baton config schema > config.schema.json               # for completion in an editor
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for name, run, summary in (
+        ("show", show, "print the resolved configuration as YAML, defaults included"),
+        ("validate", validate, "check a configuration, start nothing"),
+        ("schema", schema, "print the JSON schema of the configuration"),
+    ):
+        action = actions.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        action.set_defaults(command=run)
+        if run is not schema:
+            add_settings(action)
+
+
+def show(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the resolved configuration."""
+    from service.config import load, resolved_yaml
+    from service.config.command_line import no_more_words
+
+    no_more_words(arguments)
+    sys.stdout.write(resolved_yaml(load(arguments.config, overrides).config))
+    return 0
+
+
+def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Check a configuration and the files that it names; a missing file, which may be another machine's, is a note."""
+    from service.config.command_line import checked_config
+    from service.config.paths import elsewhere
+
+    config, source = checked_config(arguments, overrides)
+    with source.named_in_errors():
+        missing = elsewhere(config)
+        from service.config.core_settings import estimator_name
+        from service.rollout.environments.check_inputs import check_inputs
+        from service.scorers.user import check_scorers
+
+        check_inputs(config)
+        check_scorers(config.scorers)
+        estimator_name(config)
+        if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch
+            from service.learn.losses.loss import loss_named
+
+            loss_named(config.algorithm.loss)
+        if config.model.adapter is not None:
+            from service.run.prepare import check_first_adapter
+
+            check_first_adapter(config)
+        estimates = _estimates(config)
+    for line in (*(f"note: {line}" for line in (*missing, *config.notes)), *estimates):
+        print(line)
+    files = ", ".join(str(file) for file in arguments.config)
+    print(f"{files}: fine" + (", but it cannot be run here" if missing else ""))
+    return 0
+
+
+def _estimates(config: Config) -> list[str]:
+    """What the model of a configuration takes of its GPUs; nothing where the model is not here, or no GPU's.
+
+    Raises:
+        UserError: it is too large for GPUs whose memory is known, or no engine can be made of it.
+    """
+    from service.config.model_folder import is_model_folder
+
+    if config.model.path is None or not is_model_folder(config.model.path) or config.model.dtype != "bfloat16":
+        return []
+    from service.learn.estimate.fit import GPU_BYTES, fit, refuse_too_large
+    from service.learn.estimate.kv_cache import check_engine
+    from service.learn.model.hf_config import read_config
+
+    check_engine(read_config(config.model.path), config)
+    found = refuse_too_large(config, config.model.path) or fit(config, config.model.path, GPU_BYTES["H100"])
+    problem = found.problem()
+    return [*found.lines(), *([f"note: on a GPU of 80 GB it does not fit: {problem}"] if problem else [])]
+
+
+def schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the JSON schema of the configuration."""
+    from service.config import Config
+
+    print(json.dumps(Config.model_json_schema(), indent=2))
+    return 0

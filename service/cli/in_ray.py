@@ -1,0 +1,24 @@
+"""The only import of `actors` in `service`: the commands that need Ray."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+
+from service.errors import UserError
+
+
+def in_ray(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Run the command `arguments.name`; returns the exit code.
+
+    Raises:
+        UserError: another package named `actors` comes before Baton's on the import path.
+    """
+    found, beside = find_spec("actors"), Path(__file__).parents[2] / "actors" / "__init__.py"
+    if found is None or found.origin is None or Path(found.origin).resolve() != beside.resolve():
+        other = "is missing" if found is None else f"is {found.origin or 'a folder without __init__.py'}"
+        raise UserError(f"the package actors {other}, not {beside}; take the other one off PYTHONPATH, or uninstall it")
+    from actors.driver.commands import COMMANDS
+
+    return COMMANDS[arguments.name](arguments, overrides)

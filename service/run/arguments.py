@@ -1,0 +1,15 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+
+RUN_HELP = "a run folder, or the name of a run"
+NEWEST_HELP = f"{RUN_HELP} (default: the newest run in runs/)"
+
+
+def count(text: str) -> int:
+    """A number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no number from 1 on")
+    return int(text)
