@@ -13,15 +13,18 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import xxhash
 from aiohttp import web
 
 from service.agents.conversation_tree import Call, Opened
-from service.agents.dialects import chat, completions, generate, messages, responses
 from service.agents.dialects.body import HOSTED, Pinned, parse_body
-from service.agents.dialects.types import Answer, Asked, Dialect, Finish, Refused
+from service.agents.dialects.chat import CHAT
+from service.agents.dialects.completions import COMPLETIONS
+from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused
+from service.agents.dialects.generate import GENERATE
+from service.agents.dialects.messages import MESSAGES
+from service.agents.dialects.responses import RESPONSES
 from service.agents.requests import STREAM, TOO_LARGE, Requests, is_connected, is_retry, role_named
 from service.agents.session import Session
 
@@ -29,11 +32,11 @@ KEEP_ALIVE_SECONDS = 3.0
 """Seconds between two comments to a client that waits for a stream."""
 COMMENT = b": the policy samples\n\n"
 DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": chat,
-    "/v1/completions": completions,
-    "/v1/responses": responses,
-    "/v1/messages": messages,
-    "/inference/v1/generate": generate,
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/inference/v1/generate": GENERATE,
 }
 """By the path at which they are spoken."""
 OTHER = "other"
@@ -75,14 +78,14 @@ class Calls:
         call = calling.result()
         self.ignored.update(name if name in COUNTED else OTHER for name in asked.ignored)
         self.answered[dialect.name, "replayed" if call.index < known else call.how] += 1
-        response = await _write(request, dialect, asked, _answer_of(call, model))
+        response = await _write(request, dialect, asked, Answer(call, model, int(time.time())))
         call.delivered = call.delivered or is_connected(request)
         self._requests.undelivered += not call.delivered
         return response
 
     async def _begin(
         self, dialect: Dialect, request: web.Request, session: Session
-    ) -> tuple[asyncio.Future[Call], Asked, Any]:
+    ) -> tuple[asyncio.Future[Call], Asked, str]:
         """The call that a request asks for, the request without its prompt, and the model that it names.
 
         Requests of one session begin their calls one after the other.
@@ -91,10 +94,10 @@ class Calls:
         try:
             async with self._requests.body(request, session.most_body_bytes) as raw, session.opening:
 
-                def read() -> tuple[Asked, Opened, Any]:
+                def read() -> tuple[Asked, Opened, str]:
                     body = parse_body(raw)
                     asked = dialect.read(body)
-                    return asked, session.opened(asked), body.get("model")
+                    return asked, session.opened(asked), str(body.get("model") or MODEL)
 
                 asked, opened, model = await self._requests.apart(len(raw), read)
                 name = f"{dialect.name}/{xxhash.xxh3_128_hexdigest(raw)}"
@@ -134,9 +137,3 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         await stream.prepare(request)
         request[STREAM] = stream
     return stream
-
-
-def _answer_of(call: Call, model: Any) -> Answer:
-    finish: Finish = "tool_calls" if call.reply.calls else "length" if call.stop_reason == "length" else "stop"
-    versions = tuple(call.response.versions.tolist())
-    return Answer(call, model if isinstance(model, str) else MODEL, int(time.time()), call.n_prompt, finish, versions)

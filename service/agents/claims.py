@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from service.agents.dialects import chat
-from service.agents.dialects.types import Refused
+from service.agents.dialects.chat import CHAT
+from service.agents.dialects.dialect import Refused
 from service.agents.requests import Requests, is_connected
 from service.agents.session import Session
 from service.config.rollout import AgentsConfig
@@ -113,10 +113,10 @@ class ClaimRoutes:
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         """The routes of claims, heartbeats, aborts and states."""
-        router.add_post("/rl/claim", self._requests.guarded(chat, self._claim))
-        router.add_get("/rl/sessions/{session}", self._requests.guarded(chat, self._show))
+        router.add_post("/rl/claim", self._requests.guarded(CHAT, self._claim))
+        router.add_get("/rl/sessions/{session}", self._requests.guarded(CHAT, self._show))
         for verb, answer in (("heartbeat", self._heartbeat), ("abort", self._abort)):
-            router.add_post(f"/rl/sessions/{{session}}/{verb}", self._requests.guarded(chat, answer))
+            router.add_post(f"/rl/sessions/{{session}}/{verb}", self._requests.guarded(CHAT, answer))
 
     async def _claim(self, request: web.Request) -> web.StreamResponse:
         """The oldest trajectory that waits; 204 after `CLAIM_SECONDS` without one."""

@@ -23,7 +23,7 @@ from typing import TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from service.agents.dialects.types import Dialect, Refused
+from service.agents.dialects.dialect import Dialect, Refused
 from service.agents.session import Session
 from service.agents.session_keys import WORKER_KEY, Keys
 from service.agents.sessions import Sessions

@@ -17,9 +17,11 @@ from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from service.agents.calls import MODEL
-from service.agents.dialects import chat, messages
+from service.agents.dialects import chat
 from service.agents.dialects.body import TokenIds, parse_body, read_as
-from service.agents.dialects.types import Dialect, Refused
+from service.agents.dialects.chat import CHAT
+from service.agents.dialects.dialect import Dialect, Refused
+from service.agents.dialects.messages import MESSAGES, read_to_count
 from service.agents.messages import read_messages
 from service.agents.requests import Requests
 from service.agents.session import Outcome, Session
@@ -53,15 +55,15 @@ class Routes:
 
     def add_token_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Tokens and models, behind `prefix`."""
-        router.add_post(f"{prefix}/v1/messages/count_tokens", self._about_tokens(_count_tokens, messages))
+        router.add_post(f"{prefix}/v1/messages/count_tokens", self._about_tokens(_count_tokens, MESSAGES))
         router.add_get(f"{prefix}/v1/models", self._about_tokens(self._models))
         router.add_post(f"{prefix}/tokenize", self._about_tokens(self._tokenize))
         router.add_post(f"{prefix}/detokenize", self._about_tokens(self._detokenize))
 
     def add_session_routes(self, router: web.UrlDispatcher) -> None:
         """What an agent, or its worker, says about a session; a session's key decides which, whatever the path says."""
-        router.add_post("/rl/sessions/{session}/reward", self._requests.guarded(chat, self._reward))
-        router.add_post("/rl/sessions/{session}/finish", self._requests.guarded(chat, self._finish))
+        router.add_post("/rl/sessions/{session}/reward", self._requests.guarded(CHAT, self._reward))
+        router.add_post("/rl/sessions/{session}/finish", self._requests.guarded(CHAT, self._finish))
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._requests.managed(request)
@@ -85,7 +87,7 @@ class Routes:
             await asyncio.wait({session.recorded})
         return web.json_response({})
 
-    def _about_tokens(self, answer: Plain, dialect: Dialect = chat) -> Handler:
+    def _about_tokens(self, answer: Plain, dialect: Dialect = CHAT) -> Handler:
         """A body that may be as large as a prompt; `answer` changes nothing."""
 
         async def about_tokens(request: web.Request) -> web.StreamResponse:
@@ -128,7 +130,7 @@ def _parsed(request: web.Request, raw: bytes) -> Body:
 
 def _count_tokens(session: Session, body: Body) -> dict[str, Any]:
     """Tokens of the prompt that the same body would have as a call."""
-    return {"input_tokens": len(session.opened(messages.read_to_count(body)).prompt_ids)}
+    return {"input_tokens": len(session.opened(read_to_count(body)).prompt_ids)}
 
 
 def _end(body: Body) -> Outcome:

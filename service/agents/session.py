@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from service.agents.conversation_tree import Call, ConversationTree, Opened
-from service.agents.dialects.types import Asked, Refused
+from service.agents.dialects.dialect import Asked, Refused
 from service.agents.notes import written
 from service.agents.roles import roles_of
 from service.columns import digest

@@ -6,7 +6,7 @@ import hmac
 from collections import Counter, OrderedDict
 from hashlib import sha256
 
-from service.agents.dialects.types import Refused
+from service.agents.dialects.dialect import Refused
 from service.agents.session import Session
 
 MAX_ENDED = 4096

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from service.agents.dialects.types import Refused
+from service.agents.dialects.dialect import Refused
 from service.rollout.chat.chat import Tool
 from service.rollout.chat.tools import read_json
 

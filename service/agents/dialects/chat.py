@@ -25,14 +25,7 @@ from service.agents.dialects.body import (
     split_tools,
     text_of,
 )
-from service.agents.dialects.frames import DONE, frame, prompt_ids, sampled, usage
-from service.agents.dialects.frames import openai_error as error
-from service.agents.dialects.frames import openai_error_event as error_event
-from service.agents.dialects.types import Answer, Asked
-
-__all__ = ["error", "error_event", "events", "name", "read", "reply"]
-
-name = "chat"
+from service.agents.dialects.dialect import DONE, Answer, Asked, Dialect, frame
 
 
 class _Function(Struct):
@@ -95,9 +88,9 @@ def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
     """A chat completion."""
     message = answer.call.message()
     choice = {"index": 0, "message": {**message, "content": _content(message)}, "finish_reason": answer.finish}
-    ids = {"prompt_token_ids": prompt_ids(answer)} if asked.wants_ids else {}
+    ids = {"prompt_token_ids": answer.prompt_ids} if asked.wants_ids else {}
     choices = [{**choice, **_tokens(answer, asked)}]
-    return {**_head(answer), "object": "chat.completion", "choices": choices, "usage": usage(answer), **ids}
+    return {**_head(answer), "object": "chat.completion", "choices": choices, "usage": answer.usage, **ids}
 
 
 def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
@@ -110,14 +103,14 @@ def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
     message = answer.call.message()
     calls = message.pop("tool_calls", ())
     if asked.wants_ids:
-        head["prompt_token_ids"] = prompt_ids(answer)
+        head["prompt_token_ids"] = answer.prompt_ids
     yield chunk(message, **_tokens(answer, asked))
     head.pop("prompt_token_ids", None)
     for index, call in enumerate(calls):
         yield chunk({"tool_calls": [{"index": index, **call}]})
     yield chunk({}, answer.finish)
     if asked.include_usage:
-        yield frame({**head, "choices": [], "usage": usage(answer)})
+        yield frame({**head, "choices": [], "usage": answer.usage})
     yield DONE
 
 
@@ -148,9 +141,12 @@ def _tokens(answer: Answer, asked: Asked) -> dict[str, Any]:
     """vLLM's fields for clients that train: ids, and a log-probability for each."""
     if not asked.wants_ids:
         return {"logprobs": None}
-    ids, logprobs = sampled(answer)
+    ids, logprobs = answer.sampled()
     content: list[dict[str, Any]] = [
         {"token": f"token_id:{one}", "bytes": None, "logprob": logprob, "top_logprobs": []}
         for one, logprob in zip(ids, logprobs, strict=True)
     ]
     return {"token_ids": ids, "logprobs": {"content": content}}
+
+
+CHAT = Dialect("chat", read, reply, events)

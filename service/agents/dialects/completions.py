@@ -14,15 +14,8 @@ import numpy as np
 from msgspec import Struct
 
 from service.agents.dialects.body import Name, Positive, Request, StreamOptions, TokenIds, read_as, read_request
-from service.agents.dialects.frames import DONE, frame, prompt_ids, sampled, usage
-from service.agents.dialects.frames import openai_error as error
-from service.agents.dialects.frames import openai_error_event as error_event
-from service.agents.dialects.types import Answer, Asked
+from service.agents.dialects.dialect import DONE, Answer, Asked, Dialect, frame
 from service.types import Int32s
-
-__all__ = ["error", "error_event", "events", "name", "read", "reply"]
-
-name = "completions"
 
 
 class _Ids(Struct):
@@ -52,7 +45,7 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
     """A text completion."""
-    return {**_head(answer), "choices": [_choice(answer, asked)], "usage": usage(answer)}
+    return {**_head(answer), "choices": [_choice(answer, asked)], "usage": answer.usage}
 
 
 def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
@@ -60,7 +53,7 @@ def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
     yield frame({**_head(answer), "choices": [{**_choice(answer, asked), "finish_reason": None}]})
     yield frame({**_head(answer), "choices": [{"index": 0, "text": "", "finish_reason": _finish(answer)}]})
     if asked.include_usage:
-        yield frame({**_head(answer), "choices": [], "usage": usage(answer)})
+        yield frame({**_head(answer), "choices": [], "usage": answer.usage})
     yield DONE
 
 
@@ -82,7 +75,10 @@ def _head(answer: Answer) -> dict[str, Any]:
 def _choice(answer: Answer, asked: Asked) -> dict[str, Any]:
     choice = {"index": 0, "text": answer.call.reply.content, "finish_reason": _finish(answer), "logprobs": None}
     if asked.wants_ids:
-        ids, logprobs = sampled(answer)
-        choice |= {"prompt_token_ids": prompt_ids(answer), "token_ids": ids}
+        ids, logprobs = answer.sampled()
+        choice |= {"prompt_token_ids": answer.prompt_ids, "token_ids": ids}
         choice["logprobs"] = {"tokens": [f"token_id:{one}" for one in ids], "token_logprobs": logprobs}
     return choice
+
+
+COMPLETIONS = Dialect("completions", read, reply, events)

@@ -13,15 +13,8 @@ import numpy as np
 from msgspec import Struct
 
 from service.agents.dialects.body import Pinned, Positive, TokenIds, read_request
-from service.agents.dialects.frames import openai_error as error
-from service.agents.dialects.frames import openai_error_event as error_event
-from service.agents.dialects.frames import sampled
-from service.agents.dialects.types import Answer, Asked
+from service.agents.dialects.dialect import Answer, Asked, Dialect
 from service.types import NO_VERSION
-
-__all__ = ["error", "error_event", "events", "name", "read", "reply"]
-
-name = "generate"
 
 
 class _Sampling(Pinned, kw_only=True):
@@ -52,7 +45,7 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
     """The sampled ids with log-probabilities, and spans of the policy's versions."""
-    ids, logprobs = sampled(answer)
+    ids, logprobs = answer.sampled()
     content: list[dict[str, Any]] = [
         {"token_id": i, "token": f"token_id:{i}", "logprob": p, "rank": None, "top_logprobs": []}
         for i, p in zip(ids, logprobs, strict=True)
@@ -62,7 +55,7 @@ def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
         "token_ids": ids,
         "finish_reason": answer.call.stop_reason,
         "logprobs": {"content": content},
-        "weight_versions": _spans(answer.weight_versions),
+        "weight_versions": _spans(answer.call.response.versions.tolist()),
     }
     return {"request_id": answer.call.name, "choices": [choice]}
 
@@ -80,3 +73,6 @@ def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:
         spans.append({"version": str(version), "start": start, "end": end})
         start = end
     return spans
+
+
+GENERATE = Dialect("generate", read, reply, events)

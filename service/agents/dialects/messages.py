@@ -26,11 +26,8 @@ from service.agents.dialects.body import (
     split_tools,
     text_of,
 )
-from service.agents.dialects.frames import frame, usage
-from service.agents.dialects.types import Answer, Asked, Refused
+from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused, frame
 from service.rollout.chat.chat import Tool
-
-name = "messages"
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -223,6 +220,8 @@ def _deltas(block: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    numbers = usage(answer)
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": numbers["prompt_tokens"], "output_tokens": numbers["completion_tokens"], **cached}
+    return {"input_tokens": answer.call.n_prompt, "output_tokens": answer.n_sampled, **cached}
+
+
+MESSAGES = Dialect("messages", read, reply, events, error, error_event)

@@ -32,13 +32,7 @@ from service.agents.dialects.body import (
     split_tools,
     text_of,
 )
-from service.agents.dialects.frames import frame, openai_error, usage
-from service.agents.dialects.frames import openai_error as error
-from service.agents.dialects.types import Answer, Asked, Refused
-
-__all__ = ["error", "error_event", "events", "name", "read", "reply"]
-
-name = "responses"
+from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused, frame, openai_error
 
 EMPTY: Mapping[str, Mapping[str, Any]] = {
     "reasoning": {},
@@ -146,8 +140,7 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
     """A response."""
-    numbers = usage(answer)
-    is_cut = answer.finish == "length"
+    numbers, is_cut = answer.usage, answer.finish == "length"
     return {
         "id": f"resp_{answer.call.name}",
         "object": "response",
@@ -317,3 +310,6 @@ def _output(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
             written = {"arguments": json.dumps(arguments), "status": "completed"}
             items.append({"type": "function_call", "id": f"fc_{of}", **named, **written})
     return items
+
+
+RESPONSES = Dialect("responses", read, reply, events, error_event=error_event)

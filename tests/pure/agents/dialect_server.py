@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from service.agents.calls import DIALECTS
 from service.agents.conversation_tree import ConversationTree, Opened
-from service.agents.dialects import chat, completions, messages, responses
 from service.agents.dialects.body import parse_body
-from service.agents.dialects.types import Answer, Asked, Dialect, Refused
+from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused
+from service.agents.dialects.messages import read_to_count
 from service.agents.parser import JsonCalls
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.types import PolicyVersion
 
-DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": chat,
-    "/v1/completions": completions,
-    "/v1/responses": responses,
-    "/v1/messages": messages,
-}
 COUNT = "/count_tokens"
 VERSION = PolicyVersion(1, 5).pack()
 
@@ -53,7 +48,7 @@ class DialectServer:
         dialect = DIALECTS[path.removesuffix(COUNT)]
         try:
             if path.endswith(COUNT):
-                to_count = messages.read_to_count(parse_body(raw))
+                to_count = read_to_count(parse_body(raw))
                 return Served(200, _json({"input_tokens": len(self._open(to_count).prompt_ids)}), False)
             asked = dialect.read(parse_body(raw))
             answer = self._answer(asked, raw)
@@ -72,9 +67,7 @@ class DialectServer:
         # Not the tokens that a tokenizer would choose.
         ids = [token for letter in next(self.replies) for token in self.chat.plain(letter).tolist()]
         call = self.tree.add(opened, generated([*ids, self.chat.end_id]), str(raw))
-        finish = "tool_calls" if call.reply.calls else "stop"
-        versions = tuple(call.response.versions.tolist())
-        return Answer(call, "policy", 5, len(opened.prompt_ids), finish, versions)
+        return Answer(call, "policy", 5)
 
     def _open(self, asked: Asked) -> Opened:
         said = asked.messages or [{"role": "user", "content": str(asked.prompt)}]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from service.agents.dialects.body import parse_body
-from service.agents.dialects.types import Refused
+from service.agents.dialects.dialect import Refused
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import MAX_DEPTH
 from tests.pure.agents.dialect_clients import SEARCH

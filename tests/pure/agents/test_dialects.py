@@ -12,7 +12,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from service.agents.dialects import responses
-from service.agents.dialects.types import Refused
+from service.agents.dialects.dialect import Refused
 from service.rollout.chat.chat import Chat
 from tests.pure.agents.dialect_clients import CLIENTS, QUESTION, SEARCH, Heard, sdk
 from tests.pure.agents.dialect_server import DIALECTS, DialectServer, Served, events_of

@@ -1,0 +1,126 @@
+"""What every dialect reads a request into, and what it writes an answer from.
+
+body of a POST --read--> Asked --(tree, engine, journal)--> Answer --reply / events--> JSON / server-sent events
+                   \\--> Refused --error / error_event--> the dialect's own form of an error
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from service.agents.conversation_tree import Call
+from service.errors import UserError
+from service.rollout.chat.chat import Tool
+from service.types import Int32s
+
+DONE = b"data: [DONE]\n\n"
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Asked(NamedTuple):
+    """One request of a client."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """In the form of chat completions, as `ConversationTree.open` takes them; empty where `prompt` is given."""
+    tools: Sequence[Tool] = ()
+    echoed: frozenset[str] = frozenset()
+    """Names of calls that came back as a signature or as encrypted content."""
+    stream: bool = False
+    max_tokens: int | None = None
+    """Maximum tokens of the answer; None: as many as fit."""
+    ignored: tuple[str, ...] = ()
+    """Names of fields that change nothing: pinned sampling, what no policy here offers, and unknown ones."""
+    prompt: str | Int32s | None = None
+    """Text or [P] ids that stand for the messages (completions only)."""
+    wants_ids: bool = False
+    """The client asked for `return_token_ids`: the answer has the ids, log-probabilities and versions."""
+    include_usage: bool = False
+    """A stream of chat completions or completions ends with the numbers of tokens."""
+    repeated: Mapping[str, Any] = MappingProxyType({})
+    """Fields of the request that the dialect's answer has too."""
+
+
+class Answer(NamedTuple):
+    """One call of the policy for the client that asked."""
+
+    call: Call
+    model: str
+    created: int
+    """Seconds since 1970."""
+
+    @property
+    def finish(self) -> Literal["stop", "length", "tool_calls"]:
+        """Why the answer ends here."""
+        return "tool_calls" if self.call.reply.calls else "length" if self.call.stop_reason == "length" else "stop"
+
+    @property
+    def n_sampled(self) -> int:
+        """Tokens that the policy sampled, without an appended end."""
+        return int(self.call.response.loss_mask.sum())
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The numbers of tokens in chat completions and completions."""
+        n_prompt, n_sampled = self.call.n_prompt, self.n_sampled
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_sampled, "total_tokens": n_prompt + n_sampled}
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The ids of the whole prompt."""
+        ids: list[int] = self.call.token_ids()[: self.call.n_prompt].tolist()
+        return ids
+
+    def sampled(self) -> tuple[list[int], list[float]]:
+        """Ids and log-probabilities of the tokens that the policy sampled, without an appended end."""
+        response = self.call.response
+        return response.token_ids[response.loss_mask].tolist(), response.logprobs[response.loss_mask].tolist()
+
+
+class Refused(UserError):
+    """A request that is not answered as asked; a client gets it as an error in the form of its dialect."""
+
+    def __init__(self, status: int, field: str | None, reason: str, code: str | None = None) -> None:
+        super().__init__(f"{field}: {reason}" if field else reason)
+        self.status = status
+        """The HTTP status."""
+        self.field = field
+        """The request's field at fault, with its place: `messages[2].content`."""
+        self.reason = reason
+        self.code = code
+        """What programs can test, for instance `context_length_exceeded`."""
+
+
+def frame(data: Any, event: str = "") -> bytes:
+    """One server-sent event; JSON as `data` has no line break."""
+    head = f"event: {event}\n" if event else ""
+    return f"{head}data: {json.dumps(data)}\n\n".encode()
+
+
+def openai_error(refused: Refused) -> dict[str, Any]:
+    """The body of an error in chat completions, completions and responses."""
+    kind = "server_error" if refused.status >= 500 else ERROR_TYPES.get(refused.status, "invalid_request_error")
+    return {"error": {"message": str(refused), "type": kind, "param": refused.field, "code": refused.code}}
+
+
+def openai_error_event(refused: Refused) -> bytes:
+    """The end of a stream of chat completions or completions that failed."""
+    return frame(openai_error(refused)) + DONE
+
+
+class Dialect(NamedTuple):
+    """One form of requests and answers."""
+
+    name: str
+    read: Callable[[Mapping[str, Any]], Asked]
+    """The request in the JSON object that a client sent; raises `Refused` with status 400 and the field at fault."""
+    reply: Callable[[Answer, Asked], dict[str, Any]]
+    """The whole answer as one JSON value."""
+    events: Callable[[Answer, Asked], Iterator[bytes]]
+    """The answer as frames of server-sent events, each whole."""
+    error: Callable[[Refused], dict[str, Any]] = openai_error
+    """The body of an answer with status 4xx or 5xx."""
+    error_event: Callable[[Refused], bytes] = openai_error_event
+    """The frames that end a stream whose headers were sent."""
