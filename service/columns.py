@@ -1,8 +1,9 @@
 """Tables of columns: what defines a column, and how any table is checked, selected from, and joined.
 
 A table is a dataclass whose arrays end in an axis letter: `_K` has one item per step, `_R` per row, `_N` per token.
-Item `k` owns tokens `offsets_K[k]:offsets_K[k + 1]`. Name, type and annotation of a field are the whole definition of a
-column; the wire format, the comparison of steps, the merge and the table in docs/formats.md derive from it:
+Item `k` owns tokens `offsets_K[k]:offsets_K[k + 1]`; a column `step_offsets_E` bounds a second ragged axis, `S`. Name,
+type and annotation of a field are the whole definition of a column; the wire format, the comparison of steps, the merge
+and the table in docs/formats.md derive from it:
 
     offsets_K    [0          3       5]     token_ids_N [10 20 30 | 80 90]
     select [1] -> offsets_K [0 2], token_ids_N [80 90]
@@ -95,8 +96,8 @@ class Columns(NamedTuple):
     """One item per step, end or row."""
     tokens: tuple[Column, ...]
     """One item per token."""
-    offsets: str | None
-    """The column that says where each item's tokens begin."""
+    ragged: tuple[tuple[str, tuple[Column, ...]], ...]
+    """(column that says where each item's part of a ragged axis begins, columns of that axis): ("offsets_K", tokens)"""
     names: tuple[tuple[str, str], ...]
     """(field that lists names, column of indices into it): ("uids", "uid_K"), ..."""
 
@@ -114,13 +115,19 @@ def columns_of(table: type) -> Columns:
     if table not in _COLUMNS:
         hints = get_type_hints(table, include_extras=True)
         found = tuple(column for field in fields(table) for column in _column(field.name, hints[field.name]))
-        items = tuple(column for column in found if column.axis != "N" and not column.is_offsets)
-        tokens = tuple(column for column in found if column.axis == "N")
-        offsets = next((column.name for column in found if column.is_offsets), None)
+        offsets = {_bounded(column.name): column.name for column in found if column.is_offsets}
+        items = tuple(column for column in found if column.axis not in {"N", *offsets} and not column.is_offsets)
+        of_axis = {axis: tuple(column for column in found if column.axis == axis) for axis in ("N", *offsets)}
+        ragged = tuple((name, of_axis[axis]) for axis, name in offsets.items())
         lists = [field.name for field in fields(table) if hints[field.name] == tuple[str, ...]]
         names = tuple((name, f"{name.removesuffix('s')}_{items[0].axis}") for name in lists)
-        _COLUMNS[table] = Columns(found, items, tokens, offsets, names)
+        _COLUMNS[table] = Columns(found, items, of_axis["N"], ragged, names)
     return _COLUMNS[table]
+
+
+def _bounded(offsets: str) -> str:
+    """The letter of the axis that an offsets column bounds: `offsets_K` that of tokens, `step_offsets_E` axis `S`."""
+    return "N" if offsets.startswith("offsets_") else offsets[0].upper()
 
 
 def _column(name: str, hint: Any) -> Iterator[Column]:
@@ -132,7 +139,7 @@ def _column(name: str, hint: Any) -> Iterator[Column]:
     if get_origin(array) is np.ndarray:
         scalar = get_args(get_args(array)[1])[0]
         yield Column(
-            name, name.rpartition("_")[2], np.dtype(scalar), array is not hint, about, name.startswith("offsets_")
+            name, name.rpartition("_")[2], np.dtype(scalar), array is not hint, about, name[:-2].endswith("offsets")
         )
 
 
@@ -150,11 +157,11 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
     for column in columns.items:
         array = getattr(table, column.name)
         made[column.name] = None if array is None else array[index_X]
-    if columns.offsets is not None:
-        offsets_X = getattr(table, columns.offsets)
+    for name, of_axis in columns.ragged:
+        offsets_X = getattr(table, name)
         start_X, stop_X = offsets_X[index_X], offsets_X[index_X + 1]
-        made[columns.offsets] = offsets_of(stop_X - start_X)
-        made |= segments_of(table, start_X, stop_X, copy)
+        made[name] = offsets_of(stop_X - start_X)
+        made |= segments_of(table, start_X, stop_X, copy, of_axis)
     for names, code in columns.names:
         if len(strings := getattr(table, names)) > 1:
             used, renumbered_X = np.unique(made[code], return_inverse=True)
@@ -162,14 +169,18 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
     return replace(table, **made)
 
 
-def segments_of(table: Table, start_S: Int64s, stop_S: Int64s, copy: bool = False) -> dict[str, Any]:
-    """Every token column of a table, as the segments `start:stop` one after the other; views where they are one piece.
+def segments_of(
+    table: Table, start_S: Int64s, stop_S: Int64s, copy: bool = False, columns: Sequence[Column] | None = None
+) -> dict[str, Any]:
+    """Every token column of a table, or other columns of one ragged axis, as the segments `start:stop` one after the
+    other; views where they are one piece.
 
     Segments that lie side by side and stay side by side are copied as one:
 
         select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
     """
-    arrays = {column.name: getattr(table, column.name) for column in columns_of(type(table)).tokens}
+    columns = columns_of(type(table)).tokens if columns is None else columns
+    arrays = {column.name: getattr(table, column.name) for column in columns}
     known = {name: array for name, array in arrays.items() if array is not None}
     breaks = np.flatnonzero(start_S[1:] != stop_S[:-1])
     starts = start_S[np.concatenate(([0], breaks + 1))].tolist() if len(start_S) else [0]
@@ -211,11 +222,11 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
     made: dict[str, Any] = {name: np.concatenate(arrays) if arrays else None for name, arrays in items.items()}
     for strings, code in columns.names:
         made[strings], made[code] = _joined_names(parts[strings], parts[code])
-    if columns.offsets is not None:
-        lasts_T = np.cumsum([len(offsets) for offsets in parts[columns.offsets]]) - 1
-        made[columns.offsets] = offsets_of(np.delete(np.diff(np.concatenate(parts[columns.offsets])), lasts_T[:-1]))
-        counts = [len(tokens) for tokens in parts[columns.tokens[0].name]]
-        known = {column.name: _filled_up(column, parts[column.name], counts) for column in columns.tokens}
+    for name, of_axis in columns.ragged:
+        lasts_T = np.cumsum([len(offsets) for offsets in parts[name]]) - 1
+        made[name] = offsets_of(np.delete(np.diff(np.concatenate(parts[name])), lasts_T[:-1]))
+        counts = [len(tokens) for tokens in parts[of_axis[0].name]]
+        known = {column.name: _filled_up(column, parts[column.name], counts) for column in of_axis}
         made |= dict.fromkeys(known) | _joined({name: arrays for name, arrays in known.items() if arrays})
     return of(**made)
 

@@ -218,7 +218,11 @@ class Steps(Tokens, Table):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Ends(Table):
-    """E trajectory ends as columns."""
+    """E trajectory ends as columns.
+
+    ends of 2, 1 and 2 steps; the last one has the roles main and aux, and gave its first step 0.5 later:
+    step_offsets_E [0 0 0 2]    role_S [0 2]    later_reward_S [0.5 0]
+    """
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
@@ -229,12 +233,15 @@ class Ends(Table):
     n_steps_E: Int32s
     stop_reason_E: Int32s
     reward_E: Float64s
-    has_roles_E: Bools
+    step_offsets_E: Int64s
+    """Where on the axis `S` the steps of each end begin; an end that says nothing about its steps has none there."""
+    role_S: Uint8s
+    """The role of each step, as its number (`service.handoff.steps.roles`)."""
+    later_reward_S: Float64s
+    """What each step was given after it was sent, on top of its own reward."""
     offsets_E: Int64s
-    text_N: Uint8s
-    """Of each end: where it has roles, a byte for that of each step; where it has rewards of steps, a little-endian
-    float64 for each step; then the transcript."""
-    has_rewards_E: Bools | None = None
+    transcript_N: Uint8s
+    """What agents wrote, in UTF-8, end after end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ from service.handoff.prefixes.sharing import check_references
 from service.handoff.prefixes.step_equality import contradiction, in_order
 from service.handoff.steps.limits import Limits, Routing
 from service.handoff.steps.roles import ROLES
-from service.handoff.steps.tables import REWARD, REWARD_BYTES, end_objects, rewards_start_E
+from service.handoff.steps.tables import end_objects
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
@@ -97,9 +97,10 @@ def _table(group: StepGroup, limits: Limits) -> Refusal | None:
     own_K = lengths_of(steps.offsets_K)
     if steps.offsets_K[0] != 0 or steps.offsets_K[-1] != len(steps.token_ids_N) or own_K.min(initial=0) < 0:
         return Refusal(RefusalReason.LENGTH_MISMATCH, "offsets_K", len(steps.token_ids_N))
-    said_E = lengths_of(ends.offsets_E)
-    if ends.offsets_E[0] != 0 or ends.offsets_E[-1] != len(ends.text_N) or said_E.min(initial=0) < 0:
-        return Refusal(RefusalReason.LENGTH_MISMATCH, "offsets_E", len(ends.text_N))
+    for name, column in (("offsets_E", ends.transcript_N), ("step_offsets_E", ends.role_S)):
+        offsets_E = getattr(ends, name)
+        if offsets_E[0] != 0 or offsets_E[-1] != len(column) or lengths_of(offsets_E).min(initial=0) < 0:
+            return Refusal(RefusalReason.LENGTH_MISMATCH, name, len(column))
     return _first_outside(
         RefusalReason.MALFORMED,
         ("prompt_length_K", steps.prompt_length_K, 0, own_K + 1),
@@ -174,24 +175,19 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
     return None
 
 
-def _texts(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Roles that do not exist, rewards that are no numbers, either of them missing, and long transcripts."""
+def _said(group: StepGroup, limits: Limits) -> Refusal | None:
+    """Roles that do not exist, rewards that are no numbers, either of them of too few steps, and long transcripts."""
     ends = group.ends
-    roles_E, rewards_E = np.where(ends.has_roles_E, ends.n_steps_E, 0), rewards_start_E(ends)
-    n_rewards_E = np.zeros(len(ends), np.int32) if ends.has_rewards_E is None else ends.n_steps_E * ends.has_rewards_E
-    transcript_E = lengths_of(ends.offsets_E) - roles_E - REWARD_BYTES * n_rewards_E
-    found = _first_outside(RefusalReason.LENGTH_MISMATCH, ("offsets_E", transcript_E, 0, MAX_GROUP_ID))
-    if found is not None:
-        return found
+    said_E, transcript_E = lengths_of(ends.step_offsets_E), lengths_of(ends.offsets_E)
+    wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
+    if wrong_E.any():
+        return Refusal(RefusalReason.LENGTH_MISMATCH, "step_offsets_E", int(said_E[wrong_E.argmax()]))
     if (transcript_E > TRANSCRIPT_BYTES).any():
-        return Refusal(RefusalReason.TOO_LARGE, "text_N", int(transcript_E.max()))
-    for start, n_roles in zip(ends.offsets_E.tolist(), roles_E.tolist(), strict=False):
-        if ends.text_N[start : start + n_roles].max(initial=0) >= len(ROLES) + limits.n_named_roles:
-            return Refusal(RefusalReason.MALFORMED, "text_N: no role")
-    for start, n_rewards in zip(rewards_E.tolist(), n_rewards_E.tolist(), strict=True):
-        reward_K = ends.text_N[start : start + REWARD_BYTES * n_rewards].view(REWARD)
-        if not (fine_K := np.abs(reward_K) <= MAX_REWARD).all():
-            return Refusal(RefusalReason.REWARD, "text_N", float(reward_K[fine_K.argmin()]))
+        return Refusal(RefusalReason.TOO_LARGE, "transcript_N", int(transcript_E.max()))
+    if ends.role_S.max(initial=0) >= len(ROLES) + limits.n_named_roles:
+        return Refusal(RefusalReason.MALFORMED, "role_S", int(ends.role_S.max()))
+    if not (fine_S := np.abs(ends.later_reward_S) <= MAX_REWARD).all():
+        return Refusal(RefusalReason.REWARD, "later_reward_S", float(ends.later_reward_S[fine_S.argmin()]))
     return None
 
 
@@ -313,7 +309,7 @@ def _ids(*columns_X: NDArray[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
-    _table, _sender, _identity, _order, _texts, _lengths, _token_ids, _numbers, _token_rewards, _logprobs, _versions,
+    _table, _sender, _identity, _order, _said, _lengths, _token_ids, _numbers, _token_rewards, _logprobs, _versions,
     _conflicts,
 )  # fmt: skip
 

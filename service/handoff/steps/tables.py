@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from service.columns import codes_of, columns_of, concat, lengths_of, offsets_of, trajectories
-from service.handoff.group_bytes import NOTE_BYTES
+from service.handoff.group_bytes import NOTE_BYTES, SAID_BYTES
 from service.handoff.steps.stop_reason import StopReason
 from service.types import (
     Bools,
@@ -27,10 +27,6 @@ from service.types import (
     TrajectoryId,
     Uint8s,
 )
-
-REWARD = np.dtype("<f8")
-"""How an end holds the rewards that it gives its steps."""
-REWARD_BYTES = REWARD.itemsize
 
 NO_EXTENSION = Extension(-1, 0, 0)
 """The reference of a step that carries its whole prompt."""
@@ -58,63 +54,58 @@ def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
         n_steps_E=np.array([end.n_steps for end in ends], np.int32),
         stop_reason_E=stop_reason_E,
         reward_E=np.array([end.reward for end in ends], np.float64),
-        has_roles_E=np.array([bool(end.roles) for end in ends], np.bool_),
-        offsets_E=offsets_of(np.array([said_bytes(end) for end in ends], np.int64)),
-        text_N=np.frombuffer(b"".join(map(_said, ends)), np.uint8),
-        has_rewards_E=np.array([bool(end.rewards) for end in ends]) if any(end.rewards for end in ends) else None,
+        step_offsets_E=offsets_of(np.array([_n_said(end) for end in ends], np.int64)),
+        role_S=np.frombuffer(b"".join(end.roles or bytes(_n_said(end)) for end in ends), np.uint8),
+        later_reward_S=np.array(
+            [reward for end in ends for reward in end.rewards or _n_said(end) * (0.0,)], np.float64
+        ),
+        offsets_E=offsets_of(np.array([len(end.transcript) for end in ends], np.int64)),
+        transcript_N=np.frombuffer(b"".join(end.transcript for end in ends), np.uint8),
     )
+
+
+def _n_said(end: TrajectoryEnd) -> int:
+    """Steps about which an end says something: all, or none."""
+    return max(len(end.roles), len(end.rewards))
 
 
 def said_bytes(end: TrajectoryEnd) -> int:
     """Bytes of what an end says about its steps, and of its transcript."""
-    return len(end.roles) + REWARD_BYTES * len(end.rewards) + len(end.transcript)
-
-
-def _said(end: TrajectoryEnd) -> bytes:
-    return end.roles + np.array(end.rewards, REWARD).tobytes() + end.transcript
-
-
-def rewards_start_E(ends: Ends) -> Int64s:
-    """[E] where on the token axis the rewards that the end gives its steps begin; without any, the transcript."""
-    return np.asarray(ends.offsets_E[:-1] + np.where(ends.has_roles_E, ends.n_steps_E, 0))
+    return SAID_BYTES * _n_said(end) + len(end.transcript)
 
 
 def role_of_steps(steps: Steps, ends: Ends) -> Uint8s:
-    """[K] the role of each step, as its number on the wire."""
-    role_K = np.zeros(len(steps), np.uint8)
-    if ends.has_roles_E.any():
-        end_K = end_of_items(steps, ends)
-        k = np.flatnonzero(ends.has_roles_E[end_K])
-        role_K[k] = ends.text_N[ends.offsets_E[end_K[k]] + steps.index_K[k]]
+    """[K] the role of each step, as its number."""
+    role_K, (k, place_k) = np.zeros(len(steps), np.uint8), _said(steps, ends)
+    role_K[k] = ends.role_S[place_k]
     return role_K
 
 
 def reward_of_steps(steps: Steps, ends: Ends) -> Float64s:
-    """[K] the reward of each step, with what it was given later."""
-    k, where_KB = _later_rewards(steps, ends)
+    """[K] reward of each step, rewards given after the step was sent included."""
+    k, place_k = _said(steps, ends)
     if not len(k):
         return steps.reward_K
     reward_K = steps.reward_K.copy()
-    reward_K[k] += np.ascontiguousarray(ends.text_N[where_KB]).view(REWARD)[:, 0]
+    reward_K[k] += ends.later_reward_S[place_k]
     return reward_K
 
 
 def without_later_rewards(steps: Steps, ends: Ends, which_K: Bools) -> Ends:
-    """The ends, which give those steps 0."""
-    k, where_KB = _later_rewards(steps, ends)
-    text_N = ends.text_N.copy()
-    text_N[where_KB[which_K[k]]] = 0
-    return replace(ends, text_N=text_N)
+    """Copy of `ends` in which the later rewards of the selected steps are 0."""
+    k, place_k = _said(steps, ends)
+    later_reward_S = ends.later_reward_S.copy()
+    later_reward_S[place_k[which_K[k]]] = 0
+    return replace(ends, later_reward_S=later_reward_S)
 
 
-def _later_rewards(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
-    """The steps of ends that give rewards, and where on the token axis of the ends the bytes of each reward lie."""
-    if ends.has_rewards_E is None:
-        return np.zeros(0, np.int64), np.zeros((0, REWARD_BYTES), np.int64)
+def _said(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
+    """The steps about which their trajectory's end says something, and the place of each on the axis `S`."""
+    if not len(ends.role_S):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
     end_K = end_of_items(steps, ends)
-    k = np.flatnonzero(ends.has_rewards_E[end_K])
-    start_K = rewards_start_E(ends)[end_K[k]] + REWARD_BYTES * steps.index_K[k].astype(np.int64)
-    return k, start_K[:, None] + np.arange(REWARD_BYTES)
+    k = np.flatnonzero(lengths_of(ends.step_offsets_E)[end_K])
+    return k, ends.step_offsets_E[end_K[k]] + steps.index_K[k]
 
 
 def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
@@ -242,7 +233,7 @@ def _fields_of_both(table: Steps | Rows) -> Iterator[tuple[slice, dict[str, Any]
     columns = columns_of(type(table))
     names = ("uid", "stop_reason", "prompt_length", "temperature", "has_logprobs")
     items = zip(*(getattr(table, f"{name}_{columns.axis}").tolist() for name in names), strict=True)
-    bounds = pairwise(getattr(table, str(columns.offsets)).tolist())
+    bounds = pairwise(getattr(table, columns.ragged[0][0]).tolist())
     for of, (start, stop), item in zip(trajectory_ids(table), bounds, items, strict=True):
         uid, stop_reason, prompt_length, temperature, has_logprobs = item
         response = slice(start + prompt_length, stop)
@@ -264,17 +255,19 @@ def _fields_of_both(table: Steps | Rows) -> Iterator[tuple[slice, dict[str, Any]
 
 
 def end_objects(ends: Ends) -> list[TrajectoryEnd]:
-    """The ends of a table as objects."""
-    has_rewards_E = np.zeros(len(ends), np.bool_) if ends.has_rewards_E is None else ends.has_rewards_E
-    columns = (ends.uid_E, ends.n_steps_E, ends.stop_reason_E, ends.reward_E, ends.has_roles_E, has_rewards_E)
+    """The ends of a table as objects; roles that are all `main`, and later rewards that are all 0, are left out."""
+    columns = (ends.uid_E, ends.n_steps_E, ends.stop_reason_E, ends.reward_E)
     items = zip(trajectory_ids(ends), *(column_E.tolist() for column_E in columns), strict=True)
-    made, text, bounds = list[TrajectoryEnd](), ends.text_N.tobytes(), pairwise(ends.offsets_E.tolist())
-    for (of, uid, n_steps, stop_reason, reward, has_roles, has_rewards), (start, stop) in zip(
-        items, bounds, strict=True
-    ):
-        first = start + (n_steps if has_roles else 0)
-        last = first + (REWARD_BYTES * n_steps if has_rewards else 0)
-        rewards = tuple(np.frombuffer(text[first:last], REWARD).tolist())
-        names = ends.uids[uid], n_steps, ends.stop_reasons[stop_reason]
-        made.append(TrajectoryEnd(of, *names, reward, text[start:first], text[last:stop], rewards))
+    said, bounds = pairwise(ends.step_offsets_E.tolist()), pairwise(ends.offsets_E.tolist())
+    made = []
+    for (of, uid, n_steps, stop_reason, reward), (first, last), (start, stop) in zip(items, said, bounds, strict=True):
+        roles, rewards = ends.role_S[first:last], ends.later_reward_S[first:last]
+        made.append(
+            TrajectoryEnd(
+                of, ends.uids[uid], n_steps, ends.stop_reasons[stop_reason], reward,
+                roles=roles.tobytes() if roles.any() else b"",
+                transcript=ends.transcript_N[start:stop].tobytes(),
+                rewards=tuple(rewards.tolist()) if rewards.any() else (),
+            )
+        )  # fmt: skip
     return made

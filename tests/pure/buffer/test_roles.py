@@ -182,4 +182,4 @@ def test_two_ends_that_differ_in_their_roles_are_a_conflict(tmp_path: Path) -> N
     steps = [step(of, work.prompt_uid, 0)]
     both = world.generator.send(steps, [end, other])
     assert isinstance(both, Refusal) and both.reason is RefusalReason.CONFLICT
-    assert ends_table([end, other]).has_roles_E.tolist() == [False, True]
+    assert np.diff(ends_table([end, other]).step_offsets_E).tolist() == [0, other.n_steps]
