@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import ray.exceptions
 
@@ -15,11 +14,12 @@ from actors.calls import accepted, call, in_a_line
 from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
 from actors.driver.hosts import HostWatch
+from actors.driver.warm_start import WarmStart
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
 from actors.observe.logs import parts, say_which_are_elsewhere
-from actors.observe.metrics_hub import ray_targets, run_target, serving
+from actors.observe.metrics_hub import ScrapeTargets, serving
 from actors.observe.telemetry import RunTelemetry
 from actors.scorers.actor import all_up
 from actors.trainer.profiles import Profiles
@@ -32,7 +32,7 @@ from service.run.checkpoints import Manifest
 from service.run.folder import FINAL, LOGS
 from service.run.metrics_port import DEFAULT_PORT
 from service.run.phases import phase
-from service.run.prepare import Prepared, demonstrations
+from service.run.prepare import Prepared
 from service.run.progress import QUIET_SECONDS, Progress
 from service.run.repeated_failures import FailureWatch
 from service.run.scale import asked_for
@@ -43,9 +43,6 @@ from service.types import PolicyVersion
 
 POLL_SECONDS = 2.0
 """Length of one long poll for a mini-batch; the driver checks for a stop signal between two polls."""
-
-TARGETS_SECONDS = 30.0
-"""Seconds after which the nodes of the Ray cluster, which come and go, are looked up again."""
 
 ask_buffer = partial(call, who="the buffer")
 
@@ -73,6 +70,7 @@ class Coordinator:
         self._stopping = False
         self._progress = Progress(config, folder, say)
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
+        self._warm_start = WarmStart(config, prepared, cluster.trainer, self._telemetry, say)
         self._generator_pool = GeneratorPool(
             config, cluster.generators, cluster.trainer, self._telemetry, say, cluster.buffer
         )
@@ -80,16 +78,14 @@ class Coordinator:
         asked = partial(asked_for, folder.path, config)
         self._scaling = Scaling(config, self._generator_pool, cluster.place, asked, say)
         self._hosts = HostWatch(say, self._scaling.look)
-        self._checkpoints = Checkpointer(config, folder.path, cluster, self._telemetry.checkpointed, uploads)
+        checkpointed, evaluated = (partial(self._telemetry.span, row) for row in ("checkpoints", "evaluations"))
+        self._checkpoints = Checkpointer(config, folder.path, cluster, checkpointed, uploads)
         self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
-        eval_files, stopped, evaluated = prepared.eval_files, lambda: self._stopping, self._telemetry.evaluated
+        eval_files, stopped = prepared.eval_files, lambda: self._stopping
         self._evaluations = Evaluations(config, self._generator_pool, folder, eval_files, say, stopped, evaluated)
         self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
         self._version = PolicyVersion(0, 0)
         self._waits_for = ""
-        self._url = ""
-        self._targets_at = -TARGETS_SECONDS
-        """When the scrape targets were looked up last."""
         self._bad_steps = 0
         self._logprobs = LogprobCheck(config.weights)
         self._trainer_failures, self._failed_at = 0, 0
@@ -142,15 +138,14 @@ class Coordinator:
     # -- start --------------------------------------------------------------------------------------------------------
 
     async def _started(self) -> bool:
-        """Start the actors; False if the run was stopped meanwhile."""
-        self._starting = asyncio.ensure_future(self._start())
+        """Start the actors; False if the run was stopped before training."""
+        starting = self._starting = asyncio.ensure_future(self._start())
         try:
-            await self._starting
+            await starting
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
-        self._starting = None
-        return not self._stopping
+        return not starting.cancelled()
 
     async def _start(self) -> None:
         self._telemetry.start()
@@ -162,14 +157,14 @@ class Coordinator:
             # Not earlier: what the buffer refuses must leave the run's settings, and how the run ended, as they were.
             self._folder.begin(self._config)
         elif self._prepared.warmed_model is not None:
-            await self._make_base(self._prepared.warmed_model)
+            await self._warm_start.make_base(self._prepared.warmed_model)
         url = await self._all_up()
         await self._hosts.begin()
         logged = parts(self._config.generator.min_engines, self._config.trainer.ranks)
         say_which_are_elsewhere(logged, self._folder.path / LOGS, self._say)
-        self._url = url
         self._folder.write_address(url)
-        await self._write_targets()
+        self._targets = ScrapeTargets(url, self._folder.path, self._folder.write_targets)
+        await self._targets.write()
         if self._config.metrics.port is None and not url.endswith(f":{DEFAULT_PORT}"):
             self._say(f"port {DEFAULT_PORT} is taken; this run has the next free one")
         self._say(f"status page: {url} (in a terminal: baton status {self._folder.path})")
@@ -181,23 +176,9 @@ class Coordinator:
             await self._evaluate(self._evaluations.go_on_from(self._resume_from.step))
         else:
             await self._start_fresh()
+        self._starting = None  # from now on a stop signal ends the run after its current step
         self._progress.begin()
         self._telemetry.state("training")
-
-    async def _write_targets(self) -> None:
-        """Write for Prometheus where this run is scraped, unless that was done a short time ago."""
-        if time.monotonic() - self._targets_at < TARGETS_SECONDS:
-            return
-        self._targets_at = time.monotonic()
-        own = run_target(self._url.partition("//")[2], str(self._folder.path))
-        self._folder.write_targets([own, *await asyncio.to_thread(ray_targets)])
-
-    async def _make_base(self, folder: Path) -> None:
-        """Do the warm start of all weights, and write the model to which trainer and engines add the adapter."""
-        with phase("loading the model: trainer ranks start", self._say):
-            await self._trainer.load(self._prepared.model_folder, adapter=False)
-        await self._warm_start()
-        await self._trainer.export(folder)
 
     async def _all_up(self) -> str:
         """Let every actor load the model or start its server; returns the address of the metrics hub."""
@@ -225,33 +206,13 @@ class Coordinator:
 
     async def _start_fresh(self) -> None:
         """Do the warm start, unless it was done, and measure its success rate; then evaluate the initial weights."""
-        settings = self._config.model.warm_start
         if self._prepared.warmed_model is None:
-            await self._warm_start()
+            await self._warm_start.run()
         await self._continue_from(0)
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
-        if settings is not None and settings.probe_prompts:
-            samples = self._config.algorithm.n_samples_per_prompt
-            with phase("warm start: measuring the success rate", self._say):
-                await self._weights.published()
-                probe = await self._evaluations.of_set(
-                    "warm_start", self._prepared.tasks_file, samples, settings.probe_prompts
-                )
-            if probe is not None:
-                self._progress.probed(probe.avg_score, settings.expected_success)
+        await self._warm_start.probe(self._weights, self._evaluations, self._progress)
         await self._evaluate(self._evaluations.is_due(0))
-
-    async def _warm_start(self) -> None:
-        """Take the supervised steps of the warm start, if it is configured."""
-        settings = self._config.model.warm_start
-        if settings is None:
-            return
-        self._telemetry.state("warm_start")
-        self._telemetry.doing("warm_start")
-        with phase(f"warm start: {settings.steps} supervised steps on demonstrations", self._say):
-            loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
-        self._say(f"warm start: cross-entropy {loss:.3f} per token")
 
     async def _continue_from(self, step: int) -> None:
         """Join the buffer as a trainer at this step, and publish the weights to the engines."""
@@ -316,7 +277,7 @@ class Coordinator:
         measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
         line = self._progress.stepped(self._version, leased.metrics, measured, generators)
         self._telemetry.stepped(self._version, line)
-        await self._write_targets()
+        await self._targets.write()
         await self._checkpoints.note_reached(self._version.step)
 
     async def _evaluate(self, is_due: bool) -> None:

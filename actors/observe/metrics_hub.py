@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from service.run.timeline import TimelineFiles
 
 RETRY = Backoff(0.5, 0.5)
 """Pause before the next call of a hub that is restarting."""
+TARGETS_SECONDS = 30.0
+"""Seconds after which the nodes of the Ray cluster, which come and go, are looked up again."""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 PAGE = Path(service.__file__).parent / "observe" / "status_page.html"
@@ -186,6 +188,20 @@ def prefers_html(accept: str) -> bool:
     (True, False, False)
     """
     return "text/html" in accept.lower() and "application/json" not in accept.lower()
+
+
+class ScrapeTargets:
+    """Writes for Prometheus where a run is scraped."""
+
+    def __init__(self, url: str, folder: Path, write: Callable[[list[dict[str, Any]]], None]) -> None:
+        self._own, self._write = run_target(url.partition("//")[2], str(folder)), write
+        self._written_at = -TARGETS_SECONDS
+
+    async def write(self) -> None:
+        """Write the targets, unless that was done less than `TARGETS_SECONDS` ago."""
+        if time.monotonic() - self._written_at >= TARGETS_SECONDS:
+            self._written_at = time.monotonic()
+            self._write([self._own, *await asyncio.to_thread(ray_targets)])
 
 
 def run_target(address: str, folder: str | None) -> dict[str, Any]:

@@ -49,13 +49,9 @@ class RunTelemetry:
         """What the trainer as a whole does now: waiting, step, commit, weights, checkpoint, evaluating, ..."""
         self._states.enter(state, **detail)
 
-    def checkpointed(self, step: int, began: float) -> None:
-        """The checkpoint of a step is durable; it was begun then."""
-        self._reporter.trace.span("checkpoints", f"step {step}", began, time.monotonic())
-
-    def evaluated(self, step: int, began: float) -> None:
-        """The evaluation of a step is done; it was begun then."""
-        self._reporter.trace.span("evaluations", f"step {step}", began, time.monotonic())
+    def span(self, row: str, step: int, began: float) -> None:
+        """A checkpoint or an evaluation of a step has ended, which was begun then."""
+        self._reporter.trace.span(row, f"step {step}", began, time.monotonic())
 
     def state(self, state: str) -> None:
         """The run entered a state: starting, warm_start, training, stopping, finished or stopped."""

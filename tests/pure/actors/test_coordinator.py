@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from actors.buffer.actor import Leased
-from actors.driver import coordinator
+from actors.driver import warm_start
 from actors.driver.cluster import Cluster
-from actors.driver.coordinator import TARGETS_SECONDS, Coordinator
+from actors.driver.coordinator import Coordinator
+from actors.observe import metrics_hub
+from actors.observe.metrics_hub import TARGETS_SECONDS
 from actors.weights.source import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
@@ -145,7 +147,7 @@ def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
     """Trainer and engines begin with it; without an adapter the warm start goes on with what the trainer has loaded."""
-    monkeypatch.setattr(coordinator, "demonstrations", lambda *_: [])
+    monkeypatch.setattr(warm_start, "demonstrations", lambda *_: [])
     config = load_config(["configs/quickstart.yaml"], ["model.lora={}"] if lora else [])
     run, trainer, hub = RunWriter(tmp_path / "run"), Trainer(), Method(answering("http://127.0.0.1:9400"))
     warmed = warmed_model(config, run.path)
@@ -187,8 +189,8 @@ def test_the_nodes_of_the_cluster_are_looked_up_off_the_loop_and_not_at_every_st
         threads.append(threading.current_thread())
         return [{"targets": [f"10.0.0.{len(threads)}:8080"], "labels": {}}]
 
-    monkeypatch.setattr(coordinator, "TARGETS_SECONDS", seconds)
-    monkeypatch.setattr(coordinator, "ray_targets", nodes)
+    monkeypatch.setattr(metrics_hub, "TARGETS_SECONDS", seconds)
+    monkeypatch.setattr(metrics_hub, "ray_targets", nodes)
     drive(tmp_path, [LEASED, LEASED])
     assert len(threads) == n_lookups and threading.main_thread() not in threads
     (file,) = (tmp_path / TARGETS).iterdir()
