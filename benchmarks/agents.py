@@ -28,6 +28,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from actors.engine.run_player import RunPlayer, play_settings
 from benchmarks.own_ray import own_ray
 from service.agents.conversation_tree import ConversationTree
 from service.agents.dialects import chat as dialect
@@ -51,7 +52,6 @@ from service.rollout.chat.chat import Chat
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import AgentSession, Message, Task
 from service.rollout.limits import AgentLimits
-from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.types import Int32s, PolicyVersion, Step, TrajectoryId
 
@@ -231,7 +231,7 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
     clients = import_module(NAME).Outside.clients = Clients(process)
     background = [asyncio.create_task(outbox.run()), asyncio.create_task(clients.listen())]
     engine = Sleeper(Chat(PreTrainedTokenizerFast.from_pretrained(model)))
-    player = Player(config, model, engine)
+    player = RunPlayer(config, model, engine)
     for i in range(rounds):
         groups = []
         for _ in range(SESSIONS // SAMPLES):
@@ -299,7 +299,7 @@ async def alone(folder: Path, seconds: float = 3.0) -> dict[str, float]:
     """CPU time of a continuation at 20,000 tokens of history, and bytes of an open session."""
     make_tokenizer(folder)
     chat = Chat(PreTrainedTokenizerFast.from_pretrained(folder))
-    limits = replace(AgentLimits.of(configuration(folder), chat), max_turns=10_000)
+    limits = replace(AgentLimits.of(play_settings(configuration(folder)), chat), max_turns=10_000)
     cpu, number, began = [], 0, time.monotonic()
     while time.monotonic() - began < seconds or len(cpu) < 20:
         one, number = Alone(chat, limits, number), number + 1

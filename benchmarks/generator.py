@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from actors.buffer.actor import BufferActor, Leased
 from actors.engine.engine import VllmEngine, engine_env
+from actors.engine.run_player import RunPlayer
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
 from actors.weights.part import PartCopy
@@ -47,7 +48,6 @@ from service.learn.model.sharding import Rows
 from service.learn.model.tiny_model import make_model
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
-from service.rollout.player import Player
 from service.rollout.prompts.dataset import write_rows
 from service.types import Int32s, PolicyVersion
 
@@ -136,7 +136,7 @@ class BenchedGenerator(Generator):
     def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
         super().__init__(name, config_json, model_folder, tasks_file, buffer, hub)
         self._engine: Recorder = Recorder(self._config, Path(model_folder))
-        self._player = Player(self._config, Path(model_folder), self._engine)
+        self._player = RunPlayer(self._config, Path(model_folder), self._engine)
 
     async def replay(self) -> Round:
         """The recorded requests without an agent loop."""

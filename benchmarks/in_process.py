@@ -15,6 +15,7 @@ import torch
 import xxhash
 from transformers import AutoModelForCausalLM
 
+from actors.engine.run_player import RunPlayer
 from service.config import Config
 from service.config.core_settings import batch_settings
 from service.handoff import CompleteGroup, VersionHistory, form_mini_batch
@@ -27,7 +28,6 @@ from service.learn.model.lora import merged
 from service.learn.supervised import SupervisedSteps
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Task
-from service.rollout.player import Player
 from service.run.prepare import Prepared, prepare
 from service.run.prepare import demonstrations as demonstration_rows
 from service.types import Int32s, PolicyVersion, TrajectoryId
@@ -123,7 +123,7 @@ async def rounds(
     """The groups of each mini-batch, at most `most` of them; it is trained once the next one is asked for."""
     learner = Learner(config, model_folder, torch.device("cpu"), 0, 1)
     engine = BatchedEngine(model_folder, config.run.seed)
-    player = Player(config, model_folder, engine)
+    player = RunPlayer(config, model_folder, engine)
     prompts = Prompts([task.uid for task in prepared.tasks], config.run.seed, config.data.shuffle)
     history, settings = VersionHistory(), batch_settings(config)
     group_ids = iter(range(most * config.trainer.mini_batch_size))
@@ -140,7 +140,7 @@ async def rounds(
         await player.close()
 
 
-async def played(player: Player, group_id: int, task: Task, config: Config) -> CompleteGroup:
+async def played(player: RunPlayer, group_id: int, task: Task, config: Config) -> CompleteGroup:
     """All trajectories of a group."""
     columns = StepColumns()
     samples = range(config.algorithm.n_samples_per_prompt)

@@ -40,7 +40,7 @@ from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import end_objects, step_objects
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Task
-from service.rollout.environments.factory import Environments
+from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
 from service.types import NO_VERSION, Int32s, Step
 

@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from service.agents.agents import Agents
 from service.agents.parser import Reply
-from service.config.rollout import AgentsConfig, GeneratorConfig
+from service.config.rollout import AgentsConfig
 from service.errors import UserError
-from service.rollout.chat.chat import Tool, load_chat
+from service.rollout.chat.chat import Tool
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.chat.tools import ToolCall, read_json
 from service.rollout.player import Player
@@ -80,15 +81,14 @@ class VllmParser:
         return Reply((content or "").strip(), (thinking or "").strip(), tuple(call for call in read if call))
 
 
-def use_parser(player: Player, endpoint: AgentsConfig | None, generator: GeneratorConfig, model_folder: Path) -> None:
+def use_parser(player: Player[Agents], endpoint: AgentsConfig | None, model_folder: Path) -> None:
     """Have the player's endpoint read responses with the parser that `agents.tool_parser` names.
 
     Raises:
         UserError: see `VllmParser`.
     """
     if player.agents is not None and endpoint is not None and endpoint.tool_parser != OWN:
-        end_ids = load_chat(model_folder, generator).end_ids
-        player.agents.parser = VllmParser(endpoint.tool_parser, load_tokenizer(model_folder), end_ids)
+        player.agents.parser = VllmParser(endpoint.tool_parser, load_tokenizer(model_folder), player.chat.end_ids)
 
 
 def _load(name: str, load: Callable[[str], object], known: Collection[str]) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 from actors.calls import call
 from actors.engine.engine import VllmEngine
+from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_parser import use_parser
 from actors.observe.logs import keep_log
 from actors.scorers.frozen import ask_role
 from service.config import Config
+from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize
-from service.rollout.player import Player
 from service.types import PolicyVersion
 from service.user_code import enter_user_folder
 
@@ -50,19 +51,20 @@ class Evaluator:
         enter_user_folder()
         self._config = Config.model_validate_json(config_json)
         self._engine = VllmEngine(self._config, Path(model_folder))
-        self._player = Player(self._config, Path(model_folder), self._engine, served=ask_role)
+        self._player = RunPlayer(self._config, Path(model_folder), self._engine, served=ask_role)
         self._model_folder = Path(model_folder)
 
     async def start(self) -> None:
         """Start the engine; its errors propagate."""
         await self._engine.start(PolicyVersion(0, 0))
-        use_parser(self._player, self._config.endpoint, self._config.generator, self._model_folder)
+        use_parser(self._player, self._config.endpoint, self._model_folder)
 
     async def evaluate(self, name: str, tasks_file: str, n_samples: int, shard: EvalShard) -> list[EvalTrajectory]:
         """Sample trajectories of one shard of an evaluation set."""
         groups = -(-self._config.generator.concurrent_groups // self._config.generator.min_engines)
         concurrency = groups * self._config.algorithm.n_samples_per_prompt
-        return await self._player.evaluate(name, Path(tasks_file), n_samples, shard, concurrency)
+        file, temperature = Path(tasks_file), self._config.data.eval_temperature
+        return await play_shard(self._player, name, file, n_samples, shard, concurrency, temperature)
 
     async def stop(self) -> None:
         """End the engine."""

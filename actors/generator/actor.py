@@ -21,6 +21,7 @@ import ray.exceptions
 
 from actors.calls import first_error, resolve_actor
 from actors.engine.engine import VllmEngine
+from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_parser import use_parser
 from actors.generator.activity import Activity
 from actors.generator.claims import Claimer
@@ -35,6 +36,7 @@ from service.agents.agents import Agents
 from service.agents.session_keys import Keys
 from service.config import Config
 from service.errors import RunFailed, Starved
+from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
@@ -44,7 +46,6 @@ from service.observe.measure import measure_states, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.chat.frozen import Served
 from service.rollout.environment import Task
-from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks, task_of
 from service.types import PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
 from service.user_code import enter_user_folder
@@ -93,7 +94,7 @@ class Generator(ImageHolder):
         self._buffer = resolve_actor(buffer)
         self._tasks = load_tasks(Path(tasks_file))
         self._engine = VllmEngine(self._config, Path(base or model_folder))
-        self._player = Player(self._config, Path(model_folder), self._engine, keys, number, ask_role)
+        self._player = RunPlayer(self._config, Path(model_folder), self._engine, keys, number, ask_role)
         self._model_folder = Path(model_folder)
         self._limit = GroupLimit.of(self._config)
         self._groups = 0
@@ -123,7 +124,7 @@ class Generator(ImageHolder):
             await self._engine.start(PolicyVersion(0, 0))
         except Starved as error:
             raise self._failed(Starved(f"{self._name}: {error}")) from error
-        use_parser(self._player, self._config.endpoint, self._config.generator, self._model_folder)
+        use_parser(self._player, self._config.endpoint, self._model_folder)
         self._joined = await self._join()
         self._unfinished = await self._taken_over(self._joined)
         self._reporter.start()
@@ -291,7 +292,8 @@ class Generator(ImageHolder):
         try:
             with self._activity.evaluating():
                 check = partial(self._engine.check_serves, version)
-                return await self._player.evaluate(name, Path(tasks_file), n_samples, shard, concurrency, check)
+                file, temperature = Path(tasks_file), self._config.data.eval_temperature
+                return await play_shard(self._player, name, file, n_samples, shard, concurrency, temperature, check)
         finally:
             self._room.set()
 

@@ -20,8 +20,7 @@ from service.config.rollout import RoleConfig
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Sampling
-from service.rollout.env_guard import TrajectoryFailed
-from service.rollout.environment import Message
+from service.rollout.environment import Message, TrajectoryFailed
 
 
 class FrozenActor:

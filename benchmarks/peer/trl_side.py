@@ -26,7 +26,7 @@ from benchmarks.peer.progress import report
 from service.config import Config
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Environment, Task
-from service.rollout.environments.factory import Environments
+from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
 
 ENVIRONMENT = {

@@ -32,8 +32,8 @@ from service.observe.metrics import Metrics
 from service.rollout.agent import Played, generate_turn
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Engine, Generation
-from service.rollout.env_guard import EnvGuard, TrajectoryFailed
-from service.rollout.environment import Task
+from service.rollout.env_guard import EnvGuard
+from service.rollout.environment import Task, TrajectoryFailed
 from service.rollout.limits import AgentLimits
 from service.types import Int32s, Step, Steps, TrajectoryEnd, TrajectoryId
 

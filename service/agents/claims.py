@@ -21,8 +21,7 @@ from service.agents.requests import Requests, is_connected
 from service.agents.session import Session
 from service.config.rollout import AgentsConfig
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.env_guard import TrajectoryFailed
-from service.rollout.environment import Task
+from service.rollout.environment import Task, TrajectoryFailed
 
 CLAIM_SECONDS = 20.0
 """Seconds for which a claim waits for a trajectory; then it gets status 204."""

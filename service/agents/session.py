@@ -26,8 +26,8 @@ from service.handoff.steps.roles import Role
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
-from service.rollout.env_guard import NotAllowed, TrajectoryFailed, plain_info, plain_reward
-from service.rollout.environment import Status
+from service.rollout.env_guard import NotAllowed, plain_info, plain_reward
+from service.rollout.environment import Status, TrajectoryFailed
 from service.rollout.episode import experts_of
 from service.rollout.limits import AgentLimits
 from service.rollout.traceback import type_name

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from service.config.checks import check_command_only
     from service.config.command import AGENT, CommandConfig
     from service.config.paths import check_command_paths
-    from service.rollout.environments.check_inputs import check_score
+    from service.rollout.check_inputs import check_score
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     key = os.environ.pop(WORKER_KEY, "")

@@ -55,10 +55,14 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with source.named_in_errors():
         missing = elsewhere(config)
         from service.config.core_settings import estimator_name
-        from service.rollout.environments.check_inputs import check_inputs
+        from service.rollout.check_inputs import check_inputs
+        from service.rollout.environments.registry import SyntheticFunction
         from service.scorers.user import check_scorers
 
-        check_inputs(config)
+        model = config.model
+        functions: tuple[SyntheticFunction, ...] = () if model.make is None else ("vocabulary",)
+        functions += () if model.warm_start is None else ("demonstrations",)
+        check_inputs(config.env, config.data, config.run.seed, config.agents is not None, functions)
         check_scorers(config.scorers)
         estimator_name(config)
         if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch

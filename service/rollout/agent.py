@@ -28,8 +28,8 @@ from service.rollout.chat.end_token import without_loss
 from service.rollout.chat.frozen import FrozenModels, generation_of
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Engine, Generation
-from service.rollout.env_guard import EnvGuard, TrajectoryFailed
-from service.rollout.environment import MAIN, Message, StepResult, Task
+from service.rollout.env_guard import EnvGuard
+from service.rollout.environment import MAIN, Message, StepResult, Task, TrajectoryFailed
 from service.rollout.episode import Episode
 from service.rollout.limits import AgentLimits
 from service.rollout.validate_generation import validate_generation

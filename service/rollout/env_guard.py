@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Container, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from service.errors import RunFailed, in_one_line
+from service.errors import RunFailed
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.contain_exits import contain_exits
 from service.rollout.environment import (
@@ -31,6 +31,7 @@ from service.rollout.environment import (
     OversizedOutput,
     StepResult,
     Task,
+    TrajectoryFailed,
     snapshot_of,
 )
 from service.rollout.limits import AgentLimits
@@ -51,14 +52,6 @@ NUMBER_CHARACTERS = 1 << 10
 """Most characters of a reward."""
 INFO_CHARACTERS = 1 << 16
 """Most characters of all names and values in one `info`."""
-
-
-class TrajectoryFailed(Exception):
-    """The trajectory is lost; all others go on."""
-
-    def __init__(self, reason: StopReason, detail: str) -> None:
-        super().__init__(f"{reason}: {in_one_line(detail)}")
-        self.reason = reason
 
 
 class NotAllowed(Exception):

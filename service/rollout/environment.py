@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
+from service.errors import in_one_line
 from service.handoff.steps.roles import Role
+from service.handoff.steps.stop_reason import StopReason
 
 MAIN = str(Role.MAIN)
 """The role that has the first turn."""
@@ -78,6 +80,14 @@ class StepResult(NamedTuple):
 
 class OversizedOutput(Exception):
     """The environment's output is too large; counted as such instead of as an error."""
+
+
+class TrajectoryFailed(Exception):
+    """The trajectory is lost; the others continue."""
+
+    def __init__(self, reason: StopReason, detail: str) -> None:
+        super().__init__(f"{reason}: {in_one_line(detail)}")
+        self.reason = reason
 
 
 class Environment(Protocol):

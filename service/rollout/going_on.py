@@ -18,8 +18,8 @@ import numpy as np
 from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import step_objects
-from service.rollout.env_guard import EnvGuard, TrajectoryFailed
-from service.rollout.environment import Message, StepResult
+from service.rollout.env_guard import EnvGuard
+from service.rollout.environment import Message, StepResult, TrajectoryFailed
 from service.types import GOES_ON, Int32s, Steps
 
 

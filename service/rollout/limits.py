@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from service.config.rollout import RoleConfig
-from service.config.tree import Config
+from service.config.rollout import EnvConfig, GeneratorConfig, RoleConfig
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Sampling
 from service.rollout.environment import MAIN
+
+
+@dataclass(frozen=True, slots=True)
+class PlaySettings:
+    """The part of a run's configuration that its trajectories are played by."""
+
+    seed: int
+    env: EnvConfig
+    generator: GeneratorConfig
+    roles: Mapping[str, RoleConfig]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +48,17 @@ class AgentLimits:
         return self.max_input_length + self.sampling.max_tokens + 1
 
     @staticmethod
-    def of(config: Config, chat: Chat) -> AgentLimits:
+    def of(settings: PlaySettings, chat: Chat) -> AgentLimits:
         """The configured limits."""
+        env, generator = settings.env, settings.generator
         return AgentLimits(
-            max_turns=config.env.max_turns,
-            max_input_length=config.generator.max_input_length,
-            step_deadline=config.env.step_deadline,
-            request_deadline=config.generator.request_deadline,
-            sampling=Sampling.of(config.generator, chat.end_ids),
-            max_observation_characters=config.env.max_observation_characters,
-            max_snapshot_bytes=config.env.max_snapshot_bytes,
-            conversation=config.generator.conversation,
-            roles={MAIN: None, **config.roles},
+            max_turns=env.max_turns,
+            max_input_length=generator.max_input_length,
+            step_deadline=env.step_deadline,
+            request_deadline=generator.request_deadline,
+            sampling=Sampling.of(generator, chat.end_ids),
+            max_observation_characters=env.max_observation_characters,
+            max_snapshot_bytes=env.max_snapshot_bytes,
+            conversation=generator.conversation,
+            roles={MAIN: None, **settings.roles},
         )

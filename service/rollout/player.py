@@ -2,61 +2,76 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import xxhash
 
-from service.agents.agents import Agents
-from service.agents.session_keys import Keys
-from service.config import Config
-from service.evaluation.scores import EvalShard, EvalTrajectory
-from service.handoff.steps.builder import StepColumns, StepSink
-from service.handoff.steps.tables import is_truncated_K
+from service.handoff.steps.builder import StepSink
 from service.observe.measure import measure_ended
 from service.observe.metrics import Metrics
 from service.observe.recorder import Trace
 from service.rollout.agent import Played, run_trajectory
-from service.rollout.chat.chat import load_chat
+from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.chat.frozen import FrozenModels, Served
 from service.rollout.engine import Engine
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
-from service.rollout.environments.factory import Environments
-from service.rollout.limits import AgentLimits
-from service.rollout.prompts.dataset import load_tasks
+from service.rollout.factory import AgentMaker, Environments
+from service.rollout.limits import AgentLimits, PlaySettings
 from service.rollout.timelines import TimedEngine, Timelines
 from service.types import Steps, TrajectoryEnd, TrajectoryId
 
 
-class Player:
+class AgentPlayer(Protocol):
+    """Plays the trajectories of agents, which call the policy themselves; an optional room, given from the edge."""
+
+    limits: AgentLimits
+
+    def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
+        """Prepare to continue a trajectory of an earlier process; False where that is not possible."""
+
+    async def play(
+        self, trajectory: TrajectoryId, task: Task, guard: EnvGuard | None, seed: int, sink: StepSink
+    ) -> Played:
+        """One trajectory of the agent in `guard`; None: a worker on another machine plays it."""
+
+    def measure(self, metrics: Metrics) -> None:
+        """Record what was counted."""
+
+    async def close(self) -> None:
+        """Let no agent call any more."""
+
+
+A = TypeVar("A", bound=AgentPlayer)
+
+
+class Player(Generic[A]):
     """Plays trajectories in the process of their engine."""
 
     def __init__(
         self,
-        config: Config,
+        settings: PlaySettings,
         model_folder: Path,
         engine: Engine,
-        keys: Keys | None = None,
-        number: int = 0,
+        agents: Callable[[Chat, Engine, AgentLimits], A | None] = lambda chat, engine, limits: None,
+        commands: AgentMaker | None = None,
         served: Served | None = None,
     ) -> None:
-        """`keys`, `number`: those of `Agents`; `served`: that of `FrozenModels`."""
-        self._config = config
-        self.timelines = Timelines(config.generator.min_engines)
+        """`agents`: makes the room of agents, if there is one; `commands`: that of `Environments`; `served`: that of
+        `FrozenModels`."""
+        self._settings = settings
+        self.timelines = Timelines(settings.generator.min_engines)
         self._engine: Engine = TimedEngine(engine, self.timelines)
-        self._chat = load_chat(model_folder, config.generator)
-        self._limits = AgentLimits.of(config, self._chat)
-        self._frozen = FrozenModels(config.roles, served)
-        self._environments = Environments(config.env)
-        self.agents: Agents | None = None
-        if config.endpoint is not None:
-            self.agents = Agents(config.endpoint, self._chat, self._engine, self._limits, keys, number)
+        self.chat = load_chat(model_folder, settings.generator)
+        self._limits = AgentLimits.of(settings, self.chat)
+        self._frozen = FrozenModels(settings.roles, served)
+        self._environments = Environments(settings.env, commands)
+        self.agents = agents(self.chat, self._engine, self._limits)
         self.last_failure = ""
         """Why the most recent lost trajectory was lost."""
         self.leaked = LeakedTasks()
@@ -76,9 +91,9 @@ class Player:
             RunFailed: too many environments did not return after they were cancelled; this process has to be renewed.
         """
         # All samples of a group share the environment's seed, so that only the policy differs.
-        env = task.env_class or self._config.env.name
+        env = task.env_class or self._settings.env.name
         with self.timelines.playing(trajectory, env) as line:
-            played = await self._play(trajectory, task, sink, f"{self._config.run.seed}/{trajectory.group_id}", left)
+            played = await self._play(trajectory, task, sink, str(trajectory.group_id), left)
             self.timelines.ended(trajectory, line, played.end.stop_reason)
         self._ended.append((played.end, env))
         if not played.failure:
@@ -94,39 +109,9 @@ class Player:
             return False
         return self.agents.restore(trajectory, deepcopy(task), steps, sink)
 
-    async def evaluate(
-        self,
-        name: str,
-        tasks_file: Path,
-        n_samples: int,
-        shard: EvalShard,
-        concurrency: int,
-        check: Callable[[], None] = lambda: None,
-    ) -> list[EvalTrajectory]:
-        """Play `n_samples` trajectories of every task of a shard, at most `concurrency` at once.
-
-        `check` is called before each trajectory and after the last; what it raises ends the evaluation.
-        The environments' seeds depend on set and prompt only. The group_ids are negative; those of training start at 0.
-        """
-        tasks = await asyncio.to_thread(load_tasks, tasks_file)
-        if (temperature := self._config.data.eval_temperature) is not None:
-            tasks = [replace(task, temperature=temperature) for task in tasks]
-        running = asyncio.Semaphore(concurrency)
-
-        async def play(row: int, sample: int) -> EvalTrajectory:
-            columns, uid = StepColumns(), tasks[row].uid
-            async with running:
-                check()
-                seed = f"{self._config.run.seed}/eval/{name}/{uid}"
-                end = (await self._play(TrajectoryId(-1 - row, sample), tasks[row], columns, seed)).end
-            steps = columns.steps()
-            n_tokens, n_truncated = int(steps.loss_mask_N.sum()), int(is_truncated_K(steps).sum())
-            return EvalTrajectory(uid, end.reward, end.n_steps, n_tokens, end.stop_reason, n_truncated)
-
-        rows = shard.rows(len(tasks))
-        played = await asyncio.gather(*(play(row, sample) for row in rows for sample in range(n_samples)))
-        check()
-        return played
+    async def play_unmeasured(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> TrajectoryEnd:
+        """Play one trajectory that the buffer does not receive, such as one of an evaluation; see `play`."""
+        return (await self._play(trajectory, task, sink, seed)).end
 
     def measure(self, metrics: Metrics, trace: Trace) -> None:
         """Measure what was played; trajectories of training once, after they ended, and in the timeline."""
@@ -150,17 +135,18 @@ class Player:
         self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str, left: Steps | None = None
     ) -> Played:
         self.leaked.check()
-        own, number = deepcopy(task), xxhash.xxh3_64_intdigest(seed.encode()) & 0x7FFFFFFF  # a row is shared
+        own = deepcopy(task)  # a row is shared
+        number = xxhash.xxh3_64_intdigest(f"{self._settings.seed}/{seed}".encode()) & 0x7FFFFFFF
         async with self._environments.room:
             agents = self.agents if self.agents is not None and self._environments.is_agent(task) else None
             limits = self._limits if agents is None else agents.limits
-            name, make = task.env_class or self._config.env.name, partial(self._environments.make, task)
+            name, make = task.env_class or self._settings.env.name, partial(self._environments.make, task)
             guard = EnvGuard(name, make, limits, self.leaked, partial(self.timelines.answered, trajectory))
             if agents is not None:
                 here = None if self._environments.is_outside(task) else guard
                 played = await agents.play(trajectory, own, here, number, sink)
             else:
-                speakers = self._engine, self._chat, limits, number, sink, self._frozen, left
+                speakers = self._engine, self.chat, limits, number, sink, self._frozen, left
                 played = await run_trajectory(trajectory, own, guard, *speakers)
         self.last_failure = played.failure or self.last_failure
         return played

@@ -27,8 +27,8 @@ from service.learn.model.router_replay import routing_of_model
 from service.learn.model.tiny_model import count_parameters, make_model
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
+from service.rollout.check_inputs import check_environments
 from service.rollout.environment import Task
-from service.rollout.environments.check_inputs import check_environments
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files, train_file

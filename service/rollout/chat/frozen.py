@@ -23,8 +23,7 @@ from service.observe.metrics import Metrics
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.outside import key_header, whole_body
 from service.rollout.engine import Generation, Sampling
-from service.rollout.env_guard import TrajectoryFailed
-from service.rollout.environment import Message
+from service.rollout.environment import Message, TrajectoryFailed
 from service.types import NO_VERSION
 
 FIRST_PAUSE = 0.2

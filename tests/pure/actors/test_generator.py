@@ -17,6 +17,7 @@ import xxhash
 
 import actors.generator.actor
 from actors.engine.engine import VllmEngine, WeightUpdate
+from actors.engine.run_player import RunPlayer
 from actors.generator.actor import Generator, Joined
 from actors.generator.claims import Claimer
 from actors.generator.outbox import Outbox
@@ -38,7 +39,6 @@ from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
-from service.rollout.player import Player
 from service.rollout.prompts.dataset import write_rows
 from service.types import NO_VERSION, Int32s, PolicyVersion, Sender, Step, StepGroup, TrajectoryId
 from tests.pure.actors.fakes import file_at
@@ -132,7 +132,7 @@ def join(generator: Generator, config: Config, folder: Path, buffer: FakeBuffer)
     generator._tasks = [replace(task, env_class=config.env.name) for task in generator._tasks]
     engine = AnsweringEngine(load_chat(folder, config.generator).end_id)
     generator._engine = engine  # type: ignore[assignment]
-    generator._player = Player(config, folder, engine)
+    generator._player = RunPlayer(config, folder, engine)
     outbox = Outbox("g", 1, buffer.submit, 60.0, generator._close, generator._cancel, generator._unmeasured.append)
     generator._joined = Joined(Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
     return engine
@@ -234,7 +234,7 @@ async def test_a_new_process_goes_on_with_the_sessions_that_its_predecessor_left
         return SimpleNamespace(remote=remote)
 
     engine = join(generator, config, tmp_path, buffer)
-    generator._config, generator._player = config, Player(config, tmp_path, engine, keys)
+    generator._config, generator._player = config, RunPlayer(config, tmp_path, engine, keys)
     nothing = SimpleNamespace(remote=None)
     generator._buffer = SimpleNamespace(
         join=answering(2), unfinished=answering((left,)), claim=nothing, submit=nothing, renew=answering(None)

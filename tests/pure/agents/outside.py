@@ -156,9 +156,9 @@ class Far:
 
 async def generate(folder: Path) -> None:
     """One life of the generator."""
+    from actors.engine.run_player import RunPlayer
     from actors.generator.actor import Generator
     from service.rollout.chat.chat import load_chat
-    from service.rollout.player import Player
     from service.types import PolicyVersion
     from tests.pure.rollout.conftest import ScriptedEngine
 
@@ -188,7 +188,7 @@ async def generate(folder: Path) -> None:
     chat = load_chat(folder, config.generator)
     engine = Engine(chat, lambda prompt: " ".join(say.choices(vocabulary, k=WORDS)))
     made._engine = engine  # type: ignore[assignment]
-    made._player = Player(config, folder, engine, keys(), 0)
+    made._player = RunPlayer(config, folder, engine, keys(), 0)
     made._joined = await made._join()
     made._unfinished = await made._taken_over(made._joined)
     await made.run()

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
 from service.agents.claims import Offers
 from service.agents.runner.runner import AgentRunner
@@ -29,7 +30,6 @@ from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import Task
-from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.agents.endpoint import CHAT, whole
@@ -79,7 +79,7 @@ class Served:
             generator=GeneratorConfig(max_input_length=tokens[0], max_generate_length=tokens[1]),
         )
         self.engine = ScriptedEngine(Chat(load_tokenizer(model)), optimal)
-        self.player = Player(self.config, model, self.engine, keys)
+        self.player = RunPlayer(self.config, model, self.engine, keys)
         self.sink = Columns()
         self.http = aiohttp.ClientSession()
 
@@ -283,7 +283,7 @@ async def test_a_restored_session_of_which_nothing_is_heard_is_attempted_again(m
         assert served.player.restore(OF, tasks[0], steps_table(()), served.sink)
         assert (await served.play(tasks[0])).stop_reason == "environment_timeout"
     other = Config(env=EnvConfig(), agents=AgentsConfig())
-    assert not Player(other, model, served.engine).restore(OF, tasks[0], steps_table(()), served.sink)
+    assert not RunPlayer(other, model, served.engine).restore(OF, tasks[0], steps_table(()), served.sink)
 
 
 @pytest.mark.asyncio

@@ -23,7 +23,7 @@ from service.agents import calls, requests, routes, server
 from service.agents.session import BYTES_PER_TOKEN, MIN_BODY_BYTES, SPENT, Session
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
-from service.rollout.env_guard import TrajectoryFailed
+from service.rollout.environment import TrajectoryFailed
 from tests.pure.agents.endpoint import CHAT, COMPLETIONS, MESSAGES, Client, House, client_of, opened, whole
 from tests.pure.agents.talks import TALKS, ChatTalk, MessagesTalk, called, rewritten
 from tests.pure.rollout.conftest import generated

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
 from service.config import AgentsConfig, Config
 from service.config.checks import problems
@@ -21,6 +22,7 @@ from service.config.command import AGENT
 from service.config.core_settings import message_limits, worst_bytes
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError
+from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard
 from service.handoff.group_bytes import ITEM_BYTES, SAID_BYTES, TOKEN_BYTES, TRANSCRIPT_BYTES
 from service.handoff.steps.builder import StepColumns
@@ -28,9 +30,8 @@ from service.handoff.steps.tables import step_objects
 from service.handoff.validate import refusal
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
+from service.rollout.check_inputs import check_inputs
 from service.rollout.environment import AgentSession, Task
-from service.rollout.environments.check_inputs import check_inputs
-from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.types import Sender, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.agents.endpoint import whole
@@ -195,7 +196,7 @@ class Playing:
 
     def __init__(self, model: Path, config: Config) -> None:
         self.engine = ScriptedEngine(Chat(load_tokenizer(model)), optimal)
-        self.config, self.player = config, Player(config, model, self.engine)
+        self.config, self.player = config, RunPlayer(config, model, self.engine)
 
     async def one(self, task: Task, of: TrajectoryId) -> tuple[list[Step], TrajectoryEnd]:
         """A trajectory, whose message the buffer's rules accept."""
@@ -243,7 +244,7 @@ async def test_an_evaluation_plays_agents_too(model: Path, tasks: list[Task]) ->
     async with aclosing(Playing(model, settings("lookup_agent"))) as agents:
         path, shard = model / "train.jsonl", EvalShard()
         assert len(tasks) == 6
-        assert {one.reward for one in await agents.player.evaluate("dev", path, 1, shard, concurrency=3)} == {1.0}
+        assert {one.reward for one in await play_shard(agents.player, "dev", path, 1, shard, concurrency=3)} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -358,4 +359,4 @@ async def test_settings_with_which_no_agent_could_be_trained_are_refused(changed
 async def test_an_agent_without_an_endpoint_is_refused_before_the_run(model: Path) -> None:
     config = settings(f"{HERE}:Forgets").model_copy(update={"agents": None})
     with pytest.raises(UserError, match="calls the policy over HTTP; add agents"):
-        check_inputs(config)
+        check_inputs(config.env, config.data, 0, has_endpoint=False, functions=())

@@ -25,8 +25,6 @@ STILL_WHOLE: tuple[str, ...] = (
     "service/plan/split.py",
     "service/plan/trainer.py",
     "service/plan/work.py",
-    "service/rollout/environments/check_inputs.py",
-    "service/rollout/player.py",
     "service/run/eval_target.py",
     "service/run/folder.py",
     "service/run/metrics_port.py",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
 from benchmarks import own_environment
 from benchmarks.peer import slow_lookup
@@ -22,7 +23,6 @@ from service.handoff.steps.builder import StepColumns
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.engine import Generation, Sampling
-from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.types import Int32s, TrajectoryId
 
@@ -77,7 +77,7 @@ def test_both_sides_make_the_same_tokens_of_the_same_responses(tmp_path: Path, m
     chat = load_chat(tmp_path, config.generator)
 
     engine = Engine(chat)
-    end = asyncio.run(Player(config, tmp_path, engine).play(TrajectoryId(0, 0), task, StepColumns()))
+    end = asyncio.run(RunPlayer(config, tmp_path, engine).play(TrajectoryId(0, 0), task, StepColumns()))
     llm = Llm(chat)
     trainer = SimpleNamespace(vllm_generation=SimpleNamespace(llm=llm))
     rollouts = Rollouts(config, tmp_path, [task])([task.uid, task.uid], trainer)

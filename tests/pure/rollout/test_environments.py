@@ -19,11 +19,11 @@ from service.config import load_config
 from service.config.rollout import EnvConfig
 from service.environment_variables import USER_FOLDER
 from service.errors import UserError
+from service.rollout.check_inputs import check_environments, check_inputs
 from service.rollout.environment import Task
 from service.rollout.environments import registry as environments
-from service.rollout.environments.check_inputs import check_environments, check_inputs
-from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import make_environment
+from service.rollout.factory import Environments
 from service.rollout.isolation import IsolatedEnvironment
 from tests.pure.rollout.misbehaving import Echo
 
@@ -200,4 +200,4 @@ def test_a_function_that_cannot_score_an_agent_is_refused_before_the_run(score: 
         [Path("configs/quickstart.yaml")], ["env.name=agent", "env.command=[sh]", f"env.score={score}"]
     )
     with pytest.raises(UserError, match=re.escape(reason)):
-        check_inputs(config)
+        check_inputs(config.env, config.data, 0, has_endpoint=True, functions=())

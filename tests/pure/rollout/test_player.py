@@ -14,10 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
+from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
 from service.config import Config
-from service.config.rollout import DataConfig, EnvConfig, GeneratorConfig
+from service.config.rollout import EnvConfig, GeneratorConfig
 from service.config.tree import RunConfig
+from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, summarize
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
@@ -25,7 +27,6 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
-from service.rollout.player import Player
 from service.rollout.prompts.dataset import write_rows
 from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import ScriptedEngine
@@ -64,15 +65,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def player(model: Path, env: EnvConfig, **data: float) -> tuple[Player, ScriptedEngine]:
+def player(model: Path, env: EnvConfig) -> tuple[RunPlayer, ScriptedEngine]:
     engine = ScriptedEngine(Chat(load_tokenizer(model)), lambda words: "answer 17")
     config = Config(
         run=RunConfig(seed=3),
         env=env,
-        data=DataConfig(**data),  # type: ignore[arg-type]
         generator=GeneratorConfig(max_input_length=64, max_generate_length=8, temperature=0.9),
     )
-    return Player(config, model, engine), engine
+    return RunPlayer(config, model, engine), engine
 
 
 def prompts(path: Path, n: int) -> Path:
@@ -80,7 +80,7 @@ def prompts(path: Path, n: int) -> Path:
     return path
 
 
-async def played(plays: Player, trajectory: TrajectoryId, task: Task) -> list[Step | TrajectoryEnd]:
+async def played(plays: RunPlayer, trajectory: TrajectoryId, task: Task) -> list[Step | TrajectoryEnd]:
     columns = StepColumns()
     end = await plays.play(trajectory, task, columns)
     return [*step_objects(columns.steps()), end]
@@ -111,11 +111,11 @@ async def test_an_evaluation_has_seeds_of_its_own_the_same_every_time_and_whoeve
     assert len(trained) == 8
     used = {seed for _, seed in seeds}
     seeds.clear()
-    await whole.evaluate("dev", path, 2, EvalShard(), concurrency=3)
+    await play_shard(whole, "dev", path, 2, EvalShard(), concurrency=3)
     at_once = sorted(seeds)
     seeds.clear()
     for number in (1, 0):
-        await player(model, SEEDED)[0].evaluate("dev", path, 2, EvalShard(number, 2), concurrency=1)
+        await play_shard(player(model, SEEDED)[0], "dev", path, 2, EvalShard(number, 2), concurrency=1)
     assert sorted(seeds) == at_once
     assert len(at_once) == 8 and len(set(at_once)) == 4
     assert not used & {seed for _, seed in at_once}
@@ -144,8 +144,8 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
 ) -> None:
     engine = Crowded(Chat(load_tokenizer(model)))
     write_rows(tmp_path / "dev.jsonl", lookup.rows(5, 0))
-    plays = Player(Config(), model, engine)
-    found = summarize("dev", await plays.evaluate("dev", tmp_path / "dev.jsonl", 3, EvalShard(), concurrency=4))
+    plays = RunPlayer(Config(), model, engine)
+    found = summarize("dev", await play_shard(plays, "dev", tmp_path / "dev.jsonl", 3, EvalShard(), concurrency=4))
     assert (found.avg_score, found.pass_at, found.n_trajectories) == (1.0, {1: 1.0, 2: 1.0, 3: 1.0}, 15)
     assert engine.ids == {str(TrajectoryId(-1 - row, sample)) for row in range(5) for sample in range(3)}
     assert engine.most == 4
@@ -156,11 +156,9 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
 async def test_an_evaluation_samples_at_its_own_temperature_and_training_does_not(
     model: Path, tmp_path: Path, temperature: float | None, wanted: float
 ) -> None:
-    data = {} if temperature is None else {"eval_temperature": temperature}
-    plays, engine = player(model, SEEDED, **data)
-    found = summarize(
-        "dev", await plays.evaluate("dev", prompts(tmp_path / "dev.jsonl", 1), 1, EvalShard(), concurrency=1)
-    )
+    plays, engine = player(model, SEEDED)
+    path = prompts(tmp_path / "dev.jsonl", 1)
+    found = summarize("dev", await play_shard(plays, "dev", path, 1, EvalShard(), 1, temperature))
     assert (found.avg_score, engine.samplings[-1].temperature) == (1.0, wanted)
     await played(plays, TrajectoryId(0, 0), QUESTION)
     assert engine.samplings[-1].temperature == 0.9
@@ -191,7 +189,7 @@ async def test_the_configured_options_of_the_chat_template_reach_the_prompt(tmp_
     )
     engine = ScriptedEngine(Chat(load_tokenizer(tmp_path)), lambda words: "answer 17")
     generator = GeneratorConfig(max_input_length=64, max_generate_length=8, chat_template_options={"mood": "owl"})
-    await played(Player(Config(env=SEEDED, generator=generator), tmp_path, engine), TrajectoryId(0, 0), QUESTION)
+    await played(RunPlayer(Config(env=SEEDED, generator=generator), tmp_path, engine), TrajectoryId(0, 0), QUESTION)
     assert engine.chat.text(np.asarray(engine.prompts[0])) == "owl what is the age of fox ?"
 
 
@@ -248,7 +246,7 @@ class Telling(Seeded):
 async def test_what_an_environment_says_is_kept_for_training_alone(model: Path, tmp_path: Path) -> None:
     name = f"{HERE}:Telling"
     telling, _ = player(model, EnvConfig(name=name, trusted_modules=(HERE,)))
-    await telling.evaluate("set", prompts(tmp_path / "set.jsonl", 2), 1, EvalShard(), concurrency=2)
+    await play_shard(telling, "set", prompts(tmp_path / "set.jsonl", 2), 1, EvalShard(), concurrency=2)
     assert telling.env_metrics.sums == {}
     for sample in (0, 1):
         await played(telling, TrajectoryId(0, sample), QUESTION)

@@ -25,8 +25,8 @@ from service.rollout.chat import frozen
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.frozen import FrozenModels
 from service.rollout.engine import Sampling
-from service.rollout.env_guard import EnvGuard, TrajectoryFailed
-from service.rollout.environment import Message, StepResult
+from service.rollout.env_guard import EnvGuard
+from service.rollout.environment import Message, StepResult, TrajectoryFailed
 from service.scorers.address import Address
 from service.types import NO_VERSION, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.metrics.test_metrics import value

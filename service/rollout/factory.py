@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from asyncio import Semaphore
 from contextlib import nullcontext
+from typing import Protocol
 
-from service.agents.runner.agent import CommandAgent
-from service.agents.runner.runner import AgentRunner
 from service.config.command import AGENT
 from service.config.rollout import EnvConfig
 from service.rollout.environment import Agent, Environment, Task
@@ -14,26 +13,38 @@ from service.rollout.environments.registry import environment_class, make_enviro
 from service.rollout.isolation import IsolatedEnvironments
 
 
+class AgentMaker(Protocol):
+    """Makes the agents of a configured command; an optional room, given from the edge."""
+
+    def make(self) -> Agent:
+        """An agent for one trajectory."""
+
+    async def close(self) -> None:
+        """End all commands."""
+
+
 class Environments:
     """Makes one environment per trajectory."""
 
-    def __init__(self, config: EnvConfig) -> None:
+    def __init__(self, config: EnvConfig, commands: AgentMaker | None = None) -> None:
+        """`commands`: makes the agents of `env.command`; None: no task is played by one."""
         self._config = config
+        self._commands = commands
         isolated = config.isolation == "process"
         has_process = isolated or (config.name == AGENT and config.workers == "here")
         self.room = Semaphore(config.max_processes) if has_process else nullcontext()
         """Held during an episode: those with a process of their own wait here for it, before any deadline starts."""
         limit, trusted = config.max_observation_characters, config.trusted_modules
         self._isolated = IsolatedEnvironments(limit, trusted) if isolated else None
-        self._runner: AgentRunner | None = None
 
     def make(self, task: Task) -> Environment | Agent:
         """A new environment for one trajectory of the task; an empty `env_class` means the configured one."""
         config = self._config
         name = task.env_class or config.name
         if name == AGENT:
-            self._runner = self._runner or AgentRunner(config)
-            return CommandAgent(self._runner)
+            if self._commands is None:
+                raise ValueError("env.name: this process has no room of agents to run a command")
+            return self._commands.make()
         options = config.options if name == config.name else config.class_options.get(name, {})
         if self._isolated is not None:
             return self._isolated.make(name, options)
@@ -52,7 +63,7 @@ class Environments:
 
     async def close(self) -> None:
         """End the processes of isolated environments and of commands."""
-        if self._runner is not None:
-            await self._runner.close()
+        if self._commands is not None:
+            await self._commands.close()
         if self._isolated is not None:
             await self._isolated.close()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from service.config.command import AGENT
-from service.config.rollout import EnvConfig
-from service.config.tree import Config
+from service.config.rollout import DataConfig, EnvConfig
 from service.errors import UserError
 from service.rollout.environment import Agent, Environment, Task
-from service.rollout.environments.factory import Environments
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
+from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import load_tasks, tasks_of
 from service.user_code import import_user_module
 
@@ -23,31 +22,29 @@ SYNTHETIC = Path("made")
 """Stands for the file of synthetic rows in messages."""
 
 
-def check_inputs(config: Config) -> None:
+def check_inputs(
+    env: EnvConfig, data: DataConfig, seed: int, has_endpoint: bool, functions: Collection[SyntheticFunction]
+) -> None:
     """Make every configured environment and read every dataset that exists.
+
+    `has_endpoint`: whether agents can call the policy; `functions`: of the synthetic data, beside that of its rows.
 
     Raises:
         UserError: an environment is unknown, untrusted or refuses its options; a dataset's row is malformed.
     """
-    data, env = config.data, config.env
     if env.name == AGENT:
         check_score(env)
-    elif hasattr(make_environment(env.name, env.options, env.trusted_modules), "play") and config.agents is None:
+    elif hasattr(make_environment(env.name, env.options, env.trusted_modules), "play") and not has_endpoint:
         raise UserError(f"agents: the environment {env.name!r} calls the policy over HTTP; add agents={{}}")
-    needed: dict[SyntheticFunction, bool] = {
-        "rows": data.make_rows is not None or data.eval_make_rows is not None,
-        "vocabulary": config.model.make is not None,
-        "demonstrations": config.model.warm_start is not None,
-    }
-    for function, is_needed in needed.items():
-        if is_needed:
-            synthetic_data(env.name, env.options, env.trusted_modules, function)
+    rows: list[SyntheticFunction] = [] if data.make_rows is None and data.eval_make_rows is None else ["rows"]
+    for function in (*rows, *functions):
+        synthetic_data(env.name, env.options, env.trusted_modules, function)
     for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
         if path is not None and path.exists():
             check_environments(env, load_tasks(path), path)
     if data.make_rows is not None:
-        rows = synthetic_data(env.name, env.options, env.trusted_modules).rows(1, config.run.seed)
-        check_environments(env, tasks_of(rows, SYNTHETIC), SYNTHETIC)
+        (row,) = synthetic_data(env.name, env.options, env.trusted_modules).rows(1, seed)
+        check_environments(env, tasks_of([row], SYNTHETIC), SYNTHETIC)
 
 
 def check_score(env: EnvConfig) -> None:

@@ -1,0 +1,41 @@
+"""The player of a run's engine: what `service.rollout` plays, with the room of agents where the run has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from service.agents.agents import Agents
+from service.agents.runner.agent import CommandAgents
+from service.agents.session_keys import Keys
+from service.config import Config
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.frozen import Served
+from service.rollout.engine import Engine
+from service.rollout.limits import AgentLimits, PlaySettings
+from service.rollout.player import Player
+
+
+def play_settings(config: Config) -> PlaySettings:
+    """The part of a run's configuration that its trajectories are played by."""
+    return PlaySettings(config.run.seed, config.env, config.generator, config.roles)
+
+
+class RunPlayer(Player[Agents]):
+    """Plays the trajectories of a configured run on one engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_folder: Path,
+        engine: Engine,
+        keys: Keys | None = None,
+        number: int = 0,
+        served: Served | None = None,
+    ) -> None:
+        """`keys`, `number`: those of `Agents`; `served`: that of `FrozenModels`."""
+        endpoint = config.endpoint
+
+        def agents(chat: Chat, timed: Engine, limits: AgentLimits) -> Agents | None:
+            return None if endpoint is None else Agents(endpoint, chat, timed, limits, keys, number)
+
+        super().__init__(play_settings(config), model_folder, engine, agents, CommandAgents(config.env), served)

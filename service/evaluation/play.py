@@ -1,0 +1,53 @@
+"""Plays the trajectories of an evaluation, a shard of a set on each engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from service.evaluation.scores import EvalShard, EvalTrajectory
+from service.handoff.steps.builder import StepColumns
+from service.handoff.steps.tables import is_truncated_K
+from service.rollout.player import Player
+from service.rollout.prompts.dataset import load_tasks
+from service.types import TrajectoryId
+
+
+async def play_shard(
+    player: Player[Any],
+    name: str,
+    tasks_file: Path,
+    n_samples: int,
+    shard: EvalShard,
+    concurrency: int,
+    temperature: float | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> list[EvalTrajectory]:
+    """Play `n_samples` trajectories of every task of a shard, at most `concurrency` at once.
+
+    `temperature`: that of evaluations; None: as in training. `check` is called before each trajectory and after the
+    last; what it raises ends the evaluation. The environments' seeds depend on set and prompt only. The group_ids are
+    negative; those of training start at 0.
+    """
+    tasks = await asyncio.to_thread(load_tasks, tasks_file)
+    if temperature is not None:
+        tasks = [replace(task, temperature=temperature) for task in tasks]
+    running = asyncio.Semaphore(concurrency)
+
+    async def play(row: int, sample: int) -> EvalTrajectory:
+        columns, uid = StepColumns(), tasks[row].uid
+        async with running:
+            check()
+            of, seed = TrajectoryId(-1 - row, sample), f"eval/{name}/{uid}"
+            end = await player.play_unmeasured(of, tasks[row], columns, seed)
+        steps = columns.steps()
+        n_tokens, n_truncated = int(steps.loss_mask_N.sum()), int(is_truncated_K(steps).sum())
+        return EvalTrajectory(uid, end.reward, end.n_steps, n_tokens, end.stop_reason, n_truncated)
+
+    rows = shard.rows(len(tasks))
+    played = await asyncio.gather(*(play(row, sample) for row in rows for sample in range(n_samples)))
+    check()
+    return played
