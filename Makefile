@@ -59,7 +59,7 @@ test-full: dev servers ## all tests that run on CPU, except test-chaos
 test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (under twenty minutes)
 	@$(BIN)/python -m tests.chaos
 worlds: dev ## five thousand simulated runs with injected faults, on one core (about ten minutes)
-	@$(BIN)/baton simulate --worlds 5000
+	@$(BIN)/python -m tests.sim --worlds 5000
 soak: dev ## the buffer under load for twenty minutes
 	@$(BIN)/python -m benchmarks.soak
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from service.config import Config, load_config
-from service.simulate.report import simulated
-from service.simulate.scenario import Faults, Scenario
-from service.simulate.world import FaultyWorld
+from service.simulate.scenario import Scenario
+from service.simulate.world import simulated
+from tests.sim.faults import Faults
+from tests.sim.world import FaultyWorld
 
 VERBS = ("join", "leave", "claim_several", "submit", "begin_lease", "lease", "commit", "covered", "tick")
 SEGMENT_BYTES = 64 << 20
@@ -73,8 +74,8 @@ def tokens_per_second(generators: int) -> float:
 def buffer_cost(generators: int, steps: int = 8) -> Cost:
     """The buffer's CPU time a group, with generators that join and leave."""
     faults = Faults(until=1e12, generator_leaves=generators / STAY_SECONDS)
-    scenario = Scenario(generators, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=steps, faults=faults)
-    world = FaultyWorld(settings(generators), scenario, seed=0, segment_bytes=SEGMENT_BYTES)
+    scenario = Scenario(generators, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=steps)
+    world = FaultyWorld(settings(generators), scenario, faults, seed=0, segment_bytes=SEGMENT_BYTES)
     clock = _Clock()
     for of, verbs in ((world.host.buffer, VERBS), (world.host.claims, ("answer", "look", "expire"))):
         for verb in verbs:

@@ -1,9 +1,7 @@
-"""The buffer under a virtual clock, with simulated generators, trainer, network, disk and faults.
+"""The production buffer under a virtual clock, with simulated generators and a simulated trainer.
 
-    generators --requests--> NETWORK --> HOST (the real Buffer and Journal) <-- NETWORK <--requests-- trainer
-                             delays, losses,     on a disk in memory that
-                             doubles             fills up and loses power
+    generators --requests--> HOST (the real Buffer and Journal on a disk in memory) <--requests-- trainer
 
-The buffer is `service.handoff.buffer.Buffer` itself, on a clock that jumps from event to event. Hours pass in seconds,
-and a seed decides everything that happens.
+The clock jumps from event to event: hours pass in seconds, and a seed decides everything that happens. The tests add a
+network, faulty disks, deaths and bad answers (`tests/sim`).
 """

@@ -1,33 +1,28 @@
-"""`baton simulate`: what a configuration would do, and whether the promises hold, without any GPU."""
+"""`baton simulate`: what a configuration would do, without any GPU."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 
 from service.config import Config, load
 from service.config.command_line import no_more_words
-from service.errors import BatonError, RunFailed, UserError
+from service.errors import UserError
 from service.run.phases import phase
-from service.simulate.report import Report, simulated
+from service.simulate.measurements import Report
 from service.simulate.scenario import Scenario
-from service.simulate.world import fault_world
+from service.simulate.world import simulated
 
 ABOUT = """\
 Run the real buffer under a virtual clock with simulated generators and a simulated trainer.
 
-Without --worlds: reports throughput, waiting and staleness for a configuration and for lengths, times and costs.
+Reports throughput, waiting and staleness for a configuration and for lengths, times and costs.
 A run's few longest trajectories have much influence: --seeds N reports the mean of N runs and its standard error.
-With --worlds N: N seeded worlds full of deaths, freezes, lost, doubled and overtaken messages, full disks, jumping
-clocks, and scorers that hang, die or answer badly; each is checked against the promises. The seed of a failure is
-printed, and --worlds 1 --seed S repeats it.
 """
 
 EXAMPLES = """\
@@ -36,7 +31,6 @@ examples:
   baton simulate --sigma 1.0 buffer.lookahead=8 buffer.order=strict --seeds 16
   baton simulate --config mine.yaml --token-seconds 0.03 --trainer-seconds 40
   baton simulate --generators 200 generator.concurrent_groups=800 trainer.mini_batch_size=256
-  baton simulate --worlds 5000
 """
 
 QUIET_SECONDS = 2.0
@@ -68,9 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind = float if option.default is None else type(option.default)
         meaning = option.metadata["help"] + ("" if option.default is None else " (default %(default)s)")
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=option.default, metavar="X", help=meaning)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first run or world")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="report the means of N runs (default 1)")
-    parser.add_argument("--worlds", type=int, metavar="N", help="check the promises in N worlds full of faults")
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -83,8 +76,6 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def simulate(config: Config, arguments: argparse.Namespace) -> int:
     """Run what the arguments say and print the findings."""
-    if arguments.worlds is not None:
-        return _worlds(arguments.seed, arguments.worlds)
     scenario = Scenario(**{name: getattr(arguments, name) for name in OPTIONS})
     if scenario.turns > config.env.max_turns:
         raise UserError(
@@ -141,26 +132,3 @@ def _lines(runs: Sequence[tuple[Report, Report]], config: Config) -> list[str]:
         f"length distance         {formatted([r.length_distance for r in reports], '.3f')}   "
         "(generated against trained, 0 is none)",
     ]
-
-
-def _worlds(first_seed: int, count: int) -> int:
-    """Check worlds one after the other; the first lines of the output are the failures."""
-    began, events, faults, failed = time.process_time(), 0, 0, []
-    logging.getLogger("service.scorers").setLevel(logging.ERROR)  # scorers fail on purpose
-    for seed in range(first_seed, first_seed + count):
-        world = fault_world(seed)
-        try:
-            world.run()
-        except BatonError as broken:
-            failed.append(seed)
-            print(f"FAILED seed {seed}: {broken}\n  again: baton simulate --worlds 1 --seed {seed}", flush=True)
-        events += world.loop.events
-        faults += world.fault_count + world.host.bad_answers
-    seconds = time.process_time() - began
-    print(
-        f"{count} worlds from seed {first_seed}: {events} events, {faults} faults, {len(failed)} broke a promise "
-        f"({seconds:.0f} s of CPU)"
-    )
-    if failed:
-        raise RunFailed(f"{len(failed)} of {count} worlds broke a promise; seeds {failed[:10]}")
-    return 0

@@ -12,9 +12,10 @@ from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_steps, encode
-from service.handoff.verbs import Assignment, Claim, WaitReason
+from service.handoff.verbs import Assignment, Claim, Receipt, WaitReason
 from service.simulate.host import Client, Host
 from service.simulate.loop import Activity, Resume, Waiting
+from service.simulate.measurements import Measurements
 from service.simulate.scenario import Scenario
 from service.types import (
     GOES_ON,
@@ -34,16 +35,18 @@ TOKEN_IDS = 1 << 16
 class SimulatedGenerator(Client):
     """One generator actor with its engine; `slots` groups at once."""
 
-    def __init__(self, name: str, host: Host, scenario: Scenario, rng: np.random.Generator) -> None:
+    def __init__(
+        self, name: str, host: Host, scenario: Scenario, rng: np.random.Generator, measured: Measurements
+    ) -> None:
         super().__init__(host, scenario, rng)
+        self._measured = measured
         self.name = name
         self.slots = scenario.slots(host.config)
         self.wait_seconds = 0.0
         """Slot-seconds without work."""
-        self._most_tokens = scenario.turns * host.config.generator.max_generate_length
+        self._max_tokens = scenario.turns * host.config.generator.max_generate_length
         """Of one trajectory."""
         self._incarnation = 0
-        self._leaves = False
         self._sequence = self._request_id = 0
         self._outbox = StepColumns()
         self._unsent: list[tuple[TrajectoryId, int]] = []
@@ -74,7 +77,7 @@ class SimulatedGenerator(Client):
         self._end_evaluation()
 
     def evaluate(self, count: int, ended: Callable[[], None]) -> None:
-        """Play so many trajectories, keep the weights and claim nothing until they have ended."""
+        """Play `count` trajectories, keep the weights and claim nothing until they have ended."""
         self._evaluated = ended
         lengths, at_once = self._lengths(count), self.slots * self._host.config.algorithm.n_samples_per_prompt
 
@@ -94,18 +97,6 @@ class SimulatedGenerator(Client):
             for resume in waiting:
                 resume(None)
             ended()
-
-    def leave(self) -> None:
-        """Claim and play no more, send the steps that are finished, and hand the others over."""
-        self.die()
-        self._leaves = True
-        self.run(self._leave(), self.die)
-
-    def _leave(self) -> Activity:
-        incarnation = self._incarnation
-        if self._unsent:
-            yield self.all_of([self._send()])
-        yield self.ask(lambda buffer: buffer.leave(self.name, incarnation, "leaves"))
 
     def update(self, version: PolicyVersion) -> PolicyVersion:
         """Swap newer weights in, in flight; returns the version that tokens sampled from now on have."""
@@ -155,15 +146,15 @@ class SimulatedGenerator(Client):
         ]
 
     def _lengths(self, count: int) -> Int64s:
-        return np.minimum(self._scenario.lengths(self._rng, count), self._most_tokens)
+        return np.minimum(self._scenario.lengths(self._rng, count), self._max_tokens)
 
     def _trajectory(self, of: TrajectoryId, uid: str, left: int, taken: bytes) -> Activity:
         """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: turns that were played elsewhere.
 
         Each step extends the whole step before by one token of observation.
         """
-        scenario, faults = self._scenario, self._scenario.faults
-        self._witness.generated[of] = left
+        scenario = self._scenario
+        self._measured.generated[of] = left
         length, digest, roles, first = 0, xxhash.xxh3_64(), [Role.MAIN] * scenario.turns, 0
         if taken:
             steps = accepted_steps(taken)
@@ -174,13 +165,12 @@ class SimulatedGenerator(Client):
             count = max(left // (scenario.turns - turn), 1)
             left -= count
             began = self.loop.now
-            if self._rng.random() < faults.silent and self.loop.now < faults.until:
-                yield self.wait(faults.until)
+            if silence := self.silence():
+                yield self.wait(silence)
                 return
             yield self.wait(count * scenario.token_seconds)
             reward = float(self._rng.random() < scenario.success)
-            if faults.undelivered > 0 and self._rng.random() < faults.undelivered:
-                roles[turn] = Role.UNDELIVERED
+            roles[turn] = self.role_of_turn()
             ids = (np.arange(count + 1, dtype=np.int32) + 31 * of.group_id + 7 * of.sample) % TOKEN_IDS
             self._outbox.append(
                 of,
@@ -198,9 +188,7 @@ class SimulatedGenerator(Client):
             length += count + 1
             digest.update(token_bytes(ids))
             if turn == scenario.turns - 1:
-                failed = faults.failing > 0 and self._rng.random() < faults.failing
-                reason = StopReason.ENVIRONMENT_ERROR if failed else StopReason.STOP
-                end = TrajectoryEnd(of, uid, scenario.turns, str(reason), reward, packed_roles(roles))
+                end = TrajectoryEnd(of, uid, scenario.turns, str(self.stop_reason()), reward, packed_roles(roles))
                 self._outbox.end(end)
             self._unsent.append((of, turn))
             if len(self._unsent) == 1:
@@ -223,13 +211,24 @@ class SimulatedGenerator(Client):
         if isinstance(answer, Refusal):
             self._refused(answer)
             return
-        for of, step in steps:
-            if of.group_id not in answer.superseded:
-                self._witness.acknowledged(of, step)
+        self.acknowledged(steps, answer)
+
+    def acknowledged(self, steps: list[tuple[TrajectoryId, int]], receipt: Receipt) -> None:
+        """The receipt of a message with these (trajectory, step index) came."""
+
+    def silence(self) -> float:
+        """Seconds for which a trajectory hangs, and then ends without a word; 0: it does not hang."""
+        return 0.0
+
+    def role_of_turn(self) -> Role:
+        """The role of a turn."""
+        return Role.MAIN
+
+    def stop_reason(self) -> StopReason:
+        """Why a trajectory ends after its last turn."""
+        return StopReason.STOP
 
     def _refused(self, refusal: Refusal) -> None:
         """A fenced generator joins anew; after any other refusal the buffer begins another attempt."""
-        if refusal.reason is not RefusalReason.FENCED:
-            self._witness.refusals[str(refusal.reason)] += 1
-        elif not self._leaves:
+        if refusal.reason is RefusalReason.FENCED:
             self.start()

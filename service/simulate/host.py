@@ -1,8 +1,8 @@
-"""The buffer's process, and the requests that other processes make of it over the network."""
+"""The buffer's process, and the requests that other processes make of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,9 @@ from service.handoff.journal.journal import Journal
 from service.handoff.verbs import Claim, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.simulate.disk import MemoryDisk
-from service.simulate.loop import Activity, Network, Process, Resume, VirtualClock, Waiting
+from service.simulate.loop import Activity, Loop, Process, Resume, VirtualClock, Waiting
 from service.simulate.scenario import Scenario
 from service.simulate.scorers import SimulatedScorers
-from service.simulate.witness import Witness
 from service.types import PolicyVersion
 
 FOLDER = Path("journal")
@@ -28,8 +27,6 @@ TICK_SECONDS = 0.5
 VOCABULARY = 1 << 20
 POLL_SECONDS = 5.0
 """How long the host may keep a claim or a lease waiting before it answers with a Wait."""
-RETRY_SECONDS = 8.0
-"""A client sends a request again when no answer came for so long."""
 
 
 class Poll(NamedTuple):
@@ -44,33 +41,18 @@ class Host(Process):
     """Answers requests with `Buffer`; an answer is sent only when the journal is synced."""
 
     def __init__(
-        self,
-        config: Config,
-        scenario: Scenario,
-        network: Network,
-        witness: Witness,
-        rngs: Sequence[np.random.Generator],
-        segment_bytes: int,
+        self, config: Config, scenario: Scenario, loop: Loop, rng: np.random.Generator, segment_bytes: int
     ) -> None:
-        """`rngs`: of the process and of its scorers."""
-        super().__init__(network.loop)
+        """`rng`: of its scorers."""
+        super().__init__(loop)
         self.config = config
-        self.settings = buffer_settings(config, VOCABULARY)
-        self.network = network
-        self.witness = witness
         self.disk = MemoryDisk()
         self.buffer: Buffer
-        self.scorers: SimulatedScorers
         self.journal: Journal
         self.clock: VirtualClock
-        self.alive = False
-        self.on_death: Callable[[], None] = lambda: None
-        self.doom: tuple[str, int] | None = None
-        """The seam at which to die, `before_sync` or `after_sync`, and how many passes of it to survive first."""
-        self.answers = self.bad_answers = 0
-        """Of all scorers so far."""
-        self._scenario = scenario
-        self._rng, self._scorer_rng = rngs
+        self.scorers: SimulatedScorers
+        self.alive = True
+        self._scenario, self._rng = scenario, rng
         self._segment_bytes = segment_bytes
         self._unsynced: list[tuple[int, Resume, Any]] = []
         self._polls: list[Poll] = []
@@ -79,34 +61,27 @@ class Host(Process):
         """What engines serve now whose claims may wait for it."""
         self._sync_is_due = False
         self._look_is_due = False
-        self.start()
 
-    def start(self) -> None:
-        """Start a new process on the disk's files; its monotonic clock starts at a random time."""
-        self.clock = VirtualClock(self.loop, float(self._rng.uniform(0, 1e6)))
+    def start(self, now: float = 0.0) -> None:
+        """Start a process on the disk's files; `now`: what its monotonic clock says."""
+        self.clock = VirtualClock(self.loop, now)
         self.journal = Journal(FOLDER, self.clock, self.disk, self._segment_bytes)
-        self.buffer = Buffer(self.settings, PROMPT_UIDS, self.journal, self.clock)
-        self.alive = True
+        self.buffer = Buffer(buffer_settings(self.config, VOCABULARY), PROMPT_UIDS, self.journal, self.clock)
         self.journal.sync()
-        self.witness.look(self.buffer)
-        self.witness.scored(self.buffer)
-        self.scorers = SimulatedScorers(self, self._scenario, self._scorer_rng)
+        self.scorers = self.new_scorers()
         self.run(self._tick())
 
-    def die(self) -> None:
-        """End as by kill -9 and loss of power: unsynced bytes are lost and no more answers are sent."""
-        super().die()
-        self.alive = False
-        self.scorers.end()
-        self._unsynced, self._polls, self._sync_is_due = [], [], False
-        self.claims.take()
-        self.disk.lose_power(self._rng)
-        self.on_death()
+    def new_scorers(self) -> SimulatedScorers:
+        """What this process asks its scorers with."""
+        seconds = self._scenario.scorer_seconds
+        return SimulatedScorers(self.config.scorers, self.buffer.scoring, self.loop, self._settled, seconds, self._rng)
+
+    def passes(self, seam: str) -> bool:
+        """Whether the process survives a seam, `before_sync` or `after_sync`, at which a test may kill it."""
+        return self.alive
 
     def ask(self, request: Callable[[Buffer], Any], reply: Resume, patience: float = 0.0) -> None:
         """Answer a request as soon as the answer is not a Wait, or with that Wait after `patience` seconds."""
-        if not self.alive:
-            return
         answer = request(self.buffer)
         if patience and isinstance(answer, Wait):
             self._polls.append(Poll(self.loop.now + patience, request, reply))
@@ -115,8 +90,7 @@ class Host(Process):
 
     def claim(self, claim: Claim, reply: Resume) -> None:
         """Answer a claim as soon as there is a group for it, or with a Wait after some seconds."""
-        if self.alive:
-            self.claims.answer(claim, 1, self.loop.now + POLL_SECONDS, partial(self._answer_claim, reply))
+        self.claims.answer(claim, 1, self.loop.now + POLL_SECONDS, partial(self._answer_claim, reply))
 
     def _answer_claim(self, reply: Resume, answer: ClaimAnswer) -> None:
         self._answer(answer[0] if isinstance(answer, list) else answer, reply)
@@ -126,9 +100,9 @@ class Host(Process):
         self._updated[generator] = version
         self.look_soon()
 
-    def settled(self, reply: Callable[[], None]) -> None:
-        """Call a function when what happened until now is on the disk."""
-        self._answer(None, lambda _: reply())
+    def _settled(self, resume: Resume) -> None:
+        """Continue when what happened until now is on the disk."""
+        self._answer(None, resume)
 
     def look_soon(self) -> None:
         """Serve the waiting requests again, because something outside the buffer changed."""
@@ -136,17 +110,8 @@ class Host(Process):
             self._look_is_due = True
             self.loop.after(0.0, self._look_again)
 
-    def _doomed(self, seam: str) -> bool:
-        """Whether the process dies at this seam now."""
-        if self.doom is None or self.doom[0] != seam:
-            return False
-        self.doom = (seam, self.doom[1] - 1) if self.doom[1] > 0 else None
-        if self.doom is None:
-            self.die()
-        return self.doom is None
-
     def _answer(self, answer: Any, reply: Resume) -> None:
-        if not self.alive or self._doomed("before_sync"):
+        if not self.passes("before_sync"):
             return
         self._unsynced.append((self.journal.position, reply, answer))
         self._sync_in(self.config.buffer.sync_interval)
@@ -161,9 +126,7 @@ class Host(Process):
         yield self.wait(seconds)
         self._sync_is_due = False
         synced = self.journal.sync()
-        if synced == self.journal.position:
-            self.witness.scored(self.buffer)
-        if self._doomed("after_sync"):
+        if not self.passes("after_sync"):
             return
         leaving = [(reply, answer) for position, reply, answer in self._unsynced if position <= synced]
         self._unsynced = [entry for entry in self._unsynced if entry[0] > synced]
@@ -208,13 +171,11 @@ class Host(Process):
 
 
 class Client(Process):
-    """A process that makes requests of the buffer's host over the network."""
+    """A process that makes requests of the buffer's host."""
 
     def __init__(self, host: Host, scenario: Scenario, rng: np.random.Generator) -> None:
         super().__init__(host.loop)
         self._host = host
-        self._witness = host.witness
-        self._network = host.network
         self._scenario = scenario
         self._rng = rng
 
@@ -223,27 +184,5 @@ class Client(Process):
         return self.call(lambda reply: self._host.ask(request, reply, patience))
 
     def call(self, request: Callable[[Resume], None]) -> Waiting:
-        """`answer = yield self.call(...)`: send a request, again and again until its answer comes.
-
-        `request` runs where the message arrives, with the function that sends the answer back. An answer to a client
-        that died meanwhile is ignored: its activity is never resumed.
-        """
-        life, answered = self.life, False
-
-        def begin(resume: Resume) -> None:
-            def receive(answer: Any) -> None:
-                nonlocal answered
-                if not answered:
-                    answered = True
-                    resume(answer)
-
-            def send() -> None:
-                if answered or self.life != life:
-                    return
-                self._network.send(lambda: request(lambda answer: self._network.send(lambda: receive(answer))))
-                if self._network.delay:
-                    self.loop.after(RETRY_SECONDS, send)
-
-            send()
-
-        return begin
+        """`answer = yield self.call(...)`: `request` runs at the host, with the function that sends the answer back."""
+        return request

@@ -1,11 +1,11 @@
-"""Virtual time: a loop of events, clocks that follow the loop, a network with delays, and processes that wait.
+"""Virtual time: a loop of events, clocks that follow the loop, and processes that wait.
 
 A process runs activities. An activity is a generator function: it yields what it waits for, and the result comes back
 as the value of the `yield`:
 
     def commit(self) -> Activity:
         yield self.wait(2.5)                                          # simulated seconds
-        answer = yield self.ask(lambda buffer: buffer.commit(...))    # a request over the network, see host.py
+        answer = yield self.ask(lambda buffer: buffer.commit(...))    # a request of the buffer, see host.py
         yield self.all_of([self.publish(), self.save()])              # until all of these activities have ended
 """
 
@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 EPOCH = 1_700_000_000.0
 """Unix time at the beginning of a simulation."""
@@ -39,7 +36,7 @@ class Loop:
         self._scheduled = 0
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Run `callback` in so many seconds."""
+        """Run `callback` after these seconds."""
         self._scheduled += 1
         heapq.heappush(self._queue, (self.now + seconds, self._scheduled, callback))
 
@@ -69,34 +66,6 @@ class VirtualClock:
     def wall(self) -> float:
         """Unix time, plus the clock's error."""
         return EPOCH + self._loop.now + self.wall_error
-
-
-@dataclass(slots=True)
-class Network:
-    """How messages travel. A delay is drawn for each message, so messages overtake one another."""
-
-    loop: Loop
-    rng: np.random.Generator
-    delay: float
-    """Mean seconds of one way; 0: messages arrive at once, in order."""
-    lost: float
-    """Fraction of messages that never arrive."""
-    doubled: float
-    """Fraction of messages that arrive twice."""
-
-    def send(self, deliver: Callable[[], None]) -> None:
-        """Deliver a message after a delay, or twice, or never."""
-        if not self.delay:
-            deliver()
-            return
-        if self.rng.random() < self.lost:
-            return
-        for _ in range(1 + (self.rng.random() < self.doubled)):
-            self.loop.after(float(self.rng.exponential(self.delay)), deliver)
-
-    def heal(self) -> None:
-        """Lose and double nothing from now on."""
-        self.lost = self.doubled = 0.0
 
 
 class Process:

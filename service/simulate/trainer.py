@@ -1,4 +1,4 @@
-"""A simulated trainer: leases, trains for some seconds, commits, publishes, checkpoints; it may die at any point."""
+"""A simulated trainer: leases, trains for some seconds, commits, publishes, checkpoints."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from service.handoff.verbs import Wait, WaitReason
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import POLL_SECONDS, Client, Host
 from service.simulate.loop import Activity, Resume, Waiting
+from service.simulate.measurements import Measurements
 from service.simulate.scenario import Scenario
 from service.types import MiniBatch, PolicyVersion, Refusal
 
@@ -19,9 +20,15 @@ class SimulatedTrainer(Client):
     """The trainer group as one process."""
 
     def __init__(
-        self, generators: Sequence[SimulatedGenerator], host: Host, scenario: Scenario, rng: np.random.Generator
+        self,
+        generators: Sequence[SimulatedGenerator],
+        host: Host,
+        scenario: Scenario,
+        rng: np.random.Generator,
+        measured: Measurements,
     ) -> None:
         super().__init__(host, scenario, rng)
+        self._measured = measured
         self.version = PolicyVersion(0, 0)
         self.published = self.version
         """The version that engines are to serve."""
@@ -55,13 +62,13 @@ class SimulatedTrainer(Client):
         step = self._checkpoint
         incarnation: int = yield self.ask(lambda buffer: buffer.join("trainer", "trainer", step))
         self.version = PolicyVersion(incarnation, step)
-        self._witness.went_back(step)
+        self._measured.went_back(step)
         self._publish()
         since = self.loop.now
         while not self.drained:
             answer = yield self.ask(lambda buffer: buffer.lease(incarnation), POLL_SECONDS)
             if isinstance(answer, MiniBatch):
-                self._witness.leased(answer, self.version, self.loop.now - since)
+                self._measured.leased(answer, self.version, self.loop.now - since)
                 yield self.wait(self._step_seconds)
                 answer = yield from self._step(answer)
                 since = self.loop.now
@@ -75,8 +82,7 @@ class SimulatedTrainer(Client):
     def _step(self, batch: MiniBatch) -> Generator[Waiting, Any, Refusal | None]:
         """Commit a trained mini-batch, or release one whose step was not applied; returns the refusal of a commit."""
         incarnation, step = self.version
-        faults = self._scenario.faults
-        if self._rng.random() < faults.bad_steps and self.loop.now < faults.until:
+        if not self.is_applied():
             yield self.ask(lambda buffer: buffer.release(incarnation, batch.lease, "not finite"))
             return None
         version = PolicyVersion(incarnation, step + 1)
@@ -84,13 +90,17 @@ class SimulatedTrainer(Client):
         if refusal is not None:
             return refusal
         self.version = version
-        self._witness.committed(version, batch)
+        self._measured.committed(version, batch, self.loop.now)
         if version.step % self._config.weights.sync_every == 0:
             self._publish()
         yield from self._evaluate(step + 1)
         if self._config.trainer.checkpoint_every and version.step % self._config.trainer.checkpoint_every == 0:
             self.save()
         return None
+
+    def is_applied(self) -> bool:
+        """Whether an optimizer step is applied; a step that is not finite is not."""
+        return True
 
     def _evaluate(self, step: int) -> Generator[Waiting, Any, None]:
         """Evaluate every `data.eval_every` steps: on all engines while training waits, or beside it on some."""

@@ -1,78 +1,71 @@
-"""Simulated runs from seeds: work, faults, drain, and a check of the promises throughout.
-
-`World` is a run without faults; `FaultyWorld` adds them; `fault_world` draws settings and faults from a seed.
-"""
+"""A simulated run of one seed: generators and trainer around the production buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from service.config import Config, load_config
-from service.simulate.disk import AMPLE_ROOM
+from service.config import Config
+from service.errors import RunFailed
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
-from service.simulate.loop import Loop, Network
-from service.simulate.scenario import Faults, Scenario
+from service.simulate.loop import Loop
+from service.simulate.measurements import Measurements, Report, distance
+from service.simulate.scenario import Scenario
 from service.simulate.trainer import SimulatedTrainer
-from service.simulate.witness import Broken, Witness
 
-LOOK_SECONDS = 7.0
 HANG_SECONDS = 600.0
-"""Simulated seconds without an optimizer step, after the last fault, that count as a hang."""
-FAULT_SECONDS = 25.0
-# Means of exponentially distributed times.
-RESTART_SECONDS = 2.0
-FREEZE_SECONDS = 15.0
-FULL_SECONDS = 8.0
-NOTICE_SECONDS = 3.0
+"""Simulated seconds without an optimizer step that count as a hang."""
+SEGMENT_BYTES = 64 << 20
 
 
 class World:
-    """Generators, buffer and trainer of one seed."""
+    """Generators, buffer and trainer of one seed; the tests' worlds put faulty ones in their places."""
 
-    def __init__(self, config: Config, scenario: Scenario, seed: int, segment_bytes: int = 64 << 20) -> None:
-        self.scenario, self.seed = scenario, seed
-        rngs = [np.random.default_rng((seed, part)) for part in range(6)]
-        faults = scenario.faults
+    def __init__(self, config: Config, scenario: Scenario, seed: int) -> None:
+        self.config, self.scenario, self.seed = config, scenario, seed
+        self.rngs = [np.random.default_rng((seed, part)) for part in range(6)]
         self.loop = Loop()
-        self.witness = Witness(config, self.loop)
-        network = Network(self.loop, rngs[2], faults.delay, faults.lost, faults.doubled)
-        self.host = Host(config, scenario, network, self.witness, (rngs[1], rngs[5]), segment_bytes)
-        self.generators = [
-            SimulatedGenerator(f"g{i}", self.host, scenario, rngs[3]) for i in range(scenario.generators)
-        ]
-        self.trainer = SimulatedTrainer(self.generators, self.host, scenario, rngs[4])
+        self.measured = self.new_measurements()
+        self.host = self.new_host()
+        self.host.start()
+        self.generators = [self.new_generator(f"g{number}", self.rngs[3]) for number in range(scenario.generators)]
+        self.trainer = self.new_trainer()
+
+    def new_measurements(self) -> Measurements:
+        """What notes what happens."""
+        return Measurements()
+
+    def new_host(self) -> Host:
+        """The buffer's process."""
+        return Host(self.config, self.scenario, self.loop, self.rngs[5], SEGMENT_BYTES)
+
+    def new_generator(self, name: str, rng: np.random.Generator) -> SimulatedGenerator:
+        """A generator that has not started."""
+        return SimulatedGenerator(name, self.host, self.scenario, rng, self.measured)
+
+    def new_trainer(self) -> SimulatedTrainer:
+        """The trainer."""
+        return SimulatedTrainer(self.generators, self.host, self.scenario, self.rngs[4], self.measured)
 
     def begin(self) -> None:
-        """Start all processes."""
+        """Start all processes but the buffer, which runs."""
         self.trainer.start()
         for generator in self.generators:
             generator.start()
 
+    def calm_since(self) -> float:
+        """The time from which on a world that makes no progress hangs."""
+        return 0.0
+
     def is_calm(self) -> bool:
-        """Whether no more faults come and the buffer runs."""
-        return self.loop.now >= self.scenario.faults.until and self.host.alive and not self.host.doom
+        """Whether the run may end."""
+        return True
 
     def run(self) -> None:
-        """Train the scenario's steps, end all faults, drain, and check the promises.
-
-        Raises:
-            Broken: a promise was broken. Every exception carries the seed as a note.
-        """
-        try:
-            self._run()
-        except BaseException as error:  # also a bug's, and an interrupt's: the seed repeats what led to it
-            error.add_note(f"seed {self.seed}")
-            raise
-        finally:
-            self.host.scorers.end()
-            self.loop.run(lambda: self.host.scorers.ended)
-
-    def _run(self) -> None:
+        """Train the scenario's steps, drain, and end the run."""
         self.begin()
-        self._look()
         self._until(lambda: self.trainer.version.step >= self.scenario.steps)
         self._until(self.is_calm)
         self.host.buffer.drain("max_steps")
@@ -81,201 +74,46 @@ class World:
         self.trainer.save()
         self._until(lambda: self.host.buffer.ledger.state.covered == self.trainer.version.step)
         self.host.buffer.end()
-        self.witness.look(self.host.buffer)
-        self.witness.check_the_end(self.host.buffer)
 
     def _until(self, done: Callable[[], bool]) -> None:
-        """Let time pass until `done()`; raise Broken when the world hangs."""
+        """Let time pass until `done()`; RunFailed when the world hangs."""
         begun = self.loop.now
 
         def stuck() -> bool:
-            last = max(begun, self.scenario.faults.until, *self.witness.committed_at[-1:])
-            return self.loop.now - last > HANG_SECONDS
+            return self.loop.now - max(begun, self.calm_since(), *self.measured.committed_at[-1:]) > HANG_SECONDS
 
         if not self.loop.run(lambda: done() or stuck()):
-            raise Broken(f"no event is left at {self.loop.now:.0f} s; {self._where()}")
+            raise RunFailed(f"no event is left at {self.loop.now:.0f} s; {self._where()}")
         if not done():
-            raise Broken(f"no optimizer step for {HANG_SECONDS:.0f} s; {self._where()}")
+            raise RunFailed(f"no optimizer step for {HANG_SECONDS:.0f} s; {self._where()}")
 
     def _where(self) -> str:
         status = self.host.buffer.status()
         waits = "; ".join(f"{wait.who} waits: {wait.detail}" for wait in status.waits)
-        refusals = dict(self.witness.refusals)
-        return f"version {status.policy_version}, groups {status.groups}, refused messages {refusals}, {waits}"
-
-    def _look(self) -> None:
-        """Compare buffer and witness at regular times."""
-        if self.host.alive:
-            self.witness.look(self.host.buffer)
-        self.loop.after(LOOK_SECONDS, self._look)
+        return f"version {status.policy_version}, groups {status.groups}, refused {status.refused}, {waits}"
 
 
-class FaultyWorld(World):
-    """A world with independent streams of faults until `Faults.until`; every process that died starts again."""
-
-    def __init__(self, config: Config, scenario: Scenario, seed: int, segment_bytes: int) -> None:
-        super().__init__(config, scenario, seed, segment_bytes)
-        self.fault_count = 0
-        """Faults so far."""
-        self._rng = np.random.default_rng((seed, 0))
-
-    def begin(self) -> None:
-        """Start all processes, schedule every stream of faults, and the end of all faults."""
-        super().begin()
-        faults = self.scenario.faults
-        self.host.on_death = lambda: self._soon(RESTART_SECONDS, self.host.start)
-        for rate, fault in (
-            (faults.buffer_deaths, self._kill_buffer),
-            (faults.generator_deaths, self._kill_generator),
-            (faults.generator_freezes, self._freeze_generator),
-            (faults.generator_leaves, self._replace_generator),
-            (faults.trainer_deaths, self._kill_trainer),
-            (faults.disk_full, self._fill_disk),
-            (faults.clock_jumps, self._jump_clock),
-        ):
-            if rate:
-                self._next(rate, fault)
-        self.loop.after(faults.until, self._heal)
-
-    def _next(self, rate: float, fault: Callable[[], None]) -> None:
-        def strike() -> None:
-            if self.loop.now < self.scenario.faults.until:
-                self.fault_count += 1
-                fault()
-                self._next(rate, fault)
-
-        self._soon(1.0 / rate, strike)
-
-    def _soon(self, mean_seconds: float, callback: Callable[[], None]) -> None:
-        self.loop.after(float(self._rng.exponential(mean_seconds)), callback)
-
-    def _heal(self) -> None:
-        self.host.network.heal()
-        self.host.disk.room = AMPLE_ROOM
-        self.host.doom = None
-
-    def _kill_buffer(self) -> None:
-        """Kill the buffer now, or when it next comes to a named seam."""
-        if not self.host.alive:
-            return
-        seam = self._rng.integers(3)
-        if seam == 0:
-            self.host.die()
-        else:
-            self.host.doom = ("before_sync" if seam == 1 else "after_sync", int(self._rng.integers(8)))
-
-    def _kill_generator(self) -> None:
-        if (generator := self._some_generator()) is None:
-            return
-        generator.die()
-        self._notice(generator.name)
-        self._soon(RESTART_SECONDS, lambda: generator.start() if generator in self.generators else None)
-
-    def _replace_generator(self) -> None:
-        """One generator leaves, and one joins, under a new name or under that of one that left."""
-        if (leaving := self._some_generator()) is None:
-            return
-        self.generators.remove(leaving)
-        leaving.leave()
-        self._soon(RESTART_SECONDS, self._join_generator)
-
-    def _join_generator(self) -> None:
-        names = {generator.name for generator in self.generators}
-        free = next(name for number in range(len(names) + 1) if (name := f"g{number}") not in names)
-        generator = SimulatedGenerator(free, self.host, self.scenario, self._rng)
-        generator.update(self.trainer.published)
-        self.generators.append(generator)
-        generator.start()
-
-    def _freeze_generator(self) -> None:
-        if (generator := self._some_generator()) is None:
-            return
-        generator.freeze(float(self._rng.exponential(FREEZE_SECONDS)))
-        self._notice(generator.name)
-
-    def _notice(self, name: str) -> None:
-        """In half of all cases a supervisor reports a generator that stopped; in the others only deadlines help."""
-
-        def leave() -> None:
-            if self.host.alive and (member := self.host.buffer.ledger.state.generators.get(name)) is not None:
-                self.host.buffer.leave(name, member.incarnation, "no heartbeat")
-
-        if self._rng.random() < 0.5:
-            self._soon(NOTICE_SECONDS, leave)
-
-    def _some_generator(self) -> SimulatedGenerator | None:
-        """None while all of them have left."""
-        return self.generators[int(self._rng.integers(len(self.generators)))] if self.generators else None
-
-    def _kill_trainer(self) -> None:
-        self.trainer.die()
-        self._soon(RESTART_SECONDS, self.trainer.start)
-
-    def _fill_disk(self) -> None:
-        disk = self.host.disk
-        disk.room = disk.used() + int(self._rng.integers(4096))
-
-        def empty() -> None:
-            disk.room = AMPLE_ROOM
-
-        self._soon(FULL_SECONDS, empty)
-
-    def _jump_clock(self) -> None:
-        self.host.clock.wall_error += float(self._rng.choice([-86400.0, -3600.0, 3600.0]))
-
-
-def fault_world(seed: int) -> FaultyWorld:
-    """A small world in which every kind of fault may happen, with any settings that the configuration allows."""
-    rng = np.random.default_rng((seed, 99))
-    scenario = Scenario(
-        generators=3,
-        turns=3,
-        median_tokens=12.0,
-        sigma=0.7,
-        token_seconds=0.05,
-        linger_seconds=0.02,
-        trainer_seconds=1.0,
-        steps=6,
-        goes_on=bool(rng.integers(2)),
-        faults=Faults.drawn(rng, FAULT_SECONDS),
+def simulated(config: Config, scenario: Scenario, seed: int) -> Report:
+    """Run a world and measure it."""
+    world = World(config, scenario, seed)
+    world.run()
+    measured, steps = world.measured, scenario.steps
+    seconds = measured.committed_at[steps - 1]
+    ages = np.repeat(list(measured.staleness), list(measured.staleness.values()))
+    slots = sum(generator.slots for generator in world.generators)
+    idle = sum(generator.wait_seconds for generator in world.generators)
+    trained = measured.trained
+    return Report(
+        steps_per_second=steps / seconds,
+        tokens_per_second=len(ages) / len(measured.committed_at) * steps / seconds,
+        trainer_wait=sum(measured.wait_seconds[:steps]) / seconds,
+        generator_wait=idle / (slots * seconds),
+        staleness_mean=float(ages.mean()),
+        staleness_p99=int(np.quantile(ages, 0.99)),
+        staleness_max=int(ages.max()),
+        beyond=float((ages > config.buffer.max_staleness).mean()),
+        length_distance=distance(
+            np.array(list(measured.generated.values())),
+            np.array([tokens for of, tokens in measured.generated.items() if of.group_id in trained]),
+        ),
     )
-    return FaultyWorld(_config(rng), scenario, seed, segment_bytes=int(rng.choice([1, 3_000, 1 << 20])))
-
-
-_JUDGE = "url: http://judge, workers: 2, deadline: 5, attempts: 3"
-_TEACHER = "kind: teacher, url: http://teacher, tokenizer: /teacher, workers: 3, deadline: 5"
-_SCORERS: Sequence[Sequence[str]] = (
-    (),
-    (f"scorers={{judge: {{{_JUDGE}}}}}",),
-    (f"scorers={{judge: {{{_JUDGE}, combine: add, fallback: environment_reward}}}}",),
-    (
-        f"scorers={{judge: {{{_JUDGE}}}, teacher: {{{_TEACHER}}}}}",
-        "algorithm.teacher={}",
-        "algorithm.filter_zero_variance=false",
-    ),
-)
-"""Settings of the scorers of a world."""
-
-
-def _config(rng: np.random.Generator) -> Config:
-    lookahead = rng.integers(0, 4)
-    settings = [
-        "env.max_turns=3",
-        "generator.max_input_length=256",
-        "generator.max_generate_length=64",
-        "generator.concurrent_groups=6",
-        f"buffer.lookahead={lookahead}",
-        f"buffer.max_staleness={rng.integers(lookahead, 6)}",
-        f"buffer.order={rng.choice(['finished_first', 'strict'])}",
-        "buffer.step_deadline=8.0",
-        "buffer.lease_deadline=20.0",
-        "buffer.max_attempts=20",
-        "buffer.max_lease_attempts=10",
-        "algorithm.n_samples_per_prompt=2",
-        f"algorithm.filter_zero_variance={bool(rng.integers(2))}",
-        "trainer.mini_batch_size=2",
-        f"trainer.ranks={rng.integers(1, 3)}",
-        "trainer.max_tokens_per_micro_batch=1024",
-        f"trainer.checkpoint_every={rng.integers(1, 4)}",
-    ]
-    return load_config([], [*settings, *_SCORERS[int(rng.integers(len(_SCORERS)))]])

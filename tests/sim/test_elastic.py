@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks.elastic import MAX_GROWTH, MIN_LINEAR, buffer_cost, main, settings, tokens_per_second
 from service.handoff.ledger.invariant import violations
-from service.simulate.scenario import Faults, Scenario
-from service.simulate.world import FaultyWorld
+from service.simulate.scenario import Scenario
+from tests.sim.faults import Faults
+from tests.sim.world import FaultyWorld
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -15,8 +16,8 @@ def test_a_leaving_generator_repeats_at_most_the_step_under_way_where_environmen
     goes_on: bool,
 ) -> None:
     faults = Faults(until=20.0, generator_leaves=1.0, delay=0.01)
-    scenario = Scenario(4, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=16, goes_on=goes_on, faults=faults)
-    world = FaultyWorld(settings(8), scenario, seed=1, segment_bytes=10_000)
+    scenario = Scenario(4, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=16, goes_on=goes_on)
+    world = FaultyWorld(settings(8), scenario, faults, seed=1, segment_bytes=10_000)
     world.run()
     status = world.host.buffer.status()
     assert world.fault_count > 10 and violations(world.host.buffer.ledger) == []

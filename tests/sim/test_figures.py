@@ -11,9 +11,9 @@ import pytest
 from service.cli.parser import main
 from service.config import Config, load
 from service.simulate.command import PRESET, mean_and_error
-from service.simulate.report import Report, simulated
+from service.simulate.measurements import Report
 from service.simulate.scenario import Scenario
-from service.simulate.world import World
+from service.simulate.world import World, simulated
 
 STEPS = 60
 SEEDS = 8
@@ -106,7 +106,7 @@ def test_evaluation_beside_training_costs_at_most_the_share_of_the_engines_that_
         share = sum(seconds for _, seconds in world.trainer.evaluated) / world.loop.now
         print(f"{share:.2f} of the time is evaluated")
         assert not settings or share > 0.2, "much of the time somebody evaluates"
-        return scenario.steps / world.witness.committed_at[scenario.steps - 1]
+        return scenario.steps / world.measured.committed_at[scenario.steps - 1]
 
     alone = steps_per_second()
     beside = steps_per_second(*evaluates, "data.eval_mode=beside", f"generator.engines={generators}")
@@ -146,8 +146,3 @@ def test_more_turns_than_the_configuration_allows_are_refused(capsys: pytest.Cap
 def test_a_trajectory_of_the_preset_is_not_cut_off() -> None:
     lengths = Scenario(sigma=1.0).lengths(np.random.default_rng(0), 1_000_000)
     assert lengths.max() <= config().generator.max_generate_length
-
-
-def test_the_command_checks_worlds_and_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--worlds", "2", "--seed", "5"]) == 0
-    assert "2 worlds from seed 5" in capsys.readouterr().out

@@ -14,14 +14,15 @@ import pytest
 from service.config import Config
 from service.config.learn import TeacherConfig
 from service.config.rollout import ScorerConfig
+from service.errors import RunFailed
 from service.handoff.buffer import Buffer
 from service.handoff.ledger import events
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.scoring import Answer, Scoring
-from service.simulate import world as worlds
-from service.simulate.witness import REASONS, Broken
-from service.simulate.world import FaultyWorld, fault_world
 from service.types import MiniBatch, PolicyVersion, Refusal
+from tests.sim import world as worlds
+from tests.sim.witness import Broken
+from tests.sim.world import FaultyWorld, fault_world
 
 JUDGE, TEACHER = ScorerConfig(use="mine:judge"), ScorerConfig(use="mine:Teacher", kind="teacher")
 SCORERS: list[dict[str, ScorerConfig]] = [
@@ -118,11 +119,6 @@ def scored_world(seed: int, patch: pytest.MonkeyPatch) -> Scored:
         return Scored(fault_world(seed))
 
 
-@pytest.fixture(autouse=True)
-def _more_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.simulate.witness.REASONS", REASONS | {"refused/scorer"})
-
-
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(100, 500, 100))])
 def test_every_promise_holds_in_worlds_with_scorers(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = 0
@@ -166,6 +162,6 @@ def test_the_worlds_catch_scoring_that(
     sabotage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(monkeypatch)
-    with pytest.raises((Broken, AssertionError, KeyError)):
+    with pytest.raises((Broken, AssertionError, RunFailed, KeyError)):
         for seed in range(20):
             scored_world(seed, monkeypatch).world.run()

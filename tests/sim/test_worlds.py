@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from service.errors import JournalError
+from service.errors import JournalError, RunFailed
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.events import Event, Scored
@@ -16,9 +16,10 @@ from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record, Store
 from service.handoff.scoring import Answer, Scoring
 from service.simulate.host import Host
-from service.simulate.witness import Broken
-from service.simulate.world import fault_world
 from service.types import Refusal
+from tests.sim.__main__ import check
+from tests.sim.witness import Broken
+from tests.sim.world import fault_world
 
 Patch = pytest.MonkeyPatch
 
@@ -41,6 +42,11 @@ def test_every_promise_holds_in_worlds_full_of_faults(first: int) -> None:
 def test_every_promise_holds_in_thousands_of_worlds(first: int) -> None:
     for seed in range(first, first + 500):
         fault_world(seed).run()
+
+
+def test_the_command_checks_worlds_and_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(5, 1) == 0
+    assert "1 worlds from seed 5" in capsys.readouterr().out
 
 
 def test_the_same_seed_makes_the_same_world() -> None:
@@ -131,6 +137,6 @@ def takes_a_scorers_newest_answer(patch: Patch) -> None:
 )
 def test_the_worlds_catch_a_buffer_that(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
     sabotage(monkeypatch)
-    with pytest.raises((Broken, JournalError, KeyError, ValueError)):
+    with pytest.raises((Broken, JournalError, RunFailed, KeyError, ValueError)):
         for seed in range(120):
             fault_world(seed).run()

@@ -12,10 +12,10 @@ import actors.buffer.actor
 from actors.buffer.actor import BufferActor
 from service.config import Config
 from service.handoff.journal.journal import Journal
-from service.simulate.disk import MemoryDisk
+from tests.sim.faults import FaultyDisk
 
 
-async def joined_late(buffer: BufferActor, disk: MemoryDisk) -> None:
+async def joined_late(buffer: BufferActor, disk: FaultyDisk) -> None:
     """A trainer joins while the disk is full; nobody else asks for anything."""
     disk.room = disk.used()
     join = asyncio.ensure_future(buffer.join("trainer", "trainer"))
@@ -34,7 +34,7 @@ async def joined_late(buffer: BufferActor, disk: MemoryDisk) -> None:
 def test_who_waits_for_a_full_disk_shows_and_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = MemoryDisk()
+    disk = FaultyDisk()
     monkeypatch.setattr(actors.buffer.actor, "Journal", partial(Journal, disk=disk))
     monkeypatch.setattr(actors.buffer.actor, "lock_journal", lambda folder, seconds: io.StringIO())
     (tmp_path / "tasks.jsonl").write_text('{"uid": "p0", "prompt": "a"}\n')

@@ -12,8 +12,8 @@ from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import File, LocalDisk, LocalFile
 from service.handoff.journal.frames import ALIGNMENT, SCHEMA
 from service.handoff.journal.journal import Journal
-from service.simulate.disk import MemoryDisk, MemoryFile
 from tests.pure.buffer.world import TurnedClock, World
+from tests.sim.faults import FaultyDisk, FaultyFile
 
 
 def opened(folder: Path, disk: LocalDisk | None = None, segment_bytes: int = 1 << 20) -> Journal:
@@ -329,7 +329,7 @@ def test_reserved_space_is_there_when_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_on_a_full_disk_segments_still_begin_and_keep_the_reserved_space(tmp_path: Path) -> None:
-    disk = MemoryDisk()
+    disk = FaultyDisk()
     journal = Journal(tmp_path, TurnedClock(), disk, segment_bytes=500)
     assert list(journal.replay()) == []
     assert journal.reserve(3 << 20)
@@ -345,7 +345,7 @@ def test_on_a_full_disk_segments_still_begin_and_keep_the_reserved_space(tmp_pat
     assert len(disk.files) == 1 and disk.used() < disk.room
 
 
-class SharedDisk(MemoryDisk):
+class SharedDisk(FaultyDisk):
     """A full disk beside another process, which takes what is given back first."""
 
     def __init__(self, taken: int) -> None:
@@ -356,7 +356,7 @@ class SharedDisk(MemoryDisk):
         return self.files.setdefault(path, SharedFile(self))
 
 
-class SharedFile(MemoryFile):
+class SharedFile(FaultyFile):
     def truncate(self, size: int) -> None:
         super().truncate(size)
         disk = self._disk
@@ -381,7 +381,7 @@ def test_of_reserved_space_only_what_another_process_takes_is_missing(tmp_path: 
 
 
 def test_reserved_space_survives_a_restart(tmp_path: Path) -> None:
-    disk = MemoryDisk()
+    disk = FaultyDisk()
     journal = Journal(tmp_path, TurnedClock(), disk)
     assert list(journal.replay()) == [] and journal.reserve(1 << 20)
     journal.append(2, b"x")

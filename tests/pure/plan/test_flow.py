@@ -8,8 +8,8 @@ import pytest
 from service.config import load
 from service.plan.flow import Setting, played
 from service.simulate.command import PRESET
-from service.simulate.report import simulated
 from service.simulate.scenario import Scenario
+from service.simulate.world import simulated
 
 SIZE = ("trainer.mini_batch_size=8", "generator.concurrent_groups=16", "algorithm.n_samples_per_prompt=4")
 SCENARIO = Scenario(generators=1, median_tokens=24, steps=36)

@@ -13,8 +13,8 @@ from service.handoff.ledger.events import Scored
 from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.steps.stop_reason import FAILURES
-from service.simulate.loop import Loop
-from service.types import MiniBatch, PolicyVersion, TrajectoryId
+from service.simulate.measurements import Measurements
+from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, TrajectoryId
 
 REASONS = {
     "trained",
@@ -34,30 +34,26 @@ class Broken(BatonError):
     """A promise was broken; the message names it."""
 
 
-class Witness:
+class Witness(Measurements):
     """Records what generators and the trainer received, and compares it with the buffer's state."""
 
-    def __init__(self, config: Config, loop: Loop) -> None:
-        self.committed_at: list[float] = []
-        """Time of each commit, in order."""
-        self.wait_seconds: list[float] = []
-        """Seconds that the trainer waited for each mini-batch."""
-        self.staleness: Counter[int] = Counter()
-        """Sampled tokens of trained mini-batches by staleness."""
-        self.generated: dict[TrajectoryId, int] = {}
-        """Tokens of every trajectory that was begun."""
+    def __init__(self, config: Config) -> None:
+        super().__init__()
         self.refusals: Counter[str] = Counter()
         """Messages of generators that the buffer refused, by reason."""
-        self.trained: dict[int, int] = {}
-        """On the committed history, the optimizer step that used each group_id."""
         self._config = config
-        self._loop = loop
         self._acknowledged: dict[int, set[tuple[int, int, int]]] = {}
         """By group_id the (sample, attempt, step index) that the buffer acknowledged."""
         self._scores: dict[int, dict[str, Scored]] = {}
         """By group_id and scorer the answer that was journalled."""
         self._undone = 0
-        """Optimizer steps that were undone; so many groups may be trained out of their order in time."""
+        """Optimizer steps that were undone; as many groups may be trained out of their order in time."""
+
+    def refused(self, refusal: Refusal) -> None:
+        """A message was refused: raise Broken if it contradicts an earlier one, since no generator does that."""
+        self.refusals[str(refusal.reason)] += 1
+        if refusal.reason is RefusalReason.CONFLICT:
+            raise Broken(f"a generator's message was refused: {refusal}")
 
     def acknowledged(self, of: TrajectoryId, index: int) -> None:
         """A generator received the receipt of a step."""
@@ -65,7 +61,7 @@ class Witness:
 
     def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
         """The trainer received a mini-batch to train on top of `version`."""
-        self.wait_seconds.append(waited)
+        super().leased(batch, version, waited)
         again = [group_id for group_id in batch.groups if group_id in self.trained]
         if again:
             raise Broken(f"groups {again} are to be trained again; steps {[self.trained[o] for o in again]} used them")
@@ -77,7 +73,6 @@ class Witness:
         oldest = ahead + self._config.weights.sync_every - 1 + self._undone
         for micro_batch in (m for rank in batch.ranks for m in rank):
             ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]
-            self.staleness.update(dict(zip(*(a.tolist() for a in np.unique(ages_N, return_counts=True)), strict=True)))
             with_loss_N = micro_batch.staleness_N[micro_batch.loss_mask_N]
             if len(with_loss_N) and with_loss_N.max() > self._config.buffer.max_staleness:
                 raise Broken(f"a token {with_loss_N.max()} versions old carries loss")
@@ -105,16 +100,11 @@ class Witness:
                 if not np.allclose(used, np.array(rewards).sum(axis=0), atol=1e-9):
                     raise Broken(f"group={group_id} is trained with {used}, and its scorers said {said}")
 
-    def committed(self, version: PolicyVersion, batch: MiniBatch) -> None:
-        """The trainer received the answer that its step is committed."""
-        self.committed_at.append(self._loop.now)
-        self.trained.update(dict.fromkeys(batch.groups, version.step))
-
     def went_back(self, step: int) -> None:
         """A trainer joined at an earlier step."""
         reached = max(self.trained.values(), default=0)
         self._undone += max(reached - step, 0)
-        self.trained = {group_id: used for group_id, used in self.trained.items() if used <= step}
+        super().went_back(step)
 
     def look(self, buffer: Buffer) -> None:
         """Raise Broken if an acknowledged step is missing or the ledger is inconsistent."""

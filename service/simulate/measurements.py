@@ -1,0 +1,70 @@
+"""What generators and the trainer of a simulation saw, and the report of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.types import MiniBatch, PolicyVersion, TrajectoryId
+
+
+class Measurements:
+    """Counts of a run, from outside the buffer."""
+
+    def __init__(self) -> None:
+        self.committed_at: list[float] = []
+        """Time of each commit, in order."""
+        self.wait_seconds: list[float] = []
+        """Seconds that the trainer waited for each mini-batch."""
+        self.staleness: Counter[int] = Counter()
+        """Sampled tokens of trained mini-batches by staleness."""
+        self.generated: dict[TrajectoryId, int] = {}
+        """Tokens of every trajectory that was begun."""
+        self.trained: dict[int, int] = {}
+        """On the committed history, the optimizer step that used each group_id."""
+
+    def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
+        """The trainer received a mini-batch to train on top of `version`."""
+        self.wait_seconds.append(waited)
+        for micro_batch in (m for rank in batch.ranks for m in rank):
+            ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]
+            self.staleness.update(dict(zip(*(a.tolist() for a in np.unique(ages_N, return_counts=True)), strict=True)))
+
+    def committed(self, version: PolicyVersion, batch: MiniBatch, now: float) -> None:
+        """The trainer received the answer that its step is committed."""
+        self.committed_at.append(now)
+        self.trained.update(dict.fromkeys(batch.groups, version.step))
+
+    def went_back(self, step: int) -> None:
+        """A trainer joined at an earlier step."""
+        self.trained = {group_id: used for group_id, used in self.trained.items() if used <= step}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Measures of one run from its first second."""
+
+    steps_per_second: float
+    tokens_per_second: float
+    """Sampled tokens of trained mini-batches."""
+    trainer_wait: float
+    """Fraction of the time in which the trainer waited for a mini-batch."""
+    generator_wait: float
+    """Fraction of the slots' time without work."""
+    staleness_mean: float
+    """Versions, over all sampled tokens of trained mini-batches."""
+    staleness_p99: int
+    staleness_max: int
+    beyond: float
+    """Fraction of those tokens that were staler than `max_staleness`, and carried no loss."""
+    length_distance: float
+    """Largest difference between the distributions of generated and trained lengths, 0 to 1."""
+
+
+def distance(a: np.typing.NDArray[np.int64], b: np.typing.NDArray[np.int64]) -> float:
+    """The largest difference between two samples' distribution functions (Kolmogorov-Smirnov)."""
+    both = np.sort(np.concatenate((a, b)))
+    below = [np.searchsorted(np.sort(x), both, side="right") / len(x) for x in (a, b)]
+    return float(np.abs(below[0] - below[1]).max())

@@ -1,0 +1,173 @@
+"""Scorers in a simulation: the real `Asking` in simulated time, and workers that answer well or in some bad way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from service.handoff.scoring import Answer
+from service.handoff.steps.wire import accepted_group
+from service.scorers.asking import Asking
+from service.scorers.reply import MAX_REPLY_BYTES, Failure, ScorerFailed, encode_answer, request_from
+from service.simulate.loop import Loop
+from service.types import StepGroup
+
+if TYPE_CHECKING:
+    from tests.sim.processes import FaultyHost
+
+LATE_SECONDS = 4.0
+"""Mean seconds after which an answer comes a second time."""
+
+
+class SimulatedAsyncio(asyncio.AbstractEventLoop):
+    """Runs coroutines in simulated time; has what tasks, futures and timeouts need."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def time(self) -> float:
+        """Simulated seconds."""
+        return self._loop.now
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """Run a callback at a time."""
+        handle, context = asyncio.Handle(callback, args, self, context), context or contextvars.copy_context()
+
+        def run() -> None:
+            if not handle.cancelled():
+                asyncio._set_running_loop(self)
+                try:
+                    context.run(callback, *args)
+                finally:
+                    asyncio._set_running_loop(None)
+
+        self._loop.after(max(when - self._loop.now, 0.0), run)
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """Run a callback in so many seconds."""
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """Run a callback after what is due now."""
+        return self.call_at(self.time(), callback, *args, context=context)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future of this loop."""
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:  # type: ignore[override]
+        """Start a coroutine."""
+        return asyncio.Task(coro, loop=self, **options)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Call a function at once."""
+        done = self.create_future()
+        done.set_result(func(*args))
+        return done
+
+    def get_debug(self) -> bool:
+        """Whether tasks note where they were made."""
+        return False
+
+
+class FaultyScorers:
+    """What one life of the buffer's process asks its scorers with."""
+
+    def __init__(self, host: FaultyHost, mean_seconds: float, rng: np.random.Generator) -> None:
+        self._host, self._mean_seconds, self._rng = host, mean_seconds, rng
+        self._settings = host.config.scorers
+        self._asyncio = SimulatedAsyncio(host.loop)  # type: ignore[abstract]
+        workers = {name: [Worker(self, name) for _ in range(each.workers)] for name, each in self._settings.items()}
+        self._asking = Asking(self._settings, host.buffer.scoring, workers, self._settled)
+        self._asks: asyncio.Task[None] | None = None
+        if self._settings:
+            self._asks = self._asyncio.create_task(self._asking.run())
+            self._asks.add_done_callback(lambda task: task.cancelled() or task.result())  # a bug ends the simulation
+
+    def look(self) -> None:
+        """Look for groups to score."""
+        self._asking.look()
+
+    def end(self) -> None:
+        """Ask no more; `ended` when nothing of it is left."""
+        if self._asks is not None:
+            self._asks.cancel()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all coroutines have ended."""
+        return self._asks is None or self._asks.done()
+
+    async def _settled(self) -> None:
+        done = self._asyncio.create_future()
+        self._host.settled(lambda: None if done.done() else done.set_result(None))
+        await done
+
+    async def answer(self, name: str, request: bytes) -> bytes:
+        """An answer that no other answer equals, or one that is wrong in some way."""
+        await asyncio.sleep(float(self._rng.exponential(self._mean_seconds)))
+        group, faults = accepted_group(request_from(request).data), self._host.faults
+        if self._host.loop.now >= faults.until or self._rng.random() >= faults.bad_answers:
+            return encode_answer(self._answer(name, group))
+        self._host.bad_answers += 1
+        match self._rng.integers(6):
+            case 0:
+                await self._asyncio.create_future()  # until the deadline
+            case 1:
+                raise ScorerFailed(Failure.DIED, "killed")
+            case 2:
+                return encode_answer(self._answer(name, group, np.nan))
+            case 3:
+                return bytes(MAX_REPLY_BYTES + len(request) + 1)
+            case 4:
+                return encode_answer(self._answer(name, group, too_few=1))
+        self._later(name, group)
+        return encode_answer(self._answer(name, group))
+
+    def _later(self, name: str, group: StepGroup) -> None:
+        """Give another answer later, to whichever buffer there is then."""
+        host, [group_id, *_] = self._host, group.ends.group_id_E.tolist()
+
+        def answer() -> None:
+            if host.alive:
+                host.buffer.scoring.accept(group_id, name, self._answer(name, group))
+                host.settled(lambda: None)
+
+        host.loop.after(float(self._rng.exponential(LATE_SECONDS)), answer)
+
+    def _answer(self, name: str, group: StepGroup, plus: float = 0.0, too_few: int = 0) -> Answer:
+        """An answer like no other one, to which something is added, without the last numbers."""
+        self._host.answers += 1
+        number = self._host.answers + plus
+        if self._settings[name].kind == "teacher":
+            n_sampled = int(np.count_nonzero(group.steps.loss_mask_N))
+            return Answer(logprobs=np.full(n_sampled - too_few, -number, np.float32))
+        return Answer([number + sample / 8 for sample in range(len(group.ends) - too_few)])
+
+
+class Worker:
+    """A scorer's process; see `service.scorers.asking.Worker`."""
+
+    def __init__(self, scorers: FaultyScorers, name: str) -> None:
+        self._scorers, self._name = scorers, name
+
+    async def ready(self) -> None:
+        """A simulated process is there at once."""
+
+    async def ask(self, request: bytes) -> bytes:
+        """The reply to a request."""
+        return await self._scorers.answer(self._name, request)
+
+    def renew(self) -> None:
+        """Another process takes its place at once."""
