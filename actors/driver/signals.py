@@ -74,11 +74,10 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
     stopped = False
 
     def end(number: int, frame: FrameType | None) -> None:
-        _ignore(before)
+        _set(dict.fromkeys(before, signal.SIG_IGN))
         raise SystemExit(128 + number)
 
-    for number in before:
-        signal.signal(number, end)
+    _set(dict.fromkeys(before, end))
     try:
         yield
     except KeyboardInterrupt:
@@ -89,10 +88,9 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
         # Ray replaces the handler by its own when it starts, which exits with the signal's number alone.
         raise SystemExit(128 | int(code.code or 0)) from None
     finally:
-        for number, handler in before.items():
-            now = signal.getsignal(number)
-            stopped |= isinstance(now, Heard) and now.came > 0
-            signal.signal(number, signal.SIG_IGN if stopped else handler)
+        heard = [now for now in map(signal.getsignal, before) if isinstance(now, Heard)]
+        stopped |= any(now.came for now in heard)
+        _set(dict.fromkeys(before, signal.SIG_IGN) if stopped else before)
 
 
 @contextmanager
@@ -101,15 +99,13 @@ def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) ->
 
     `force` is called at any point of the main thread, and does not return. The signals are heard after the block too.
     """
-    heard = Heard(stop, force)
     reading, writing = socket.socketpair()
     for end in (reading, writing):
         end.setblocking(False)
     loop = asyncio.get_running_loop()
     loop.add_reader(reading, reading.recv, 64)
     before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)  # also of an idle loop
-    for number in heeded_signals():
-        signal.signal(number, heard)
+    _set(dict.fromkeys(heeded_signals(), Heard(stop, force)))
     try:
         yield
     finally:
@@ -140,10 +136,6 @@ def run_beside(work: Callable[[], object]) -> None:
 def _set(handlers: Mapping[signal.Signals, _Handler]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def _ignore(numbers: Iterable[signal.Signals]) -> None:
-    _set(dict.fromkeys(numbers, signal.SIG_IGN))
 
 
 @contextmanager

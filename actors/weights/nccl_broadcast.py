@@ -171,9 +171,9 @@ class BroadcastSender:
                 log.warning("the broadcast of weights was cut off: %s", error)
 
     def _joined(self, meeting: Meeting) -> WeightGroup:
-        if self._group is None or self._group.meeting != meeting:
-            if self._group is not None:
-                self._group.end("another group takes its place")
-                self._group = None
+        if self._group is not None and self._group.meeting != meeting:
+            self._group.end("another group takes its place")
+            self._group = None
+        if self._group is None:
             self._group = WeightGroup(meeting, 0, self._device)
         return self._group

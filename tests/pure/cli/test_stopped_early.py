@@ -108,6 +108,7 @@ ENDLESS = """
 import contextlib, sys, time
 from actors.driver import run as running
 from service.config import load_config
+from service.run.prepare import Prepared
 
 
 class Coordinator:
@@ -125,7 +126,7 @@ class Coordinator:
 
 
 running.Coordinator = Coordinator
-running.prepare = lambda config, path: None
+running.prepare = lambda config, path: Prepared(path, [], path, 8, None)
 running.keep_token_private = lambda environment, home: None
 running.ray_session = lambda *words: contextlib.nullcontext()
 running.place_actors = lambda *words: None
@@ -155,6 +156,7 @@ import asyncio, ctypes, signal, sys, tempfile
 from pathlib import Path
 from actors.driver import cluster, local_ray, run as running
 from service.config import load_config
+from service.run.prepare import Prepared
 
 
 class Coordinator:
@@ -184,7 +186,7 @@ def shutdown():
 
 
 running.Coordinator = Coordinator
-running.prepare = lambda config, path: None
+running.prepare = lambda config, path: Prepared(path, [], path, 8, None)
 running.keep_token_private = lambda environment, home: None
 running.place_actors = lambda *words: None
 cluster.start_watchdog = lambda *words: None
