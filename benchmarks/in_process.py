@@ -15,6 +15,7 @@ import torch
 import xxhash
 from transformers import AutoModelForCausalLM
 
+from actors.driver.prepare import prepare
 from actors.engine.run_player import RunPlayer
 from service.config import Config
 from service.config.core_settings import batch_settings
@@ -28,7 +29,7 @@ from service.learn.model.lora import merged
 from service.learn.supervised import SupervisedSteps
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Task
-from service.run.prepare import Prepared, prepare
+from service.run.prepare import Prepared
 from service.run.prepare import demonstrations as demonstration_rows
 from service.types import Int32s, PolicyVersion, TrajectoryId
 
@@ -112,7 +113,8 @@ def warm_started(config: Config, folder: Path) -> tuple[Prepared, Path]:
     """The prompts, and the model after its warm start."""
     prepared, started = prepare(config, folder), folder / "started"
     learner = Learner(config.without_adapter, prepared.model_folder, torch.device("cpu"), 0, 1)
-    SupervisedSteps(config, learner.policy).warm_start(demonstration_rows(config, prepared.model_folder))
+    rows = demonstration_rows(config.model, config.env, config.generator, config.run.seed, prepared.model_folder)
+    SupervisedSteps(config, learner.policy).warm_start(rows)
     learner.export(started)
     return prepared, started
 

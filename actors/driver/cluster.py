@@ -173,7 +173,9 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     hub = (
         ray.remote(MetricsHub)
         .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
-        .remote(with_free_port(config).model_dump_json(), str(journal.parent))
+        .remote(
+            config.model_copy(update={"metrics": with_free_port(config.metrics)}).model_dump_json(), str(journal.parent)
+        )
     )
     env, scored = engine_env(config.generator), (prepared.model_folder, prepared.tasks_file)
     scorers = place_scorers(config.scorers, config_json, *scored, env, has_gpu=bool(gpus))

@@ -54,12 +54,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             file = config.endpoint.worker_key_file if config.endpoint is not None else None
             worker_key(file, os.environ.get(WORKER_KEY, ""), config.env.workers == "outside")
             check_paths(config)
-            with_free_port(config)  # a taken port is refused before Ray is loaded
+            with_free_port(config.metrics)  # a taken port is refused before Ray is loaded
     refuse_missing_vllm()
     with ExitStack() as held:
         manifest = None
         if resume is not None:
-            manifest = held.enter_context(resumed(config, resume))
+            manifest = held.enter_context(resumed(config.run, config.trainer, resume))
         with phase(LOADING):
             from actors.driver.run import run
 

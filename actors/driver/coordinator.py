@@ -24,7 +24,7 @@ from actors.observe.telemetry import RunTelemetry
 from actors.scorers.actor import all_up
 from actors.trainer.profiles import Profiles
 from actors.weights.source import TrainerLost
-from service.config import Config
+from service.config import Config, resolved_yaml
 from service.errors import RunFailed
 from service.handoff.verbs import WaitReason
 from service.observe.logprob_mismatch import LogprobCheck
@@ -68,14 +68,16 @@ class Coordinator:
         self._say = say
         self._resume_from = resume_from
         self._stopping = False
-        self._progress = Progress(config, folder, say)
+        self._progress = Progress(
+            config.run.max_steps, tuple(config.roles), bool(config.trainer.checkpoint_every), folder, say
+        )
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
         self._warm_start = WarmStart(config, prepared, cluster.trainer, self._telemetry, say)
         self._generator_pool = GeneratorPool(
             config, cluster.generators, cluster.trainer, self._telemetry, say, cluster.buffer
         )
         self._weights = self._generator_pool.weights
-        asked = partial(asked_for, folder.path, config)
+        asked = partial(asked_for, folder.path, config.generator)
         self._scaling = Scaling(config, self._generator_pool, cluster.place, asked, say)
         self._hosts = HostWatch(say, self._scaling.look)
         checkpointed, evaluated = (partial(self._telemetry.span, row) for row in ("checkpoints", "evaluations"))
@@ -155,7 +157,7 @@ class Coordinator:
         if self._resume_from is not None:
             await self._checkpoints.resume(self._resume_from)
             # Not earlier: what the buffer refuses must leave the run's settings, and how the run ended, as they were.
-            self._folder.begin(self._config)
+            self._folder.begin(resolved_yaml(self._config), self._config.metrics.wandb)
         elif self._prepared.warmed_model is not None:
             await self._warm_start.make_base(self._prepared.warmed_model)
         url = await self._all_up()

@@ -60,13 +60,13 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
     config = with_absolute_paths(beside_a_run(config))
     with exit_on_stop_signals(), ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="baton-eval-")))
-        files = prepare_evaluation(config, folder)
-        manifest = prepare_weights(config, target)
+        files = prepare_evaluation(config.data, config.env, config.run.seed, folder)
+        manifest = prepare_weights(config.model, target)
         weights = target.weights(manifest)
         say(f"weights: {weights}")
         if target.model is None and config.model.lora is not None:
             with phase("merging the adapter into its base", say):
-                base = target.begun_with(config)
+                base = target.begun_with(config.model)
                 export(config.model.lora, target, base, manifest, folder / "exported", merged=True)
             target, manifest = dataclasses.replace(target, model=folder / "exported", adapter=None), None
         config = config.without_adapter
@@ -175,7 +175,7 @@ async def _export(
     bundles = [rank_bundle(config, gpus)] * config.trainer.ranks
     room = await reserve(bundles, config.trainer.start_deadline, say)
     trainer = place_trainer(config, gpus, room)
-    await trainer.load(target.begun_with(config))
+    await trainer.load(target.begun_with(config.model))
     path = target.weights(manifest)
     try:
         await trainer.restore(path / TRAINER)

@@ -15,10 +15,11 @@ from pathlib import Path
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.driver.cluster import place_actors, ray_session
 from actors.driver.coordinator import Coordinator
+from actors.driver.prepare import prepare
 from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
 from actors.observe.logs import begin_logs, parts
 from service.agents.session_keys import WORKER_KEY, Keys, run_keys
-from service.config import Config, check
+from service.config import Config, check, resolved_yaml
 from service.config.core_settings import buffer_settings
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
@@ -39,11 +40,9 @@ from service.run.folder import (
 )
 from service.run.log_file import log_into
 from service.run.phases import phase, say
-from service.run.prepare import Prepared, check_checkpoint, prepare
+from service.run.prepare import Prepared, check_checkpoint
 from service.run.progress import end_early
 from service.run.writer import RunWriter
-from service.scorers.teacher import check_tokenizers
-from service.scorers.user import check_scorers
 from service.store.objects import open_store
 from service.store.uploads import Uploads, claim_store
 
@@ -66,7 +65,7 @@ def run(config: Config, resume: Path | None = None, manifest: Manifest | None = 
         config = with_absolute_paths(config)  # also in the folder's config.yaml, so that the run goes on from anywhere
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private(os.environ, Path.home())
-    path = resume or new_run_folder(runs_folder(config), config.run.name)
+    path = resume or new_run_folder(runs_folder(config.run.dir), config.run.name)
     folder = RunWriter(path, has_begun=resume is None)
     with lock_run(path) if resume is None else contextlib.nullcontext():
         try:
@@ -94,9 +93,7 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
     """Prepare and train; if the data or the model is refused, the folder of a new run is deleted."""
     with phase("preparing the data and the model"):
         try:
-            check_scorers(config.scorers)
             prepared = prepare(with_absolute_paths(config), folder.path)
-            check_tokenizers(with_absolute_paths(config).scorers, prepared.model_folder)
             key, outside = os.environ.pop(WORKER_KEY, ""), config.env.workers == "outside"
             keys = run_keys(folder.path, config.endpoint, key, outside) if config.endpoint is not None else None
             uploads = claimed_store(config, folder) if manifest is None else None
@@ -105,14 +102,14 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
                 shutil.rmtree(folder.path)
             raise
     if manifest is None:
-        folder.begin(config)
+        folder.begin(resolved_yaml(config), config.metrics.wandb)
     else:
         uids = [task.uid for task in prepared.tasks]
         settings = buffer_settings(config, prepared.vocab_size, prepared.routing)
         opened = opening(settings, uids, rows_digest(prepared.tasks))
         check_begun(folder.path / JOURNAL, opened)
         checkpoints = Checkpoints(folder.path / CHECKPOINTS, config.trainer.keep_checkpoints)
-        check_checkpoint(config, prepared.base, checkpoints.path(manifest.step))
+        check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
         uploads = claimed_store(config, folder)
     say(f"run folder: {folder.path}")
     for line in config.notes:

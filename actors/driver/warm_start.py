@@ -43,7 +43,9 @@ class WarmStart:
         self._telemetry.state("warm_start")
         self._telemetry.doing("warm_start")
         with phase(f"warm start: {settings.steps} supervised steps on demonstrations", self._say):
-            loss = await self._trainer.warm_start(demonstrations(self._config, self._prepared.model_folder))
+            config, folder = self._config, self._prepared.model_folder
+            rows = demonstrations(config.model, config.env, config.generator, config.run.seed, folder)
+            loss = await self._trainer.warm_start(rows)
         self._say(f"warm start: cross-entropy {loss:.3f} per token")
 
     async def probe(self, weights: Delivery, evaluations: Evaluations, progress: Progress) -> None:

@@ -15,6 +15,7 @@ import ray
 from ray.util.metrics import Gauge
 
 from service.config import Config
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.measure import measure_process
 from service.observe.metrics import Metrics
 from service.observe.recorder import Trace
@@ -39,7 +40,7 @@ class Reporter:
     def __init__(
         self, role: str, ident: str, config: Config, hub: Any, refresh: Callable[[Metrics], None] | None = None
     ) -> None:
-        self.metrics = Metrics(role, ident, config)
+        self.metrics = Metrics(role, ident, AlertThresholds.of(config))
         self._source = f"{role}/{ident}"
         self.trace = Trace(self._source)
         self._hub = hub

@@ -9,6 +9,7 @@ from typing import Any
 from actors.observe.reporting import Reporter
 from service.config import Config
 from service.handoff.buffer import Buffer
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.measure import (
     LeasedBatches,
     measure_buffer,
@@ -38,8 +39,8 @@ class RunTelemetry:
         self._uploads = uploads
         self._reporter = Reporter("driver", "driver", config, hub, self._measure_now)
         self._states = States(self._reporter.trace, "trainer", "starting")
-        self._run = run_report(config, folder, time.time())
-        measure_run(self._reporter.metrics, config, self._run["name"], installed_version())
+        self._run = run_report(config.run, config.generator, config.trainer, config.buffer, folder, time.time())
+        measure_run(self._reporter.metrics, AlertThresholds.of(config), self._run["name"], installed_version())
 
     def start(self) -> None:
         """Start to push, in the running event loop."""

@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from service.run.export import export
         from service.run.prepare import prepare_weights
 
-        manifest = prepare_weights(config, target)
-        export(config.model.lora, target, target.begun_with(config), manifest, arguments.output, arguments.merge)
+        manifest = prepare_weights(config.model, target)
+        export(config.model.lora, target, target.begun_with(config.model), manifest, arguments.output, arguments.merge)
     what = "the base with the adapter's update, in float32" if arguments.merge else "the adapter, in PEFT's form"
     print(f"{arguments.output}: {what}")
     return 0

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from service.run.scale import ask_for
 
     folder = run_folder(arguments.run)
-    ask_for(folder, load([folder / CONFIG], []).config, arguments.engines)
+    ask_for(folder, load([folder / CONFIG], []).config.generator, arguments.engines)
     generators = "1 generator" if arguments.engines == 1 else f"{arguments.engines} generators"
     print(f"{folder} is asked for {generators}: see baton status {folder}, and baton logs {folder} driver")
     return 0

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 
-from service.config import Config
 from service.handoff.steps.tables import by_turn
-from service.observe.alert_thresholds import alert_thresholds
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.metrics import Metrics
 from service.observe.metrics_table import TABLE
 from service.observe.status import Uploaded
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
     from service.handoff.status import BufferStatus
 
 
-def measure_run(metrics: Metrics, config: Config, name: str, version: str) -> None:
+def measure_run(metrics: Metrics, thresholds: AlertThresholds, name: str, version: str) -> None:
     """A run starts: its name, the thresholds of its alerts, and zeros for counters of rare events."""
     metrics.set("baton_run_info", 1, run=name, baton_version=version)
-    for name, value in alert_thresholds(config).items():
+    for name, value in thresholds.gauges().items():
         metrics.set(name, value)
     metrics.count("baton_aborted_steps_total", 0)
     metrics.count("baton_weight_sync_failures_total", 0)

@@ -1,6 +1,6 @@
 """The metrics of one actor: a recorder over the one table, and its snapshot as Prometheus text.
 
-metrics = Metrics("trainer", "trainer-0", config)
+metrics = Metrics("trainer", "trainer-0", AlertThresholds.of(config))
 metrics.set("baton_policy_version", 12)
 metrics.observe("baton_row_length_tokens", lengths_R)        # a whole array at once
 hub.push("trainer/trainer-0", metrics.snapshot())
@@ -18,8 +18,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from service.config import Config
-from service.observe.alert_thresholds import long_batch_tokens
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.metrics_table import BY_NAME, FRACTION, LENGTH, SECONDS, STALENESS, TURNS, Kind, Metric
 from service.types import Float64s, Int64s
 
@@ -36,15 +35,14 @@ Key = tuple[str, ...]
 Series = TypeVar("Series")
 
 
-def bucket_bounds(config: Config) -> dict[str, tuple[float, ...]]:
+def bucket_bounds(thresholds: AlertThresholds) -> dict[str, tuple[float, ...]]:
     """The upper bounds of the histograms' buckets, by the table's name; equal in all actors of a run.
 
     Lengths have sixteen even steps up to the longest row, and the alert threshold; seconds go from 1 ms to 5000 s.
     """
-    longest = config.generator.max_input_length + config.generator.max_generate_length
-    lengths = {*(longest * step // 16 for step in range(1, 17)), long_batch_tokens(config)}
-    turns = {*range(1, 9), 12, 16, 24, 32, 48, 64, config.most_steps}
-    bound = config.buffer.max_staleness
+    lengths = {*(thresholds.longest_row * step // 16 for step in range(1, 17)), thresholds.long_batch}
+    turns = {*range(1, 9), 12, 16, 24, 32, 48, 64, thresholds.max_turns}
+    bound = thresholds.max_staleness
     staleness = {*range(9), bound, bound + 1, 2 * bound, 16, 32, 64}
     seconds = {base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5)}
     fractions = {step / 20 for step in range(1, 21)}
@@ -64,9 +62,9 @@ class Metrics(Collector):
     A metric that is not in the table, or is used with another kind or other labels, raises ValueError.
     """
 
-    def __init__(self, role: str, ident: str, config: Config) -> None:
+    def __init__(self, role: str, ident: str, thresholds: AlertThresholds) -> None:
         self._source = (role, ident)
-        self._bounds = bucket_bounds(config)
+        self._bounds = bucket_bounds(thresholds)
         self._numbers: dict[str, dict[Key, float]] = {}
         self._histograms: dict[str, dict[Key, _Histogram]] = {}
         self._lock = Lock()

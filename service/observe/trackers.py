@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from service.config import Config, WandbConfig
+import yaml
+
+from service.config import WandbConfig
 from service.errors import UserError
 
 
-def open_trackers(config: Config | None, folder: Path) -> list[TensorBoard | Wandb]:
-    """TensorBoard, and the trackers that the configuration names."""
+def open_trackers(wandb: WandbConfig | None, resolved: str, folder: Path) -> list[TensorBoard | Wandb]:
+    """TensorBoard, and Weights & Biases if it is set; `resolved`: the run's configuration as YAML."""
     trackers: list[TensorBoard | Wandb] = [TensorBoard(folder / "tensorboard")]
-    if config is not None and config.metrics.wandb is not None:
-        trackers.append(Wandb(config.metrics.wandb, config, folder))
+    if wandb is not None:
+        trackers.append(Wandb(wandb, resolved, folder))
     return trackers
 
 
@@ -61,7 +63,7 @@ class Wandb:
         UserError: wandb refuses the run, such as without an API key.
     """
 
-    def __init__(self, settings: WandbConfig, config: Config, folder: Path) -> None:
+    def __init__(self, settings: WandbConfig, resolved: str, folder: Path) -> None:
         # Imported here: the package is optional.
         import wandb
 
@@ -73,7 +75,7 @@ class Wandb:
                 resume="allow",
                 dir=str(folder),
                 mode="offline" if settings.offline else "online",
-                config=config.model_dump(mode="json"),
+                config=yaml.safe_load(resolved),
             )
         except wandb.errors.Error as error:
             reason = str(error).strip().partition("\n")[0]

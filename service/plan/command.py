@@ -112,7 +112,7 @@ def model_of(config: Config, run: str | None = None) -> Iterator[Path]:
     from service.run.prepare import make_policy
 
     with tempfile.TemporaryDirectory() as made:
-        yield make_policy(config, Path(made))
+        yield make_policy(config.model, config.env, config.run.seed, Path(made))
 
 
 def named(name: str) -> Device:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.config import Config
+from service.config import ModelConfig
 from service.config.model_folder import is_adapter_folder, is_model_folder
 from service.config.paths import near
 from service.errors import UserError
@@ -44,11 +44,11 @@ class EvalTarget:
         """The run's checkpoints."""
         return Checkpoints((self.run or self.path) / CHECKPOINTS, keep=1)
 
-    def begun_with(self, config: Config) -> Path:
+    def begun_with(self, model: ModelConfig) -> Path:
         """The folder of the model whose shape and tokenizer the run's checkpoints share, and that an adapter is for."""
         if self.run is None:
             raise ValueError(f"{self.path} belongs to no run")
-        return warmed_model(config, self.run) or initial_model(config, self.run)
+        return warmed_model(model, self.run) or initial_model(model, self.run)
 
     def weights(self, manifest: Manifest | None) -> Path:
         """The folder of the weights: that of the manifest's checkpoint, of the adapter, or the Hugging Face folder."""

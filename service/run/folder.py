@@ -34,7 +34,7 @@ from service.errors import UserError
 from service.files import lock_folder
 
 if TYPE_CHECKING:  # `baton status` loads no pydantic
-    from service.config import Config
+    from service.config import ModelConfig
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the entry point of a Ray job."""
@@ -105,9 +105,9 @@ def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserEr
     return UserError(f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/")
 
 
-def runs_folder(config: Config) -> Path:
-    """The folder of run folders. A Ray job works in a temporary copy, so there a relative path starts at home."""
-    return Path.home() / config.run.dir if IN_RAY_JOB in os.environ else config.run.dir
+def runs_folder(directory: Path) -> Path:
+    """The folder of run folders; a Ray job works in a temporary copy, so there a relative `run.dir` starts at home."""
+    return Path.home() / directory if IN_RAY_JOB in os.environ else directory
 
 
 def new_run_folder(parent: Path, name: str) -> Path:
@@ -146,15 +146,15 @@ def lock_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def initial_model(config: Config, run: Path) -> Path:
+def initial_model(model: ModelConfig, run: Path) -> Path:
     """The Hugging Face folder that a run began with: `model.path`, or the one that the run made itself."""
-    return config.model.path or run / MODEL
+    return model.path or run / MODEL
 
 
-def warmed_model(config: Config, run: Path) -> Path | None:
+def warmed_model(model: ModelConfig, run: Path) -> Path | None:
     """The Hugging Face folder that the warm start of all weights leaves, where only an adapter is trained from then on:
     trainer and engines add the adapter to it. None where the run needs no such folder."""
-    return run / WARM_START if config.model.lora is not None and config.model.warm_start is not None else None
+    return run / WARM_START if model.lora is not None and model.warm_start is not None else None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

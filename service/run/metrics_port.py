@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from service.config import Config
+from service.config import MetricsConfig
 from service.errors import UserError
 
 DEFAULT_PORT = 9400
@@ -13,15 +13,15 @@ PORTS_TRIED = 100
 """Ports from `DEFAULT_PORT` on that are tried where none is configured."""
 
 
-def with_free_port(config: Config) -> Config:
-    """The configuration with a free port: the configured one, any for 0, or the first free one from 9400 on for None.
+def with_free_port(metrics: MetricsConfig) -> MetricsConfig:
+    """The settings with a free port: the configured one, any for 0, or the first free one from 9400 on for None.
 
     A fixed port gives a restarted metrics service the same address.
 
     Raises:
         UserError: the configured port is taken, or the host is not an address of this machine.
     """
-    host, wanted = config.metrics.host, config.metrics.port
+    host, wanted = metrics.host, metrics.port
     last = DEFAULT_PORT + PORTS_TRIED - 1
     for candidate in range(DEFAULT_PORT, last + 1) if wanted is None else [wanted]:
         try:
@@ -33,7 +33,7 @@ def with_free_port(config: Config) -> Config:
                 raise UserError(bind_message(host, candidate, error)) from None
         else:
             break
-    return config.model_copy(update={"metrics": config.metrics.model_copy(update={"port": port})})
+    return metrics.model_copy(update={"port": port})
 
 
 def _bound(host: str, port: int) -> int:

@@ -1,4 +1,4 @@
-"""Prepares a run or an evaluation: makes or reads the prompts and the model, and checks them."""
+"""The inputs of a run or of an evaluation: data and models, made or read, and checked."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import numpy as np
 import psutil
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from service.config import Config, MakeModelConfig
-from service.config.checks import check_bytes
+from service.config import (
+    DataConfig,
+    EnvConfig,
+    GeneratorConfig,
+    LoraConfig,
+    MakeModelConfig,
+    ModelConfig,
+)
 from service.config.model_folder import check_vocabulary, is_model_folder
-from service.config.paths import with_absolute_paths
 from service.errors import UserError
 from service.handoff.steps.limits import Routing
 from service.learn.checkpoint import check_parts, read_metadata
-from service.learn.estimate.fit import refuse_too_large
-from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.adapter_folder import Base, check_adapter
 from service.learn.model.hf_checkpoint import check_weights
 from service.learn.model.hf_config import code_of_the_model, read_config
 from service.learn.model.policy_model import trained_shapes
-from service.learn.model.router_replay import routing_of_model
 from service.learn.model.tiny_model import count_parameters, make_model
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
@@ -31,12 +33,11 @@ from service.rollout.check_inputs import check_environments
 from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import load_tasks
-from service.rollout.prompts.mixture import eval_files, train_file
+from service.rollout.prompts.mixture import eval_files
 from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
 from service.run.eval_target import EvalTarget
-from service.run.folder import DATA, initial_model, warmed_model
-from service.run.teachers import teachers_of
+from service.run.folder import DATA
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
@@ -64,51 +65,34 @@ class Prepared:
         return self.warmed_model or self.model_folder
 
 
-def prepare(config: Config, folder: Path) -> Prepared:
-    """Make under `folder` the data and the model that the configuration says to make; read and check the others.
-
-    Raises:
-        UserError: a file or folder is missing or malformed, or the model does not fit the configuration.
-    """
-    tasks_file = train_file(config.data, config.env, folder / DATA, config.run.seed)
-    tasks = load_tasks(tasks_file)
-    check_environments(config.env, tasks, tasks_file)
-    columns, temperatures = [task.extra_info for task in tasks], [task.temperature for task in tasks]
-    teachers_of(config.scorers, config.algorithm.teacher, columns, temperatures)
-    evals = prepare_evaluation(config, folder)
-    model_folder = config.model.path or make_policy(config, initial_model(config, folder))
-    hf_config, tokenizer = _checked_model(model_folder)
-    routing = routing_of_model(hf_config)
-    check_bytes(config, routing.experts_per_token)
-    check_engine(hf_config, config)
-    _check_first_adapter(config, model_folder, hf_config)
-    refuse_too_large(config, model_folder)
-    warmed = warmed_model(config, folder)
-    return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing, evals, warmed)
-
-
-def check_first_adapter(config: Config) -> None:
-    """Check `model.adapter` as `prepare` does, where it and the model to which it is added are on this machine.
+def check_first_adapter(model: ModelConfig) -> None:
+    """Check `model.adapter` as a run does, where it and the model to which it is added are on this machine.
 
     Raises:
         UserError: the model or the adapter is malformed, or the adapter is of other settings or of another model.
     """
-    config = with_absolute_paths(config)
-    folder, adapter = config.model.path, config.model.adapter
-    if folder is not None and is_model_folder(folder) and adapter is not None and adapter.exists():
-        _check_first_adapter(config, folder, _checked_model(folder)[0])
+    if model.path is not None and is_model_folder(model.path) and model.adapter is not None and model.adapter.exists():
+        checked_shapes(model, model.path, checked_model(model.path)[0])
 
 
-def _check_first_adapter(config: Config, folder: Path, hf_config: PretrainedConfig) -> None:
-    lora, adapter = config.model.lora, config.model.adapter
-    if lora is not None:
-        shapes = trained_shapes(hf_config, lora)
-        if adapter is not None:
-            check_adapter(adapter, lora, Base.of(folder), shapes)
+def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig) -> None:
+    """Check that the model in a folder can be trained with `model.lora`, from `model.adapter` on.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if model.lora is not None:
+        shapes = trained_shapes(hf_config, model.lora)
+        if model.adapter is not None:
+            check_adapter(model.adapter, model.lora, Base.of(folder), shapes)
 
 
-def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """The configuration and tokenizer of a model folder, checked against the headers of its weights."""
+def checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """The configuration and tokenizer of a model folder, checked against the headers of its weights.
+
+    Raises:
+        UserError: the folder is malformed.
+    """
     hf_config = read_config(folder)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(folder, len(tokenizer), hf_config.vocab_size)
@@ -118,7 +102,7 @@ def _checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerB
     return hf_config, tokenizer
 
 
-def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
+def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
     """Check the weights to evaluate; returns the manifest of their checkpoint, None for those in a folder.
 
     Raises:
@@ -126,17 +110,17 @@ def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
     """
     if target.model is not None:
         try:
-            _checked_model(target.model)
+            checked_model(target.model)
         except UserError as error:
             raise UserError(str(error).removeprefix("model.path: ")) from error
         return None
     manifest = target.manifest() if target.adapter is None else None
-    begun_with = target.begun_with(config)
-    hf_config, _ = _checked_model(begun_with)
-    lora = config.model.lora
+    begun_with = target.begun_with(model)
+    hf_config, _ = checked_model(begun_with)
+    lora = model.lora
     shapes, base = trained_shapes(hf_config, lora), None if lora is None else Base.of(begun_with)
     if manifest is not None:
-        check_checkpoint(config, begun_with, target.weights(manifest))
+        check_checkpoint(lora, begun_with, target.weights(manifest))
     elif lora is None or base is None or target.adapter is None:
         raise UserError(
             f"{target.path}: {target.adapter} is an adapter, but the configuration has no model.lora; add it"
@@ -146,58 +130,63 @@ def prepare_weights(config: Config, target: EvalTarget) -> Manifest | None:
     return manifest
 
 
-def check_checkpoint(config: Config, begun_with: Path, checkpoint: Path) -> None:
-    """Check that what a configuration trains, from the model in a folder on, can go on from a checkpoint.
+def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path) -> None:
+    """Check that a run which trains the model in a folder, or an adapter to it, can continue from a checkpoint.
 
     Raises:
         UserError: the checkpoint is damaged, or of another model or adapter.
     """
-    lora, parts = config.model.lora, checkpoint / TRAINER
+    parts = checkpoint / TRAINER
     shapes = trained_shapes(read_config(begun_with), lora)
     base, alpha = (None, None) if lora is None else (Base.of(begun_with), lora.alpha)
     check_parts(parts, read_metadata(parts), shapes, base, alpha)
 
 
-def prepare_evaluation(config: Config, folder: Path) -> dict[str, Path]:
+def prepare_evaluation(data: DataConfig, env: EnvConfig, seed: int, folder: Path) -> dict[str, Path]:
     """The files of the evaluation sets by name; every row and its environment are checked.
 
     Raises:
         UserError: a set is missing or malformed, or needs an environment that cannot be made.
     """
-    files = eval_files(config.data, config.env, folder / DATA, config.run.seed)
+    files = eval_files(data, env, folder / DATA, seed)
     for path in files.values():
-        check_environments(config.env, load_tasks(path), path)
+        check_environments(env, load_tasks(path), path)
     return files
 
 
-def demonstrations(config: Config, model_folder: Path) -> list[SupervisedRow]:
+def demonstrations(
+    model: ModelConfig, env: EnvConfig, generator: GeneratorConfig, seed: int, model_folder: Path
+) -> list[SupervisedRow]:
     """The environment's demonstrations for the warm start as token ids, with True on the tokens to learn."""
-    warm_start = config.model.warm_start
-    if warm_start is None:
+    if (warm_start := model.warm_start) is None:
         return []
-    rng = np.random.default_rng(config.run.seed)
-    synthetic = synthetic_data(config.env.name, config.env.options, config.env.trusted_modules, "demonstrations")
+    synthetic = synthetic_data(env.name, env.options, env.trusted_modules, "demonstrations")
+    rng = np.random.default_rng(seed)
     conversations = synthetic.demonstrations(warm_start.demonstrations, warm_start.right_fraction, rng)
-    return demonstration_rows(load_chat(model_folder, config.generator), config.generator.conversation, conversations)
+    return demonstration_rows(load_chat(model_folder, generator), generator.conversation, conversations)
 
 
-def make_policy(config: Config, folder: Path) -> Path:
-    """Write a small random model, with a tokenizer for the environment's words, unless a resumed run has it already."""
+def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> Path:
+    """Write a small random model, with a tokenizer for the environment's words, unless a resumed run has it already.
+
+    Raises:
+        UserError: the configuration names no model, or this machine has too little memory to train it.
+    """
     if is_model_folder(folder):
         return folder
-    if config.model.make is None:
+    if model.make is None:
         raise UserError("model: neither path nor make is set; name a Hugging Face folder in model.path")
-    synthetic = synthetic_data(config.env.name, config.env.options, config.env.trusted_modules, "vocabulary")
+    synthetic = synthetic_data(env.name, env.options, env.trusted_modules, "vocabulary")
     make_tokenizer(folder, synthetic.vocabulary())
     tokenizer = load_tokenizer(folder)
-    _check_memory(config.model.make, len(tokenizer))
+    _check_memory(model.make, len(tokenizer))
     make_model(
         folder,
-        config.model.make,
+        model.make,
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        seed=config.run.seed,
+        seed=seed,
     )
     return folder
 

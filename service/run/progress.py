@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from service.config import Config
 from service.observe.summary import learning_summary, summary_lines
 from service.rollout.environment import MAIN
 from service.rollout.environments.env_metrics import EnvMetricMeans
@@ -24,8 +23,11 @@ PLOT_SECONDS = 20.0
 class Progress:
     """Writes the metrics of each step to the run folder, and prints progress lines."""
 
-    def __init__(self, config: Config, folder: RunWriter, say: Callable[[str], None]) -> None:
-        self._config = config
+    def __init__(
+        self, max_steps: int, roles: Sequence[str], resumes: bool, folder: RunWriter, say: Callable[[str], None]
+    ) -> None:
+        """`roles`: those of the configuration; `resumes`: whether there are checkpoints to continue from."""
+        self._max_steps, self._roles, self._resumes = max_steps, roles, resumes
         self._folder = folder
         self._say = say
         self._created = self._began = self._last = self._plotted = self._said = time.monotonic()
@@ -39,7 +41,7 @@ class Progress:
     def begin(self) -> None:
         """Reinforcement learning begins, or continues after the steps of an earlier process."""
         self._began = self._last = self._said = time.monotonic()
-        most, taken = self._config.run.max_steps, len(self._rewards)
+        most, taken = self._max_steps, len(self._rewards)
         steps = f"steps {taken + 1} to {most}" if taken else f"{most} optimizer steps"
         steps = f"all {taken} steps are done before" if taken >= most else steps
         self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
@@ -89,15 +91,15 @@ class Progress:
         self._synced = None  # else the metric would count an update once for each step until the next one
         self._folder.log_step(line)
         self._last = now
-        if not self._rewards and (silent := [role for role in self._config.roles if f"role/{role}/turns" not in line]):
+        if not self._rewards and (silent := [role for role in self._roles if f"role/{role}/turns" not in line]):
             self._say(
                 f"NOTE roles.{silent[0]}: no trajectory of the first mini-batch gave it a turn; turns had "
-                f"{', '.join(role for role in (MAIN, *self._config.roles) if role not in silent)}"
+                f"{', '.join(role for role in (MAIN, *self._roles) if role not in silent)}"
             )
         self._rewards.append(line["reward/avg_raw_reward"])
         self._staleness.append(line["async/staleness_mean"])
-        if version.step % max(1, self._config.run.max_steps // LINES) == 0 or now - self._said > QUIET_SECONDS:
-            self._say(step_line(line, self._config.run.max_steps, now - self._began))
+        if version.step % max(1, self._max_steps // LINES) == 0 or now - self._said > QUIET_SECONDS:
+            self._say(step_line(line, self._max_steps, now - self._began))
             self._said = now
         if now - self._plotted > PLOT_SECONDS:
             self._folder.plot()
@@ -129,7 +131,7 @@ class Progress:
             self._say(text)
         curve = "learning_curve.png, metrics.jsonl, " if self._rewards else ""
         self._say(f"written to {self._folder.path}: {curve}summary.json, final/")
-        if state == "stopped" and self._config.trainer.checkpoint_every:
+        if state == "stopped" and self._resumes:
             self._say(f"`baton run --resume {self._folder.path}` goes on from here")
 
     def _wait_fractions(self, now: float, generators: Sequence[Mapping[str, Any]]) -> dict[str, float]:

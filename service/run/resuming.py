@@ -11,18 +11,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from service.config import Config, load
+from service.config import Config, RunConfig, TrainerConfig, load
 from service.config.store_url import is_store_url
 from service.errors import UserError
 from service.files import recover_folder
 from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, SUMMARY, find_run, lock_run, no_such_run
 
+Load = Callable[[Path], Config]
+"""Reads the configuration of a run, with what the command line sets over it."""
+
 
 class FromStore(Protocol):
     """Makes the folder of a run from the store at an address: `into` that folder, or a new one in `run.dir`."""
 
-    def __call__(self, url: str, load: Callable[[Path], Config], into: Path | None = None) -> Path: ...
+    def __call__(self, url: str, load: Load, into: Path | None = None) -> Path: ...
 
 
 def folder_to_resume(
@@ -54,7 +57,7 @@ def folder_to_resume(
 
 
 @contextmanager
-def resumed(config: Config, path: Path) -> Iterator[Manifest]:
+def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Manifest]:
     """Hold the lock of a run's folder; yields the checkpoint from which the run goes on.
 
     Files that a killed writer left unfinished are deleted. A run that took all its steps and ended before its final
@@ -64,13 +67,13 @@ def resumed(config: Config, path: Path) -> Iterator[Manifest]:
         UserError: the run goes on already, there is no whole checkpoint, or the run has nothing left to do.
     """
     with lock_run(path):
-        checkpoints = Checkpoints(path / CHECKPOINTS, config.trainer.keep_checkpoints)
+        checkpoints = Checkpoints(path / CHECKPOINTS, trainer.keep_checkpoints)
         checkpoints.drop_unfinished()
         recover_folder(path / FINAL)
         manifest = checkpoints.newest()
         if manifest is None:
-            raise UserError(f"{path}: {_why_none(config, checkpoints)}; begin a new run")
-        left = config.run.max_steps - manifest.step
+            raise UserError(f"{path}: {_why_none(trainer, checkpoints)}; begin a new run")
+        left = run.max_steps - manifest.step
         if left < 0 or (left == 0 and _is_finished(path)):
             raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to continue")
         yield manifest
@@ -85,9 +88,9 @@ def _is_finished(path: Path) -> bool:
     return isinstance(summary, dict) and summary.get("state") == "finished"
 
 
-def _why_none(config: Config, checkpoints: Checkpoints) -> str:
+def _why_none(trainer: TrainerConfig, checkpoints: Checkpoints) -> str:
     if damaged := checkpoints.steps():
         return f"every checkpoint is damaged (of step {', '.join(map(str, damaged))})"
-    if not config.trainer.checkpoint_every:
+    if not trainer.checkpoint_every:
         return "there is no checkpoint to resume from, because trainer.checkpoint_every is 0"
     return "there is no checkpoint to resume from: the run ended before its first one was written"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from service.config import Config, resolved_yaml
+from service.config import WandbConfig
 from service.errors import printable
 from service.files import append_lines, atomic_file, write_atomic
 from service.observe.plot import draw_learning_curve
@@ -39,7 +39,8 @@ class RunWriter:
         (self.path / LOGS).mkdir(parents=True, exist_ok=True)
         self._metrics: TextIO | None = None
         self._trackers: list[TensorBoard | Wandb] = []
-        self._config: Config | None = None
+        self._resolved = ""
+        self._wandb: WandbConfig | None = None
         self._trajectories_full = False
         self._targets: Sequence[Mapping[str, Any]] = ()
         self.step = 0
@@ -47,15 +48,15 @@ class RunWriter:
         self.has_final = False
         """Whether the final weights are those of that step."""
 
-    def begin(self, config: Config) -> None:
-        """The run begins or goes on: delete how its earlier part ended, and write the resolved configuration.
+    def begin(self, resolved: str, wandb: WandbConfig | None = None) -> None:
+        """The run begins or continues: delete how its earlier part ended, and write its resolved configuration.
 
         `baton run --config` with that file repeats the run.
         """
         for name in (SUMMARY, ADDRESS):
             (self.path / name).unlink(missing_ok=True)
-        self._has_begun, self._config = True, config
-        write_atomic(self.path / CONFIG, resolved_yaml(config))
+        self._has_begun, self._resolved, self._wandb = True, resolved, wandb
+        write_atomic(self.path / CONFIG, resolved)
 
     def write_address(self, url: str) -> None:
         """Write the address at which /metrics and /status are served."""
@@ -87,7 +88,7 @@ class RunWriter:
             raise ValueError("a line of metrics.jsonl needs trainer/global_step")
         if self._metrics is None:
             self._metrics = append_lines(self.path / METRICS)
-            self._trackers = open_trackers(self._config, self.path)
+            self._trackers = open_trackers(self._wandb, self._resolved, self.path)
         line = {key: _number(value) for key, value in numbers.items()}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import xxhash
 
-from service.config import Config
 from service.errors import StoreFailed, UserError
 from service.files import sync
 from service.run.checkpoints import Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
 from service.run.phases import say
+from service.run.resuming import Load
 from service.store.contents import (
     Damaged,
     FolderMark,
@@ -37,9 +37,6 @@ from service.store.objects import Objects, open_store
 
 AT_ONCE = 8
 """Files that are read at once."""
-
-Load = Callable[[Path], Config]
-"""Reads the configuration of a run, with what the command line sets over it."""
 
 
 def from_store(url: str, load: Load, into: Path | None = None) -> Path:
@@ -91,7 +88,7 @@ def _fetched_step(
     with tempfile.TemporaryDirectory() as temporary:
         _read_file(objects, Path(temporary), (CONFIG, manifest.files[CONFIG]))
         config = load(Path(temporary) / CONFIG)
-    parent = runs_folder(config).resolve() if into is None else into.parent
+    parent = runs_folder(config.run.dir).resolve() if into is None else into.parent
     if into is None and (here := _as_new(parent, mark)) is not None:
         say(f"{here} is as new as {objects.url}: the run goes on there")
         return here

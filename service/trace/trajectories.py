@@ -98,7 +98,7 @@ def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]
     from service.trace.tokens import pieces
 
     config = load([folder / CONFIG], []).config
-    file = initial_model(config, folder) / TOKENIZER
+    file = initial_model(config.model, folder) / TOKENIZER
     if not file.is_file():
         raise UserError(f"{file}: no such file; the run's tokenizer is needed to show its tokens as text")
     tokenizer = read_tokenizer(file)

@@ -12,6 +12,7 @@ import pytest
 
 from actors.observe.metrics_hub import MetricsHub
 from service.config import Config, load_config
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.metrics import Metrics
 from tests.browser.browser import CHROMIUM, REASON, SIZES, Browser, browser
 
@@ -48,7 +49,7 @@ async def run_under_way(steps: int) -> AsyncIterator[tuple[str, MetricsHub]]:
 
 
 async def push(hub: MetricsHub, source: str, *reports: tuple[str, dict[str, Any]]) -> None:
-    await hub.push(source, Metrics(*source.split("/"), Config()).snapshot(), reports)
+    await hub.push(source, Metrics(*source.split("/"), AlertThresholds.of(Config())).snapshot(), reports)
 
 
 def a_step(step: int) -> dict[str, float]:

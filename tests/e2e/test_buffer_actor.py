@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from actors.driver.prepare import prepare
 from service.clock import SystemClock
 from service.config import load_config
 from service.errors import JournalError
 from service.handoff.journal.journal import Journal
-from service.run.prepare import prepare
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.driver.prepare import prepare
 from service.config import load_config
-from service.run.prepare import prepare
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]

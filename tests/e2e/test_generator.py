@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import actors.generator.claims
 from actors.buffer.actor import BufferActor, Leased
+from actors.driver.prepare import prepare
 from actors.engine.engine import engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
@@ -37,7 +38,6 @@ from service.config import (
 from service.errors import RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard
 from service.handoff.steps.wire import decode_mini_batch
-from service.run.prepare import prepare
 from service.types import MiniBatch, PolicyVersion
 from tests.waiting import until
 

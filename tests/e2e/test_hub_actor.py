@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.observe.metrics_hub import MetricsHub, serving
-from service.config import Config
+from service.config import Config, MetricsConfig
 from service.run.metrics_port import with_free_port
 
 pytestmark = [pytest.mark.slow]
@@ -33,7 +33,7 @@ class DyingHub(MetricsHub):
 def test_a_hub_that_dies_while_the_run_starts_is_started_again(tmp_path: Path) -> None:
     import ray
 
-    config = with_free_port(Config.model_validate({"metrics": {"port": 0}}))
+    config = Config(metrics=with_free_port(MetricsConfig(port=0)))
     hub = (
         ray.remote(DyingHub)
         .options(num_cpus=0, max_restarts=-1)

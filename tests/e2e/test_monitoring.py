@@ -22,12 +22,12 @@ import psutil
 import pytest
 import yaml
 
+from actors.driver.prepare import prepare
 from scripts.dashboards.pages import DASHBOARDS
 from service.config import load_config
 from service.observe.metrics_table import TABLE
 from service.rollout.prompts.dataset import write_rows
 from service.run.folder import TARGETS
-from service.run.prepare import prepare
 from tests.waiting import free_port, until
 
 ROOT = Path(__file__).parents[2]

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.driver.cluster import place_actors
+from actors.driver.prepare import prepare
 from actors.engine.arguments import FILE_BACKEND, EngineSettings, engine_arguments
 from actors.engine.engine import VllmEngine
 from actors.trainer.actor import TrainerRank
@@ -29,7 +30,6 @@ from actors.weights.weight_group import Meeting, WeightGroup
 from service.config import Config, WeightsConfig, load
 from service.errors import UserError
 from service.rollout.engine import Sampling
-from service.run.prepare import prepare
 from service.types import PolicyVersion
 from tests.e2e.test_engine import ATOL, CONFIG, dense, difference, prompt, started, weights_of
 

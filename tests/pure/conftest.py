@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.driver.prepare import prepare
 from service.config import load_config
-from service.run.prepare import prepare
 
 
 @pytest.fixture(scope="session")

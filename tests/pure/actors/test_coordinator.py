@@ -150,7 +150,7 @@ def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
     monkeypatch.setattr(warm_start, "demonstrations", lambda *_: [])
     config = load_config(["configs/quickstart.yaml"], ["model.lora={}"] if lora else [])
     run, trainer, hub = RunWriter(tmp_path / "run"), Trainer(), Method(answering("http://127.0.0.1:9400"))
-    warmed = warmed_model(config, run.path)
+    warmed = warmed_model(config.model, run.path)
     prepared = Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, Routing((), 0, 0), warmed_model=warmed)
     cluster = Cluster(
         hub=SimpleNamespace(start=hub, push=SimpleNamespace(remote=lambda *_: None)),

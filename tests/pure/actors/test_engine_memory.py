@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from actors.driver.prepare import prepare
 from actors.engine import arguments as arguments_module
 from actors.engine.arguments import GPU_BATCHED_TOKENS, EngineSettings, engine_arguments
 from service.config import load_config
 from service.errors import UserError
-from service.run.prepare import prepare
 
 QUICKSTART = "configs/quickstart.yaml"
 

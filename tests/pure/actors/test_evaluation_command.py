@@ -17,11 +17,11 @@ from actors.driver import evaluate as command
 from actors.driver import placement
 from actors.driver.node_check import RunFiles
 from actors.driver.placement import Bundle, reserve
+from actors.driver.prepare import prepare
 from service.config import load_config
 from service.errors import RunFailed
 from service.evaluation.scores import EvalTrajectory
 from service.run.eval_target import eval_target
-from service.run.prepare import prepare
 from tests.pure.actors.fakes import Method
 
 QUICKSTART = "configs/quickstart.yaml"

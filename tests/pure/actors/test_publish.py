@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing.reductions as reductions
 from safetensors.torch import load as load_tensors
 
+from actors.driver.prepare import prepare
 from actors.trainer.actor import TrainerRank
 from actors.weights.adapter import AdapterShapes
 from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, checksum_of
@@ -23,7 +24,6 @@ from actors.weights.part import PartCopy
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig, load_config
 from service.learn.model.sharding import Rows
-from service.run.prepare import prepare
 from tests.pure.actors.fakes import all_rows
 
 WEIGHTS = {f"layers.{n}.weight": torch.full((2, n + 1), float(n), dtype=torch.bfloat16) for n in range(5)}

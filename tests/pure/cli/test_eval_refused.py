@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from actors.driver.evaluate import Results, beside_a_run
+from actors.driver.prepare import prepare
 from service.cli.parser import main
-from service.config import load_config
+from service.config import load_config, resolved_yaml
 from service.learn.checkpoint import CheckpointMetadata, CheckpointWriter
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import trained_shapes
 from service.learn.optimizer import MOMENTS
 from service.run.checkpoints import MANIFEST, TRAINER, Checkpoints
-from service.run.prepare import prepare
 from service.run.writer import RunWriter
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -34,7 +34,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 20 and 40 and no final weights."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     config = load_config([QUICKSTART], ["data.eval_make_rows=4"])
-    RunWriter(folder).begin(config)
+    RunWriter(folder).begin(resolved_yaml(config))
     shapes = trained_shapes(read_config(prepare(config, folder).model_folder))
     tensors = {f"{kind}/{name}": torch.zeros(shape) for kind in ("weights", *MOMENTS) for name, shape in shapes.items()}
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
@@ -106,7 +106,7 @@ def test_a_run_without_a_checkpoint_is_named(run: Path, said: Said) -> None:
 def test_an_export_of_a_run_without_an_adapter_is_refused_before_its_weights_are_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    RunWriter(tmp_path / "run").begin(load_config([QUICKSTART]))
+    RunWriter(tmp_path / "run").begin(resolved_yaml(load_config([QUICKSTART])))
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 2
     said = capsys.readouterr().err
     assert "there is no adapter to export" in said and str(tmp_path / "run/final") in said and said.count("\n") == 1

@@ -31,9 +31,9 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
     assert (eval_target(whole).model, eval_target(whole).settings) == (whole / "final", [whole / "config.yaml"])
     found = eval_target(stopped)
     assert (found.model, found.step, found.checkpoints.path(0).parent) == (None, None, stopped / "checkpoints")
-    assert found.begun_with(load_config(found.settings)) == stopped / "model"
+    assert found.begun_with(load_config(found.settings).model) == stopped / "model"
     warmed = load_config(found.settings, ["model.lora={}", "model.warm_start={}"])
-    assert found.begun_with(warmed) == stopped / WARM_START, "the model that the adapter was added to"
+    assert found.begun_with(warmed.model) == stopped / WARM_START, "the model that the adapter was added to"
     assert eval_target(whole).weights(None) == whole / "final"
     manifest = Manifest(step=40, incarnation=1, journal_position=0, issued=0, frontier=0, files={})
     assert found.weights(manifest) == stopped / "checkpoints" / "step_40"

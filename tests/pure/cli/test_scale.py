@@ -23,10 +23,10 @@ def run_of(folder: Path, *settings: str) -> Config:
 
 def test_a_run_has_as_many_generators_as_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = run_of(tmp_path, RANGE)
-    assert asked_for(tmp_path, config, 2) == 5
+    assert asked_for(tmp_path, config.generator, 2) == 5
     with lock_run(tmp_path):
         assert main(["scale", str(tmp_path), "--engines", "3"]) == 0
-    assert "asked for 3 generators" in capsys.readouterr().out and asked_for(tmp_path, config, 2) == 3
+    assert "asked for 3 generators" in capsys.readouterr().out and asked_for(tmp_path, config.generator, 2) == 3
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ def test_a_run_has_as_many_generators_as_it_is_asked_for(tmp_path: Path, capsys:
 def test_a_number_that_cannot_be_read_changes_nothing(tmp_path: Path, text: str) -> None:
     config = run_of(tmp_path, RANGE)
     (tmp_path / SCALE).write_bytes(text.encode(errors="surrogateescape"))
-    assert asked_for(tmp_path, config, 4) == 4
+    assert asked_for(tmp_path, config.generator, 4) == 4
 
 
 def test_a_number_that_the_disk_does_not_give_changes_nothing(tmp_path: Path) -> None:
     config = run_of(tmp_path, RANGE)
     (tmp_path / SCALE).mkdir()
-    assert asked_for(tmp_path, config, 4) == 4
+    assert asked_for(tmp_path, config.generator, 4) == 4
 
 
 @pytest.mark.parametrize(

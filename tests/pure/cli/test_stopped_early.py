@@ -16,7 +16,7 @@ import pytest
 
 from actors.driver import run as running
 from actors.driver.signals import FORCING, STOP_SIGNALS
-from service.config import Config, load_config
+from service.config import Config, load_config, resolved_yaml
 from service.errors import RunFailed
 from service.run.prepare import Prepared
 from service.run.writer import RunWriter
@@ -280,7 +280,7 @@ def test_a_run_that_goes_on_has_not_ended_and_is_stopped_with_the_steps_that_it_
 
     def starting(config: Config, folder: RunWriter, *arguments: object) -> int:
         if goes_on:
-            folder.begin(config)
+            folder.begin(resolved_yaml(config))
             assert not summary.exists()
         raise KeyboardInterrupt
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from actors.driver.prepare import prepare
 from benchmarks.estimates import SHAPES, model_folder
 from service.cli.parser import main
 from service.config import Config, load
@@ -23,7 +24,6 @@ from service.learn.estimate.kv_cache import check_engine, kv_token_bytes, reques
 from service.learn.estimate.step import StepEstimate
 from service.learn.model.hf_config import MOST, read_config
 from service.learn.model.policy_model import Checkpointing, trained_shapes
-from service.run.prepare import prepare
 from tests.pure.learn.test_estimate import MICRO_BATCH_TOKENS, configured, folder_of
 
 ROOT = Path(__file__).parents[3]

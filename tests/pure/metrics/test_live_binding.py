@@ -6,6 +6,7 @@ import pytest
 
 from service.cli.status_view import status_lines
 from service.config import Config
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import Hub
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
@@ -178,8 +179,13 @@ class Clock:
 def test_status_and_metrics_name_what_binds_within_a_minute_of_steps() -> None:
     clock, config = Clock(), Config()
     hub = Hub(clock, Window())
-    hub.put_status("run", run_report(config, "runs/r", clock.wall()))
-    driver, generator = Metrics("driver", "driver", config), Metrics("generator", "generator-0", config)
+    hub.put_status(
+        "run", run_report(config.run, config.generator, config.trainer, config.buffer, "runs/r", clock.wall())
+    )
+    driver, generator = (
+        Metrics("driver", "driver", AlertThresholds.of(config)),
+        Metrics("generator", "generator-0", AlertThresholds.of(config)),
+    )
     for second in range(60):
         clock.now = float(second)
         measure_states(driver, {"waiting": 0.7 * second, "step": 0.3 * second})

@@ -12,6 +12,7 @@ from actors.observe.reporting import Reporter
 from service.config import Config
 from service.handoff.status import ScorerStatus
 from service.handoff.steps.builder import steps_table
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.measure import (
     LeasedBatches,
     measure_buffer,
@@ -29,7 +30,7 @@ from service.types import Extension, MicroBatch, MiniBatch, Step, TrajectoryEnd,
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("r", "i", Config())
+    return Metrics("r", "i", AlertThresholds.of(Config()))
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
@@ -71,7 +72,7 @@ def test_a_line_of_metrics_becomes_gauges_histograms_and_counters(metrics: Metri
 
 
 def test_the_state_of_a_run_is_one_series(metrics: Metrics) -> None:
-    measure_run(metrics, Config(), "run-2", "0.1.0")
+    measure_run(metrics, AlertThresholds.of(Config()), "run-2", "0.1.0")
     measure_state(metrics, "warm_start")
     measure_state(metrics, "training")
     assert value(metrics, "baton_run_state", state="training") == 1

@@ -7,12 +7,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.config import Config, load_config
-from service.observe.alert_thresholds import alert_thresholds, long_batch_tokens
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import Hub
 from service.observe.metrics import Metrics, bucket_bounds
 from service.observe.metrics_table import LENGTH, TABLE
 
 CONFIG = Config()
+THRESHOLDS = AlertThresholds.of(CONFIG)
 
 REQUIRED = {
     "baton_batch_longest_row_tokens",
@@ -78,7 +79,7 @@ def test_the_table_follows_the_naming_rules() -> None:
 
 
 def test_a_snapshot_is_prometheus_text_with_the_actors_role_and_ident() -> None:
-    metrics = Metrics("buffer", "buffer", CONFIG)
+    metrics = Metrics("buffer", "buffer", THRESHOLDS)
     metrics.set("baton_tokens", 12, fate="trained")
     metrics.count("baton_refused_messages_total", reason="schema")
     metrics.count("baton_refused_messages_total", 2, reason="schema")
@@ -88,7 +89,7 @@ def test_a_snapshot_is_prometheus_text_with_the_actors_role_and_ident() -> None:
 
 
 def test_a_histogram_of_an_array_is_exact_and_a_value_on_a_bound_lies_below_it() -> None:
-    metrics = Metrics("trainer", "t", CONFIG)
+    metrics = Metrics("trainer", "t", THRESHOLDS)
     metrics.observe("baton_row_length_tokens", np.array([1, 80, 81, 5000]))
     metrics.observe("baton_row_length_tokens", 80)
     text = metrics.snapshot()
@@ -101,7 +102,7 @@ def test_a_histogram_of_an_array_is_exact_and_a_value_on_a_bound_lies_below_it()
 
 
 def test_weights_count_a_value_many_times() -> None:
-    metrics = Metrics("trainer", "t", CONFIG)
+    metrics = Metrics("trainer", "t", THRESHOLDS)
     metrics.observe("baton_staleness_versions", [0, 3], weights=[10, 5])
     text = metrics.snapshot()
     assert value(text, "baton_staleness_versions_bucket", le="2.0", role="trainer", ident="t") == 10
@@ -110,19 +111,19 @@ def test_weights_count_a_value_many_times() -> None:
 
 def test_length_buckets_end_at_the_longest_row_and_hold_the_alert_threshold() -> None:
     config = load_config([], ["generator.max_input_length=6000", "metrics.long_batch_tokens=5000"])
-    bounds = bucket_bounds(config)[LENGTH]
+    bounds = bucket_bounds(AlertThresholds.of(config))[LENGTH]
     assert 5000.0 in bounds and bounds[-1] == 6256.0
-    assert long_batch_tokens(CONFIG) == 960 and 960.0 in bucket_bounds(CONFIG)[LENGTH]
+    assert THRESHOLDS.long_batch == 960 and 960.0 in bucket_bounds(THRESHOLDS)[LENGTH]
     assert list(bounds) == sorted(set(bounds))
 
 
 def test_every_histogram_has_bounds_and_every_alert_threshold_is_a_gauge() -> None:
-    assert {metric.buckets for metric in TABLE if metric.kind == "histogram"} == set(bucket_bounds(CONFIG))
-    assert alert_thresholds(CONFIG).keys() <= {metric.name for metric in TABLE if metric.kind == "gauge"}
+    assert {metric.buckets for metric in TABLE if metric.kind == "histogram"} == set(bucket_bounds(THRESHOLDS))
+    assert THRESHOLDS.gauges().keys() <= {metric.name for metric in TABLE if metric.kind == "gauge"}
 
 
 def test_a_counter_that_is_kept_elsewhere_is_set_to_its_total_and_never_goes_down() -> None:
-    metrics = Metrics("buffer", "b", CONFIG)
+    metrics = Metrics("buffer", "b", THRESHOLDS)
     for total in (5, 9, 7):
         metrics.count_to("baton_accepted_tokens_total", total)
     assert value(metrics.snapshot(), "baton_accepted_tokens_total", role="buffer", ident="b") == 9
@@ -131,7 +132,7 @@ def test_a_counter_that_is_kept_elsewhere_is_set_to_its_total_and_never_goes_dow
 
 
 def test_what_the_table_does_not_have_cannot_be_recorded() -> None:
-    metrics = Metrics("buffer", "b", CONFIG)
+    metrics = Metrics("buffer", "b", THRESHOLDS)
     with pytest.raises(ValueError, match="not in the table"):
         metrics.set("baton_tokenz", 1)
     with pytest.raises(ValueError, match="a counter with labels"):
@@ -141,7 +142,7 @@ def test_what_the_table_does_not_have_cannot_be_recorded() -> None:
 
 
 def test_series_that_no_longer_exist_can_be_dropped() -> None:
-    metrics = Metrics("buffer", "b", CONFIG)
+    metrics = Metrics("buffer", "b", THRESHOLDS)
     metrics.set_all("baton_buffer_groups", "state", {"open": 3, "issued": 2})
     metrics.set_all("baton_buffer_groups", "state", {"leased": 1, "issued": 4})
     text = metrics.snapshot()
@@ -157,7 +158,7 @@ def test_series_that_no_longer_exist_can_be_dropped() -> None:
 def test_the_hub_merges_the_actors_numbers_family_by_family() -> None:
     hub = Hub(FakeClock())
     for ident in ("generator-0", "generator-1"):
-        metrics = Metrics("generator", ident, CONFIG)
+        metrics = Metrics("generator", ident, THRESHOLDS)
         metrics.count("baton_generated_tokens_total", 7)
         metrics.observe("baton_generator_wait_seconds", 0.5, reason="lookahead")
         hub.push(f"generator/{ident}", metrics.snapshot())
@@ -171,7 +172,7 @@ def test_the_hub_merges_the_actors_numbers_family_by_family() -> None:
 def test_a_restarted_actor_takes_the_place_of_its_former_self() -> None:
     hub = Hub(FakeClock())
     for version in (5, 6):
-        metrics = Metrics("trainer", "trainer-0", CONFIG)
+        metrics = Metrics("trainer", "trainer-0", THRESHOLDS)
         metrics.set("baton_policy_version", version)
         hub.push("trainer/trainer-0", metrics.snapshot())
     assert [s for s in samples(hub.page()) if s[0] == "baton_policy_version"] == [
@@ -183,7 +184,7 @@ def test_a_restarted_actor_takes_the_place_of_its_former_self() -> None:
 def test_a_silent_actor_is_down_keeps_its_counters_and_loses_its_gauges() -> None:
     clock = FakeClock()
     hub = Hub(clock)
-    metrics = Metrics("generator", "g", CONFIG)
+    metrics = Metrics("generator", "g", THRESHOLDS)
     metrics.count("baton_generated_tokens_total", 7)
     metrics.set("baton_generator_running_requests", 3)
     hub.push("generator/g", metrics.snapshot())
@@ -238,7 +239,7 @@ def test_the_history_gives_the_steps_after_a_step_as_columns_without_nan() -> No
 def test_a_page_of_64_actors_costs_less_than_fifty_milliseconds() -> None:
     hub = Hub(FakeClock())
     for number in range(64):
-        metrics = Metrics("generator", f"generator-{number}", Config())
+        metrics = Metrics("generator", f"generator-{number}", AlertThresholds.of(Config()))
         for metric in TABLE:
             record = {"gauge": metrics.set, "counter": metrics.count, "histogram": metrics.observe}[metric.kind]
             record(metric.name, 1.0, **dict.fromkeys(metric.labels, "a"))

@@ -14,8 +14,9 @@ import pytest
 from actors.observe.metrics_hub import MetricsHub, prefers_html, run_target
 from service.cli.status_client import fetch_status
 from service.cli.status_view import status_lines
-from service.config import Config, load_config
+from service.config import Config, MetricsConfig, load_config
 from service.errors import UserError
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import HISTORY_KEYS, SILENT_SECONDS, Hub
 from service.observe.metrics import Metrics
 from service.run.metrics_port import DEFAULT_PORT, with_free_port
@@ -38,7 +39,7 @@ def test_metrics_status_and_health_are_served_on_one_port() -> None:
         hub = hub_on(0)
         url = await hub.start()
         assert await hub.start() == url
-        metrics = Metrics("trainer", "trainer-0", Config())
+        metrics = Metrics("trainer", "trainer-0", AlertThresholds.of(Config()))
         metrics.set("baton_policy_version", 3)
         await hub.push("trainer/trainer-0", metrics.snapshot(), [("run", {"name": "r", "state": "training"})])
         kind, page = await get(f"{url}/metrics")
@@ -72,7 +73,7 @@ def test_the_status_has_the_sessions_of_agents_and_their_calls_a_second_over_all
     clock = _Turned()
     hub = Hub(clock)
     assert hub.status()["agents"] == {}
-    generators = [Metrics("generator", f"generator-{number}", Config()) for number in range(2)]
+    generators = [Metrics("generator", f"generator-{number}", AlertThresholds.of(Config())) for number in range(2)]
     for seconds in range(3):
         for number, metrics in enumerate(generators):
             metrics.set_all("baton_agent_sessions", "state", {"calling": 2, "idle": number, "finished": 7 * seconds})
@@ -93,7 +94,7 @@ def test_the_status_has_a_line_for_each_host_where_there_are_several() -> None:
     hub = Hub(_Turned())
 
     def push(role: str, ident: str, host: str) -> None:
-        metrics = Metrics(role, ident, Config())
+        metrics = Metrics(role, ident, AlertThresholds.of(Config()))
         metrics.set("baton_actor_host_info", 1.0, host=host)
         hub.push(f"{role}/{ident}", metrics.snapshot())
 
@@ -125,7 +126,7 @@ def test_a_run_that_got_the_address_of_a_killed_one_does_not_answer_for_it() -> 
     async def scenario() -> None:
         hub = hub_on(0)
         url = await hub.start()
-        snapshot = Metrics("trainer", "trainer-0", Config()).snapshot()
+        snapshot = Metrics("trainer", "trainer-0", AlertThresholds.of(Config())).snapshot()
         await hub.push("trainer/trainer-0", snapshot, [("run", {"folder": "/runs/second"})])
         (target, *_) = json.loads((await get(f"{url}/sd"))[1])
         named = {name: target["labels"][name] for name in ("instance", "run", "folder")}
@@ -154,7 +155,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
 def test_a_start_and_pushes_at_the_same_time_open_the_port_once() -> None:
     async def scenario() -> None:
         hub = hub_on(0)
-        snapshot = Metrics("trainer", "t", Config()).snapshot()
+        snapshot = Metrics("trainer", "t", AlertThresholds.of(Config())).snapshot()
         url, *_ = await asyncio.gather(hub.start(), *(hub.push("trainer/t", snapshot) for _ in range(5)))
         second = hub_on(int(url.rpartition(":")[2]))
         with pytest.raises(UserError):
@@ -177,7 +178,7 @@ def test_a_restarted_hub_serves_again_with_the_next_push() -> None:
         port = int((await first.start()).rpartition(":")[2])
         await first.stop()
         second = hub_on(port)
-        await second.push("trainer/t", Metrics("trainer", "t", Config()).snapshot())
+        await second.push("trainer/t", Metrics("trainer", "t", AlertThresholds.of(Config())).snapshot())
         _, page = await get(f"http://127.0.0.1:{port}/metrics")
         assert b"baton_actor_up" in page
         await second.stop()
@@ -190,7 +191,7 @@ def listening() -> Iterator[int]:
     """A server on the port that a run would take; another process may take that port first, then on the next one."""
     host, server = Config().metrics.host, None
     while server is None:
-        port = with_free_port(Config()).metrics.port or 0
+        port = with_free_port(MetricsConfig()).port or 0
         with suppress(OSError):
             server = socket.create_server((host, port))
     with server:
@@ -200,15 +201,16 @@ def listening() -> Iterator[int]:
 def test_where_no_port_is_configured_the_next_free_one_is_taken() -> None:
     with listening() as first:
         assert first >= DEFAULT_PORT
-        second = with_free_port(Config()).metrics.port
+        second = with_free_port(MetricsConfig()).port
         assert second is not None and second >= DEFAULT_PORT and second != first
 
 
 def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:
     async def scenario() -> None:
-        config = with_free_port(load_config([], ["metrics.port=0"]))
-        assert config.metrics.port != 0 and with_free_port(config) == config
-        snapshot = Metrics("trainer", "t", Config()).snapshot()
+        metrics = with_free_port(MetricsConfig(port=0))
+        assert metrics.port != 0 and with_free_port(metrics) == metrics
+        config = Config(metrics=metrics)
+        snapshot = Metrics("trainer", "t", AlertThresholds.of(Config())).snapshot()
         for _ in range(2):
             hub = MetricsHub(config.model_dump_json())
             await hub.push("trainer/t", snapshot, [("run", {"name": "r", "state": "training"})])
@@ -241,7 +243,7 @@ def test_a_number_that_is_not_finite_is_null_in_status_and_history_as_json_has_n
     async def scenario() -> None:
         hub = hub_on(0)
         url = await hub.start()
-        snapshot = Metrics("trainer", "t", Config()).snapshot()
+        snapshot = Metrics("trainer", "t", AlertThresholds.of(Config())).snapshot()
         step = {"trainer/global_step": 1, HISTORY_KEYS[0]: number, "policy/loss": number}
         buffer = {"accepted_tokens": 3, "groups": {"open": number}}
         await hub.push("trainer/t", snapshot, [("step", step), ("buffer", buffer)])

@@ -20,6 +20,7 @@ from service.cli.status_view import status_lines
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import Hub
 from service.observe.metrics import Metrics
 from service.observe.status import SCHEMA
@@ -54,7 +55,7 @@ JSON = st.recursive(
 def whole() -> dict[str, Any]:
     """A document with every part."""
     hub = Hub(SystemClock())
-    metrics = Metrics("generator", "generator-0", Config())
+    metrics = Metrics("generator", "generator-0", AlertThresholds.of(Config()))
     metrics.set_all("baton_agent_sessions", "state", {"calling": 2, "finished": 3})
     hub.push("generator/generator-0", metrics.snapshot())
     hub.put_status(

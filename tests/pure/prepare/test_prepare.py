@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.driver.prepare import prepare
 from actors.driver.run import run
 from service.cli import main
 from service.config import Config, LoraConfig, load_config
@@ -15,8 +16,6 @@ from service.learn.model.adapter_folder import ADAPTER_WEIGHTS, Base, write_adap
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import trained_shapes
 from service.rollout.chat.tokenizer import make_tokenizer
-from service.run.prepare import prepare
-from service.scorers.teacher import check_tokenizers
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -39,7 +38,7 @@ def test_a_teacher_that_reads_other_tokens_or_teaches_no_row_is_refused_before_a
     for folder, reason in ((other, "is another one than the policy's"), (empty, "has no tokenizer.json")):
         teacher = [f"scorers.big={{kind: teacher, model: {folder}}}", "algorithm.teacher={}"]
         with pytest.raises(UserError, match=rf"^scorers\.big: the .*{reason}"):
-            check_tokenizers(pointed_at(model, *teacher).scorers, model)
+            prepare(pointed_at(model, *teacher), tmp_path / "run")
     with pytest.raises(UserError, match="no row of the dataset names a teacher in its column 'who'"):
         prepare(pointed_at(model, *teacher, "algorithm.teacher.column=who"), tmp_path / "run")
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from actors.driver.prepare import prepare
 from service.config import Config, LoraConfig, load
 from service.errors import UserError
 from service.learn.model.adapter_folder import Base, write_adapter
 from service.rollout.prompts.dataset import write_rows
-from service.run.prepare import demonstrations, prepare
+from service.run.prepare import demonstrations
 
 TINY = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -56,7 +57,8 @@ def test_the_demonstrations_of_a_warm_start_follow_the_configured_conversation(t
     prepared = prepare(config(*settings), tmp_path)
 
     def tokens(mode: str) -> int:
-        shown = demonstrations(config(*settings, f"generator.conversation={mode}"), prepared.model_folder)
+        made = config(*settings, f"generator.conversation={mode}")
+        shown = demonstrations(made.model, made.env, made.generator, made.run.seed, prepared.model_folder)
         return sum(len(row.token_ids) for row in shown)
 
     assert tokens("inline") < tokens("append")

@@ -19,6 +19,7 @@ from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.roles import roles_from
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import step_objects
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.metrics import Metrics
 from service.rollout.agent import run_trajectory
 from service.rollout.chat import frozen
@@ -169,7 +170,7 @@ async def test_a_frozen_role_with_a_folder_is_asked_at_an_engine_of_the_run(
     assert failure.endswith("roles.verifier: too long") and end.stop_reason == "environment_output"
     assert chat.text(steps[1].response_ids) == "owl" and not steps[1].loss_mask.any()
     assert heard[0] == heard[1] == ("verifier", [Message(role="user", content="is it 17 ?")], 1.0)
-    asked.measure(metrics := Metrics("generator", "generator-0", Config()))
+    asked.measure(metrics := Metrics("generator", "generator-0", AlertThresholds.of(Config())))
     of = {"step_role": "verifier", "role": "generator", "ident": "generator-0"}
     for outcome in ("answered", "failed"):
         assert value(metrics.snapshot(), "baton_frozen_role_turns_total", outcome=outcome, **of) == 1

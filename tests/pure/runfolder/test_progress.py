@@ -9,6 +9,7 @@ import pytest
 
 from service.clock import SystemClock
 from service.config import load_config
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import Hub
 from service.observe.measure import measure_step
 from service.observe.metrics import Metrics
@@ -42,7 +43,7 @@ def begun(run: RunWriter, said: list[str], *settings: str, taken: int = 0) -> Pr
     for number in range(1, taken + 1):
         run.log_step({"trainer/global_step": number, **METRICS})
     run.close()
-    going = Progress(config, run, said.append)
+    going = Progress(config.run.max_steps, tuple(config.roles), bool(config.trainer.checkpoint_every), run, said.append)
     going.go_on_from(taken)
     going.begin()
     return going
@@ -80,7 +81,7 @@ def test_what_environments_say_is_in_the_line_of_a_step(tmp_path: Path, clock: C
 
 def test_the_seconds_of_an_update_are_in_the_line_of_one_step(tmp_path: Path, clock: Clock) -> None:
     config = load_config([Path("configs/quickstart.yaml")], [])
-    run, metrics = RunWriter(tmp_path), Metrics("driver", "driver", config)
+    run, metrics = RunWriter(tmp_path), Metrics("driver", "driver", AlertThresholds.of(config))
     going = begun(run, [])
     for number, seconds in enumerate((None, 0.5, None, None, 0.25), start=1):  # as with weights.sync_every=3
         clock.now += 1

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from actors.driver.run import run
 from service.cli import main
-from service.config import Config, load_config
+from service.config import Config, WandbConfig, load_config, resolved_yaml
 from service.errors import RunFailed, UserError
 from service.observe.plot import smooth
 from service.run import writer
@@ -65,7 +65,7 @@ def test_a_folder_that_is_renamed_under_its_run_is_named_as_the_reason(
 ) -> None:
     def rename_and_go_on(config: Config, folder: RunWriter, manifest: object) -> int:
         folder.path.rename(tmp_path / "renamed")
-        folder.begin(config)
+        folder.begin(resolved_yaml(config))
         return 0
 
     monkeypatch.setattr("actors.driver.run._run", rename_and_go_on)
@@ -82,7 +82,7 @@ def test_a_place_that_cannot_hold_runs_is_a_user_error(tmp_path: Path) -> None:
 
 def test_the_kept_configuration_repeats_the_run(tmp_path: Path) -> None:
     config = load_config([Path("configs/quickstart.yaml")], ["run.seed=3"])
-    RunWriter(tmp_path).begin(config)
+    RunWriter(tmp_path).begin(resolved_yaml(config))
     assert load_config([tmp_path / "config.yaml"]) == config != Config()
 
 
@@ -161,7 +161,7 @@ def test_wandb_takes_the_same_numbers_when_asked_and_works_offline(
     wandb = pytest.importorskip("wandb", reason="wandb is optional and not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = RunWriter(tmp_path / "r")
-    folder.begin(load_config([], ["metrics.wandb={project: p}"]))
+    folder.begin("", WandbConfig(project="p"))
     folder.log_step(step(1))
     folder.log_step(step(2))
     folder.close()
@@ -177,7 +177,7 @@ def test_wandb_knows_a_resumed_run_and_takes_one_of_its_name_elsewhere_for_anoth
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for parent in ("one", "one", "another"):
         folder = RunWriter(tmp_path / parent / "quickstart")
-        folder.begin(load_config([], ["metrics.wandb={project: p}"]))
+        folder.begin("", WandbConfig(project="p"))
         folder.log_step(step(1))
         folder.close()
     began = [call.kwargs for call in wandb.init.call_args_list]
@@ -192,6 +192,6 @@ def test_a_wandb_that_wants_a_key_says_so_in_one_line(tmp_path: Path, monkeypatc
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = RunWriter(tmp_path / "r")
-    folder.begin(load_config([], ["metrics.wandb={project: p, offline: false}"]))
+    folder.begin("", WandbConfig(project="p", offline=False))
     with pytest.raises(UserError, match=r"^metrics\.wandb: No API key .*metrics\.wandb\.offline=true\)$"):
         folder.log_step({"trainer/global_step": 1})

@@ -29,6 +29,7 @@ from service.handoff.journal.disk import LocalDisk
 from service.learn.model.hf_checkpoint import INDEX, check_weights
 from service.learn.model.hf_config import read_config
 from service.learn.model.tiny_model import make_model
+from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import MAX_SNAPSHOT_BYTES, MAX_SOURCES, Hub
 from service.observe.metrics import MAX_SERIES, Metrics
 from service.observe.metrics_table import TABLE
@@ -164,7 +165,7 @@ def test_s5_labels_are_few_short_and_never_a_text_from_a_rollout() -> None:
         "state", "fate", "reason", "stop_reason", "of", "env", "run", "baton_version", "turns",
         "dialect", "how", "status", "step_role", "success", "part", "tool", "scorer", "outcome", "host",
     }  # fmt: skip
-    metrics = Metrics("generator", "generator-0", Config())
+    metrics = Metrics("generator", "generator-0", AlertThresholds.of(Config()))
     for number in range(10 * MAX_SERIES):
         metrics.count("baton_environment_errors_total", env=f"env-{number}")
     assert metrics.snapshot().count(b"baton_environment_errors_total{") <= MAX_SERIES + 1

@@ -38,7 +38,7 @@ def gone_on(disk: Path, objects: MemoryObjects, said: list[str] | None = None, s
 
     folder = fetch.fetched(objects, loaded, (said if said is not None else []).append)
     config = loaded(folder / CONFIG)
-    with resumed(config, folder) as manifest:
+    with resumed(config.run, config.trainer, folder) as manifest:
         run = ScriptedRun(folder, config, objects, manifest)
     run.train(steps)
     return run

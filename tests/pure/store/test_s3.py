@@ -57,7 +57,7 @@ def test_a_run_goes_on_from_s3_on_an_empty_disk_and_nothing_of_it_holds_a_creden
     said = list[str]()
     folder = fetch.fetched(open_store(URL), lambda file: load([file], [f"run.dir={second}"]).config, said.append)
     config = load([folder / CONFIG]).config
-    with resumed(config, folder) as manifest:
+    with resumed(config.run, config.trainer, folder) as manifest:
         run = ScriptedRun(folder, config, open_store(URL), manifest)
     run.train()
     run.end()

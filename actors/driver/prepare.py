@@ -1,0 +1,45 @@
+"""Prepares a run: makes or reads its data and its model, and checks them against the whole configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from service.config import Config
+from service.config.checks import check_bytes
+from service.learn.estimate.fit import refuse_too_large
+from service.learn.estimate.kv_cache import check_engine
+from service.learn.model.router_replay import routing_of_model
+from service.rollout.check_inputs import check_environments
+from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.mixture import train_file
+from service.run.folder import DATA, initial_model, warmed_model
+from service.run.prepare import Prepared, checked_model, checked_shapes, make_policy, prepare_evaluation
+from service.run.teachers import teachers_of
+from service.scorers.teacher import check_tokenizers
+from service.scorers.user import check_scorers
+
+
+def prepare(config: Config, folder: Path) -> Prepared:
+    """Make under `folder` the data and the model that the configuration says to make; read and check the others.
+
+    Raises:
+        UserError: a file or folder is missing or malformed, or the model does not fit the configuration.
+    """
+    data, env, model, seed = config.data, config.env, config.model, config.run.seed
+    tasks_file = train_file(data, env, folder / DATA, seed)
+    tasks = load_tasks(tasks_file)
+    check_environments(env, tasks, tasks_file)
+    check_scorers(config.scorers)
+    columns, temperatures = [task.extra_info for task in tasks], [task.temperature for task in tasks]
+    teachers_of(config.scorers, config.algorithm.teacher, columns, temperatures)
+    evals = prepare_evaluation(data, env, seed, folder)
+    model_folder = model.path or make_policy(model, env, seed, initial_model(model, folder))
+    hf_config, tokenizer = checked_model(model_folder)
+    check_tokenizers(config.scorers, model_folder)
+    routing = routing_of_model(hf_config)
+    check_bytes(config, routing.experts_per_token)
+    check_engine(hf_config, config)
+    checked_shapes(model, model_folder, hf_config)
+    refuse_too_large(config, model_folder)
+    warmed = warmed_model(model, folder)
+    return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing, evals, warmed)
