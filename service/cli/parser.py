@@ -140,10 +140,17 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, overrides
 
 
+def _examples() -> str:
+    """The examples of the commands that there are."""
+    there = {command.name for command in COMMANDS}
+    lines = EXAMPLES.splitlines()
+    return "\n".join(line for line in lines if not line.startswith("  baton ") or line.split()[1] in there)
+
+
 def _parser(typed: str) -> argparse.ArgumentParser:
     """The parser; only the module of the command that was typed is imported."""
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=EXAMPLES, formatter_class=plain)
+    parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=_examples(), formatter_class=plain)
     parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
     added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

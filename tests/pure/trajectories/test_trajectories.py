@@ -1,6 +1,8 @@
 """Completed trajectories as records and as something to look at."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
@@ -318,3 +320,22 @@ def test_showing_a_trajectory_takes_the_tokenizer_of_its_run(
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     assert main(show) == 2
     assert "no tokenizer can be read from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "[" * 100_000, "\udcff"])
+def test_a_damaged_file_of_trajectories_is_one_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "trajectories.jsonl").write_text(text, errors="surrogateescape")
+    assert main(["trajectories", "list", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_list_is_printed_without_what_draws_or_learns() -> None:
+    code = (
+        "import sys; from service.cli.parser import main; main(['trajectories', 'list', 'nobody']); "
+        "sys.exit(sorted({'tensorboard', 'matplotlib', 'torch'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr

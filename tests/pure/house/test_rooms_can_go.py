@@ -1,0 +1,57 @@
+"""An optional room can go: without its folder, its lines at the edge and its own tests, the rest works as before."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).parents[3]
+PARSER, HUB = "service/cli/parser.py", "actors/observe/metrics_hub.py"
+LINES = {
+    "simulate": [(PARSER, r'    Command\("simulate".*\n')],
+    "trace": [(PARSER, r'    Command\("trace".*\n'), (PARSER, r'    Command\("trajectories".*\n')],
+    "plan": [(PARSER, r'    Command\("plan".*\n'), (HUB, r"from service\.plan\..*\n"), (HUB, r", Window\(\)")],
+}
+"""Room -> its lines at the edge: (file, what is taken out of it)."""
+OWN_TESTS = {"simulate": ["sim"], "trace": ["pure/timeline", "pure/trajectories"], "plan": ["pure/plan"]}
+"""Room -> folders of its tests; beside them go the files elsewhere that import it."""
+NEIGHBOURS = ["pure/cli", "pure/config", "pure/metrics", "pure/runfolder", "pure/plan", "pure/trajectories"]
+
+
+def without(room: str, copy: Path) -> None:
+    """A copy of the project without a room."""
+    for folder in ("service", "actors", "baton", "tests", "configs", "benchmarks", "scripts"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    shutil.rmtree(copy / "service" / room)
+    for file, line in LINES[room]:
+        text, n = re.subn(line, "", (copy / file).read_text())
+        assert n == 1, f"{file}: {line}"
+        (copy / file).write_text(text)
+    for folder in OWN_TESTS[room]:
+        shutil.rmtree(copy / "tests" / folder)
+    for path in [*(copy / "tests").rglob("*.py"), *(copy / "benchmarks").rglob("*.py")]:
+        if re.search(rf"^\s*(from|import) service\.{room}\b", path.read_text(), re.MULTILINE):
+            path.unlink()
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_the_rest_works_without_a_room(room: str, tmp_path: Path) -> None:
+    without(room, tmp_path)
+    left = [path for folder in ("service", "actors", "baton") for path in (tmp_path / folder).rglob("*.py")]
+    inside = re.compile(rf"^\s*(from|import) service\.{room}\b", re.MULTILINE)
+    assert [str(path) for path in left if inside.search(path.read_text())] == []
+    folders = [f"tests/{folder}" for folder in NEIGHBOURS if (tmp_path / "tests" / folder).is_dir()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow and not full", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    command = [sys.executable, "-P", "-m", "service", "--help"]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert not re.search(rf"^  +(baton )?{room}\b", said, re.MULTILINE) and "baton run" in said
