@@ -1,31 +1,44 @@
-"""Refuses combinations of settings that would deadlock, lose data or be wrong, and names the consequence."""
+"""Refuses combinations of settings that would deadlock, lose data or be wrong, and names the consequence.
+
+What concerns one section alone is checked by its types; here are the rules that look at several. A rule yields
+`setting: consequence and what to do`.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
-from urllib.parse import urlsplit
 
-from service.config.checks_algorithm import RULES as ALGORITHM_RULES
-from service.config.checks_algorithm import TEMPORAL_ESTIMATORS
-from service.config.checks_command import check_command
-from service.config.checks_trainer import RULES as TRAINER_RULES
+from service.config.command import AGENT, OWN_VARIABLES, PLACEHOLDERS
 from service.config.core_settings import worst_bytes
-from service.config.lora import ALL, LINEAR, SLOT_RANKS
-from service.config.problem import Problem
+from service.config.gone import MOVED_MODULES
+from service.config.model_folder import undivided_heads
 from service.config.rollout import MADE_SET
 from service.config.source import Source
 from service.config.store_url import store_url_problem
 from service.config.tree import Config
 from service.errors import ConfigError
+from service.handoff.batches.credit import TURN_ESTIMATORS, not_by_turn
 from service.handoff.batches.score import GROUP_ESTIMATORS
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.steps.roles import ROLES, Role
-from service.user_code import malformed_name
+from service.user_code import is_module_and_name, malformed_name
 
+TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
 LOSSES = (
     "ppo_clip", "dual_clip", "cispo", "gspo", "rollout_is", "importance_sampling", "cross_entropy"
 )  # fmt: skip
+LAST_PORT = 65535
+NEUTRAL = {
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+}
+"""Settings of sampling -> their values that leave the distribution as it is."""
 
 
 def check(config: Config, source: Source | None = None) -> None:
@@ -39,12 +52,7 @@ def check(config: Config, source: Source | None = None) -> None:
 
 def check_command_only(config: Config, source: Source) -> None:
     """As `check`, of the settings of a command that is run as an agent."""
-    _refuse(check_command(config), source)
-
-
-def problems(config: Config) -> list[Problem]:
-    """Every refused combination, in the order of the tree."""
-    return [problem for rule in RULES for problem in rule(config)]
+    _refuse(_command(config), source)
 
 
 def check_bytes(config: Config, experts_per_token: int) -> None:
@@ -56,338 +64,464 @@ def check_bytes(config: Config, experts_per_token: int) -> None:
     _refuse(_bytes(config, experts_per_token))
 
 
-def _refuse(problems: Iterable[Problem], source: Source | None = None) -> None:
-    source = source or Source()
-    if lines := [source.line(tuple(problem.path.split(".")), problem.message) for problem in problems]:
-        raise ConfigError("\n".join(lines))
+def problems(config: Config) -> list[str]:
+    """Every refused combination, in the order of the tree."""
+    return [problem for rule in RULES for problem in rule(config)]
 
 
-def _one_model(config: Config) -> Iterator[Problem]:
-    path, make = config.model.path, config.model.make
+def _refuse(lines: Iterable[str], source: Source | None = None) -> None:
+    if text := "\n".join(lines):
+        with (source or Source()).named_in_errors():
+            raise ConfigError(text)
+
+
+def _store(config: Config) -> Iterator[str]:
+    if config.run.store is not None and (wrong := store_url_problem(config.run.store)) is not None:
+        yield f"run.store: {wrong}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    path, make, warm_start = config.model.path, config.model.make, config.model.warm_start
     if path is None and make is None:
-        yield Problem("model.path", "there is no model to train; give a Hugging Face folder, or model.make={}")
+        yield "model.path: there is no model to train; give a Hugging Face folder, or model.make={}"
     if path is not None and make is not None:
-        yield Problem("model.path", "model.make is set too, so it is open which model is meant; add model.make=null")
+        yield "model.path: model.make is set too, so it is open which model is meant; add model.make=null"
     if make is not None and make.num_heads % make.num_kv_heads:
-        yield Problem(
-            "model.make.num_kv_heads",
-            f"must divide num_heads ({make.num_heads}); else query heads have no key head to share",
+        yield (
+            f"model.make.num_kv_heads: must divide num_heads ({make.num_heads}); else query heads have no key head to "
+            "share"
         )
-    if make is not None and make.head_dim % 2:
-        yield Problem("model.make.head_dim", f"{make.head_dim} is odd: rotary embeddings turn pairs of dimensions")
-
-
-def _warm_start(config: Config) -> Iterator[Problem]:
-    warm_start = config.model.warm_start
-    if warm_start is None:
-        return
-    low, high = warm_start.expected_success
-    if low > high:
-        yield Problem(
-            "model.warm_start.expected_success",
-            f"[{low:g}, {high:g}] holds no success: the warm start could never end as expected; give the lower first",
-        )
-    if warm_start.demonstrations < warm_start.batch_size:
-        yield Problem(
-            "model.warm_start.demonstrations",
-            f"{warm_start.demonstrations} are fewer than batch_size ({warm_start.batch_size}): not even one batch "
-            "could be drawn; make more of them, or use a smaller batch",
+    if warm_start is not None and warm_start.demonstrations < warm_start.batch_size:
+        yield (
+            f"model.warm_start.demonstrations: {warm_start.demonstrations} are fewer than batch_size "
+            f"({warm_start.batch_size}): not even one batch could be drawn; make more of them, or use a smaller batch"
         )
 
 
-def _lora(config: Config) -> Iterator[Problem]:
-    lora = config.model.lora
-    if lora is None:
-        if config.model.adapter is not None:
-            yield Problem(
-                "model.adapter", "without model.lora nothing would train it; add model.lora with its settings"
-            )
-        return
-    if config.model.adapter is not None and config.model.warm_start is not None:
-        yield Problem(
-            "model.adapter",
-            "model.warm_start would train the weights that the adapter was made for, and it would no longer fit them; "
-            "add model.warm_start=null",
+def _adapter(config: Config) -> Iterator[str]:
+    lora, adapter = config.model.lora, config.model.adapter
+    if lora is None and adapter is not None:
+        yield "model.adapter: without model.lora nothing would train it; add model.lora with its settings"
+    if lora is not None and adapter is not None and config.model.warm_start is not None:
+        yield (
+            "model.adapter: model.warm_start would train the weights that the adapter was made for, and it would no "
+            "longer fit them; add model.warm_start=null"
         )
-    if config.weights.transport != "memory" and config.model.dtype == "float32":
-        yield Problem("model.dtype", "vLLM computes adapters on GPUs in 16 bits, not in float32; use bfloat16")
-    if lora.rank > SLOT_RANKS[-1]:
-        yield Problem(
-            "model.lora.rank", f"{lora.rank} fits no engine: the largest slot has rank {SLOT_RANKS[-1]}; use at most it"
-        )
-    if not lora.targets:
-        yield Problem(
-            "model.lora.targets", f"names no layer, so nothing would be trained; choose of {', '.join(LINEAR)}"
-        )
-    for target in lora.targets:
-        if target in ("embed_tokens", "lm_head"):
-            yield Problem(
-                "model.lora.targets",
-                f"{target} would untie output head and embedding, and no log-probability of a prompt would hold in the "
-                "engine; leave it out",
-            )
-        elif target not in LINEAR:
-            near = difflib.get_close_matches(target, LINEAR, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose of {', '.join(LINEAR)}"
-            hint = "leave targets out, which names all of them" if target == ALL else hint
-            yield Problem("model.lora.targets", f"{target!r:.80} is no linear layer of a decoder layer; {hint}")
+    if lora is not None and config.weights.transport != "memory" and config.model.dtype == "float32":
+        yield "model.dtype: vLLM computes adapters on GPUs in 16 bits, not in float32; use bfloat16"
 
 
-def _one_dataset(config: Config) -> Iterator[Problem]:
+def _data(config: Config) -> Iterator[str]:
     data = config.data
     given = {"train": data.train is not None, "make_rows": data.make_rows is not None, "mixture": bool(data.mixture)}
     named = [name for name, is_given in given.items() if is_given]
     if not named:
-        yield Problem("data.train", "there are no prompts; give a JSONL or parquet file, or data.make_rows=N")
+        yield "data.train: there are no prompts; give a JSONL or parquet file, or data.make_rows=N"
     if len(named) > 1:
         others = " and ".join(f"data.{name}" for name in named[1:])
         unset = " or ".join(f"data.{name}=null" for name in named if name != "mixture")
-        yield Problem(
-            f"data.{named[0]}",
-            f"{others} is set too, so it is open which rows are meant; keep one of them: add {unset}",
-        )
+        yield f"data.{named[0]}: {others} is set too, so it is open which rows are meant; keep one of them: add {unset}"
     if data.eval_every and not data.eval and data.eval_make_rows is None:
-        yield Problem("data.eval_every", "there is no evaluation set; give data.eval or data.eval_make_rows, or 0")
+        yield "data.eval_every: there is no evaluation set; give data.eval or data.eval_make_rows, or 0"
 
 
-def _curriculum(config: Config) -> Iterator[Problem]:
-    curriculum = config.data.curriculum
-    if curriculum is not None and curriculum.band[0] > curriculum.band[1]:
-        low, high = curriculum.band
-        yield Problem(
-            "data.curriculum.band",
-            f"[{low:g}, {high:g}] holds no success: every prompt would be passed over; give the lower end first",
+def _evaluation(config: Config) -> Iterator[str]:
+    data, every, sync_every = config.data, config.data.eval_every, config.weights.sync_every
+    if data.eval_make_rows is not None and MADE_SET in data.eval:
+        yield (
+            f"data.eval_make_rows: the made set would take the place of data.eval.{MADE_SET}, which would never be "
+            "played; give that one another name"
         )
-
-
-def _evaluation(config: Config) -> Iterator[Problem]:
-    if config.data.eval_make_rows is not None and MADE_SET in config.data.eval:
-        yield Problem(
-            "data.eval_make_rows",
-            f"the made set would take the place of data.eval.{MADE_SET}, which would never be played; give that one "
-            "another name",
+    if data.eval_mode == "beside" and not every:
+        yield (
+            "data.eval_mode: beside says how evaluations during training are done, but data.eval_every is 0, so there "
+            "are none; give the steps between two of them, or leave eval_mode out"
         )
-    if config.data.eval_mode == "beside" and not config.data.eval_every:
-        yield Problem(
-            "data.eval_mode",
-            "beside says how evaluations during training are done, but data.eval_every is 0, so there are none; give "
-            "the steps between two of them, or leave eval_mode out",
+    engines, evaluating = config.generator.min_engines, data.eval_engines
+    if every and data.eval_mode == "beside" and engines <= evaluating:
+        yield (
+            f"data.eval_mode: beside lets {evaluating} of at least {engines} engines evaluate, so none may be left to "
+            f"continue training; set generator.engines, or its min, to {evaluating + 1} or more, or "
+            "data.eval_mode=pause"
         )
-    engines, evaluating = config.generator.min_engines, config.data.eval_engines
-    if config.data.eval_every and config.data.eval_mode == "beside" and engines <= evaluating:
-        yield Problem(
-            "data.eval_mode",
-            f"beside lets {evaluating} of at least {engines} engines evaluate, so none may be left to go on with "
-            f"training; set generator.engines, or its min, to {evaluating + 1} or more, or data.eval_mode=pause",
-        )
-    every, sync_every = config.data.eval_every, config.weights.sync_every
     if every % sync_every:
-        yield Problem(
-            "data.eval_every",
-            f"{every} is no multiple of weights.sync_every ({sync_every}): the engines would be evaluated on older "
-            "weights than those of the step",
+        yield (
+            f"data.eval_every: {every} is no multiple of weights.sync_every ({sync_every}): the engines would be "
+            "evaluated on older weights than those of the step"
         )
 
 
-def _agents(config: Config) -> Iterator[Problem]:
-    if config.endpoint is None:
-        return
-    if not config.algorithm.step_wise:
-        yield Problem(
-            "algorithm.step_wise",
-            "false makes one sequence of each trajectory, but the calls of an agent may branch: such trajectories "
-            "would all be refused; use true",
+def _agents(config: Config) -> Iterator[str]:
+    step_wise = config.algorithm.step_wise
+    if config.endpoint is not None and not step_wise:
+        yield (
+            "algorithm.step_wise: false makes one sequence of each trajectory, but the calls of an agent may branch: "
+            "such trajectories would all be refused; use true"
         )
-    if "main" not in config.endpoint.train:
-        yield Problem(
-            "agents.train",
-            "without main the agents' own conversations would not be trained; add it",
+    if config.endpoint is not None and "main" not in config.endpoint.train:
+        yield "agents.train: without main the agents' own conversations would not be trained; add it"
+    if config.roles and not step_wise:
+        yield (
+            "algorithm.step_wise: false makes one sequence of each trajectory, but every role has a conversation of "
+            "its own; use true"
         )
 
 
-def _roles(config: Config) -> Iterator[Problem]:
-    if config.roles and not config.algorithm.step_wise:
-        yield Problem(
-            "algorithm.step_wise",
-            "false makes one sequence of each trajectory, but every role has a conversation of its own; use true",
-        )
+def _roles(config: Config) -> Iterator[str]:
     for name, role in config.roles.items():
-        if name in ROLES:
-            yield Problem(
-                f"roles.{name}",
-                "is there in every run and always trained; give the further role another name"
-                if name == Role.MAIN
-                else f"is the name of a kind of an agent's calls, as are {', '.join(ROLES)}; give another name",
-            )
+        if name == Role.MAIN:
+            yield f"roles.{name}: is there in every run and always trained; give the further role another name"
+        elif name in ROLES:
+            kinds = ", ".join(ROLES)
+            yield f"roles.{name}: is the name of a kind of an agent's calls, as are {kinds}; give another name"
         if role.mode != "frozen" and (role.url or role.model or role.key_file or role.gpus):
-            yield Problem(
-                f"roles.{name}",
-                f"url, model, key_file and gpus are those of another model, but with mode={role.mode} the policy plays "
-                "the role, so that model would never be asked; use mode=frozen, or leave them out",
+            yield (
+                f"roles.{name}: url, model, key_file and gpus are those of another model, but with mode={role.mode} "
+                "the policy plays the role, so that model would never be asked; use mode=frozen, or leave them out"
             )
         if role.mode == "frozen" and role.model is None:
-            yield Problem(
-                f"roles.{name}", "is frozen, but nothing says who plays it; give model (a folder), or url and model"
-            )
+            yield f"roles.{name}: is frozen, but nothing says who plays it; give model (a folder), or url and model"
         elif role.mode == "frozen" and role.url is not None and role.gpus:
-            yield Problem(f"roles.{name}.gpus", "are of an engine of this run, but url names another one; use 0")
+            yield f"roles.{name}.gpus: are of an engine of this run, but url names another one; use 0"
         elif role.is_served and role.key_file is not None:
-            yield Problem(f"roles.{name}.key_file", "is for url, which is not set; leave it out")
-        elif role.url is not None and not _is_address(role.url):
-            yield Problem(f"roles.{name}.url", f"{role.url!r} is no address; give http://HOST:PORT/v1")
+            yield f"roles.{name}.key_file: is for url, which is not set; leave it out"
 
 
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an address, or a port beyond the last one
-        return False
+def _command(config: Config) -> Iterator[str]:
+    """The settings of a command that is run as an agent."""
+    env, endpoint, engines = config.env, config.endpoint, config.generator.max_engines
+    port = endpoint.port if endpoint is not None else 0
+    if port and port + engines - 1 > LAST_PORT:
+        yield f"agents.port: {port} leaves no ports for the {engines} generators, each of which has one; lower it"
+    if env.workers == "outside" and env.name != AGENT:
+        yield (
+            f"env.workers: outside workers would never claim anything, because env.name is {env.name!r}; set "
+            f"env.name={AGENT}, or env.workers=here"
+        )
+    elif env.workers == "outside" and not port:
+        yield (
+            "agents.port: 0 gives each generator a free port, another one after a restart: workers would neither find "
+            "it nor continue; give a port"
+        )
+    if env.name == AGENT and not env.command and env.workers == "here":
+        yield f"env.command: is empty, so env.name={AGENT} has nothing to run; give a program and its arguments"
+    if env.name != AGENT and env.command:
+        yield f"env.command: would never run, because env.name is {env.name!r}; set env.name={AGENT}"
+    seconds = env.limits.seconds + env.limits.score_seconds
+    if env.name == AGENT and endpoint is not None and endpoint.deadline < seconds:
+        yield (
+            f"env.limits.seconds: with score_seconds ({seconds:g} together) exceeds agents.deadline "
+            f"({endpoint.deadline:g}): a slow run would be lost before it is scored; lower it, or raise agents.deadline"
+        )
+    yield from _words(config)
 
 
-def _sampling(config: Config) -> Iterator[Problem]:
-    generator = config.generator
-    neutral = {
-        "top_p": (1.0,),
-        "top_k": (-1, 0),
-        "min_p": (0.0,),
-        "repetition_penalty": (1.0,),
-        "presence_penalty": (0.0,),
-        "frequency_penalty": (0.0,),
-    }
-    for name, values in neutral.items():
-        value = getattr(generator, name)
-        if value not in values:
-            yield Problem(
-                f"generator.{name}",
-                f"{value:g} changes the sampling distribution in a way that the trainer cannot recompute, so every "
-                f"importance ratio would be wrong; use {values[0]:g} while training",
+def _words(config: Config) -> Iterator[str]:
+    """The words of a command: arguments, variables, and what scores it."""
+    env, score = config.env, config.env.score
+    for setting, words in {
+        "env.command": env.command,
+        "env.score": score if isinstance(score, tuple) else (),
+        "env.variables": (*env.variables, *env.variables.values()),
+    }.items():
+        if any(re.search("[\\0\ud800-\udfff]", word) for word in words):
+            yield f"{setting}: holds a zero byte or half a character, which no program can be given; remove it"
+        # Other words between braces are arguments as they are; one that looks like a placeholder is a mistake.
+        for name in [name for word in words for name in re.findall(r"\{(\w+)\}", word)]:
+            near = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.8)
+            if near and name not in PLACEHOLDERS and setting != "env.score":
+                yield f"{setting}: {{{name}}} is no placeholder; did you mean {{{near[0]}}}?"
+    if score == ():
+        yield "env.score: is an empty command; give a program and its arguments, or null"
+    elif isinstance(score, str):
+        yield from _scoring_function(score, env.trusted_modules)
+    for name in env.variables:
+        if not name or "=" in name:
+            yield f"env.variables: {name!r} is no name of an environment variable; give one without ="
+        if name in OWN_VARIABLES:
+            yield f"env.variables.{name}: leads each run to its own session, so it is not yours to set; remove it"
+
+
+def _scoring_function(score: str, trusted_modules: Iterable[str]) -> Iterator[str]:
+    module = score.partition(":")[0]
+    if not is_module_and_name(score):
+        yield (
+            f"env.score: {score!r} is no module:function, so nothing could be imported; a command is a list, such as "
+            f"[{score}]"
+        )
+    elif not any(module == trusted or module.startswith(f"{trusted}.") for trusted in trusted_modules):
+        yield f"env.score: {score!r} is not loaded, for env.trusted_modules does not name {module!r}"
+
+
+def _moved_modules(config: Config) -> Iterator[str]:
+    for module in config.env.trusted_modules:
+        if moved := MOVED_MODULES.get(module.partition(".")[0]):
+            yield f"env.trusted_modules: {module} has moved; use {moved}{module[len(module.partition('.')[0]) :]}"
+
+
+def _generator(config: Config) -> Iterator[str]:
+    generator, size = config.generator, config.trainer.mini_batch_size
+    for name, values in NEUTRAL.items():
+        if (value := getattr(generator, name)) not in values:
+            yield (
+                f"generator.{name}: {value:g} changes the sampling distribution in a way that the trainer cannot "
+                f"recompute, so every importance ratio would be wrong; use {values[0]:g} while training"
+            )
+    concurrent, engines = generator.concurrent_groups, generator.max_engines
+    if concurrent < size:
+        yield (
+            f"generator.concurrent_groups: {concurrent} is below trainer.mini_batch_size ({size}): a mini-batch would "
+            f"be generated in several rounds, one after the other; use at least {size}"
+        )
+    if concurrent < engines:
+        yield (
+            f"generator.concurrent_groups: {concurrent} groups cannot keep {engines} engines busy; some would never "
+            "get work"
+        )
+    if generator.min_engines > engines:
+        yield f"generator.engines: min is {generator.min_engines}, which is more than max, {engines}"
+    if generator.quantization is not None and not config.algorithm.correction.is_on:
+        yield (
+            f"generator.quantization: {generator.quantization} engines sample from another distribution than the "
+            "trainer computes, and nothing corrects for it: training would drift away; set "
+            "algorithm.correction.token_band=[0.5,2.0], or truncate with algorithm.anchor=proximal, or "
+            "generator.quantization=null"
+        )
+
+
+def _scorers(config: Config) -> Iterator[str]:
+    for name, scorer in config.scorers.items():
+        path, teaches = f"scorers.{name}", scorer.kind == "teacher"
+        given = [way for way in ("use", "url", "model") if getattr(scorer, way) is not None]
+        if len(given) != 1:
+            ways = " and ".join(given) or "none of them"
+            yield f"{path}: set one of use, url and model, not {ways}: it is open who scores"
+        if scorer.use is not None and not is_module_and_name(scorer.use):
+            yield f"{path}.use: {scorer.use!r} is no module:name, so nothing could be imported"
+        if scorer.model is not None and not teaches:
+            yield f"{path}.model: an engine gives log-probabilities and no rewards; set kind=teacher, or use"
+        if teaches and scorer.url is not None and scorer.tokenizer is None:
+            yield (
+                f"{path}.tokenizer: is not set, so nobody could see whether the teacher at the address reads the same "
+                "token ids; give the folder of its tokenizer"
             )
 
 
-def _concurrency(config: Config) -> Iterator[Problem]:
-    size, concurrent = config.trainer.mini_batch_size, config.generator.concurrent_groups
-    if concurrent < size:
-        yield Problem(
-            "generator.concurrent_groups",
-            f"{concurrent} is below trainer.mini_batch_size ({size}): a mini-batch would be generated in several "
-            f"rounds, one after the other; use at least {size}",
-        )
-    if concurrent < (engines := config.generator.max_engines):
-        yield Problem(
-            "generator.concurrent_groups",
-            f"{concurrent} groups cannot keep {engines} engines busy; some would never get work",
-        )
-    if config.generator.min_engines > engines:
-        yield Problem("generator.engines", f"min is {config.generator.min_engines}, which is more than max, {engines}")
-
-
-def _staleness(config: Config) -> Iterator[Problem]:
-    buffer, sync_every = config.buffer, config.weights.sync_every
-    if buffer.lookahead == "auto":
+def _staleness(config: Config) -> Iterator[str]:
+    staleness, lookahead, sync_every = config.buffer.max_staleness, config.buffer.lookahead, config.weights.sync_every
+    if lookahead == "auto":
         return
-    if buffer.max_staleness < buffer.lookahead:
-        yield Problem(
-            "buffer.max_staleness",
-            f"{buffer.max_staleness} is below buffer.lookahead ({buffer.lookahead}): tokens that were admitted on "
-            "purpose would be masked at training, so their generation is wasted; raise it, or lower lookahead",
+    if staleness < lookahead:
+        yield (
+            f"buffer.max_staleness: {staleness} is below buffer.lookahead ({lookahead}): tokens that were admitted on "
+            "purpose would be masked at training, so their generation is wasted; raise it, or lower lookahead"
         )
-    if buffer.lookahead < sync_every - 1:
-        yield Problem(
-            "buffer.lookahead",
-            f"{buffer.lookahead} is below weights.sync_every - 1 ({sync_every - 1}): the generators would wait for "
-            "weights that come only after mini-batches which they may not begin, a deadlock; "
-            f"use at least {sync_every - 1}",
+    if lookahead < sync_every - 1:
+        yield (
+            f"buffer.lookahead: {lookahead} is below weights.sync_every - 1 ({sync_every - 1}): the generators would "
+            "wait for weights that come only after mini-batches which they may not begin, a deadlock; use at least "
+            f"{sync_every - 1}"
         )
 
 
-def _bytes(config: Config, experts_per_token: int = 0) -> Iterator[Problem]:
+def _bytes(config: Config, experts_per_token: int = 0) -> Iterator[str]:
     """Bounds of memory and journal; `experts_per_token` is known once the model has been read."""
     buffer, samples, size = config.buffer, config.algorithm.n_samples_per_prompt, config.trainer.mini_batch_size
     worst = worst_bytes(config, experts_per_token)
     one_turn = samples * (worst.step + ITEM_BYTES)
     if buffer.max_group_bytes < one_turn:
-        yield Problem(
-            "buffer.max_group_bytes",
-            f"{buffer.max_group_bytes} cannot hold one turn of each of the {samples} samples of a group at worst "
-            f"({one_turn} bytes): long groups would all be refused, so the policy would learn to be short; raise it",
+        yield (
+            f"buffer.max_group_bytes: {buffer.max_group_bytes} cannot hold one turn of each of the {samples} samples "
+            f"of a group at worst ({one_turn} bytes): long groups would all be refused, so the policy would learn to "
+            "be short; raise it"
         )
     mini_batch = size * worst.group
     if buffer.max_bytes < mini_batch:
-        yield Problem(
-            "buffer.max_bytes",
-            f"{buffer.max_bytes} cannot hold the {size} groups of a mini-batch at worst ({mini_batch} bytes): "
-            "admission would stop before a mini-batch is complete, a deadlock",
+        yield (
+            f"buffer.max_bytes: {buffer.max_bytes} cannot hold the {size} groups of a mini-batch at worst "
+            f"({mini_batch} bytes): admission would stop before a mini-batch is complete, a deadlock"
         )
     every, kept = config.trainer.checkpoint_every, config.trainer.keep_checkpoints
     journal = worst.journal(max(every * kept, 1) * size)
     if buffer.max_journal_bytes < journal:
         held = f"the {every * kept} mini-batches since the oldest checkpoint that is kept" if every else "a mini-batch"
-        yield Problem(
-            "buffer.max_journal_bytes",
-            f"{buffer.max_journal_bytes} cannot hold {held} at worst ({journal} bytes): the journal would fill before "
-            "it may forget, and the run would stop; raise it"
-            + (", write checkpoints more often, or keep fewer" if every else ""),
+        more = ", write checkpoints more often, or keep fewer" if every else ""
+        yield (
+            f"buffer.max_journal_bytes: {buffer.max_journal_bytes} cannot hold {held} at worst ({journal} bytes): the "
+            f"journal would fill before it may forget, and the run would stop; raise it{more}"
         )
 
 
-def _merge(config: Config) -> Iterator[Problem]:
+def _merge(config: Config) -> Iterator[str]:
     step_wise, merge = config.algorithm.step_wise, config.buffer.merge
     if merge != "off" and not step_wise:
-        yield Problem(
-            "buffer.merge",
-            f"{merge} needs algorithm.step_wise=true: without it a trajectory is one sequence already and there are "
-            "no steps to merge; use buffer.merge=off",
+        yield (
+            f"buffer.merge: {merge} needs algorithm.step_wise=true: without it a trajectory is one sequence already "
+            "and there are no steps to merge; use buffer.merge=off"
         )
     if not step_wise and config.generator.conversation == "rerender":
-        yield Problem(
-            "generator.conversation",
-            "rerender lets the chat template rewrite earlier turns, so a trajectory is no single sequence; use append "
-            "or inline, or algorithm.step_wise=true",
+        yield (
+            "generator.conversation: rerender lets the chat template rewrite earlier turns, so a trajectory is no "
+            "single sequence; use append or inline, or algorithm.step_wise=true"
         )
 
 
-def _user_functions(config: Config) -> Iterator[Problem]:
-    """Names of functions; whether a module of the user registers a name is known only when the module is imported."""
+def _estimator(config: Config) -> Iterator[str]:
+    algorithm, others = config.algorithm, f"an outcome estimator ({', '.join(GROUP_ESTIMATORS)})"
+    # Whether a module of the user registers a name is known only when the module is imported.
     for name, known in (("estimator", (*GROUP_ESTIMATORS, *TEMPORAL_ESTIMATORS)), ("loss", LOSSES)):
-        if wrong := malformed_name(name, getattr(config.algorithm, name), known):
-            yield Problem(f"algorithm.{name}", wrong)
-
-
-def _quantization(config: Config) -> Iterator[Problem]:
-    if config.generator.quantization is not None and not config.algorithm.correction.is_on:
-        yield Problem(
-            "generator.quantization",
-            f"{config.generator.quantization} engines sample from another distribution than the trainer computes, and "
-            "nothing corrects for it: training would drift away; set algorithm.correction.token_band=[0.5,2.0], or "
-            "truncate with algorithm.anchor=proximal, or generator.quantization=null",
+        if wrong := malformed_name(name, getattr(algorithm, name), known):
+            yield f"algorithm.{name}: {wrong}"
+    if algorithm.step_wise and algorithm.estimator in TEMPORAL_ESTIMATORS:
+        yield (
+            f"algorithm.estimator: {algorithm.estimator} discounts along one token axis, but step-wise rows are "
+            "separate sequences: the chain would break at every row, and rewards would not reach earlier steps; use "
+            f"{others}"
+        )
+    elif algorithm.estimator == "gae":
+        yield f"algorithm.estimator: gae needs a value model, which Baton does not train; use reinforce++ or {others}"
+    if algorithm.estimator in GROUP_ESTIMATORS and algorithm.n_samples_per_prompt == 1:
+        yield (
+            f"algorithm.n_samples_per_prompt: 1 makes groups of one: {algorithm.estimator} compares the trajectories "
+            "of a group, so every advantage would be zero and nothing would be learned; use at least 2"
         )
 
 
-def _store(config: Config) -> Iterator[Problem]:
-    if config.run.store is not None and (wrong := store_url_problem(config.run.store)) is not None:
-        yield Problem("run.store", wrong)
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm, credit, truncate = config.algorithm, config.algorithm.credit, config.algorithm.correction.truncate
+    if credit != "trajectory" and algorithm.returns != "sum":
+        yield (
+            f"algorithm.credit: {credit} adds up the rewards of turns, but algorithm.returns={algorithm.returns} "
+            "ignores all rewards but the last: metrics and filters would count other returns than are trained; use "
+            "returns=sum"
+        )
+    if credit != "trajectory" and algorithm.estimator not in TURN_ESTIMATORS:
+        yield (
+            f"algorithm.credit: {credit} needs an advantage of each turn, but {algorithm.estimator} "
+            f"{not_by_turn(algorithm.estimator)}, or credit=trajectory"
+        )
+    if algorithm.reduction == "sequence_mean" and algorithm.step_wise and config.buffer.merge != "off":
+        yield (
+            "algorithm.reduction: sequence_mean counts rows, and merging changes how many rows a trajectory has, so "
+            "the loss would depend on tokenisation; use trajectory_mean, or buffer.merge=off on purpose"
+        )
+    if truncate != "off" and algorithm.anchor == "rollout":
+        yield (
+            f"algorithm.correction.truncate: {truncate} weighs by the ratio to the rollout; with "
+            "algorithm.anchor=rollout the loss has that ratio already: it would count twice; use "
+            "algorithm.anchor=proximal, or truncate=off"
+        )
 
 
-RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _store,
-    _one_model,
-    _warm_start,
-    _lora,
-    _one_dataset,
-    _curriculum,
-    _evaluation,
-    _agents,
-    _roles,
-    check_command,
-    _sampling,
-    _concurrency,
-    _staleness,
-    _bytes,
-    _merge,
-    _user_functions,
-    *ALGORITHM_RULES,
-    _quantization,
-    *TRAINER_RULES,
-)
+def _teacher(config: Config) -> Iterator[str]:
+    algorithm, temperature = config.algorithm, config.generator.temperature
+    teacher, teachers = algorithm.teacher, [name for name, s in config.scorers.items() if s.kind == "teacher"]
+    if teacher is None:
+        for name in teachers:
+            yield f"scorers.{name}.kind: teacher, but without algorithm.teacher nothing is learned from it"
+        return
+    if not teachers:
+        yield "algorithm.teacher: there is no teacher to learn from; give a scorer with kind=teacher"
+    if len(teachers) > 1 and teacher.column is None:
+        yield (
+            f"algorithm.teacher.column: is not set, so it is open which of {', '.join(teachers)} teaches a row; name a "
+            "column of the dataset"
+        )
+    if temperature != 1.0:
+        yield (
+            f"generator.temperature: {temperature:g}, but a teacher's log-probabilities are those at temperature 1, so "
+            "the two could not be compared; use 1 with a teacher"
+        )
+    if algorithm.filter_zero_variance:
+        yield (
+            "algorithm.filter_zero_variance: removes groups whose returns are equal, from which a teacher would teach "
+            "all the same; use false"
+        )
+    if teacher.mode == "advantage" and algorithm.loss == "cross_entropy":
+        yield "algorithm.teacher.mode: advantage has no effect on cross_entropy; use kl, or another loss"
+
+
+def _packing(config: Config) -> Iterator[str]:
+    trainer, sharing = config.trainer, config.trainer.sequence_parallel
+    longest = config.generator.max_input_length + config.generator.max_generate_length
+    if trainer.tokens_of_micro_batch < longest:
+        together = f", of {sharing} ranks together," if sharing > 1 else ""
+        yield (
+            f"trainer.max_tokens_per_micro_batch: {trainer.tokens_of_micro_batch}{together} is below "
+            f"generator.max_input_length + max_generate_length ({longest}): the longest row would fit into no "
+            f"micro-batch; use at least {-(-longest // sharing)}, or let more ranks share a row "
+            "(trainer.sequence_parallel)"
+        )
+    trajectories = trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
+    if trajectories < trainer.batch_parts:
+        yield (
+            f"trainer.ranks: {trainer.ranks} ranks share {trajectories} trajectories a mini-batch: some ranks would "
+            "never have a row to train; raise trainer.mini_batch_size, or use fewer ranks"
+        )
+    if trainer.ranks % sharing:
+        yield (
+            f"trainer.sequence_parallel: trainer.ranks ({trainer.ranks}) do not divide into groups of {sharing} that "
+            "share micro-batches: some ranks would belong to none; use a divisor"
+        )
+    if sharing > 1 and trainer.layout == "padded":
+        yield (
+            "trainer.layout: padded rows lie on lines of their own, which trainer.sequence_parallel cannot cut; use "
+            "packed, shared_prefix or auto"
+        )
+    make = config.model.make
+    if make and (reason := undivided_heads(make.num_heads, make.num_kv_heads, sharing)):
+        yield f"trainer.sequence_parallel: {reason}"
+
+
+def _weights(config: Config) -> Iterator[str]:
+    weights = config.weights
+    if weights.verify and weights.kv_cache == "keep":
+        yield (
+            "weights.verify: tokens that continue on a kept KV cache come from two policies at once, which no trainer "
+            "can compute; set weights.kv_cache=recompute"
+        )
+    if weights.delta and weights.transport != "memory":
+        yield (
+            "weights.delta: finds what changed in the copies of weights.transport=memory, which "
+            f"{weights.transport} does not make; set weights.transport=memory, or weights.delta=false"
+        )
+    if weights.delta and config.model.lora is not None:
+        yield (
+            "weights.delta: nothing would be saved: with model.lora only the adapter travels, and all of it changes in "
+            "each step; set weights.delta=false"
+        )
+
+
+def _shared_gpus(config: Config) -> Iterator[str]:
+    if config.weights.transport != "ipc":
+        return
+    generator, ranks = config.generator, config.trainer.ranks
+    if generator.min_engines < generator.max_engines:
+        yield (
+            "generator.engines: with weights.transport=ipc each engine shares the GPU of a rank, so that none can join "
+            "or leave; give a number, or another transport"
+        )
+    if generator.tensor_parallel_size > 1:
+        yield (
+            f"generator.tensor_parallel_size: {generator.tensor_parallel_size} GPUs make up an engine, but "
+            "weights.transport=ipc hands weights over within one GPU: the engine's other GPUs would keep old ones; use "
+            "1, or another transport"
+        )
+    if generator.max_engines > ranks:
+        yield (
+            f"generator.engines: {generator.max_engines} are more than trainer.ranks ({ranks}), and with "
+            "weights.transport=ipc each engine shares the GPU of a rank: some would never be placed; use at most as "
+            "many, or another transport"
+        )
+    if generator.kv_cache_bytes is None:
+        yield (
+            "generator.kv_cache_bytes: is not set, and with weights.transport=ipc the engine would size its KV cache "
+            "by the memory that is free while the rank beside it loads; set it"
+        )
+
+
+RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _moved_modules, _generator, _scorers,
+    _staleness, _bytes, _merge, _estimator, _algorithm, _teacher, _packing, _weights, _shared_gpus,
+)  # fmt: skip
 """One rule a subject, in the order of the tree."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.config.section import NotNegative, Seconds, Section
+from service.config.section import Named, NotNegative, Seconds, Section
 
 AGENT = "agent"
 """The `env.name` with which each trajectory is a run of `env.command`."""
@@ -44,13 +44,16 @@ class CommandLimits(Section):
     """Characters of the output that are kept; of a longer one the middle is left out."""
 
 
+TEMPLATE = "give a folder of which each trajectory gets a copy, or null"
+
+
 class CommandConfig(Section):
     """A command that is run as an agent."""
 
     command: tuple[str, ...] = ()
     """With `name: agent`: the program and its arguments. {prompt}, {prompt_file}, {folder}, {base_url} and {seed} are
     replaced; without {prompt} and {prompt_file} the prompt is its input."""
-    workdir: Path | None = None
+    workdir: Annotated[Path, Named("template", "folder", TEMPLATE)] | None = None
     """Folder of which the command gets a copy as its current folder and home; None: an empty folder."""
     score: str | tuple[str, ...] | None = None
     """What scores a trajectory: `module:function` of a trusted module, or a command and its arguments; None: the agent

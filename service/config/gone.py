@@ -9,3 +9,6 @@ GONE = {
     "its address as env.options.url; without one search_r1 searches env.options.corpus in its own process",
 }
 """Path of a setting that an earlier version had -> what to do, for the line that refuses it."""
+
+MOVED_MODULES = {"examples": "baton.examples"}
+"""A package that an earlier version had -> where its modules are now."""

@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.config.section import Decay, Fraction, NotNegative, Positive, Seconds, Section
-
-Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
+from service.config.section import Band, Decay, Fraction, NotNegative, Positive, Seconds, Section
 
 
 class CorrectionConfig(Section):

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from service.config.section import Positive, Section
+from service.config.section import Section
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-"""The linear layers inside of a decoder layer."""
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""A linear layer inside of a decoder layer. Others would untie output head and embedding, so that no log-probability of
+a prompt would hold in the engine."""
+
+LINEAR: tuple[Target, ...] = get_args(Target)
+ATTENTION = LINEAR[:4]
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of the slots that an engine can be started with; a slot takes adapters of its rank and of lower ones."""
-
-
-ALL = "all-linear"
-"""PEFT's word for all of them."""
 
 
 def _several(targets: object) -> object:
@@ -29,11 +28,11 @@ def _several(targets: object) -> object:
 class LoraConfig(Section):
     """A low-rank adapter: each target W computes x W^T + alpha / rank (x A^T) B^T, where only A and B are trained."""
 
-    rank: Positive = 16
+    rank: Annotated[int, Field(gt=0, le=SLOT_RANKS[-1])] = 16
     """Rows of A and columns of B."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """Factor of the update, divided by `rank`."""
-    targets: Annotated[tuple[str, ...], BeforeValidator(_several)] = LINEAR
+    targets: Annotated[tuple[Target, ...], BeforeValidator(_several), Field(min_length=1)] = LINEAR
     """Linear layers that get an update, in every decoder layer."""
 
     @property

@@ -8,7 +8,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from service.config.command import CommandConfig
-from service.config.section import URL, Fraction, NotNegative, Positive, Seconds, Section
+from service.config.section import (
+    URL,
+    Dataset,
+    Fraction,
+    KeyFile,
+    ModelFolder,
+    Named,
+    NotNegative,
+    Positive,
+    Range,
+    Seconds,
+    Section,
+)
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Bounds of the temperature in training; vLLM raises a lower temperature to COLDEST, so the trainer could not recompute
@@ -21,7 +33,7 @@ MADE_SET = "made"
 class MixturePart(Section):
     """One dataset of a mixture."""
 
-    path: Path
+    path: Dataset
     """A JSONL or parquet file with one prompt a row."""
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     """The dataset's fraction of all prompts is its weight over the sum of weights."""
@@ -30,7 +42,7 @@ class MixturePart(Section):
 class CurriculumConfig(Section):
     """Pass over prompts by their success so far; see docs/environments.md."""
 
-    band: tuple[Fraction, Fraction] = (0.1, 0.9)
+    band: Range = (0.1, 0.9)
     """Success between which, inclusive, a prompt is issued in every epoch."""
     outside: Fraction = 0.1
     """Fraction of the epochs in which a prompt outside of the band is issued; 0: never again."""
@@ -43,14 +55,14 @@ class CurriculumConfig(Section):
 class DataConfig(Section):
     """Training prompts and evaluation sets."""
 
-    train: Path | None = None
+    train: Dataset | None = None
     """A JSONL or parquet file with one prompt a row."""
     make_rows: Positive | None = None
     """Make so many synthetic rows with the environment's generator instead of reading `train`."""
     mixture: dict[str, MixturePart] = {}
     """Several datasets by name instead of `train`, mixed in proportion to their weights; an epoch has each row at least
     once."""
-    eval: dict[str, Path] = {}
+    eval: dict[str, Dataset] = {}
     """Evaluation sets by name: JSONL or parquet files."""
     eval_make_rows: Positive | None = None
     """Make an evaluation set `made` of so many synthetic rows with the environment's generator."""
@@ -114,7 +126,7 @@ class AgentsConfig(Section):
     restart."""
     deadline: Seconds = 3600.0
     """Seconds in which an agent must have finished its session."""
-    worker_key_file: Path | None = None
+    worker_key_file: Annotated[Path, Named("worker key")] | None = None
     """File with the key of workers, which claim sessions from other machines; None: the environment variable
     BATON_WORKER_KEY, and no worker may claim where that is not set either."""
     heartbeat_deadline: Seconds = 60.0
@@ -138,12 +150,12 @@ class RoleConfig(Section):
     mode: Literal["trained", "frozen", "judge"] = "trained"
     """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays it and is not; `frozen`:
     another model plays it."""
-    url: str | None = None
+    url: Annotated[str, Field(pattern=URL)] | None = None
     """Of a frozen role: address of an OpenAI-compatible endpoint, up to and with `/v1`; None: an engine of this run
     serves the model."""
     model: str | None = None
     """Of a frozen role: the model's name at `url`; without `url`, its Hugging Face folder."""
-    key_file: Path | None = None
+    key_file: KeyFile | None = None
     """Of a frozen role: file with the key for `url`; None: none is sent."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs that Ray reserves for the engine of a frozen role without `url`."""
@@ -232,13 +244,13 @@ class ScorerConfig(Section):
     """A function, or a class with a method `score` (`logprobs` for a teacher), as `your.module:name`."""
     url: Annotated[str, Field(pattern=URL)] | None = None
     """An address that takes the group as JSON in a POST; of a teacher, a completions endpoint of vLLM."""
-    model: Path | None = None
+    model: ModelFolder | None = None
     """A teacher's Hugging Face folder, which an engine of this run serves."""
-    tokenizer: Path | None = None
+    tokenizer: Annotated[Path, Named("tokenizer", "folder", "give a Hugging Face folder")] | None = None
     """Of a teacher at an address: the Hugging Face folder of its tokenizer, which must be the policy's."""
     served_model: str = ""
     """Of a teacher at an address: the model's name there."""
-    key_file: Path | None = None
+    key_file: KeyFile | None = None
     """File with a key that is sent to the address as `Authorization: Bearer`."""
     options: dict[str, str | int | float | bool] = {}
     """Passed to the constructor of the class."""

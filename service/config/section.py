@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -12,13 +14,39 @@ Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """At most thirty years: clocks and timers of the operating system overflow beyond."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 MergeMode = Literal["off", "linear", "tree"]
-NAME, URL = r"^[a-z][a-z0-9_]{0,31}$", r"^https?://"
+NAME, URL = r"^[a-z][a-z0-9_]{0,31}$", r"^https?://[^/:\s]"
 PATTERNS = {
     NAME: "be lower-case letters, digits and _, a letter first, 32 at most",
     URL: "begin with http:// or https://",
 }
 """What a text must be or do, for an error."""
 Name = Annotated[str, Field(pattern=NAME)]
+
+
+def _ordered(ends: tuple[float, float], apart: bool) -> tuple[float, float]:
+    if ends[0] > ends[1] or (apart and ends[0] == ends[1]):
+        raise ValueError("must have the lower end first, or nothing lies between them")
+    return ends
+
+
+Range = Annotated[tuple[Fraction, Fraction], AfterValidator(partial(_ordered, apart=False))]
+Band = Annotated[
+    tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]], AfterValidator(partial(_ordered, apart=True))
+]
+
+
+class Named(NamedTuple):
+    """What lies at a path of the configuration; looked at before a run starts, and made absolute for other nodes."""
+
+    what: str
+    kind: Literal["file", "folder"] = "file"
+    hint: str = "give a text file"
+    holds_model: bool = False
+
+
+Dataset = Annotated[Path, Named("dataset", hint="give a JSONL or parquet file")]
+KeyFile = Annotated[Path, Named("key")]
+ModelFolder = Annotated[Path, Named("model folder", "folder", "give a Hugging Face folder", holds_model=True)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -65,17 +65,9 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    # PyYAML reads a leading zero as octal and a colon as base sixty; here 010 is ten.
-    return int(loader.construct_scalar(node))
-
-
-def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    return float(loader.construct_scalar(node))
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _float)
+# PyYAML reads a leading zero as octal and a colon as base sixty; here 010 is ten.
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(node.value))
 
 
 @dataclass
@@ -115,7 +107,7 @@ class Source:
     def _named(self, line: str) -> str:
         setting, colon, message = line.partition(": ")
         path = tuple(setting.split("."))
-        return self.line(path, message) if colon and path in self.places else line
+        return self.line(path, message) if colon and self.place(path) else line
 
     def merge(self, values: Mapping[str, Any], places: Mapping[KeyPath, str], path: KeyPath = ()) -> None:
         """Put values over those below `path`: mappings key by key; anything else, and an empty mapping, as a whole."""

@@ -19,7 +19,7 @@ from service.config.rollout import (
     RoleConfig,
     ScorerConfig,
 )
-from service.config.section import Fraction, MergeMode, Name, NotNegative, Positive, Seconds, Section
+from service.config.section import Fraction, MergeMode, Name, Named, NotNegative, Positive, Range, Seconds, Section
 from service.handoff.steps.roles import MAX_NAMED, TRAINED
 
 _VALUE = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -85,7 +85,7 @@ class MakeModelConfig(Section):
     num_layers: Annotated[int, Field(gt=0, le=64)] = 2
     num_heads: Annotated[int, Field(gt=0, le=64)] = 4
     num_kv_heads: Annotated[int, Field(gt=0, le=64)] = 2
-    head_dim: Annotated[int, Field(gt=0, le=256)] = 32
+    head_dim: Annotated[int, Field(gt=0, le=256, multiple_of=2)] = 32
 
 
 class WarmStartConfig(Section):
@@ -100,14 +100,14 @@ class WarmStartConfig(Section):
     """Demonstrations that are made; batches are drawn from them."""
     probe_prompts: NotNegative = 64
     """Prompts on which the success rate after the warm start is measured; 0: it is not measured."""
-    expected_success: tuple[Fraction, Fraction] = (0.15, 0.25)
+    expected_success: Range = (0.15, 0.25)
     """Expected success rate after the warm start, lowest and highest; the run says whether it was reached."""
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    path: Path | None = None
+    path: Annotated[Path, Named("model folder", "folder", "give a Hugging Face folder")] | None = None
     """A Hugging Face folder (config, safetensors, tokenizer, chat template)."""
     make: MakeModelConfig | None = None
     """Make a small model instead of reading `path`."""
@@ -115,7 +115,7 @@ class ModelConfig(Section):
     """Trains all weights, also where `lora` is set: the adapter is added to the warm-started model."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter and leave the weights as they are; None: train all weights."""
-    adapter: Path | None = None
+    adapter: Annotated[Path, Named("adapter", "folder", "give a folder with adapter_config.json")] | None = None
     """Folder of an adapter in PEFT's form from which training starts; its rank, alpha and targets must be those of
     `lora`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

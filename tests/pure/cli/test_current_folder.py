@@ -44,7 +44,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_no_file_of_the_current_folder_is_executed_that_no_setting_names(tmp_path: Path) -> None:
     folder = hostile_folder.make(tmp_path)
-    listed = said(folder, "trajectories", "list", "nobody")
+    listed = said(folder, "logs", "nobody")
     assert (listed.returncode, listed.stderr.count("\n")) == (2, 1) and "nobody: neither" in listed.stderr
     valid = said(folder, "config", "validate", "--config", QUICKSTART)
     assert (valid.returncode, valid.stderr) == (0, "")
@@ -56,7 +56,7 @@ def test_no_file_of_the_current_folder_is_executed_that_no_setting_names(tmp_pat
 
 def test_the_module_that_is_run_as_the_command_leaves_the_current_folder_out(tmp_path: Path) -> None:
     (tmp_path / "html.py").write_text("raise SystemExit('executed')")
-    done = said(tmp_path, "trajectories", "list", "nobody", command=[sys.executable, "-m", "service"])
+    done = said(tmp_path, "logs", "nobody", command=[sys.executable, "-m", "service"])
     assert done.returncode == 2 and "nobody: neither" in done.stderr
 
 

@@ -348,7 +348,7 @@ def test_credit_by_turn_is_refused_where_it_has_no_meaning(
     algorithm: dict[str, object], wrong: str | None, credit: Credit
 ) -> None:
     config = Config(algorithm=AlgorithmConfig.model_validate({**algorithm, "credit": credit}))
-    found = [problem.message for problem in problems(config) if problem.path == "algorithm.credit"]
+    found = [problem for problem in problems(config) if problem.startswith("algorithm.credit:")]
     assert found == [] if wrong is None else wrong in found[0] and len(found) == 1
 
 
