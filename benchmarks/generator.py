@@ -23,9 +23,9 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from actors.buffer.actor import BufferActor, Leased
-from actors.engine.engine import VllmEngine, engine_env
+from actors.buffer.actor import BufferActor, LeasedBatch
 from actors.engine.run_player import RunPlayer
+from actors.engine.vllm_engine import VllmEngine, engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
 from actors.weights.part import PartCopy
@@ -227,7 +227,7 @@ class Road:
     def advance(self) -> None:
         """One optimizer step, as far as buffer and generator can see; the next round of groups begins."""
         leased = self._get(self.buffer.lease.remote(self.incarnation, 60.0))
-        if not isinstance(leased, Leased):
+        if not isinstance(leased, LeasedBatch):
             raise RuntimeError(f"no mini-batch: {leased}")
         self.version = PolicyVersion(self.incarnation, self.version.step + 1)
         self._get(self.buffer.commit.remote(self.incarnation, leased.lease, self.version))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from actors.buffer.actor import BufferActor, Leased  # first: Ray reads the environment that `actors` sets
+from actors.buffer.actor import BufferActor, LeasedBatch  # first: Ray reads the environment that `actors` sets
 from actors.watchdog import MARK, start_watchdog
 from service.config.core_settings import buffer_settings
 
@@ -180,7 +180,7 @@ class Consumer:
             for producer in producers:
                 producer.update.remote((incarnation, step))
             leased = await self._buffer.lease.remote(incarnation, 1.0)
-            if isinstance(leased, Leased):
+            if isinstance(leased, LeasedBatch):
                 step += 1
                 await self._buffer.commit.remote(incarnation, leased.lease, PolicyVersion(incarnation, step))
                 if step % CHECKPOINT_EVERY == 0:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 from actors.calls import resolve_actor
 from actors.heap import freeze_heap
-from actors.observe.logs import keep_log
+from actors.observe.actor_logs import keep_log
 from actors.observe.telemetry import BufferTelemetry
 from service.clock import SystemClock
 from service.config import Config
@@ -43,7 +43,7 @@ LOCK_SECONDS = 15.0
 """Seconds in which an older buffer must end; the watchdog of its run ends it within two."""
 
 
-class Leased(NamedTuple):
+class LeasedBatch(NamedTuple):
     """A leased mini-batch, encoded for the trainer's ranks."""
 
     lease: int
@@ -175,7 +175,7 @@ class BufferActor:
         await self._settled()
         return answer
 
-    async def lease(self, trainer_incarnation: int, wait_seconds: float) -> Leased | Wait | Refusal:
+    async def lease(self, trainer_incarnation: int, wait_seconds: float) -> LeasedBatch | Wait | Refusal:
         """Lease a mini-batch; waits up to `wait_seconds` for enough complete groups.
 
         The mini-batch is formed and encoded in a thread, while the actor goes on to accept steps.
@@ -193,11 +193,11 @@ class BufferActor:
         self._telemetry.leased(leased.lease, answer.groups, began)
         return leased
 
-    def _encode(self, batch: MiniBatch, groups: Sequence[CompleteGroup], version: PolicyVersion) -> Leased:
+    def _encode(self, batch: MiniBatch, groups: Sequence[CompleteGroup], version: PolicyVersion) -> LeasedBatch:
         self._telemetry.batches.leased(batch)
         parts = tuple(encode_mini_batch(batch_of_rank(batch, rank)) for rank in range(len(batch.ranks)))
         records = trajectory_records(batch, groups, version, RecordSettings.of(self._config))
-        return Leased(batch.lease, batch.metrics, parts, records, self._lost.take())
+        return LeasedBatch(batch.lease, batch.metrics, parts, records, self._lost.take())
 
     async def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
         """The optimizer step on a leased mini-batch was applied; its weights are `version`."""

@@ -37,10 +37,10 @@ from actors.driver.placement import (
     run_bundles,
 )
 from actors.driver.signals import run_beside, when_stuck
-from actors.engine.arguments import SCRATCH, engine_env
+from actors.engine.vllm_arguments import SCRATCH, engine_env
 from actors.generator.actor import Generator
 from actors.generator.scaling import Placed
-from actors.observe.logs import log_env
+from actors.observe.actor_logs import log_env
 from actors.observe.metrics_hub import MetricsHub
 from actors.scorers.actor import actor_names, place_scorers, workers
 from actors.scorers.frozen import ask_role, place_roles
@@ -92,7 +92,7 @@ def ray_session(
         run_beside(ray.shutdown)
 
 
-class _Job(JobConfig):  # type: ignore[misc]
+class _BatonJob(JobConfig):  # type: ignore[misc]
     """A Ray job whose workers have no folder of the driver's in front of their import path, where Ray would put it."""
 
     def _runtime_env_has_working_dir(self) -> bool:
@@ -104,7 +104,7 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
     variables = {MARK: mark, SAFE_PATH: "1", USER_FOLDER: str(user_folder())}
     settings = {
         "namespace": f"baton-{config.run.name}-{mark}",
-        "job_config": _Job(),
+        "job_config": _BatonJob(),
         "runtime_env": {"env_vars": variables | ({} if logs is None else log_env(logs))},
         "log_to_driver": False,
         "logging_level": "error",

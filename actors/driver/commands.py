@@ -86,7 +86,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("data.eval: there is no evaluation set; add data.eval.NAME=FILE or data.eval_make_rows=200")
     refuse_missing_vllm()
     with phase(LOADING):
-        from actors.driver.evaluate import evaluate
+        from actors.driver.evaluate_model import evaluate
 
     found = evaluate(config, chosen, say)
     print(table(found.sets))
@@ -104,7 +104,7 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = checked_config(arguments, overrides).config
     # Ray reads the variable when it is imported; without it Ray sends no token.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    from actors.driver.submit import submit_run
+    from actors.driver.submit_job import submit_run
 
     return submit_run(config, arguments.config, overrides, arguments.address, not arguments.no_follow)
 

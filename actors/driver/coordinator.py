@@ -9,21 +9,21 @@ from functools import partial
 
 import ray.exceptions
 
-from actors.buffer.actor import Leased
+from actors.buffer.actor import LeasedBatch
 from actors.calls import accepted, call, in_a_line
 from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
-from actors.driver.hosts import HostWatch
-from actors.driver.warm_start import WarmStart
+from actors.driver.host_watch import HostWatch
+from actors.driver.warm_start_steps import WarmStart
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
-from actors.observe.logs import parts, say_which_are_elsewhere
+from actors.observe.actor_logs import parts, say_which_are_elsewhere
 from actors.observe.metrics_hub import ScrapeTargets, serving
 from actors.observe.telemetry import RunTelemetry
 from actors.scorers.actor import all_up
-from actors.trainer.profiles import Profiles
-from actors.weights.source import TrainerLost
+from actors.trainer.step_profiles import Profiles
+from actors.weights.weight_source import TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import RunFailed
 from service.handoff.verbs import WaitReason
@@ -290,14 +290,14 @@ class Coordinator:
         self._progress.synced(await self._weights.published())
         await self._evaluations.at(self._version.step)
 
-    async def _lease(self) -> Leased | None:
+    async def _lease(self) -> LeasedBatch | None:
         """Wait for the next mini-batch; None if the run was stopped meanwhile."""
         start = time.monotonic()
         self._waits_for = "a mini-batch"
         self._telemetry.doing("waiting")
         while not self._stopping:
             answer = await ask_buffer(self._buffer.lease, self._version.incarnation, POLL_SECONDS)
-            if isinstance(answer, Leased):
+            if isinstance(answer, LeasedBatch):
                 self._progress.waited(time.monotonic() - start)
                 return answer
             accepted(answer)
@@ -310,7 +310,7 @@ class Coordinator:
                 raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")
         return None
 
-    async def _release(self, leased: Leased, reason: str) -> None:
+    async def _release(self, leased: LeasedBatch, reason: str) -> None:
         self._bad_steps += 1
         self._telemetry.aborted()
         self._say(f"step {self._version.step + 1} was not applied: {reason}")

@@ -17,7 +17,7 @@ from actors.driver.cluster import place_actors, ray_session
 from actors.driver.coordinator import Coordinator
 from actors.driver.prepare import prepare
 from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
-from actors.observe.logs import begin_logs, parts
+from actors.observe.actor_logs import begin_logs, parts
 from service.agents.session_keys import WORKER_KEY, Keys, run_keys
 from service.config import Config, check, resolved_yaml
 from service.config.core_settings import buffer_settings

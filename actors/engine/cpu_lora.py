@@ -15,7 +15,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Consecutive rows of a batch with the same adapter."""
 
     start: int
@@ -23,14 +23,14 @@ class Run(NamedTuple):
     slot: int
 
 
-def runs_of(slots_N: Tensor) -> list[Run]:
+def runs_of(slots_N: Tensor) -> list[RowRun]:
     """The runs of rows that have an adapter; -1 stands for none.
 
     [1 1 -1 0] -> [(0, 2, 1), (3, 4, 0)]
     """
     slots, lengths = torch.unique_consecutive(slots_N, return_counts=True)
     stops = lengths.cumsum(0)
-    found = map(Run, (stops - lengths).tolist(), stops.tolist(), slots.tolist())
+    found = map(RowRun, (stops - lengths).tolist(), stops.tolist(), slots.tolist())
     return [run for run in found if run.slot >= 0]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from actors.engine.load import EngineLoad, Overflows
+from actors.engine.engine_load import EngineLoad, Overflows
 
 
 class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]

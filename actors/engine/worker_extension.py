@@ -33,8 +33,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 from vllm.utils.nccl import unpinned_nccl_env
 
-from actors.engine.arguments import FILE_BACKEND, OWNER_PID
 from actors.engine.cpu_lora import use_runs_of_rows
+from actors.engine.vllm_arguments import FILE_BACKEND, OWNER_PID
 from actors.weights.adapter import ADAPTER_ID, AdapterShapes
 from actors.weights.checksum import TensorSpec
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.calls import call
-from actors.engine.engine import VllmEngine
 from actors.engine.run_player import RunPlayer
+from actors.engine.vllm_engine import VllmEngine
 from actors.engine.vllm_parser import use_parser
-from actors.observe.logs import keep_log
+from actors.observe.actor_logs import keep_log
 from actors.scorers.frozen import ask_role
 from service.config import Config
 from service.evaluation.play import play_shard

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from actors.engine.load import EngineTimes
+from actors.engine.engine_load import EngineTimes
 from service.observe.recorder import States, Trace
 
 STARTING, WAITING, PAUSED, GENERATING = "starting", "waiting", "paused", "generating"

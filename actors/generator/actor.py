@@ -20,14 +20,14 @@ import ray
 import ray.exceptions
 
 from actors.calls import first_error, resolve_actor
-from actors.engine.engine import VllmEngine
 from actors.engine.run_player import RunPlayer
+from actors.engine.vllm_engine import VllmEngine
 from actors.engine.vllm_parser import use_parser
 from actors.generator.activity import Activity
-from actors.generator.claims import Claimer
+from actors.generator.claimer import Claimer
 from actors.generator.group_limit import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
-from actors.observe.logs import keep_log
+from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import WeightBytes
 from actors.weights.image import ImageHolder
@@ -60,7 +60,7 @@ EXIT_SECONDS = 1.0
 """Seconds between a failure and the end of this process, in which the error reaches the callers."""
 
 
-class Joined(NamedTuple):
+class Membership(NamedTuple):
     """What claims and submits under the incarnation that the buffer assigned."""
 
     claimer: Claimer
@@ -103,7 +103,7 @@ class Generator(ImageHolder):
         self._unfinished: list[Assignment] = []
         """What an earlier process left, until `run` goes on with it."""
         self._room = asyncio.Event()
-        self._joined: Joined | None = None
+        self._joined: Membership | None = None
         self._main: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
@@ -130,17 +130,17 @@ class Generator(ImageHolder):
         self._reporter.start()
         return str(ray.get_runtime_context().get_node_id())
 
-    async def _join(self) -> Joined:
+    async def _join(self) -> Membership:
         goes_on = self._config.env.workers == "outside"
         incarnation = await self._ask(self._buffer.join, "generator", self._name, None, goes_on)
         deadline = self._config.run.stall_deadline
         claim, submit = partial(self._ask, self._buffer.claim), partial(self._ask, self._buffer.submit)
-        return Joined(
+        return Membership(
             Claimer(self._name, incarnation, claim, lambda: self._engine.serving, deadline),
             Outbox(self._name, incarnation, submit, deadline, self._close, self._cancel, self._unmeasured.append),
         )
 
-    async def _taken_over(self, joined: Joined) -> list[Assignment]:
+    async def _taken_over(self, joined: Membership) -> list[Assignment]:
         """What an earlier process of this generator left, and is gone on with; the rest of it starts anew."""
         left: list[Assignment] = []
         claimer, outbox = joined

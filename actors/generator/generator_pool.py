@@ -21,7 +21,7 @@ from actors.calls import ACTOR_FAILED, CALL_SECONDS, call, in_a_line, may_be_dro
 from actors.observe.telemetry import RunTelemetry
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.delivery import Delivery
-from actors.weights.source import WeightSource
+from actors.weights.weight_source import WeightSource
 from service.backoff import Backoff, retried
 from service.config import Config
 from service.errors import BatonError, RunFailed, Starved, UserError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from actors.engine.load import EngineLoad
+from actors.engine.engine_load import EngineLoad
 from service.config import Config
 
 SHRINK_FACTOR = 0.75

@@ -14,8 +14,8 @@ from aiohttp import web
 
 import service
 from actors.calls import call
+from actors.observe.actor_logs import keep_log
 from actors.observe.http_guard import for_own_names, listen
-from actors.observe.logs import keep_log
 from service.backoff import Backoff, retried
 from service.clock import SystemClock
 from service.config import Config

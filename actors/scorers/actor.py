@@ -13,7 +13,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import call, in_a_line
-from actors.observe.logs import keep_log
+from actors.observe.actor_logs import keep_log
 from actors.scorers.engine import FrozenEngine
 from service.config import Config
 from service.config.rollout import RoleConfig, ScorerConfig

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.engine.arguments import EngineSettings, engine_arguments
+from actors.engine.vllm_arguments import EngineSettings, engine_arguments
 from service.config import Config
 from service.rollout.engine import Sampling
 

@@ -12,7 +12,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import in_a_line, resolve_actor
-from actors.observe.logs import keep_log
+from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.scorers.engine import FrozenEngine
 from service.config import Config

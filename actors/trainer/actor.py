@@ -21,13 +21,13 @@ import torch.distributed as dist
 from actors.calls import resolve_actor
 from actors.cuda import unusable_cuda
 from actors.heap import freeze_heap
-from actors.observe.logs import keep_log
+from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.checksum import EMPTY_CHECKSUM, checksum_of
 from actors.weights.cuda_ipc import encode_handles
-from actors.weights.delta import Bucket, Octets
+from actors.weights.delta import Octets, WeightBucket
 from actors.weights.nccl_broadcast import BroadcastSender, encode_announcement
-from actors.weights.part import Part, PartCopy
+from actors.weights.part import PartCopy, WeightPart
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import UserError
@@ -173,7 +173,7 @@ class TrainerRank:
         return recorded.file
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    def weights(self, version: int) -> tuple[Octets, tuple[int, Part | None]]:
+    def weights(self, version: int) -> tuple[Octets, tuple[int, WeightPart | None]]:
         """Copy or gather the policy; returns what this rank publishes, its checksum, and the part of the weights that
         `bucket` gives out; every rank must call.
 
@@ -201,7 +201,7 @@ class TrainerRank:
             return data, (checksum, None)
 
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
-    def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[Octets, Bucket | None]:
+    def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[Octets, WeightBucket | None]:
         """These bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
         copy = self._copy
         if copy is None or copy.version != version:

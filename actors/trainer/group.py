@@ -13,10 +13,10 @@ import ray.exceptions
 
 from actors.calls import CALL_SECONDS, answer, call, in_a_line
 from actors.weights.checksum import EMPTY_CHECKSUM
-from actors.weights.delta import Bucket
+from actors.weights.delta import WeightBucket
 from actors.weights.part import check_parts
-from actors.weights.source import PublishedWeights, TrainerLost
 from actors.weights.weight_group import Meeting
+from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.backoff import Backoff, retried
 from service.config import Config
 from service.errors import RunFailed, Starved
@@ -103,7 +103,7 @@ class TrainerGroup:
 
     async def bucket(
         self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
-    ) -> tuple[Bucket, Any] | None:
+    ) -> tuple[WeightBucket, Any] | None:
         """Bytes of a rank's part of these weights, and a reference to their message; None if newer ones are there."""
         data, bucket = await self._stored(rank, "bucket", version.pack(), start, stop, whole)
         return None if bucket is None else (bucket, data)

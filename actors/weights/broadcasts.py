@@ -15,8 +15,8 @@ import ray
 from torch._C._distributed_c10d import TCPStore
 
 from actors.calls import ACTOR_FAILED, call, in_a_line
-from actors.weights.source import PublishedWeights, WeightSource
 from actors.weights.weight_group import OVER, Meeting, open_store
+from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.config import Config
 from service.errors import RunFailed, WeightsCutOff
 from service.types import PolicyVersion
@@ -29,7 +29,7 @@ TRIES = 3
 """Broadcasts that fit into `weights.sync_deadline`."""
 
 
-class Group(NamedTuple):
+class BroadcastGroup(NamedTuple):
     """Rank 0 and some engines."""
 
     engines: list[str]
@@ -45,7 +45,7 @@ class Broadcasts:
         """`workers`: of each engine; `within`: seconds of one broadcast."""
         self._generators, self._trainer = generators, trainer
         self._workers, self._within = workers, within
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._is_over = True
         """A new group has to be formed."""
 
@@ -92,13 +92,13 @@ class Broadcasts:
         if self._group is not None and name in self._group.engines:
             self.cut_off(f"{name} is gone")
 
-    def _formed(self, names: list[str]) -> Group:
+    def _formed(self, names: list[str]) -> BroadcastGroup:
         """A new group of these engines, in place of the one before."""
         self.cut_off("another group takes its place")
         address = ray.util.get_node_ip_address()
         store = open_store(address)
         meeting = Meeting(address, store.port, 1 + len(names) * self._workers, self._within)
-        self._group, self._is_over = Group(names, store, meeting), False
+        self._group, self._is_over = BroadcastGroup(names, store, meeting), False
         return self._group
 
     async def _broadcast(

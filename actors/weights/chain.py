@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import ray.exceptions
 
 from actors.calls import ACTOR_FAILED, answer, call, first_error
-from actors.weights.delta import Bucket
-from actors.weights.part import ALIGNED, Part
-from actors.weights.source import TrainerLost, WeightSource
+from actors.weights.delta import WeightBucket
+from actors.weights.part import ALIGNED, WeightPart
+from actors.weights.weight_source import TrainerLost, WeightSource
 from service.errors import BatonError, Starved
 from service.types import PolicyVersion
 
@@ -49,7 +49,7 @@ class Sent(NamedTuple):
     """Fraction of the elements that differ from the version before; None: the ranks had none to compare with."""
 
 
-class Chain:
+class WeightChain:
     """The way of one publication over some generators, each on a node of its own."""
 
     def __init__(
@@ -65,16 +65,16 @@ class Chain:
         already; `ways`: the order of the generators for the part of each rank."""
         self._generators = {name: generators[name] for name in images}  # also after one of them has left
         self._trainer, self._images, self.paths, self._ways = trainer, images, paths, ways
-        self._parts: Sequence[Part] = ()
+        self._parts: Sequence[WeightPart] = ()
         self._within = deadline / TRIES
         self._hops = {name: asyncio.Semaphore(AT_ONCE) for name in images}
         self._mute = set[str]()
         """Generators whose copies did not reach the next node."""
-        self._sent: list[Bucket] = []
+        self._sent: list[WeightBucket] = []
         self.lost: dict[str, BaseException] = {}
         """Why a generator does not have the weights."""
 
-    async def send(self, version: PolicyVersion, parts: Sequence[Part]) -> Sent:
+    async def send(self, version: PolicyVersion, parts: Sequence[WeightPart]) -> Sent:
         """Send the file of these weights, which has these parts.
 
         Raises:
@@ -125,14 +125,14 @@ class Chain:
 
     async def _bucket(
         self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
-    ) -> tuple[Bucket, Any]:
+    ) -> tuple[WeightBucket, Any]:
         found = await self._trainer.bucket(version, rank, start, stop, whole)
         if found is None:
             raise Replaced(f"newer weights than those of version {version} are about to be published")
         self._sent.append(found[0])
         return found
 
-    async def _give(self, name: str, bucket: Bucket, message: Any, passes_on: bool) -> tuple[bool, Any]:
+    async def _give(self, name: str, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[bool, Any]:
         """Let a generator write a bucket; returns whether it has what the bucket changes, and a copy on its node."""
         generator, number = self._generators[name], self._images[name]
         if name not in self.paths:

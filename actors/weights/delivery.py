@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from actors.calls import ACTOR_FAILED, call, may_be_dropped
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.node_images import NodeImages
-from actors.weights.source import PublishedWeights, TrainerLost, WeightSource
+from actors.weights.weight_source import PublishedWeights, TrainerLost, WeightSource
 from service.config import WeightsConfig
 from service.errors import RunFailed, WeightsGone
 from service.types import PolicyVersion

@@ -25,7 +25,7 @@ SKIP = 255
 Octets = NDArray[np.uint8]
 
 
-class Bucket(NamedTuple):
+class WeightBucket(NamedTuple):
     """Bytes of a rank's part of a weights file, described."""
 
     version: int
@@ -46,7 +46,7 @@ class Bucket(NamedTuple):
     """Bytes of an element."""
 
 
-def encode(bucket: Bucket, base: Octets, new: Octets, whole: bool) -> tuple[Bucket, Octets]:
+def encode(bucket: WeightBucket, base: Octets, new: Octets, whole: bool) -> tuple[WeightBucket, Octets]:
     """The bucket's message, where `bucket.base` is the checksum of `base`; `whole`: as it is in any case."""
     element = np.dtype(f"u{bucket.itemsize}")
     places = np.flatnonzero(base.view(element) != new.view(element))
@@ -61,7 +61,7 @@ def encode(bucket: Bucket, base: Octets, new: Octets, whole: bool) -> tuple[Buck
     return bucket._replace(message_bytes=len(message)), message
 
 
-def decode(bucket: Bucket, message: WeightBytes, base: bytearray) -> memoryview:
+def decode(bucket: WeightBucket, message: WeightBytes, base: bytearray) -> memoryview:
     """The bucket's bytes, from those that the message changes, which are overwritten.
 
     Raises:
@@ -80,6 +80,6 @@ def decode(bucket: Bucket, message: WeightBytes, base: bytearray) -> memoryview:
     return verify(base, bucket.checksum)
 
 
-def bucket_of(version: int, rank: int, start: int, new: Octets) -> Bucket:
+def bucket_of(version: int, rank: int, start: int, new: Octets) -> WeightBucket:
     """The bucket that these bytes of a rank's part of a version's file are."""
-    return Bucket(version, rank, start, len(new), checksum_of(new), len(new))
+    return WeightBucket(version, rank, start, len(new), checksum_of(new), len(new))

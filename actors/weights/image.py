@@ -16,8 +16,8 @@ from typing import Any
 import ray
 
 from actors.weights.checksum import PolicySize, WeightBytes
-from actors.weights.delta import Bucket, decode
-from actors.weights.part import Part
+from actors.weights.delta import WeightBucket, decode
+from actors.weights.part import WeightPart
 from service.errors import WeightsGone
 
 
@@ -28,7 +28,7 @@ class Image:
     one.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[WeightPart]) -> None:
         """`parts`: where the bytes of each rank lie in the file."""
         self._parts = parts
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
@@ -40,7 +40,7 @@ class Image:
         """Of the buckets that are written, by their rank and first byte."""
         self._writing = Lock()
 
-    def write(self, bucket: Bucket, message: WeightBytes) -> bool:
+    def write(self, bucket: WeightBucket, message: WeightBytes) -> bool:
         """Write a bucket; False if the message changes other bytes than the image has there.
 
         Raises:
@@ -82,7 +82,7 @@ class ImageHolder:
         self._released: set[int] = set()
         """Images that were to be released before they were held."""
 
-    async def hold_image(self, number: int, parts: Sequence[Part]) -> str:
+    async def hold_image(self, number: int, parts: Sequence[WeightPart]) -> str:
         """Hold an image of weights for all engines of this node until `release_image`; returns its path.
 
         Raises:
@@ -96,7 +96,7 @@ class ImageHolder:
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def write_image(
-        self, number: int, bucket: Bucket, message: WeightBytes, passes_on: bool
+        self, number: int, bucket: WeightBucket, message: WeightBytes, passes_on: bool
     ) -> tuple[WeightBytes | None, bool]:
         """Write a bucket into an image; returns the message to pass on, and False where the image lacks its base.
 

@@ -17,8 +17,8 @@ from itertools import count
 from typing import Any
 
 from actors.calls import ACTOR_FAILED, call, may_be_dropped
-from actors.weights.chain import Chain, Replaced
-from actors.weights.source import PublishedWeights, WeightSource
+from actors.weights.chain import Replaced, WeightChain
+from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.config import WeightsConfig
 from service.errors import Starved
 from service.types import PolicyVersion
@@ -137,7 +137,7 @@ class NodeImages:
         if begun:
             numbers = {held.holder: held.number for held in begun}
             ways = [self._way([*numbers], node) for node in self._trainer.nodes]
-            chain = Chain(self._generators, self._trainer, numbers, kept, ways, self._deadline)
+            chain = WeightChain(self._generators, self._trainer, numbers, kept, ways, self._deadline)
             self._in_background(self._send(chain, begun, version, weights))
         return begun
 
@@ -153,7 +153,7 @@ class NodeImages:
         return [*names[at:], *names[:at]]
 
     async def _send(
-        self, chain: Chain, begun: Sequence[NodeImage], version: PolicyVersion, weights: PublishedWeights
+        self, chain: WeightChain, begun: Sequence[NodeImage], version: PolicyVersion, weights: PublishedWeights
     ) -> None:
         """Fill these images; in the end each has a path, or an error."""
         try:

@@ -21,7 +21,7 @@ from math import prod
 import numpy as np
 import torch
 
-from actors.weights.delta import Bucket, Octets, bucket_of, encode
+from actors.weights.delta import Octets, WeightBucket, bucket_of, encode
 from service.learn.model.sharding import Rows
 
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -31,17 +31,17 @@ ALIGNED = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightPart:
     """Where the bytes of a part lie: spans of a file, in their order there."""
 
     spans: tuple[tuple[int, int], ...]
     """Of each span the first byte in the file, and the number of bytes."""
 
     @staticmethod
-    def of_spans(spans: Sequence[tuple[int, int]]) -> Part:
+    def of_spans(spans: Sequence[tuple[int, int]]) -> WeightPart:
         """Spans that touch become one.
 
-        >>> Part.of_spans([(0, 8), (8, 4), (20, 4)]).spans
+        >>> WeightPart.of_spans([(0, 8), (8, 4), (20, 4)]).spans
         ((0, 12), (20, 4))
         """
         joined = list[tuple[int, int]]()
@@ -49,7 +49,7 @@ class Part:
             if joined and sum(joined[-1]) == start:
                 start, n_bytes = joined[-1][0], joined.pop()[1] + n_bytes
             joined.append((start, n_bytes))
-        return Part((*joined,))
+        return WeightPart((*joined,))
 
     @cached_property
     def ends(self) -> list[int]:
@@ -64,7 +64,7 @@ class Part:
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Where the bytes from `start` to `stop` of the part lie in the file, as spans.
 
-        >>> Part.of_spans([(0, 8), (20, 4)]).within(6, 10)
+        >>> WeightPart.of_spans([(0, 8), (20, 4)]).within(6, 10)
         [(6, 2), (20, 2)]
         """
         found = list[tuple[int, int]]()
@@ -76,7 +76,7 @@ class Part:
         return found
 
 
-def check_parts(parts: Sequence[Part]) -> None:
+def check_parts(parts: Sequence[WeightPart]) -> None:
     """Check that these are each byte of one file once.
 
     Raises:
@@ -98,7 +98,7 @@ class PartCopy:
         pieces = list(_pieces(weights, rank))
         self._pieces = [octets for _, octets in pieces]
         self._ends = np.cumsum([0, *map(len, self._pieces)])
-        self.part = Part.of_spans([(at, len(octets)) for at, octets in pieces])
+        self.part = WeightPart.of_spans([(at, len(octets)) for at, octets in pieces])
         self._itemsize = min((rows.itemsize for _, _, rows in weights.values()), default=1)
         self._checksums: dict[int, int] = {}
         """Of the buckets that were given out, by their first byte."""
@@ -110,7 +110,7 @@ class PartCopy:
         """Free the memory of the version before; buckets travel whole from now on."""
         self._base = None
 
-    def bucket(self, start: int, stop: int, whole: bool) -> tuple[Bucket, Octets]:
+    def bucket(self, start: int, stop: int, whole: bool) -> tuple[WeightBucket, Octets]:
         """These bytes of the part, as what has changed in them unless `whole`, or unless that is much."""
         new = self._read(start, stop)
         bucket = bucket_of(self.version, self._rank, start, new)

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
-from actors.engine.arguments import engine_env
-from actors.engine.engine import VllmEngine
+from actors.engine.vllm_arguments import engine_env
+from actors.engine.vllm_engine import VllmEngine
 from service.config.learn import AlgorithmConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config, MakeModelConfig, ModelConfig

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from actors.engine.engine import VllmEngine
+from actors.engine.vllm_engine import VllmEngine
 from actors.weights.checksum import checksum_of
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.delta import bucket_of
 from actors.weights.image import Image
-from actors.weights.part import Part, PartCopy
+from actors.weights.part import PartCopy, WeightPart
 from benchmarks.gpu.parts import Figures, Give
 from benchmarks.gpu.quickstart import steps_of_run
 from benchmarks.gpu.small_engine import SMALL, serving, settings, write_model
@@ -92,7 +92,7 @@ async def _update(transport: str, engine: VllmEngine, connection: Connection, st
         raise TimeoutError(f"no weights by {transport} for {ANSWER_SECONDS:g} s")
     trainer_seconds = connection.recv()
     data = np.frombuffer(connection.recv_bytes(), np.uint8)
-    image = Image([Part.of_spans([(0, len(data))])])
+    image = Image([WeightPart.of_spans([(0, len(data))])])
     if transport == "memory":
         await asyncio.to_thread(image.write, bucket_of(step, 0, 0, data), data)
     given = image.path if transport == "memory" else data

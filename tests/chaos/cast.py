@@ -23,12 +23,12 @@ import xxhash
 
 import actors.buffer.actor
 import service.run.checkpoints
-from actors.buffer.actor import BufferActor, Leased
+from actors.buffer.actor import BufferActor, LeasedBatch
 from actors.calls import call
 from actors.driver.checkpointer import Checkpointer
-from actors.generator.claims import Claimer
+from actors.generator.claimer import Claimer
 from actors.generator.outbox import Outbox, Unreachable
-from actors.observe.logs import keep_log
+from actors.observe.actor_logs import keep_log
 from actors.scorers.actor import workers
 from service.columns import digest
 from service.config import Config
@@ -221,7 +221,7 @@ class DoomedBuffer(BufferActor):
 
     async def lease(self, *arguments: Any) -> Any:
         answer = await super().lease(*arguments)
-        if isinstance(answer, Leased):
+        if isinstance(answer, LeasedBatch):
             self._doom.at("lease.after")
         return answer
 
@@ -443,18 +443,18 @@ class FakeTrainer(Player):
         await call(self._buffer.end, who="the buffer")
         return self._history
 
-    async def _leases(self, incarnation: int, step: int) -> AsyncIterator[Leased]:
+    async def _leases(self, incarnation: int, step: int) -> AsyncIterator[LeasedBatch]:
         while step < self._config.run.max_steps and not (self._folder / "stop").exists():
             answer = await call(self._buffer.lease, incarnation, POLL_SECONDS, who="the buffer")
             if isinstance(answer, Refusal):
                 raise Unreachable(f"the lease was refused: {answer}")
-            if isinstance(answer, Leased):
+            if isinstance(answer, LeasedBatch):
                 yield answer
                 step += 1
             elif answer.reason is WaitReason.DRAINED:
                 return
 
-    def _checked(self, leased: Leased) -> dict[str, Any]:
+    def _checked(self, leased: LeasedBatch) -> dict[str, Any]:
         """The mini-batch as an entry of the history; what should not be in it breaks a promise."""
         batch = decode_mini_batch(leased.parts[0])
         again = {group_id for entry in self._history for group_id in entry["groups"]} & set(batch.groups)

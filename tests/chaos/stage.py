@@ -25,7 +25,7 @@ import ray
 import ray.exceptions
 
 from actors.generator.outbox import Unreachable
-from actors.observe.logs import log_env
+from actors.observe.actor_logs import log_env
 from actors.scorers.actor import place_scorers
 from service.config import Config
 from service.files import write_atomic

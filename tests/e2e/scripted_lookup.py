@@ -22,7 +22,7 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 REQUEST = ContextVar[str]("request")
 
-engine: Any = sys.modules.get("actors.engine.engine")
+engine: Any = sys.modules.get("actors.engine.vllm_engine")
 if engine is not None:  # the process of a generator, which imports this module for its first environment
     generate, sampling_params = engine.VllmEngine.generate, engine._sampling_params
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from actors.weights.adapter import AdapterShapes, adapter_shapes
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.checksum import checksum_of
-from actors.weights.source import PublishedWeights
+from actors.weights.weight_source import PublishedWeights
 from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling

@@ -19,12 +19,12 @@ import xxhash
 from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from actors.engine.engine import VllmEngine, WeightUpdate, engine_env
-from actors.engine.load import EngineLoad
+from actors.engine.engine_load import EngineLoad
+from actors.engine.vllm_engine import VllmEngine, WeightUpdate, engine_env
 from actors.generator.group_limit import GroupLimit
-from actors.weights.delta import Bucket
+from actors.weights.delta import WeightBucket
 from actors.weights.image import Image
-from actors.weights.part import Part, PartCopy
+from actors.weights.part import PartCopy, WeightPart
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
@@ -111,9 +111,9 @@ class Observed(VllmEngine):
     async def update_weights(self, version: PolicyVersion, data: Any, checksum: int) -> WeightUpdate:
         if isinstance(data, str) or self._config.weights.transport != "memory":
             return await super().update_weights(version, data, checksum)
-        image = Image([Part.of_spans([(0, len(data))])])
+        image = Image([WeightPart.of_spans([(0, len(data))])])
         try:
-            image.write(Bucket(version.pack(), 0, 0, len(data), checksum, len(data)), data)
+            image.write(WeightBucket(version.pack(), 0, 0, len(data), checksum, len(data)), data)
             return await super().update_weights(version, image.path, 0)
         finally:
             image.close()
@@ -280,7 +280,7 @@ def test_turns_that_are_given_up_amid_updates_leave_nothing_behind(engine: Any) 
 class Kept(Observed):
     """Keeps an image, as a node does with `weights.delta`."""
 
-    async def write(self, part: Part, bucket: Bucket, message: Any) -> tuple[str, bool]:
+    async def write(self, part: WeightPart, bucket: WeightBucket, message: Any) -> tuple[str, bool]:
         self._image = getattr(self, "_image", None) or Image([part])
         return self._image.path, self._image.write(bucket, message)
 
@@ -298,7 +298,7 @@ def test_weights_that_came_as_changes_are_served_bit_by_bit_like_those_that_came
     base = PartCopy(PolicyVersion(1, 1).pack(), all_rows(old))
     changes = PartCopy(PolicyVersion(1, 2).pack(), all_rows(new), base=base)
 
-    def write(publication: PartCopy, whole: bool) -> tuple[str, Bucket]:
+    def write(publication: PartCopy, whole: bool) -> tuple[str, WeightBucket]:
         bucket, message = publication.bucket(0, publication.part.n_bytes, whole)
         path, written = ray.get(engine.write.remote(publication.part, bucket, message))
         assert written
@@ -452,7 +452,7 @@ def test_a_core_that_dies_amid_an_update_is_said_at_once(small_engine: Any) -> N
 OWNER = """
 import asyncio, sys, time
 from pathlib import Path
-from actors.engine.engine import VllmEngine
+from actors.engine.vllm_engine import VllmEngine
 from service.config import Config
 from service.types import PolicyVersion
 

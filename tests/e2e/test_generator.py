@@ -15,14 +15,14 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import actors.generator.claims
-from actors.buffer.actor import BufferActor, Leased
+import actors.generator.claimer
+from actors.buffer.actor import BufferActor, LeasedBatch
 from actors.driver.prepare import prepare
-from actors.engine.engine import engine_env
+from actors.engine.vllm_engine import engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
 from actors.weights.delta import bucket_of
-from actors.weights.part import Part
+from actors.weights.part import WeightPart
 from service.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -62,7 +62,7 @@ class Patient(Generator):
     """Its polls end only with work or with a newer version, so that nothing is found by merely asking again."""
 
     def __init__(self, *arguments: Any) -> None:
-        actors.generator.claims.POLL_SECONDS = 10 * SECONDS
+        actors.generator.claimer.POLL_SECONDS = 10 * SECONDS
         super().__init__(*arguments)
 
 
@@ -77,9 +77,9 @@ class Road:
     policies: list[PreTrainedModel]
     tasks_file: str
 
-    def lease(self) -> Leased:
+    def lease(self) -> LeasedBatch:
         answer = ray.get(self.buffer.lease.remote(self.trainer_incarnation, SECONDS))
-        assert isinstance(answer, Leased)
+        assert isinstance(answer, LeasedBatch)
         return answer
 
     def publish(self, policy: PreTrainedModel) -> dict[str, float]:
@@ -89,13 +89,13 @@ class Road:
         weights = {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
         data = save(weights)
         octets, number = np.frombuffer(data, np.uint8), version.step
-        path = ray.get(self.generator.hold_image.remote(number, [Part.of_spans([(0, len(data))])]))
+        path = ray.get(self.generator.hold_image.remote(number, [WeightPart.of_spans([(0, len(data))])]))
         ray.get(self.generator.write_image.remote(number, bucket_of(version.pack(), 0, 0, octets), octets, False))
         update: dict[str, float] = ray.get(self.generator.update_weights.remote(version.pack(), path, 0))
         ray.get(self.generator.release_image.remote(number))
         return update
 
-    def commit(self, leased: Leased) -> None:
+    def commit(self, leased: LeasedBatch) -> None:
         version = PolicyVersion(self.trainer_incarnation, len(self.policies))
         assert ray.get(self.buffer.commit.remote(self.trainer_incarnation, leased.lease, version)) is None
 

@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 
 from actors.driver.cluster import place_actors
 from actors.driver.prepare import prepare
-from actors.engine.arguments import FILE_BACKEND, EngineSettings, engine_arguments
-from actors.engine.engine import VllmEngine
+from actors.engine.vllm_arguments import FILE_BACKEND, EngineSettings, engine_arguments
+from actors.engine.vllm_engine import VllmEngine
 from actors.trainer.actor import TrainerRank
 from actors.weights import broadcasts
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.checksum import PolicySize, TensorSpec, checksum_of
 from actors.weights.cuda_ipc import IPC_BACKEND
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, decode_announcement, encode_announcement
-from actors.weights.source import PublishedWeights
 from actors.weights.weight_group import Meeting, WeightGroup
+from actors.weights.weight_source import PublishedWeights
 from service.config import Config, WeightsConfig, load
 from service.errors import UserError
 from service.rollout.engine import Sampling

@@ -13,11 +13,11 @@ import ray
 import torch
 
 from actors.weights.checksum import PolicySize
-from actors.weights.delta import Bucket
+from actors.weights.delta import WeightBucket
 from actors.weights.image import Image, ImageHolder, open_image
 from actors.weights.node_images import NodeImages
-from actors.weights.part import Part, PartCopy
-from actors.weights.source import PublishedWeights
+from actors.weights.part import PartCopy, WeightPart
+from actors.weights.weight_source import PublishedWeights
 from service.config import WeightsConfig
 from service.errors import WeightsGone
 from service.types import PolicyVersion
@@ -46,7 +46,9 @@ class Rank0:
     def data(self) -> bytes:
         return self.publication.bucket(0, self.publication.part.n_bytes, whole=True)[1].tobytes()
 
-    async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool) -> tuple[Bucket, Any]:
+    async def bucket(
+        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool
+    ) -> tuple[WeightBucket, Any]:
         bucket, message = self.publication.bucket(start, stop, whole)
         self.given += len(message)
         return bucket, ray.put(message)
@@ -59,7 +61,7 @@ class Holder(ImageHolder):
         super().__init__()
         self.written = 0
 
-    async def hold_image(self, number: int, parts: Sequence[Part]) -> str:
+    async def hold_image(self, number: int, parts: Sequence[WeightPart]) -> str:
         self.written += number not in self._images
         return await super().hold_image(number, parts)
 

@@ -14,7 +14,7 @@ import ray
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.engine.arguments import engine_env
+from actors.engine.vllm_arguments import engine_env
 from actors.scorers.actor import RayWorker, place_scorers
 from actors.scorers.engine import FrozenEngine
 from baton.examples import solver_verifier

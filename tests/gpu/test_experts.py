@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 from transformers import Qwen3MoeForCausalLM
 
-from actors.engine.engine import VllmEngine, engine_env
+from actors.engine.vllm_engine import VllmEngine, engine_env
 from service.config import Config, GeneratorConfig
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion

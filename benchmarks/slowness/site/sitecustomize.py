@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = os.environ.get("BATON_SLOW")
-LOADER = "actors.engine.engine"
+LOADER = "actors.engine.vllm_engine"
 
 
 def _seconds(what: str) -> float:

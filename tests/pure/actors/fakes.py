@@ -11,13 +11,13 @@ import numpy as np
 import ray.exceptions
 from torch import Tensor
 
-from actors.weights.delta import Bucket, bucket_of
+from actors.weights.delta import WeightBucket, bucket_of
 from actors.weights.image import Image
-from actors.weights.part import Part
+from actors.weights.part import WeightPart
 from service.learn.model.sharding import Rows
 from service.types import PolicyVersion
 
-ONE_BUCKET = (Part.of_spans([(0, 16)]),)
+ONE_BUCKET = (WeightPart.of_spans([(0, 16)]),)
 """A file of weights that is one bucket of one rank."""
 
 
@@ -63,7 +63,7 @@ class FakeRank0:
 
     async def bucket(
         self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool
-    ) -> tuple[Bucket, Any] | None:
+    ) -> tuple[WeightBucket, Any] | None:
         if version < self.newest:
             return None
         data = np.full(stop - start, version.step, np.uint8)
@@ -72,7 +72,7 @@ class FakeRank0:
 
 def image_of(data: bytes) -> Image:
     """A node's image of this file."""
-    image, octets = Image([Part.of_spans([(0, len(data))])]), np.frombuffer(data, np.uint8)
+    image, octets = Image([WeightPart.of_spans([(0, len(data))])]), np.frombuffer(data, np.uint8)
     image.write(bucket_of(0, 0, 0, octets), octets)
     return image
 
@@ -117,13 +117,13 @@ class FakeGenerator:
         """Its images go with it."""
         self._images.clear()
 
-    async def _hold(self, number: int, parts: Sequence[Part]) -> str:
+    async def _hold(self, number: int, parts: Sequence[WeightPart]) -> str:
         if number not in self._images:
             self.written += 1
             self._images[number] = f"/{self.name}/{self.written}"
         return self._images[number]
 
-    async def _write(self, number: int, bucket: Bucket, message: Any, passes_on: bool) -> tuple[Any, bool]:
+    async def _write(self, number: int, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[Any, bool]:
         await self.gate.wait()
         self._fail("hold")
         return message, True

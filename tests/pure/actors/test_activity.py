@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.engine import load as engine_load
-from actors.engine.load import EngineTimes
+from actors.engine import engine_load as engine_load
+from actors.engine.engine_load import EngineTimes
 from actors.generator import activity
 from actors.generator.activity import Activity
 from service.observe import recorder

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from ray.exceptions import ObjectLostError
 
-from actors.weights.chain import MIN_BYTES, Chain, Replaced, Sent
-from actors.weights.delta import Bucket, bucket_of
-from actors.weights.part import Part
-from actors.weights.source import TrainerLost
+from actors.weights.chain import MIN_BYTES, Replaced, Sent, WeightChain
+from actors.weights.delta import WeightBucket, bucket_of
+from actors.weights.part import WeightPart
+from actors.weights.weight_source import TrainerLost
 from service.errors import Starved
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import Method, Stores, died
@@ -24,7 +24,7 @@ VERSION = PolicyVersion(1, 3)
 BUCKETS = 8
 N_BYTES = BUCKETS * MIN_BYTES - 8
 NAMES = ("a", "b", "c")
-ALL = Part.of_spans([(0, N_BYTES)])
+ALL = WeightPart.of_spans([(0, N_BYTES)])
 
 
 class Node:
@@ -42,11 +42,11 @@ class Node:
         self.hold_image = Method(self._hold)
         self.write_image = Stores(self._write)
 
-    async def _hold(self, number: int, parts: Sequence[Part]) -> str:
+    async def _hold(self, number: int, parts: Sequence[WeightPart]) -> str:
         assert sum(part.n_bytes for part in parts) == N_BYTES
         return f"/{self.name}/{number}"
 
-    async def _write(self, number: int, bucket: Bucket, message: Any, passes_on: bool) -> tuple[Any, bool]:
+    async def _write(self, number: int, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[Any, bool]:
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         await asyncio.sleep(0)
@@ -75,7 +75,7 @@ class Ranks:
 
     async def bucket(
         self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool
-    ) -> tuple[Bucket, str] | None:
+    ) -> tuple[WeightBucket, str] | None:
         if self.error is not None:
             raise self.error
         if len(self.given) >= self.newer_after:
@@ -87,10 +87,12 @@ class Ranks:
 
 
 class World:
-    def __init__(self, deadline: float = 60.0, parts: Sequence[Part] = (ALL,), ways: Sequence[str] = ("abc",)) -> None:
+    def __init__(
+        self, deadline: float = 60.0, parts: Sequence[WeightPart] = (ALL,), ways: Sequence[str] = ("abc",)
+    ) -> None:
         self.nodes, self.ranks, self.parts = {name: Node(name) for name in NAMES}, Ranks(), parts
         numbers = {name: number for number, name in enumerate(NAMES)}
-        self.chain = Chain(self.nodes, self.ranks, numbers, {}, ways, deadline)  # type: ignore[arg-type]
+        self.chain = WeightChain(self.nodes, self.ranks, numbers, {}, ways, deadline)  # type: ignore[arg-type]
 
     async def send(self) -> Sent:
         async with asyncio.timeout(30):
@@ -115,7 +117,7 @@ async def test_rank_0_gives_each_bucket_once_and_every_node_passes_it_on_to_the_
 
 async def test_each_rank_gives_its_own_part_from_its_own_node_on_and_no_node_passes_on_more_than_one_copy() -> None:
     half = N_BYTES // 2 // 8 * 8
-    parts = [Part.of_spans([(0, half)]), Part.of_spans([(half, N_BYTES - half)]), Part.of_spans([])]
+    parts = [WeightPart.of_spans([(0, half)]), WeightPart.of_spans([(half, N_BYTES - half)]), WeightPart.of_spans([])]
     world = World(parts=parts, ways=["abc", "bca", "cab"])
     await world.send()
     of_rank_0, of_rank_1 = ([world.givers(name, rank) for name in NAMES] for rank in (0, 1))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from actors.generator import claims
-from actors.generator.claims import ClaimAnswer, Claimer
+from actors.generator import claimer as claims
+from actors.generator.claimer import ClaimAnswer, Claimer
 from actors.generator.outbox import Unreachable
 from service.backoff import Backoff
 from service.errors import RunFailed, Starved

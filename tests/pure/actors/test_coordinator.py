@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from actors.buffer.actor import Leased
-from actors.driver import warm_start
+from actors.buffer.actor import LeasedBatch
+from actors.driver import warm_start_steps as warm_start
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
 from actors.observe import metrics_hub
 from actors.observe.metrics_hub import TARGETS_SECONDS
-from actors.weights.source import TrainerLost
+from actors.weights.weight_source import TrainerLost
 from service.config import load_config
 from service.errors import RunFailed
 from service.handoff.steps.limits import Routing
@@ -32,7 +32,7 @@ from tests.pure.actors.fakes import Method
 
 FRUITLESS = "591 groups finished, all filtered: every return was 0.0"
 MEASURED = {"reward/avg_raw_reward": 0.5, "async/staleness_mean": 0.0, "generate/batch_padded_seq_len": 8.0}
-LEASED = Leased(0, MEASURED, (), [], [])
+LEASED = LeasedBatch(0, MEASURED, (), [], [])
 
 
 def answering(answer: Any = None) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ def cluster_of(buffer: dict[str, Any], trainer: dict[str, Any]) -> Cluster:
     )
 
 
-def drive(folder: Path, leases: list[Leased | Wait]) -> None:
+def drive(folder: Path, leases: list[LeasedBatch | Wait]) -> None:
     """Run until the buffer says that all groups are filtered, which ends the run."""
     config = load_config(["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=0"])
     fruitless = Wait(WaitReason.FILTERED, FRUITLESS, 0.0)

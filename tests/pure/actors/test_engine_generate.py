@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import actors.engine.arguments
-import actors.engine.engine
-from actors.engine.engine import WARM_UP, VllmEngine
+import actors.engine.vllm_arguments
+import actors.engine.vllm_engine
+from actors.engine.vllm_engine import WARM_UP, VllmEngine
 from actors.weights.adapter import ADAPTER, ADAPTER_ID
 from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed, UserError
@@ -210,8 +210,8 @@ async def start_on_gpu(engine: VllmEngine, folder: Path, monkeypatch: pytest.Mon
     engine._model_folder = folder
     experts = None if shape is None else np.zeros(shape, np.int16)
     llm = FakeVllm(completion(routed_experts=experts))
-    monkeypatch.setattr(actors.engine.arguments, "on_gpu", lambda: True)
-    monkeypatch.setattr(actors.engine.engine, "_build", lambda arguments, with_load: (llm, None))
+    monkeypatch.setattr(actors.engine.vllm_arguments, "on_gpu", lambda: True)
+    monkeypatch.setattr(actors.engine.vllm_engine, "_build", lambda arguments, with_load: (llm, None))
     await engine.start(PolicyVersion(0, 0))
 
 
@@ -226,7 +226,7 @@ async def test_settings_that_vllm_refuses_are_one_line_that_reaches_the_driver(
 
     (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
     engine._model_folder = tmp_path
-    monkeypatch.setattr(actors.engine.engine, "_build", refuse)
+    monkeypatch.setattr(actors.engine.vllm_engine, "_build", refuse)
     with pytest.raises(UserError, match=rf"^generator: vLLM refuses the settings for {tmp_path}: 4 heads in 3 parts$"):
         await engine.start(PolicyVersion(0, 0))
 
@@ -259,7 +259,7 @@ async def start_with_adapter(engine: VllmEngine, folder: Path, llm: FakeVllm, mo
     monkeypatch.setitem(sys.modules, "vllm.lora", ModuleType("vllm.lora"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     module.LoRARequest = lambda name, number, path: (name, number)  # type: ignore[attr-defined]
-    monkeypatch.setattr(actors.engine.engine, "_build", lambda arguments, with_load: (llm, None))
+    monkeypatch.setattr(actors.engine.vllm_engine, "_build", lambda arguments, with_load: (llm, None))
     await engine.start(PolicyVersion(0, 0))
 
 

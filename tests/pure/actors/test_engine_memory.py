@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from actors.driver.prepare import prepare
-from actors.engine import arguments as arguments_module
-from actors.engine.arguments import GPU_BATCHED_TOKENS, EngineSettings, engine_arguments
+from actors.engine import vllm_arguments as arguments_module
+from actors.engine.vllm_arguments import GPU_BATCHED_TOKENS, EngineSettings, engine_arguments
 from service.config import load_config
 from service.errors import UserError
 

@@ -17,8 +17,8 @@ import torch
 import xxhash
 from safetensors.torch import save
 
-import actors.engine.engine
-from actors.engine.engine import VllmEngine
+import actors.engine.vllm_engine
+from actors.engine.vllm_engine import VllmEngine
 from actors.weights.adapter import ADAPTER_ID, adapter_shapes
 from actors.weights.checksum import PolicySize, TensorSpec
 from actors.weights.image import Image, open_image
@@ -260,7 +260,7 @@ async def test_an_image_that_went_with_its_holder_leaves_the_engine_as_it_was(en
 async def test_a_core_that_dies_amid_an_update_is_said_though_it_never_answers(
     engine: VllmEngine, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.engine.engine, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(actors.engine.vllm_engine, "CHECK_SECONDS", 0.01)
     llm = llm_of(engine)
     llm.silent = part
     updating = asyncio.ensure_future(engine.update_weights(NEW, *sent()))
@@ -276,7 +276,7 @@ async def test_a_core_that_dies_amid_an_update_is_said_though_it_never_answers(
 async def test_an_update_of_an_engine_that_is_stopped_ends_at_once(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.engine.engine, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(actors.engine.vllm_engine, "CHECK_SECONDS", 0.01)
     llm = llm_of(engine)
     llm.silent = "load"
     updating = asyncio.ensure_future(engine.update_weights(NEW, *sent()))

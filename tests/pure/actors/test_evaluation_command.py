@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from actors.driver import evaluate as command
+from actors.driver import evaluate_model as command
 from actors.driver import placement
 from actors.driver.node_check import RunFiles
 from actors.driver.placement import Bundle, reserve

@@ -16,13 +16,13 @@ import pytest
 import xxhash
 
 import actors.generator.actor
-from actors.engine.engine import VllmEngine, WeightUpdate
 from actors.engine.run_player import RunPlayer
-from actors.generator.actor import Generator, Joined
-from actors.generator.claims import Claimer
+from actors.engine.vllm_engine import VllmEngine, WeightUpdate
+from actors.generator.actor import Generator, Membership
+from actors.generator.claimer import Claimer
 from actors.generator.outbox import Outbox
 from actors.weights.delta import bucket_of
-from actors.weights.part import Part
+from actors.weights.part import WeightPart
 from baton.examples import lookup
 from service.agents.session_keys import Keys
 from service.config import Config, load_config
@@ -134,7 +134,7 @@ def join(generator: Generator, config: Config, folder: Path, buffer: FakeBuffer)
     generator._engine = engine  # type: ignore[assignment]
     generator._player = RunPlayer(config, folder, engine)
     outbox = Outbox("g", 1, buffer.submit, 60.0, generator._close, generator._cancel, generator._unmeasured.append)
-    generator._joined = Joined(Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
+    generator._joined = Membership(Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
     return engine
 
 
@@ -382,8 +382,8 @@ async def test_beyond_the_bound_of_leaked_tasks_the_generator_ends_so_that_its_p
 
 async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_released(generator: Generator) -> None:
     data = np.frombuffer(b"some", np.uint8)
-    first, second = [await generator.hold_image(number, [Part.of_spans([(0, 4)])]) for number in (0, 1)]
-    assert await generator.hold_image(0, [Part.of_spans([(0, 4)])]) == first, "asked for again, it is the same"
+    first, second = [await generator.hold_image(number, [WeightPart.of_spans([(0, 4)])]) for number in (0, 1)]
+    assert await generator.hold_image(0, [WeightPart.of_spans([(0, 4)])]) == first, "asked for again, it is the same"
     assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, True) == (data, True)
     assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, False) == (None, True)
     assert (file_at(first).read_bytes(), file_at(second).read_bytes()) == (b"some", bytes(4))
@@ -394,7 +394,7 @@ async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_relea
     await generator.release_image(0)
     await generator.release_image(7)  # held by its process before it started again, or about to be held
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
-        await generator.hold_image(7, [Part.of_spans([(0, 4)])])
+        await generator.hold_image(7, [WeightPart.of_spans([(0, 4)])])
     await generator.release_image(1)
     assert not file_at(second).exists()
 
@@ -403,7 +403,7 @@ async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: G
     looked: list[bool] = []
     claimer: Any = SimpleNamespace(look_again=lambda: looked.append(True))
     outbox: Any = SimpleNamespace()
-    generator._joined = Joined(claimer, outbox)
+    generator._joined = Membership(claimer, outbox)
     checksum = xxhash.xxh3_64_intdigest(b"weights")
     update = await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", checksum)
     assert engine_of(generator).taken == [(PolicyVersion(2, 3), "/path", checksum)]

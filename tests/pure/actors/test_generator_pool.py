@@ -13,8 +13,8 @@ from ray.exceptions import ObjectLostError
 
 import actors.generator.generator_pool
 from actors.generator.generator_pool import GeneratorPool
-from actors.weights.source import PublishedWeights, TrainerLost
 from actors.weights.weight_group import OVER, Meeting
+from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.backoff import Backoff
 from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig

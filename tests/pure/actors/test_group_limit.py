@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from actors.engine.load import UNREPORTED, EngineLoad, Overflows
+from actors.engine.engine_load import UNREPORTED, EngineLoad, Overflows
 from actors.generator.group_limit import GroupLimit
 
 

@@ -12,19 +12,19 @@ from ray._private.ray_logging import LogDeduplicator
 from ray.runtime_context import RuntimeContext
 
 from actors import SKIPPED
-from actors.driver import hosts as driver_hosts
-from actors.driver.hosts import Host, HostWatch
+from actors.driver import host_watch as driver_hosts
+from actors.driver.host_watch import ClusterHost, HostWatch
 from service.errors import RunFailed
 
 HEAD, RANKS, SPOT = (
-    Host("10.0.0.1", ("buffer", "driver")),
-    Host("10.0.0.2", ("trainer-0", "trainer-1")),
-    Host("10.0.0.3 (spot)", ("generator-0",)),
+    ClusterHost("10.0.0.1", ("buffer", "driver")),
+    ClusterHost("10.0.0.2", ("trainer-0", "trainer-1")),
+    ClusterHost("10.0.0.3 (spot)", ("generator-0",)),
 )
 ALL = {"one": HEAD, "two": RANKS, "three": SPOT}
 
 
-def watching(found: dict[str, Host]) -> tuple[HostWatch, list[str]]:
+def watching(found: dict[str, ClusterHost]) -> tuple[HostWatch, list[str]]:
     said: list[str] = []
     watch = HostWatch(said.append, lambda draining: None, lambda: found)
     asyncio.run(watch.begin())
@@ -32,7 +32,7 @@ def watching(found: dict[str, Host]) -> tuple[HostWatch, list[str]]:
 
 
 def test_each_host_and_what_it_holds_is_said_at_the_start_in_a_line() -> None:
-    _, said = watching(ALL | {"four": Host("10.0.0.4", ())})
+    _, said = watching(ALL | {"four": ClusterHost("10.0.0.4", ())})
     assert said == [
         "host 10.0.0.1: buffer, driver",
         "host 10.0.0.2: trainer-0, trainer-1",
@@ -53,7 +53,9 @@ def test_looking_at_the_hosts_prints_no_warning_of_ray(monkeypatch: pytest.Monke
     one = {"NodeID": node.hex(), "Alive": True, "NodeManagerAddress": "10.0.0.1", "Labels": {}}
     monkeypatch.setattr(ray, "nodes", lambda: [one])
     with warnings.catch_warnings(action="error"):
-        assert driver_hosts.hosts() == {node.hex(): Host("10.0.0.1", ("buffer", "driver"), 7000, (("buffer", 2),))}
+        assert driver_hosts.hosts() == {
+            node.hex(): ClusterHost("10.0.0.1", ("buffer", "driver"), 7000, (("buffer", 2),))
+        }
 
 
 def test_nothing_is_said_where_there_is_one_host() -> None:
@@ -63,7 +65,7 @@ def test_nothing_is_said_where_there_is_one_host() -> None:
 def test_a_host_that_goes_is_said_once_with_what_it_held_and_where_that_went() -> None:
     watch, said = watching(ALL)
     del said[:]
-    two, three = Host(RANKS.name, RANKS.parts[:1]), Host(SPOT.name, (*SPOT.parts, "trainer-1"))
+    two, three = ClusterHost(RANKS.name, RANKS.parts[:1]), ClusterHost(SPOT.name, (*SPOT.parts, "trainer-1"))
     watch.changed({"one": HEAD, "three": SPOT})
     watch.changed({"one": HEAD, "three": SPOT})
     watch.changed({"one": HEAD, "three": three})
@@ -95,7 +97,10 @@ def test_a_restart_is_said_once_where_the_host_went_or_the_run_waits_for_the_par
     del said[:]
     watch.changed({"two": RANKS._replace(restarts=(("trainer-0", 1),)), "three": SPOT})
     watch.changed(
-        {"two": RANKS, "three": Host(SPOT.name, ("buffer", *SPOT.parts), None, (("buffer", 1), ("generator-0", 1)))}
+        {
+            "two": RANKS,
+            "three": ClusterHost(SPOT.name, ("buffer", *SPOT.parts), None, (("buffer", 1), ("generator-0", 1))),
+        }
     )
     assert said == [
         "host 10.0.0.1 is gone; it held buffer, driver",
@@ -104,11 +109,11 @@ def test_a_restart_is_said_once_where_the_host_went_or_the_run_waits_for_the_par
 
 
 def test_generators_follow_what_is_drained_also_after_a_look_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[dict[str, Host] | None] = [ALL, None, ALL, ALL | {"three": SPOT._replace(ends_at=0)}]
+    looks: list[dict[str, ClusterHost] | None] = [ALL, None, ALL, ALL | {"three": SPOT._replace(ends_at=0)}]
     followed: list[dict[str, int]] = []
     monkeypatch.setattr(driver_hosts, "LOOK_SECONDS", 0.0)
 
-    def look() -> dict[str, Host]:
+    def look() -> dict[str, ClusterHost]:
         if (found := looks.pop(0)) is None:
             raise ConnectionError("no answer of Ray's control store")
         return found

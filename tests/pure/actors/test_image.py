@@ -15,7 +15,7 @@ from actors.weights import image as images
 from actors.weights.checksum import PolicySize
 from actors.weights.delta import bucket_of, encode
 from actors.weights.image import Image, open_image
-from actors.weights.part import Part
+from actors.weights.part import WeightPart
 from service.errors import WeightsGone
 from tests.pure.actors.fakes import content, image_of
 
@@ -51,7 +51,7 @@ def octets(*numbers: int) -> np.ndarray:
 
 
 def test_buckets_are_written_in_any_order_and_a_spoilt_one_not_at_all() -> None:
-    image = Image([Part.of_spans([(0, 6)])])
+    image = Image([WeightPart.of_spans([(0, 6)])])
     for start in (4, 2, 0):
         assert image.write(bucket_of(1, 0, start, octets(start, start + 1)), octets(start, start + 1))
     for spoilt in (octets(8, 8), octets(2), octets(2, 3, 4)):
@@ -62,7 +62,7 @@ def test_buckets_are_written_in_any_order_and_a_spoilt_one_not_at_all() -> None:
 
 
 def test_what_changed_is_written_into_its_own_base_and_into_no_other() -> None:
-    image, old, new = Image([Part.of_spans([(0, 16)])]), np.zeros(8, np.uint8), octets(0, 0, 0, 0, 0, 0, 0, 9)
+    image, old, new = Image([WeightPart.of_spans([(0, 16)])]), np.zeros(8, np.uint8), octets(0, 0, 0, 0, 0, 0, 0, 9)
     image.write(bucket_of(1, 0, 8, old), old)
     sent = bucket_of(2, 0, 8, new)._replace(base=bucket_of(1, 0, 8, old).checksum)
     bucket, message = encode(sent, old, new, whole=False)
@@ -78,7 +78,7 @@ def test_what_changed_is_written_into_its_own_base_and_into_no_other() -> None:
 
 
 def test_a_bucket_that_comes_after_newer_ones_or_after_the_end_is_not_written() -> None:
-    image = Image([Part.of_spans([(0, 2)])])
+    image = Image([WeightPart.of_spans([(0, 2)])])
     image.write(bucket_of(2, 0, 0, octets(2, 2)), octets(2, 2))
     with pytest.raises(WeightsGone, match="after newer ones"):
         image.write(bucket_of(1, 0, 0, octets(1, 1)), octets(1, 1))

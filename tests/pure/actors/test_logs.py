@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.evaluate import logs_kept_on_failure
-from actors.observe.logs import begin_logs, elsewhere, log_env, parts, say_which_are_elsewhere
+from actors.driver.evaluate_model import logs_kept_on_failure
+from actors.observe.actor_logs import begin_logs, elsewhere, log_env, parts, say_which_are_elsewhere
 from service.errors import RunFailed
 from service.run.log_file import LOG_BYTES, OLDER_FILES
 from tests.waiting import until
@@ -20,7 +20,7 @@ PART = "generator-0"
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
 BEGINNING = f"""
 import logging, os, signal, subprocess, sys
-from actors.observe.logs import keep_log
+from actors.observe.actor_logs import keep_log
 keep_log("{PART}")
 """
 

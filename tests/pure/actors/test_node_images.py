@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.weights.delta import Bucket
+from actors.weights.delta import WeightBucket
 from actors.weights.node_images import NodeImages
-from actors.weights.part import Part
-from actors.weights.source import PublishedWeights
+from actors.weights.part import WeightPart
+from actors.weights.weight_source import PublishedWeights
 from service.config import WeightsConfig
 from service.errors import Starved
 from service.types import PolicyVersion
@@ -230,7 +230,7 @@ async def test_an_image_of_other_parts_is_replaced_because_ranks_that_started_ag
     files = files_of(first, rank_0=trainer, delta=True)
     async with files.path_for("first", VERSION, WEIGHTS) as old:
         pass
-    of_two = PublishedWeights("of other ranks", 2, (Part.of_spans([(0, 8)]), Part.of_spans([(8, 8)])))
+    of_two = PublishedWeights("of other ranks", 2, (WeightPart.of_spans([(0, 8)]), WeightPart.of_spans([(8, 8)])))
     async with files.path_for("first", NEXT, of_two) as new:
         assert (old, new) == ("/first/1", "/first/2")
         assert first.paths == {new}, "the other one is given back"
@@ -271,13 +271,13 @@ async def test_weights_go_to_one_generator_of_each_node_and_first_to_that_of_the
         writes = generator._write
 
         async def writing(
-            number: int, bucket: Bucket, *rest: Any, name: str = generator.name, writes: Any = writes
+            number: int, bucket: WeightBucket, *rest: Any, name: str = generator.name, writes: Any = writes
         ) -> Any:
             order[bucket.rank].append(name)
             return await writes(number, bucket, *rest)
 
         generator.write_image = Stores(writing)
-    weights = PublishedWeights("of three ranks", 1, tuple(Part.of_spans([(start, 8)]) for start in (0, 8, 16)))
+    weights = PublishedWeights("of three ranks", 1, tuple(WeightPart.of_spans([(start, 8)]) for start in (0, 8, 16)))
     async with files.spread([generator.name for generator in generators], VERSION, weights):
         async with files.path_for("beside far", VERSION, weights) as path:
             assert path == "/far/1"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 from torch import Tensor
 
-from actors.weights.delta import Bucket
+from actors.weights.delta import WeightBucket
 from actors.weights.image import Image
-from actors.weights.part import Part, PartCopy, check_parts
+from actors.weights.part import PartCopy, WeightPart, check_parts
 from service.learn.model.sharding import Rows, shard_bounds
 from tests.pure.actors.fakes import content
 
@@ -33,7 +33,7 @@ def published(version: int, weights: dict[str, Tensor], n_ranks: int, base: list
     return [PartCopy(version, rows, rank, before) for rank, (rows, before) in enumerate(zip(shards, base, strict=True))]
 
 
-def take(image: Image, publications: list[PartCopy], size: int) -> list[Bucket]:
+def take(image: Image, publications: list[PartCopy], size: int) -> list[WeightBucket]:
     taken = []
     for publication in publications:
         for start in range(0, publication.part.n_bytes, size):
@@ -84,7 +84,7 @@ def test_one_rank_has_the_whole_file_in_one_span_and_two_have_each_row_once() ->
 
 @pytest.mark.parametrize("other", [[(4, 8)], [(16, 8)], []])
 def test_parts_that_leave_bytes_out_or_have_them_twice_are_refused(other: list[tuple[int, int]]) -> None:
-    first = Part.of_spans([(0, 8), (12, 4)])
-    check_parts([first, Part.of_spans([(8, 4)])])
+    first = WeightPart.of_spans([(0, 8), (12, 4)])
+    check_parts([first, WeightPart.of_spans([(8, 4)])])
     with pytest.raises(ValueError, match="not each byte of the weights once"):
-        check_parts([first, Part.of_spans(other)])
+        check_parts([first, WeightPart.of_spans(other)])

@@ -13,8 +13,8 @@ import actors.generator.generator_pool
 from actors.generator import scaling
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
-from actors.weights.source import PublishedWeights
 from actors.weights.weight_group import Meeting
+from actors.weights.weight_source import PublishedWeights
 from service.backoff import Backoff
 from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from ray.exceptions import AuthenticationError, RpcError
 
-from actors.driver import submit as submitting
+from actors.driver import submit_job as submitting
 from actors.driver.authentication import refuse_open_ray
-from actors.driver.submit import entrypoint, submit
+from actors.driver.submit_job import entrypoint, submit
 from service.backoff import Backoff
 from service.cli.parser import main
 from service.errors import RunFailed, UserError

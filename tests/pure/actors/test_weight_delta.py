@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.weights.delta import MAX_CHANGED, SKIP, Bucket, bucket_of, decode, encode
+from actors.weights.delta import MAX_CHANGED, SKIP, WeightBucket, bucket_of, decode, encode
 from actors.weights.image import Image
 from actors.weights.part import PartCopy
 from tests.pure.actors.fakes import all_rows, content
@@ -17,7 +17,7 @@ N = 4096
 GENERATOR = np.random.default_rng(0)
 
 
-def both(base: np.ndarray, new: np.ndarray, itemsize: int) -> tuple[Bucket, np.ndarray]:
+def both(base: np.ndarray, new: np.ndarray, itemsize: int) -> tuple[WeightBucket, np.ndarray]:
     """The bucket of `new`, and its message as a change of `base`."""
     bucket = bucket_of(2, 0, 0, new)._replace(base=bucket_of(1, 0, 0, base).checksum, itemsize=itemsize)
     return encode(bucket, base, new, whole=False)
@@ -66,7 +66,7 @@ def published(version: int, weights: dict[str, torch.Tensor], base: PartCopy | N
     return PartCopy(version, all_rows({name: tensor.clone() for name, tensor in weights.items()}), base=base)
 
 
-def take(image: Image, publication: PartCopy, size: int = 1024) -> list[Bucket]:
+def take(image: Image, publication: PartCopy, size: int = 1024) -> list[WeightBucket]:
     """Let an image take a publication as a node does: what it cannot change comes as it is."""
     taken = []
     for start in range(0, publication.part.n_bytes, size):

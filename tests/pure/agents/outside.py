@@ -87,7 +87,7 @@ async def serve_buffer(folder: Path) -> None:
     """The verbs over a socket: a request and an answer of msgpack on each connection."""
     import msgspec
 
-    from actors.buffer.actor import BufferActor, Leased
+    from actors.buffer.actor import BufferActor, LeasedBatch
     from service.files import write_atomic
     from service.handoff.verbs import Claim
     from service.types import PolicyVersion, TrajectoryId
@@ -118,7 +118,7 @@ async def serve_buffer(folder: Path) -> None:
         write_atomic(folder / "version.json", json.dumps(step))
         while True:
             leased = await buffer.lease(incarnation, 1.0)
-            if isinstance(leased, Leased):
+            if isinstance(leased, LeasedBatch):
                 step = PolicyVersion(incarnation, step.step + 1)
                 if await buffer.commit(incarnation, leased.lease, step) is None:
                     write_atomic(folder / "version.json", json.dumps(step))

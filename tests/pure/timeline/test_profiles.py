@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.trainer import profiles as written
-from actors.trainer.profiles import Profiles
+from actors.trainer import step_profiles as written
+from actors.trainer.step_profiles import Profiles
 from service.cli.parser import main
 from service.files import create_private, lock_folder
 from service.learn.profile import StepProfile

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.weights.delta import Bucket
-from actors.weights.part import Part
+from actors.weights.delta import WeightBucket
+from actors.weights.part import WeightPart
 from actors.weights.weight_group import Meeting
 from service.errors import BatonError
 from service.types import PolicyVersion
@@ -24,7 +24,7 @@ class PublishedWeights:
     data: Any
     """Ray object reference to `WeightBytes`, which every engine takes."""
     checksum: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[WeightPart, ...] = ()
     """Of the safetensors file whose buckets the ranks give out, that of each rank; none: they give out none."""
 
 
@@ -37,7 +37,7 @@ class WeightSource(Protocol):
 
     async def bucket(
         self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
-    ) -> tuple[Bucket, Any] | None:
+    ) -> tuple[WeightBucket, Any] | None:
         """Bytes of a rank's part of these weights, and a reference to their message; None if newer ones are there."""
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:

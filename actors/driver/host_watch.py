@@ -23,7 +23,7 @@ LOOK_SECONDS = 2.0
 """Seconds between two looks at the cluster."""
 
 
-class Host(NamedTuple):
+class ClusterHost(NamedTuple):
     """A living host of the cluster."""
 
     name: str
@@ -36,7 +36,7 @@ class Host(NamedTuple):
     """Parts that Ray has started again, and how often."""
 
 
-def hosts() -> dict[str, Host]:
+def hosts() -> dict[str, ClusterHost]:
     """The living hosts by Ray's id of their node, in the order of their addresses."""
     if not ray.is_initialized():
         return {}
@@ -53,7 +53,7 @@ def hosts() -> dict[str, Host]:
             kind = f" ({node['Labels'][MARKET]})" if MARKET in node["Labels"] else ""
             node_id = node["NodeID"]
             held, again = (*sorted(parts.get(node_id, ())),), (*sorted(restarts[node_id]),)
-            found[node_id] = Host(node["NodeManagerAddress"] + kind, held, draining.get(node_id), again)
+            found[node_id] = ClusterHost(node["NodeManagerAddress"] + kind, held, draining.get(node_id), again)
     return found
 
 
@@ -64,11 +64,11 @@ class HostWatch:
         self,
         say: Callable[[str], None],
         follow: Callable[[dict[str, int]], None],
-        look: Callable[[], dict[str, Host]] = hosts,
+        look: Callable[[], dict[str, ClusterHost]] = hosts,
     ) -> None:
-        """`follow` is given, after each look, when each drained node ends, as `Host.ends_at`."""
+        """`follow` is given, after each look, when each drained node ends, as `ClusterHost.ends_at`."""
         self._say, self._follow, self._look = say, follow, look
-        self._hosts: dict[str, Host] = {}
+        self._hosts: dict[str, ClusterHost] = {}
         self._adrift: set[str] = set()
         """Parts whose host is gone, until they are on another one."""
         self._restarts: dict[str, int] = {}
@@ -94,7 +94,7 @@ class HostWatch:
                 self.changed(found)
                 self._follow({node: host.ends_at for node, host in found.items() if host.ends_at is not None})
 
-    def changed(self, found: dict[str, Host]) -> None:
+    def changed(self, found: dict[str, ClusterHost]) -> None:
         """Say what is different from the last look."""
         for node, host in self._hosts.items():
             if node not in found:
@@ -111,7 +111,7 @@ class HostWatch:
         self._say_restarts(found.values(), moved)
         self._hosts = found
 
-    def _say_restarts(self, found: Iterable[Host], moved: Collection[str] = ()) -> None:
+    def _say_restarts(self, found: Iterable[ClusterHost], moved: Collection[str] = ()) -> None:
         """Of a part that starts again and again, the first restart, the second, the fourth and so on are said."""
         for part, times in (one for host in found for one in host.restarts):
             said = self._restarts.get(part, 0)

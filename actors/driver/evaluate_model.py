@@ -23,7 +23,7 @@ from actors.driver.cluster import place_trainer, ray_session
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import engine_bundle, engine_options, gpus_each, rank_bundle, reserve
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
-from actors.engine.arguments import engine_env
+from actors.engine.vllm_arguments import engine_env
 from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.scorers.actor import all_up
 from actors.scorers.frozen import place_roles

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import pydantic
 
-from actors.engine.arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments
-from actors.engine.arguments import engine_env as engine_env
-from actors.engine.load import EngineLoad, EngineTimes
+from actors.engine.engine_load import EngineLoad, EngineTimes
+from actors.engine.vllm_arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments
+from actors.engine.vllm_arguments import engine_env as engine_env
 from actors.heap import freeze_heap
 from actors.weights.adapter import ADAPTER, ADAPTER_ID
 from actors.weights.checksum import PolicySize, WeightBytes
